@@ -126,7 +126,8 @@ def _uncaptured_triton(device: Device, need: Need) -> str | None:
 
 
 def _fa3_mla_preference(device: Device, need: Need) -> int:
-    """First on Hopper: the fastest decode for 16 and for 128 heads at all batch sizes (measured in vLLM's PR 27363)."""
+    """First on Hopper: the fastest decode for 16 and for 128 heads at all batch sizes (measured in vLLM's PR 27363),
+    and SGLang's default for decodes over selected tokens."""
     return 46 if device.capability is not None and device.capability[0] == 9 else 35
 
 
@@ -261,8 +262,8 @@ MLA += [
         workspace=workspaces.flashinfer, exact_lengths=True,
     ),
     Row(
-        "fa3", f"{_ATTENTION}.vendors.fa3:FA3MLA", 35, vendors.fa3_mla, workspace=workspaces.fa3,
-        prefers=_fa3_mla_preference,
+        "fa3", f"{_ATTENTION}.vendors.fa3:FA3MLA", 35, vendors.fa3_mla, ("index",), workspaces.fa3,
+        prefers=_fa3_mla_preference, sparse=True,
     ),
 ]  # fmt: skip
 GQA += [

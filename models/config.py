@@ -369,6 +369,13 @@ class ModelConfig:
         kinds = sorted({self.windows[i] for i in layers}, key=lambda window: (window is not None, window or 0))
         return tuple(CacheGroup(tuple(i for i in layers if self.windows[i] == kind), kind) for kind in kinds)
 
+    @property
+    def planned_windows(self) -> tuple[int | None, ...]:
+        """Windows of the cache groups whose queries are planned one by one, the first group first. Attention to windows
+        and entries is planned as a whole."""
+        first, *others = (group.window for group in self.cache_groups)
+        return (first,) if isinstance(self.attention, CompressedConfig) else (first, *others)
+
     @cached_property
     def state_layers(self) -> frozenset[int]:
         """The layers with a state for each request, which have no KV."""

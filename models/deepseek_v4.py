@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
@@ -82,6 +83,9 @@ class DeepseekV4Model(Decoder):
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self._steps.of(batch, batch.kv[0])
+
+    def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
+        return (self._draft_steps if drafts else self._steps).plan_in_place
 
     def draft_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """The tokens of MTP layers have slots of the full pool, also where windows have a pool of their own."""

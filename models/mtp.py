@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.chain import FusedDrafts
 from moe_engine.kernels.decoder.draft_step import fuse_draft_step
 from moe_engine.kernels.decoder.drafting import ChainSteps, DraftLevel, RowTables, StepDraws, VerifiedChains
@@ -82,6 +83,11 @@ class MTPLayers:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def planner(self) -> InPlacePlanner | None:
+        """Plans of captured draft steps; None: those of the attention backend."""
+        return self._model.planner_of_decodes(drafts=True)
 
     @property
     def reads_streams(self) -> bool:

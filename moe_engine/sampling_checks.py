@@ -51,7 +51,7 @@ class SamplingFields(Struct, kw_only=True):
     max_thinking_tokens: Annotated[Count, Meta(description="max tokens of reasoning, which then ends")] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
+    spaces_between_special_tokens: Annotated[bool | None, Meta(description="no effect: no space is added")] = None
     no_stop_trim: bool | None = None
     json_schema: Annotated[JsonOrText, Meta(description="JSON schema, or its text")] | None = None
     regex: Source | None = None

@@ -2,7 +2,9 @@
 # shellcheck shell=bash
 
 : "${ROUTER:=$PYTHON -m sglang_router.launch_router}"
-: "${ROUTER_FLAGS:=--policy cache_aware --health-check-interval-secs 5}"
+# without the circuit breaker, which counts errors of clients; ROUTER_FLAGS after these flags (docs/router.md)
+ROUTER_RECOVERY="--health-check-interval-secs 1 --health-failure-threshold 2 --retry-max-retries 10 --disable-circuit-breaker"
+: "${ROUTER_FLAGS:=--policy cache_aware}"
 
 # serve_replicas FLAGS...: runs until the router ends, all replicas have failed for good, or the job is stopped; the exit
 # code is in CODE. A replica that fails is restarted on its nodes, at most MAX_RESTARTS times; the others keep serving.
@@ -28,7 +30,7 @@ serve_replicas() {
   done
   log "router: http://$SLURMD_NODENAME:$PORT, $REPLICAS replicas of $per nodes: ${urls[*]}"
   # shellcheck disable=SC2086
-  $ROUTER --host 0.0.0.0 --port "$PORT" $ROUTER_FLAGS --worker-urls "${urls[@]}" &
+  $ROUTER --host 0.0.0.0 --port "$PORT" $ROUTER_RECOVERY $ROUTER_FLAGS --worker-urls "${urls[@]}" &
   ROUTER_PID=$!
   while [ -z "$STOPPING" ] && kill -0 "$ROUTER_PID" 2>/dev/null && some_loop_runs; do sleep 1; done
   CODE=0

@@ -45,7 +45,8 @@ OTHERS = {
     "--dependency", "--get-user-env", "--immediate",
     "--cache-threshold", "--balance-abs-threshold", "--balance-rel-threshold", "--retry-max-retries", "--worker-urls",
     "--pd-disaggregation", "--prefill", "--decode",
-    "--health-failure-threshold", "--health-success-threshold", "--prometheus-port", "--tls-cert-path",
+    "--health-failure-threshold", "--health-check-timeout-secs", "--health-success-threshold", "--prometheus-port",
+    "--tls-cert-path",
 }  # fmt: skip
 """Flags of sbatch, srun, scancel, torchrun, pip, docker and sglang-router."""
 

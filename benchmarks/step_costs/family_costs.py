@@ -99,7 +99,7 @@ def gate_rows(a: Any, s: Setting) -> Cost:
 def index_rows(a: Any, s: Setting) -> Cost:
     """Keys into the cache, and queries if some are selected for."""
     record = a.WIDTH + FP32 if a.FP8 else a.WIDTH * a.cache.element_size()
-    read = size(*map(given, (a.keys, a.slots, a.positions, a.q, a.gates)))
+    read = size(*map(given, (a.keys, a.slots, a.positions, a.q, a.gates)))  # gates: every part
     return Cost(read, a.tokens * record * a.KEYS + size(given(a.out), given(a.folded)))
 
 

@@ -58,9 +58,9 @@ class Libraries:
             found = ModuleType(name)
             found.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name in ("deep_ep", "sgl_kernel"))
             if name == "sgl_kernel":  # submodules are searched as files
-                folder = Path(tempfile.mkdtemp(prefix="moe-engine-step-costs-"))
-                (folder / "flash_mla.py").touch()
-                found.__spec__.submodule_search_locations = [str(folder)]
+                self._folder = tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-")
+                Path(self._folder.name, "flash_mla.py").touch()
+                found.__spec__.submodule_search_locations = [self._folder.name]
             found.__dict__.update(vars(module))
             sys.modules[name] = found
 
@@ -128,7 +128,8 @@ class Libraries:
     ) -> Any:  # fmt: skip
         out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
         lse = torch.empty(q.shape[1], len(q), device=q.device)
-        context = self._recorder.setting.context + max_seqlen_q - 1
+        longest = page_table.shape[1] * k_cache.shape[1]  # of selected tokens fewer than the context
+        context = min(self._recorder.setting.context + max_seqlen_q - 1, longest)
         if scheduler_metadata is None:
             self.call("prepare_varlen", Cost(size(cache_seqlens, cu_seqlens_q), 4 * len(cache_seqlens)))
         # with splits each program announces the combine when it has no further tile, before it stores its last one

@@ -89,7 +89,8 @@ class Session:
         short, self._repeats = shortened(case.config)
         if case.drafter == "mtp2":
             short["num_nextn_predict_layers"] = 2
-        self._recorder, self._config, self._worker = _start(case, short)
+        self._folder = tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-")
+        self._recorder, self._config, self._worker = _start(case, short, Path(self._folder.name))
         if case.drafter == "standalone":
             self._worker.runner.speculation.drafter.model.is_draft = True
 
@@ -105,7 +106,7 @@ class Session:
             before = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
             before.enter()
             before.leave()
-        _capture(self._worker, config, batch, case)
+        _capture(self._worker, batch, case)
         steps = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
         if case.prefill is not None:
             action = lambda: steps.prefill(case.prefill)  # noqa: E731
@@ -125,6 +126,7 @@ class Session:
 
     def close(self) -> None:
         self._worker.close()
+        self._folder.cleanup()
 
 
 def _settings(case: Case) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _settings(case: Case) -> dict[str, Any]:
     return {OUTSIDE: with_tokens(case.prefill or case.batch * case.nodes), DRAFT: with_tokens(case.batch)}
 
 
-def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _start(case: Case, short: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     from benchmarks.step_costs import exchange_costs, family_costs, triton_costs  # noqa: F401
     from benchmarks.step_costs.libraries import Libraries
@@ -169,7 +171,6 @@ def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
     from moe_engine.config.args import EngineArgs
     from moe_engine.planning.prepare import prepare
 
-    folder = Path(tempfile.mkdtemp(prefix="moe-engine-step-costs-"))
     (folder / "config.json").write_text(json.dumps(short))
     config = prepare(EngineArgs.from_cli([str(x) for x in _flags(case, folder)]))
     if case.form.ranks > 1:
@@ -225,7 +226,7 @@ def _flags(case: Case, folder: Path) -> list[Any]:
     return flags
 
 
-def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
+def _capture(worker: Any, batch: int, case: Case) -> None:
     """Captures the graph of this size with the engine's own code."""
     if case.prefill is not None:
         return
@@ -236,13 +237,7 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     counts = (case.nodes,) if case.mtp else (1,)
     settings = GraphSettings((batch,), counts=counts, trees=case.topk > 1)
     runner.graphs = None
-    planner, index = None, config.kernels.model.need.index
-    if index is not None:
-        from moe_engine.kernels.indexer.in_place import decode_planner
-
-        backends = runner.model.backends
-        planner = decode_planner(backends.attention, backends.indexer, index)
-    if not worker.call(lambda: capture_graphs(runner, settings, planner)).result():
+    if not worker.call(lambda: capture_graphs(runner, settings)).result():
         raise RuntimeError("the decode step was not captured")
 
 

@@ -21,8 +21,14 @@ class OwnRequests:
 
     queries: PagedQueries
     own: Any
-    on_device = False
-    common = False
+
+    @property
+    def on_device(self) -> bool:
+        return bool(self.own.on_device)
+
+    @property
+    def common(self) -> bool:
+        return bool(self.own.common)
 
     def renew(self) -> None:
         self.own.renew()

@@ -24,6 +24,7 @@ class CpuIndexer:
 
     name = "cpu"
     prepare = None
+    gates = None
 
     def __init__(self, library: Library | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
         self._lib = library or load()

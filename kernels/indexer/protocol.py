@@ -8,6 +8,7 @@ Source: DeepSeek-V3.2 technical report; `inference/model.py` of its release.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,9 +38,14 @@ class PrepareIndex(Protocol):
         self, keys: Tensor, norm: KeyNorm, q: Tensor | None, gates: Tensor | None, factor: float, positions: Tensor,
         table: RotaryTable, slots: Tensor, cache: Tensor,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """keys [T, I]: normed, rotated and written to cache[slots]. q [T, Hi, I] and gates [T, Hi] float32 -> q and
-        weights for `select`: rotated, gates * factor; over FP8 keys quantized, with their scales folded. Each step
-        rounds to the dtype of its argument. None without q. The arguments do not change."""
+        """keys [T, I]: normed, rotated and written to cache[slots]. q [T, Hi, I] and gates [P, T, Hi] float32 -> q and
+        weights for `select`: rotated, sum of the gates' parts * factor; over FP8 keys quantized, with their scales
+        folded. Each step rounds to the dtype of its argument. None without q. The arguments do not change."""
+
+
+GateProduct = Callable[[Tensor, Tensor], Tensor]
+"""x [T, D], weight [Hi, D] of `Ops.prepare_gate` -> [P, T, Hi] float32: parts, whose sum in order is the product to
+float32 accuracy."""
 
 
 class IndexerKernel(Protocol):
@@ -54,6 +60,10 @@ class IndexerKernel(Protocol):
     @property
     def prepare(self) -> PrepareIndex | None:
         """None: the layer's own operations, then `write`, and `select` of unquantized queries."""
+
+    @property
+    def gates(self) -> GateProduct | None:
+        """The product of the head gates, in parts that `prepare` sums. None: a linear in float32."""
 
     def plan(self, queries: PagedQueries) -> Any:
         """Host work for some queries, once per step."""

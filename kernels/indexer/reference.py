@@ -25,6 +25,7 @@ class TorchIndexer:
 
     name = "torch"
     prepare = None
+    gates = None
 
     def plan(self, queries: PagedQueries) -> Any:
         return None

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys, triton_keys, triton_select
-from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, PrepareIndex
+from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, GateProduct, PrepareIndex
 from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
+from moe_engine.kernels.ops.triton_router import gate_parts
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 from moe_engine.kernels.uploads import upload
@@ -90,6 +91,10 @@ class TritonIndexer:
     @property
     def prepare(self) -> PrepareIndex:
         return triton_keys.prepare
+
+    @property
+    def gates(self) -> GateProduct:
+        return gate_parts
 
     def plan(self, queries: PagedQueries) -> IndexPlan:
         return IndexPlan.of(queries)

@@ -102,13 +102,14 @@ def _prepared(
 @dependent_jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots", "positions"])
 def index_rows_kernel(
     keys, norm_weight, norm_bias, positions, cos_sin, slots, cache, q, gates, out, folded, tokens, eps, factor,
-    key_stride, cache_stride, token_stride, head_stride, gate_stride,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
-    KEYS: tl.constexpr, FP8: tl.constexpr, HADAMARD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+    key_stride, cache_stride, token_stride, head_stride, part_stride, gate_stride,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, HADAMARD: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """KEYS: keys [T, WIDTH] -> cache[slots], records with FP8; HEADS > 0: q [T, HEADS, WIDTH], gates [T, HEADS] -> out,
-    folded = gates * factor and, with FP8, times the scales of out, both contiguous. Keys are normalized with NORM; keys
-    and queries rotated. Grid: programs of the keys, then of the queries, ROWS rows each."""
+    """KEYS: keys [T, WIDTH] -> cache[slots], records with FP8; HEADS > 0: q [T, HEADS, WIDTH], gates [PARTS, T, HEADS]
+    -> out, folded = sum of gates * factor and, with FP8, times the scales of out, both contiguous. Keys are normalized
+    with NORM; keys and queries rotated. Grid: programs of the keys, then of the queries, ROWS rows each."""
     wait_for_inputs()
     program = tl.program_id(0)
     key_programs = tl.cdiv(tokens, ROWS) if KEYS else 0
@@ -142,7 +143,10 @@ def index_rows_kernel(
                 places = tl.load(positions + token, inside, 0)
             source = q + token * token_stride + head * head_stride
             x = _prepared(source, inside, places, cos_sin, cos_sin, cos_sin, eps, WIDTH, ROTARY, INTERLEAVED, False)
-            weight = tl.load(gates + token * gate_stride + head, inside, 0.0) * factor
+            weight = tl.zeros_like(row).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                weight += tl.load(gates + part * part_stride + token * gate_stride + head, inside, 0.0)
+            weight *= factor
             line = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             if FP8:
                 values, scale = _transformed(x, WIDTH, HADAMARD)
@@ -168,7 +172,7 @@ def prepare(
     if q is not None and gates is not None:
         q, gates = with_contiguous_rows(q), with_contiguous_rows(gates)
         out = torch.empty(q.shape, dtype=torch.float8_e4m3fn if fp8 else q.dtype, device=q.device)
-        prepared = out, torch.empty(gates.shape, dtype=torch.float32, device=q.device)
+        prepared = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     keys = None if keys is None else with_contiguous_rows(keys)
     grid = triton.cdiv(tokens * heads, ROWS) + (triton.cdiv(tokens, ROWS) if keys is not None else 0)
     if tokens:
@@ -177,7 +181,7 @@ def prepare(
             None if positions is None else positions.reshape(-1), None if table is None else table.cos_sin,
             slots, cache, q, gates, *(prepared or (None, None)), tokens, 0.0 if norm is None else norm.eps, factor,
             0 if keys is None else stride_of(keys, 0), 0 if cache is None else cache.stride(0),
-            *((0, 0, 0) if q is None or gates is None else (stride_of(q, 0), stride_of(q, 1), stride_of(gates, 0))),
+            *_strides(q, gates), PARTS=1 if gates is None else len(gates),
             **_constants(width, heads, table, norm is not None, keys is not None, fp8), num_warps=4,
         )  # fmt: skip
     return prepared
@@ -190,9 +194,16 @@ def write(keys: Tensor, slots: Tensor, cache: Tensor) -> None:
 
 def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """See `index_keys.quantize_queries`. q [T, Hi, I], weights [T, Hi]."""
-    prepared = prepare(None, None, q, weights, 1.0, None, None, None, None)
+    prepared = prepare(None, None, q, weights[None], 1.0, None, None, None, None)
     assert prepared is not None
     return prepared
+
+
+def _strides(q: Tensor | None, gates: Tensor | None) -> tuple[int, ...]:
+    """Of tokens and heads of q [T, Hi, I], of parts and tokens of gates [P, T, Hi]."""
+    if q is None or gates is None:
+        return 0, 0, 0, 0
+    return stride_of(q, 0), stride_of(q, 1), stride_of(gates, 0), stride_of(gates, 1)
 
 
 def _constants(
@@ -208,21 +219,23 @@ def _constants(
 def aot_cases() -> list[AotCase]:
     """Of DeepSeek V3.2 (64 heads) and GLM-5 (32 heads, interleaved pairs)."""
     cases = []
-    for heads, interleaved, fp8 in ((64, False, True), (32, True, True), (0, False, True), (64, False, False)):
+    for heads, interleaved, fp8, parts in (
+        (64, False, True, 14), (64, False, True, 1), (32, True, True, 12), (0, False, True, 1), (64, False, False, 14)
+    ):  # fmt: skip
         table = RotaryTable(torch.empty(1, 64), interleaved)
         signature = {
             "keys": "*bf16", "norm_weight": "*fp32", "norm_bias": "*fp32", "positions": "*i64:1", "cos_sin": "*fp32",
             "slots": "*i64:1", "cache": "*u8" if fp8 else "*bf16", "tokens": "i32", "eps": "fp32", "factor": "fp32",
             "key_stride": "i32:16", "cache_stride": "i32" if fp8 else "i32:16",
         }  # fmt: skip
-        constants = _constants(128, heads, table, True, True, fp8)
-        strides = ("token_stride", "head_stride", "gate_stride")
+        constants = _constants(128, heads, table, True, True, fp8) | {"PARTS": parts}
+        strides = ("token_stride", "head_stride", "part_stride", "gate_stride")
         if heads:
             signature |= {"q": "*bf16", "gates": "*fp32", "out": "*fp8e4nv" if fp8 else "*bf16", "folded": "*fp32"}
             signature |= dict.fromkeys(strides, "i32:16")
         else:
             constants |= dict.fromkeys(("q", "gates", "out", "folded"))
             signature |= dict.fromkeys(strides, "i32:16")  # 0
-        name = f"index rows, {heads} heads, {'fp8 records' if fp8 else 'bf16'}"
+        name = f"index rows, {heads} heads, {'fp8 records' if fp8 else 'bf16'}, {parts} parts of the gates"
         cases.append(AotCase(name, index_rows_kernel, signature, constants, 4, 3, fp8))
     return cases

@@ -106,6 +106,19 @@ def route(
     return weights, ids
 
 
+def gate_parts(x: Tensor, gate: Tensor) -> Tensor:
+    """x [T, D], gate [E, D] of `prepare_gate` -> parts [P, T, E] float32, whose sum in order is x @ gate.T."""
+    x = with_contiguous_rows(x)
+    count, hidden = x.shape
+    constants, grid, warps, stages = logits_plan(count, hidden, len(gate), x.dtype, exact=gate.dtype == torch.bfloat16)
+    parts = torch.empty((grid[2], count, len(gate)), dtype=torch.float32, device=x.device)
+    if count:
+        router_logits_kernel[grid](
+            x, gate, parts, stride_of(x, 0), count, **constants, num_warps=warps, num_stages=stages
+        )
+    return parts
+
+
 def empty_choice(count: int, spec: RouterSpec, ids_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for weights and ids of `count` tokens."""
     shape = (count, spec.num_choices)
@@ -190,6 +203,14 @@ def route_cases(
     ]  # fmt: skip
 
 
+def gate_cases(label: str, hidden: int, heads: int, count: int) -> list[AotCase]:
+    """The specialization launched by `gate_parts` for `count` tokens, of a gate that is exact in bfloat16."""
+    constants, _, warps, stages = logits_plan(count, hidden, heads, torch.bfloat16, exact=True)
+    signature = {"x": "*bf16", "gate": "*bf16", "logits": "*fp32", "stride": "i32:16", "num_tokens": "i32"}
+    name = f"head_gates_{label}_{count}"
+    return [AotCase(name, router_logits_kernel, signature, constants, warps, stages, True)]
+
+
 V3 = RouterSpec(256, 8, "sigmoid", True, 8, 4, "top2", True, 2.5)
 V2 = RouterSpec(160, 6, "softmax", False, 8, 3, "max", False, 16.0)
 V2_LITE = RouterSpec(64, 6, "softmax")
@@ -221,5 +242,7 @@ def aot_cases() -> list[AotCase]:
         cases += more
     for count in (1, 8192):
         cases += route_cases("v4_hash", 4096, V4, count, torch.bfloat16, exact=True, given=True)
+    for count in (1, 128, 8192):
+        cases += gate_cases("v3.2", 7168, 64, count)
     cases += route_cases("v3", 7168, V3, 1, torch.bfloat16, deterministic=True)
     return cases + route_cases("v3", 7168, V3, 128, torch.float32)

@@ -25,7 +25,8 @@ from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers.compressed_step import CompressedStep, StepRows
+from moe_engine.models.layers.compressed_rows import CompressedStep
+from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.linear import Linear, Projection, load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rotated_norm import UnweightedNorm

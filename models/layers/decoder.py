@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.decoder.decode_step import DecodeTables, FusedDecodeStep, fuse_decode_step
+from moe_engine.kernels.indexer.in_place import decode_planner
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
@@ -32,6 +34,7 @@ from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communic
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.streamed_layers import StreamedLayers
+from moe_engine.models.needs import index_widths
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.tensors import expert_names
 from moe_engine.models.weights import WeightSource
@@ -240,6 +243,13 @@ class Decoder:
     def draft_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """`step_args` of MTP layers."""
         return self.step_args(batch)
+
+    def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner | None:
+        """Plans of captured decodes, or of the draft steps of MTP layers; None: those of the attention backend."""
+        index = index_widths(self.config)
+        if index is None:
+            return None
+        return decode_planner(self.backends.attention, self.backends.indexer, index)  # type: ignore[arg-type]
 
     def begin_step(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch for all layers; on many ranks with the step's sizes set."""

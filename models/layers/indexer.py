@@ -34,7 +34,11 @@ KEY_NORM_EPS = 1e-6
 
 
 class Indexer:
-    """Replicated on the ranks of an attention group: all compute the same selection from the same hidden states."""
+    """Replicated on the ranks of an attention group: all compute the same selection from the same hidden states.
+
+    Args:
+        own_keys: the projection of the keys is part of this layer; False: `update` gets its results.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class Indexer:
         backends: Backends,
         rotary: RotaryTable,
         prefix: str,
+        own_keys: bool = True,
     ) -> None:
         assert mla.indexer is not None and mla.q_lora_rank is not None and backends.indexer is not None
         self._config, self._width = mla.indexer, mla.index_width
@@ -51,12 +56,16 @@ class Indexer:
         self._rotary = RotaryTable(rotary.cos_sin, self._config.interleaved)
         heads, width = self._config.num_heads, self._width
         self._q = load_linear(linear, reader, [f"{prefix}.wq_b"], [heads * width], mla.q_lora_rank)
-        self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size)
+        self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size) if own_keys else None
         self._norm_weight = reader.tensor(f"{prefix}.k_norm.weight", (width,), dtype=torch.float32)
         self._norm_bias = reader.tensor(f"{prefix}.k_norm.bias", (width,), dtype=torch.float32)
         self._norm = KeyNorm(self._norm_weight, self._norm_bias, KEY_NORM_EPS)
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (heads, hidden_size), dtype=torch.float32)
-        self._gates = Linear(linear, gates)
+        self._gates, self._gate_product = None, self._kernel.gates
+        if self._gate_product is None:
+            self._gates = Linear(linear, gates)
+        else:
+            self._gate = self._ops.prepare_gate(gates)
         self._factor = heads**-0.5 * width**-0.5
 
     @property
@@ -67,20 +76,23 @@ class Indexer:
     @property
     def input_format(self) -> ActivationFormat:
         """Activation format of the hidden states; the head weights are products of unquantized numbers."""
-        return common_format(self._k.input_format, UNQUANTIZED)
+        return UNQUANTIZED if self._k is None else common_format(self._k.input_format, UNQUANTIZED)
 
     def update(
         self, hidden: Activation, latent: Activation | None, positions: Tensor, slots: Tensor, cache: Tensor,
-        page_size: int, chunks: Sequence[AttentionChunk] = (),
+        page_size: int, chunks: Sequence[AttentionChunk] = (), keys: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes the index keys of tokens, hidden [T, D] -> cache[slots], and sets the selections of the chunks with
-        one, for which latent [T, Q] is required."""
+        one, for which latent [T, Q] is required. keys [T, I]: hidden's product, without `own_keys`."""
         selecting = [chunk for chunk in chunks if chunk.selected is not None and chunk.selects]
-        keys, q, gates = self._k(hidden), None, None
+        if self._k is not None:
+            keys = self._k(hidden)
+        assert keys is not None
+        q, gates = None, None
         if selecting:
             assert latent is not None
             q = self._q(latent).view(-1, self._config.num_heads, self._width)
-            gates = self._gates(unquantized(hidden).float())
+            gates = self._gates_of(unquantized(hidden))
         prepare = self._kernel.prepare or partial(self._prepare, page_size)
         found = prepare(keys, self._norm, q, gates, self._factor, positions, self._rotary, slots, cache)
         for chunk in selecting:
@@ -89,6 +101,13 @@ class Indexer:
             self._kernel.select(
                 query, weights, cache, chunk.queries, self._config.top_k, chunk.selected, chunk.index_plan
             )  # fmt: skip
+
+    def _gates_of(self, hidden: Tensor) -> Tensor:
+        """[T, D] -> [P, T, Hi] float32, whose sum over P are the gates."""
+        if self._gates is not None:
+            return self._gates(hidden.float())[None]
+        assert self._gate_product is not None
+        return self._gate_product(hidden, self._gate)
 
     def _prepare(
         self, page_size: int, keys: Tensor, norm: KeyNorm, q: Tensor | None, gates: Tensor | None, factor: float,
@@ -101,4 +120,4 @@ class Indexer:
         if q is None or gates is None:
             return None
         self._ops.rotate_leading(q, positions, table)
-        return q, gates * factor
+        return q, gates.sum(0) * factor

@@ -142,11 +142,16 @@ class MLAAttention:
             self._kv_a = load_linear(kernel, reader, [kv_a], [mla.cache_width], hidden, mla.bias)
             self._q = load_linear(kernel, reader, [f"{prefix}.q_proj"], [query], hidden, out_shares=shares)
             return
-        both = [f"{prefix}.q_a_proj", kv_a]
-        self._kv_a = load_linear(kernel, reader, both, [rank, mla.cache_width], hidden, mla.bias)
+        between = {} if mla.bias else self._rows_between(mla, reader, prefix)
+        names, rows = [f"{prefix}.q_a_proj", *between, kv_a], [rank, *between.values(), mla.cache_width]
+        self._kv_a = load_linear(kernel, reader, names, rows, hidden, mla.bias)
         self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
         self._q_norm.feed(self._q.input_format)
+
+    def _rows_between(self, mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
+        """Other matrices of the layer's input whose rows are between those of q_a and kv_a, with their numbers."""
+        return {}
 
     def _joins(self, reader: WeightSource, prefix: str, query: int) -> bool:
         """True if rows of q, of which this rank holds its share, keep whole blocks of a quantized weight before the

@@ -29,6 +29,9 @@ class SparseMLAAttention(MLAAttention):
     ``batch.kv[layer]`` is a pair, the latents and the index keys; of a layer without an indexer the latents alone.
     """
 
+    _joined = False
+    """True if the product of the layer's input has the rows of the index keys."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -49,8 +52,24 @@ class SparseMLAAttention(MLAAttention):
         self._indexer: Indexer | None = None
         if layer_index not in whole.shared_layers:
             prefix = f"model.layers.{layer_index}.self_attn.indexer"
-            self._indexer = Indexer(whole, config.hidden_size, reader, backends, rotary, prefix)
+            self._indexer = Indexer(
+                whole, config.hidden_size, reader, backends, rotary, prefix, own_keys=not self._joined
+            )
             self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
+
+    def _rows_between(self, mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
+        """The index keys', if they are stored like q_a and whole blocks of it end before them."""
+        rows: dict[str, int] = {}
+        if self._layer_index not in mla.shared_layers:
+            q_a, keys = f"{prefix}.q_a_proj", f"{prefix}.indexer.wk"
+            format = reader.format.kernel_format(q_a)
+            block = 1 if format is None else format.row_block
+            same = reader.format.kernel_format(keys) == format
+            assert mla.q_lora_rank is not None
+            if same and mla.q_lora_rank % block == 0 and mla.index_width % block == 0:
+                rows = {keys: mla.index_width}
+        self._joined = bool(rows)
+        return rows
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -66,9 +85,9 @@ class SparseMLAAttention(MLAAttention):
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache = self._mla, self.cache_of(batch)
         chunks = self.chunks(batch) if chunks is None else chunks
-        latent, kv_a = self._down(hidden)
+        latent, keys, kv_a = self._down(hidden)
         if self._indexer is not None:
-            self._update_index(self._indexer, hidden, latent, batch, chunks)
+            self._update_index(self._indexer, hidden, latent, keys, batch, chunks)
         assert self._q is not None
         q = self._q(latent).view(-1, mla.num_heads, mla.qk_head_dim)
         norm = self._kv_norm
@@ -90,25 +109,35 @@ class SparseMLAAttention(MLAAttention):
         return self._o(out.flatten(1))
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
-        super().remember(hidden, batch)
+        down, norm = self._kv_a(hidden), self._kv_norm
+        kv_a, where = down[:, -self._mla.cache_width :], (batch.positions, self._rotary, batch.slots)
+        self._ops.write_latent(kv_a, norm.weight, norm.eps, *where, self.cache_of(batch))
         if self._indexer is not None:
-            self._update_index(self._indexer, hidden, None, batch, [])
+            self._update_index(self._indexer, hidden, None, self._keys_in(down), batch, [])
 
-    def _down(self, hidden: Activation) -> tuple[Any, Tensor]:
-        """hidden [T, D] -> normed latent of the query [T, Q], kv_a [T, C+R]."""
+    def _down(self, hidden: Activation) -> tuple[Any, Tensor | None, Tensor]:
+        """hidden [T, D] -> normed latent of the query [T, Q], index keys [T, I] if the product has them, and kv_a
+        [T, C+R]."""
         assert self._q_norm is not None
         down = self._kv_a(hidden)
-        return self._q_norm(down[:, : -self._mla.cache_width]), down[:, -self._mla.cache_width :]
+        latent = down[:, : self._q_norm.width]
+        return self._q_norm(latent), self._keys_in(down), down[:, -self._mla.cache_width :]
+
+    def _keys_in(self, down: Tensor) -> Tensor | None:
+        """The index keys [T, I] in the product of the layer's input, if they are part of it."""
+        if not self._joined:
+            return None
+        return down[:, -self._mla.cache_width - self._mla.index_width : -self._mla.cache_width]
 
     def _update_index(
-        self, indexer: Indexer, hidden: Activation, latent: Activation | None, batch: ForwardBatch,
-        chunks: list[AttentionChunk],
+        self, indexer: Indexer, hidden: Activation, latent: Activation | None, keys: Tensor | None,
+        batch: ForwardBatch, chunks: list[AttentionChunk],
     ) -> None:  # fmt: skip
         """Writes the tokens' index keys, and selects for the chunks."""
-        keys: Tensor = batch.kv[self._layer_index][1]
+        cache: Tensor = batch.kv[self._layer_index][1]
         group = batch.attention.decode if batch.attention.prefill is None else batch.attention.prefill
         page_size = 1 if group is None else group.page_size
-        indexer.update(hidden, latent, batch.positions, batch.slots, keys, page_size, chunks)
+        indexer.update(hidden, latent, batch.positions, batch.slots, cache, page_size, chunks, keys)
 
 
 def _one_absorbed(chunks: list[AttentionChunk]) -> bool:

@@ -11,8 +11,6 @@ from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.resolve_dtype import RECORDS
 
-NOT_CAPTURED = "the rows of windows and compressed entries of a step are computed on the host, by its lengths"
-
 
 def check_compressed(args: EngineArgs, models: Sequence[ModelConfig], has_head: bool) -> None:
     """Refuses what attention to compressed entries and residual streams do not support.

@@ -6,10 +6,9 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.planning import compressed_attention, resolve_lora, resolve_pooling
+from moe_engine.planning import resolve_lora, resolve_pooling
 from moe_engine.planning.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
@@ -137,8 +136,6 @@ def why_not_captured(
         return "recorded experts of several ranks: all ranks must leave the graphs in the same step"
     if model.pooling is not None:
         return resolve_pooling.NOT_CAPTURED
-    if isinstance(model.attention, CompressedConfig):
-        return compressed_attention.NOT_CAPTURED
     if resolve_lora.is_enabled(args):
         return resolve_lora.NOT_CAPTURED
     return None

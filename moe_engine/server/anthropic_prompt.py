@@ -48,13 +48,13 @@ def chat_request(
     last = messages[-1]
     if last["role"] == "assistant" and last["content"] and last.keys() == {"role", "content"}:
         body["continue_final_message"] = True
+    config = req.output_config or {}
+    if config.get("effort") is not None:
+        body["reasoning_effort"] = config["effort"]
+    if (form := config.get("format") or req.output_format) is not None:
+        json_schema = {"name": "output", "schema": form["schema"]}
+        body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     if isinstance(req, MessagesRequest):
-        config = req.output_config or {}
-        if config.get("effort") is not None:
-            body["reasoning_effort"] = config["effort"]
-        if (form := config.get("format") or req.output_format) is not None:
-            json_schema = {"name": "output", "schema": form["schema"]}
-            body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         body |= {"max_tokens": req.max_tokens, "stream": req.stream, "stop": req.stop_sequences}
         for name in ("temperature", "top_p", "top_k"):
             if getattr(req, name) is not None:

@@ -91,6 +91,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
             "tools only); the budget is enforced with a reasoning parser whose tags are tokens"
         ),
     ] = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[OutputFormat | None, Meta(description="older name of output_config.format")] = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -100,8 +102,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
-    output_config: OutputConfig | None = None
-    output_format: Annotated[OutputFormat | None, Meta(description="older name of output_config.format")] = None
     mcp_servers: OffOnly = None
     container: NotAvailable = None
     metadata: Any = None
@@ -168,6 +168,7 @@ class ModelInfo(TypedDict):
     type: Literal["model"]
     id: str
     display_name: str
+    lifecycle: Literal["active"]
     created_at: str
     max_input_tokens: int
     max_tokens: int
@@ -179,6 +180,7 @@ def model_info(card: ModelCard) -> ModelInfo:
         "type": "model",
         "id": card["id"],
         "display_name": card["id"],
+        "lifecycle": "active",
         "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat(),
         "max_input_tokens": card["max_model_len"],
         "max_tokens": card["max_model_len"],

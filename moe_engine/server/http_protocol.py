@@ -23,9 +23,10 @@ from weakref import WeakKeyDictionary, ref
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from moe_engine.errors import InputError
 from moe_engine.processes import open_files
 from moe_engine.server.chunk_sizes import ChunkSizes
-from moe_engine.server.errors import RETRY_AFTER
+from moe_engine.server.errors import error_format_of, error_response, problem_of
 from moe_engine.server.start_queue import StartQueue
 
 MAX_HEAD_BYTES = 2**16
@@ -48,7 +49,6 @@ PRIVATE = frozenset(
         "parser",
         "pipeline",
         "scope",
-        "send_400_response",
         "url",
     }
     | {"transport", "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"}
@@ -177,6 +177,8 @@ class Connection(HttpToolsProtocol):
     """Ignores ``Upgrade``: the data after such a head is parsed as its body. Refuses oversized or slow heads. Starts no
     request whose client has left."""
 
+    url = b""
+    """Path and query of the request whose head is read."""
     _head_bytes: int | None = 0
     """Bytes of an incomplete head; None during a body or a response."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -306,10 +308,10 @@ class Connection(HttpToolsProtocol):
                 self.cycle.more_body = True  # undoes httptools' on_message_complete
                 self.parser = httptools.HttpRequestParser(_Rest(self))
                 self.parser.feed_data(_head_again(self.headers))
-            except httptools.HttpParserError:
-                message = "Invalid HTTP request received."
-                self.logger.warning(message)
-                self.send_400_response(message)
+            except httptools.HttpParserError as exc:
+                message = f"Invalid HTTP request: {exc.__context__ or exc}"
+                self.logger.warning("%s", message)
+                self._refuse(400, message)
                 return
 
     def _head_ended(self) -> None:
@@ -325,14 +327,17 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        lines = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-            "content-type: text/plain; charset=utf-8",
-            f"content-length: {len(message)}",
-            "connection: close",
-            *((f"retry-after: {RETRY_AFTER}",) if status == 503 else ()),
-        )
-        self.transport.write("\r\n".join([*lines, "", message]).encode())
+        """Sends an error in the format of the request's path, if that was read, and closes the connection. While an
+        earlier request or a response is under way it only closes: the error would look like a part of that response."""
+        cycle = self.cycle
+        reads_body = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
+        if cycle is None or cycle.response_complete or reads_body:
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            response = error_response(problem_of(InputError(message, status=status)), error_format_of(path))
+            response.headers["connection"] = "close"
+            head = b"".join([b"%b: %b\r\n" % header for header in response.raw_headers])
+            phrase = HTTPStatus(status).phrase.encode()
+            self.transport.write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, phrase, head, bytes(response.body)))
         self.transport.close()
 
 

@@ -39,7 +39,6 @@ class SamplingParams:
     n: int = 1
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     sampling_seed: int | None = None

@@ -82,12 +82,18 @@ def test_large_graphs_have_no_logits(on_gpu) -> None:
     assert all_rows - some == 1536 * model.vocab_size * 2 * (4 + 2)
 
 
-def test_steps_with_compressed_entries_are_not_captured(on_gpu) -> None:
+def test_the_ledger_counts_rows_of_windows_and_entries(on_gpu) -> None:
+    """Lists of captured steps are as wide as those of the longest request."""
     config = {key: value for key, value in FIELDS.items() if value is not None}
     config |= {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16"}
-    resolved = on_gpu(config=config)
-    assert not resolved.graphs.sizes
-    assert any("computed on the host" in decision.reason for decision in resolved.decisions)
+    found = {}
+    for length in (4096, 65536):
+        resolved = on_gpu(config=config | {"max_position_embeddings": length}, cuda_graph_max_bs=16)
+        (row,) = (row for row in resolved.ledger.rows if row.name == "CUDA graphs")
+        assert resolved.graphs.sizes[-1] == 16
+        found[length] = row.num_bytes
+    rows, scores = (1 / 8 + 1 / 4) * 4, 4 / 4  # of all entries in HCA, of index entries in CSA; scores
+    assert found[65536] - found[4096] >= 16 * (65536 - 4096) * (rows + scores)
 
 
 def test_flags(on_gpu) -> None:

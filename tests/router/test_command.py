@@ -50,6 +50,8 @@ def test_flags_go_to_their_side() -> None:
     router = " ".join(fleet.router)
     assert "--policy cache_aware" in router and router.endswith("--cache-threshold 0.5 --api-key k")
     assert "http://127.0.0.1:8001 http://127.0.0.1:8002 http://127.0.0.1:8003" in router
+    assert "--retry-max-retries 10 --disable-circuit-breaker" in router
+    assert "--disable-circuit-breaker" not in parse([*PROGRAM, "--cb-failure-threshold", "9", "--"]).router
     assert all(flags[: len(TINY.split())] == TINY.split() for flags in fleet.worker_flags)
     assert all("--cpu-threads" in flags for flags in fleet.worker_flags)
 

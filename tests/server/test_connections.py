@@ -179,6 +179,7 @@ def test_large_heads_are_refused(parts):
         answer = answer_to(address, *parts)
         if len(parts) != 2:  # the connection of a client that is still sending may be reset before the answer
             assert answer.startswith(b"HTTP/1.1 431") and b"65536 bytes" in answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 431
         near = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Long: " + b"x" * 60_000 + b"\r\n\r\n"
         assert answer_to(address, near).startswith(b"HTTP/1.1 200")
 
@@ -284,6 +285,45 @@ def test_an_ipv6_address_serves():
     with real_server(FakeClient(), host="::1") as address:
         assert address.startswith("http://[::1]:")
         assert httpx.post(address + "/generate", json={"text": "x"}).json()["text"] == TEXT
+
+
+CHUNKS = b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind", "words"),
+    [
+        (b"GET /health HTTP/9.9\r\n\r\n", "error", "Invalid HTTP version"),
+        (b"\x16\x03\x01 this is no HTTP\r\n\r\n", "error", "Invalid method encountered"),
+        (b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n", "error", "invalid url"),
+        (b"POST /v1/completions HTTP/1.1\r\nHo st: x\r\n\r\n", "object", "Invalid header token"),
+        (b"POST /v1/chat/completions" + CHUNKS + b"zz\r\n", "object", "Invalid character in chunk size"),
+        (b"POST /v1/messages?beta=true" + CHUNKS + b"3\r\nabcdef\r\n", "type", "Expected LF after chunk data"),
+        (b"POST /api/chat HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "error", "Duplicate Content-Le"),
+    ],
+)
+def test_invalid_http_gets_the_error_object_of_its_path(sent, kind, words):
+    with real_server(FakeClient()) as address:
+        ((status, answer),) = exchange(address, sent)
+    error = answer["error"]
+    assert (status, next(iter(answer))) == (400, kind)
+    assert words in (error if isinstance(error, str) else error["message"])
+
+
+def test_invalid_http_behind_a_request_writes_nothing_into_its_response():
+    client = FakeClient()
+    client.delay = 0.05
+    body = json.dumps({"text": "hi", "stream": True, "sampling_params": {"max_new_tokens": 40}}).encode()
+    with real_server(client) as address, connected(address) as connection:
+        connection.sendall(request(body))
+        received = connection.recv(65536)
+        connection.sendall(b"no HTTP\r\n\r\n")
+        with suppress(ConnectionError):
+            while data := connection.recv(65536):
+                received += data
+        assert received.startswith(b"HTTP/1.1 200") and received.count(b"HTTP/1.1") == 1
+        until(lambda: not client.running)
+        assert len(client.closed_early) == 1
 
 
 def test_uvicorn_logs_in_the_format_of_all_lines(capfd):

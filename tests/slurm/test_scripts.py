@@ -160,7 +160,8 @@ def test_replicas_share_the_nodes_behind_a_router(shell: Shell) -> None:
     steps = re.findall("^srun .*", log, re.M)
     assert {re.search("--nodelist=(\\S+)", step)[1] for step in steps} == {"node1,node2", "node3,node4"}  # type: ignore[index]
     assert all("--port 30001 --tp-size 16 --attn-dp-size 16" in step and "--model-path M" in step for step in steps)
-    assert "--worker-urls http://node1:30001 http://node3:30001" in log and "--port 30000 --policy cache_aware" in log
+    assert "--worker-urls http://node1:30001 http://node3:30001" in log
+    assert "--disable-circuit-breaker --policy cache_aware" in log
 
 
 @pytest.mark.parametrize(("code", "starts"), [(1, 3), (2, 1)])

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
+from moe_engine.kernels.attention.selected import Selected, SparseAttention
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
+from moe_engine.kernels.attention.vendors.flashmla_sparse import sparse_attention
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import (
     TABLE,
@@ -27,10 +29,16 @@ from moe_engine.kernels.attention.vendors.paging import (
     prefix_sums,
 )
 from moe_engine.kernels.attention.vendors.trees import Tree
+from moe_engine.kernels.device import IndexWidths
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.vendors import limits
-from moe_engine.kernels.vendors.probe import FA3, accepts
+from moe_engine.kernels.vendors.probe import FA3, FLASH_MLA, accepts
 from moe_engine.kernels.workspaces import fa3_splits
+
+PROMPT_TOKENS = 128
+"""Query tokens over selected tokens from which FlashMLA's sparse kernel runs them, if it is installed: it has one
+program for each token and 64 heads, so that fewer do not fill the device. SGLang's defaults are the same: FlashMLA for
+prompts, this library for decodes."""
 
 _LSE_KEYWORDS = ("return_softmax_lse", "return_attn_probs")
 """Keywords of `flash_attn_varlen_func` that request the log-sum-exp, in sgl_kernel and in
@@ -121,13 +129,59 @@ class _Backend:
         return out, lse.transpose(0, 1)  # the library returns [H, T]
 
 
+class _SelectedPages(StepPlan):
+    """Plan of a selection, also a `RenewablePlan`: each query token is a request of its own, and its list of slots is
+    its page table, of pages of one token. The library reads no entry beyond a request's length."""
+
+    on_device = True
+    common = True
+
+    def __init__(self, selected: Selected) -> None:
+        self.queries = selected.queries()
+        super().__init__(AttentionBatch(self.queries, None))
+        self.get(self.queries, TABLE, lambda: selected.slots)
+
+    def renew(self) -> None:
+        """No-op: the library reads the lists and their lengths at their fixed addresses."""
+
+
 class FA3MLA(MergesChunks, _Backend):
-    """`MLABackend`. Raises ImportError if the library is missing or lacks a required function."""
+    """`MLABackend`. Raises ImportError if the library is missing or lacks a required function.
+
+    Args:
+        module: the library; default: the installed one.
+        index: the model's indexer: attention over selected tokens is needed.
+        prompts: `flash_mla`, whose sparse kernel runs steps of many tokens; default: the installed one, if any.
+    """
+
+    def __init__(self, module: Any | None = None, index: IndexWidths | None = None, prompts: Any | None = None) -> None:
+        super().__init__(module)
+        if index is not None and prompts is None and FLASH_MLA.installed():
+            prompts = FLASH_MLA.load()
+        self._prompts = sparse_attention(prompts) if hasattr(prompts, "flash_mla_sparse_fwd") else None
 
     @property
     def capabilities(self) -> AttentionCapabilities:
         chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
-        return AttentionCapabilities(self.plan_in_place, chunks)
+        sparse = SparseAttention(self._plan_selected, self._run_selected, _SelectedPages)
+        return AttentionCapabilities(self.plan_in_place, chunks, sparse=sparse)
+
+    def _plan_selected(self, selected: Selected) -> Any:
+        if self._prompts is None or len(selected.counts) < PROMPT_TOKENS:
+            return _SelectedPages(selected)
+        return self._prompts.plan(selected)
+
+    def _run_selected(
+        self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`SparseRun`."""
+        if sinks is not None:
+            raise ValueError("FlashAttention 3's sparse attention is called without sinks")
+        if isinstance(plan, _SelectedPages):
+            return self.absorbed(q, cache, plan.queries, scale, plan, value_width)
+        assert self._prompts is not None
+        return self._prompts.run(q, cache, selected, scale, plan, value_width)
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None

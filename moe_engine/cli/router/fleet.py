@@ -15,6 +15,11 @@ from moe_engine.errors import ConfigError
 from moe_engine.server.listen import find_address, url_host
 
 MODULE = "sglang_router.launch_router"
+RECOVERY = ("--health-failure-threshold", "2", "--retry-max-retries", "10")
+"""The retries last 3.7 s: longer than two health checks, after which they go to another server."""
+NO_BREAKER = "--disable-circuit-breaker"
+"""The router's circuit breaker counts the errors of clients (400, 404) as failures of a server: ten of them in a row
+close the server to all clients for a minute. Health checks find servers that fail."""
 EPILOG = """\
 examples:
   moe-engine router --workers 2 -- --model-path /models/V2-Lite
@@ -69,7 +74,8 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     router = [
         *_program(given.router_program), "--host", _address(given.host, given.port), "--port", str(given.port),
         "--policy", given.policy, "--health-check-interval-secs", str(given.health_check_interval_secs),
-        "--worker-startup-check-interval", "1",
+        "--worker-startup-check-interval", "1", *RECOVERY,
+        *(() if any(flag.startswith("--cb-") for flag in passed_flags) else (NO_BREAKER,)),
         "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports), *passed,
     ]  # fmt: skip
     if args.server.api_key is not None:
@@ -103,8 +109,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="which server gets a request. Default: cache_aware.",
     )
     parser.add_argument(
-        "--health-check-interval-secs", type=int, default=5, metavar="SECONDS",
-        help="interval of health checks; a restarted server is used after two checks. Default: 5.",
+        "--health-check-interval-secs", type=int, default=1, metavar="SECONDS",
+        help="interval of health checks; a restarted server is used after two checks. Default: 1.",
     )  # fmt: skip
     parser.add_argument(
         "--router-program", metavar="COMMAND", help=f"command that starts the router. Default: python -m {MODULE}."

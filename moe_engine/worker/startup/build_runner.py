@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from moe_engine.kernels.backends import Backends, KernelPlan
-from moe_engine.kernels.indexer.in_place import decode_planner
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
@@ -89,7 +88,7 @@ def build_runner(
         break_even=options.absorbed_break_even,
         shares=backends.attention.capabilities.expanded_shared is not None,
     )
-    windows = tuple(group.window for group in config.cache_groups)
+    windows = config.planned_windows
     make_runner = ModelRunner if config.pooling is None else partial(PoolingRunner, config.pooling)
     runner = make_runner(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
@@ -111,10 +110,7 @@ def build_runner(
     runner.fused = fused_decode(model, rows, runner.sampler, pool.layers, windows, advance, expands)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
-    planner, index = None, options.kernels.model.need.index
-    if index is not None and backends.indexer is not None:
-        planner = decode_planner(backends.attention, backends.indexer, index)  # type: ignore[arg-type]
-    num_graphs = capture_graphs(runner, options.graphs, planner, progress=progress)
+    num_graphs = capture_graphs(runner, options.graphs, progress=progress)
     experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
     if isinstance(model, Decoder):
         weight_bytes = model.weight_bytes

@@ -126,6 +126,8 @@ def _drafts_of(
     assert isinstance(drafter, MTPDrafter | StandaloneDrafter)
     own = drafter.attention is not runner.attention
     planner = drafter.attention.capabilities.plan_in_place if own else plan_in_place
+    if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers):
+        planner = drafter.layers.planner or planner
     assert planner is not None
     if isinstance(drafter, StandaloneDrafter):
         return lambda chain: StandaloneChain(parts, chain, drafter, planner)

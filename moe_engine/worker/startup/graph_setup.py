@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
+from moe_engine.models.layers.decoder import Decoder
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.device_stream import make_graphs
 from moe_engine.worker.model_runner import ModelRunner
@@ -19,7 +20,6 @@ logger = logging.getLogger("moe_engine")
 def capture_graphs(
     runner: ModelRunner,
     settings: GraphSettings,
-    plan_in_place: InPlacePlanner | None = None,
     *,
     progress: bool = False,
     backend: GraphBackend | None = None,
@@ -29,15 +29,15 @@ def capture_graphs(
     The runner must be warmed up: every kernel of a decode step was launched before.
 
     Args:
-        plan_in_place: plans of captured decodes; default: the attention backend's.
         progress: show a progress bar on stderr.
         backend: graph backend; default: the device's own, if it has one.
     """
     backend = backend or make_graphs(runner.stream.device)
     if not settings.sizes or backend is None:
         return 0
-    attention = runner.attention
-    plan_in_place, captured = plan_in_place or attention.capabilities.plan_in_place, False
+    attention, model, captured = runner.attention, runner.model, False
+    own = model.planner_of_decodes() if isinstance(model, Decoder) else None
+    plan_in_place = own or attention.capabilities.plan_in_place
     if plan_in_place is not None:
         captured = _capture(runner, settings, plan_in_place, backend, progress)
     if not captured:

@@ -18,6 +18,7 @@ from tests.kernels.row_checks import check_choices_alone, check_ties
 
 triton_indexer = pytest.importorskip("moe_engine.kernels.indexer.triton_indexer", reason="needs triton")
 from moe_engine.kernels.indexer import triton_keys, triton_select  # noqa: E402
+from moe_engine.kernels.ops import triton_router  # noqa: E402
 
 LENS = [(1, 1), (1, 70), (3, 3), (1, 300), (5, 131), (2, 9)]
 
@@ -97,12 +98,16 @@ def test_fp8_keys(width: int, dtype: torch.dtype) -> None:
         start += count
 
 
+PARTS = 3
+"""Parts of the gates' product."""
+
+
 class Products:
     """Linear layers of an indexer as results that are already there."""
 
     def __init__(self, tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
         self.keys = normal(tokens, 3 * width, dtype=dtype, scale=3.0)[:, width : 2 * width] + 0.5  # rows are strided
-        self.q, self.gates = normal(tokens, heads, width, dtype=dtype), torch.randn(tokens, heads)
+        self.q, self.gates = normal(tokens, heads, width, dtype=dtype), torch.randn(PARTS, tokens, heads)
         self.norm = KeyNorm(1 + torch.rand(width), torch.randn(width) / 4, 1e-6)
 
 
@@ -116,7 +121,7 @@ def expected(
     ops.rotate_leading(keys.unsqueeze(1), positions, table)
     TorchIndexer().write(keys, slots, cache, 1)
     ops.rotate_leading(q, positions, table)
-    return q, made.gates * 0.3
+    return q, made.gates.sum(0) * 0.3
 
 
 @pytest.mark.each_value
@@ -152,6 +157,18 @@ def test_one_launch_equals_the_separate_operations(
         torch.testing.assert_close(cache, other, rtol=step, atol=step * largest)
         torch.testing.assert_close(got[0], q, rtol=step, atol=step)
         torch.testing.assert_close(got[1], weights)
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(3, torch.bfloat16), (300, torch.bfloat16), (5, torch.float32)])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_gates_in_parts_equal_float64(tokens: int, dtype: torch.dtype, stored: torch.dtype) -> None:
+    """A weight that is exact in bf16, as checkpoints have it, and one that is not; the error is that of float32."""
+    heads, hidden = 5, 1200
+    x, weight = normal(tokens, hidden, dtype=dtype), normal(heads, hidden, dtype=stored).float()
+    gates = triton_indexer.TritonIndexer().gates(x, triton_router.prepare_gate(weight))
+    assert gates.dtype == torch.float32 and gates.shape[1:] == (tokens, heads)
+    exact = x.double() @ weight.double().T
+    assert float((gates.double().sum(0) - exact).abs().max()) < 2e-5 * float(exact.abs().max())
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA, PROMPT_TOKENS
 from moe_engine.kernels.attention.vendors.flashinfer import SPARE
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
@@ -155,6 +155,32 @@ def test_flashmla_over_selected_tokens(arch: int, heads: int, fp8: bool, most: i
         q = normal(4, heads, WIDTH, dtype=BF16)
         got = sparse.run(q, stored, selected, scale, plan, LATENT)
         close_rows(got, selected_attention(q, exact, selected.slots, counts, scale, LATENT), 3)
+
+
+@pytest.mark.parametrize(("tokens", "flash_mla"), [(3, True), (PROMPT_TOKENS, False), (PROMPT_TOKENS, True)])
+def test_fa3_over_selected_tokens(tokens: int, flash_mla: bool) -> None:
+    """Lists set after the plan and changed between layers, rows outside of them NaN. Steps of many tokens run on
+    FlashMLA where it is installed; the kernel that must not run is None."""
+    library, prompts = fa3_emulator.module(), flash_mla_emulator.module(9) if flash_mla else None
+    unused = library, "flash_attn_with_kvcache"
+    if flash_mla and tokens < PROMPT_TOKENS:
+        unused = prompts, "flash_mla_sparse_fwd"
+    if flash_mla:
+        setattr(*unused, None)
+    most, heads, size, scale = 24, 16, 300, WIDTH**-0.5
+    sparse = FA3MLA(library, IndexWidths(64, 128, most), prompts).capabilities.sparse
+    counts = [min(1 + 5 * i, most) for i in range(tokens)]
+    selected = Selected(torch.empty(tokens, most, dtype=torch.int32), counts, torch.tensor(counts, dtype=torch.int32))
+    plan = sparse.plan(selected)
+    for _ in range(2):
+        selected.slots.fill_(-1)
+        cache = torch.full((size, WIDTH), NAN, dtype=BF16)
+        for row, count in zip(selected.slots, counts):
+            row[:count] = torch.randperm(size)[:count].int()
+            cache[row[:count].long()] = normal(count, WIDTH, dtype=BF16)
+        q = normal(tokens, heads, WIDTH, dtype=BF16)
+        got = sparse.run(q, cache, selected, scale, plan, LATENT)
+        close_rows(got, selected_attention(q, cache, selected.slots, counts, scale, LATENT), 3)
 
 
 def test_flashmla_without_its_sparse_kernel_is_refused() -> None:

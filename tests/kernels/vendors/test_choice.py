@@ -102,7 +102,13 @@ def test_compressed_entries_need_sparse_attention_with_sinks(everything_installe
     need = replace(BF16, sinks=True, compression=True, index=index)
     choice = select("attention", tables.MLA, "auto", HOPPER, need)
     assert choice.row.name in ("triton", "torch")
-    assert choice.refused["flashmla"] == "no attention sinks" and choice.refused["fa3"] == "no sparse attention"
+    assert choice.refused["flashmla"] == "no attention sinks" and choice.refused["fa3"] == "no attention sinks"
+
+
+def test_sparse_attention_prefers_the_fastest_decode(everything_installed):
+    need = replace(BF16, index=IndexWidths(64, 128, 2048))
+    assert select("attention", tables.MLA, "auto", HOPPER, need).row.name == "fa3"
+    assert select("attention", tables.MLA, "auto", HOPPER, replace(need, kv_dtype="fp8_e4m3")).row.name == "flashmla"
 
 
 def test_auto_takes_what_is_installed_and_tells_of_the_rest(everything_installed):

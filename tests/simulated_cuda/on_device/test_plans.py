@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
+from moe_engine.kernels.device import IndexWidths
 from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
 from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, as_queries, pack
 from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.worker.device_stream import CudaGraphs
-from tests.kernels.cpu.formulas import attend, close, drawn_scale, normal
+from tests.kernels.cpu.formulas import attend, close, close_rows, drawn_scale, normal, selected_attention
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.contract import ContractBroken
 from tests.kernels.vendors.static_batch import SIZE, Static, planned, replays
@@ -89,6 +91,32 @@ def test_absorbed_replayed_equals_float64(graphs: CudaGraphs, name: str, count: 
 
     for _ in replays(backend, graphs, static, q, layers, (SIZE, 1, 3, 2)):
         check(out, as_queries(q * 0.5) if rounds else q * 0.5, cache.cpu(), static, last)
+
+
+def test_selections_replayed_equal_float64(graphs: CudaGraphs) -> None:
+    """FlashAttention 3 over selected tokens: each replay reads the lists and lengths written before it."""
+    most, heads, size, scale = 12, 3, 40, WIDTH**-0.5
+    cache, q = drawn(size, WIDTH), drawn(SIZE, heads, WIDTH)
+    sparse = FA3MLA(fa3_emulator.module(), IndexWidths(64, 128, most)).capabilities.sparse
+    assert sparse is not None and sparse.plan_in_place is not None
+    selected = Selected(
+        torch.zeros(SIZE, most, dtype=torch.int32, device="cuda"),
+        [1] * SIZE,
+        torch.ones(SIZE, dtype=torch.int32).cuda(),
+    )
+    out, plan = q.new_zeros(SIZE, heads, LATENT), sparse.plan_in_place(selected)
+    graph = graphs.capture(lambda: out.copy_(sparse.run(q, cache, selected, scale, plan, LATENT)))
+    for _ in range(3):
+        counts = torch.randint(1, most + 1, (SIZE,)).tolist()
+        slots = torch.full((SIZE, most), -1, dtype=torch.int32)
+        for row, count in zip(slots, counts):
+            row[:count] = torch.randperm(size)[:count].int()
+        selected.counts[:] = counts
+        selected.counts_device.copy_(torch.tensor(counts, dtype=torch.int32))
+        selected.slots.copy_(slots)
+        plan.renew()
+        graph.replay()
+        close_rows(out.cpu(), selected_attention(q.cpu(), cache.cpu(), slots, counts, scale, LATENT), 3)
 
 
 @pytest.mark.parametrize("name", GQA)

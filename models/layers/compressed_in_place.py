@@ -1,0 +1,193 @@
+"""Decodes with windows and compressed entries at fixed addresses, so that they can be captured as CUDA graphs.
+
+A captured step computes its rows from the tokens' positions. Its lists are as wide as those of the longest request
+that the slot table holds: one graph serves all lengths.
+
+Legend: T tokens, R requests, W tokens of a window, K rows of a query token, E entries of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.compression.protocol import CompressedTokens
+from moe_engine.kernels.indexer.protocol import IndexerKernel
+from moe_engine.kernels.queries import PagedQueries
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.layers.compressed_rows import (
+    AttendedRows,
+    CompressedStep,
+    EntrySelection,
+    entry_columns,
+    entry_slots,
+    window_rows,
+    with_entries,
+)
+
+
+class FixedMemory:
+    """Memory of captured steps. One step runs at a time, so that steps of all sizes share it; the largest is captured
+    first."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """int32, zeros when it is new. Steps of other sizes differ in the first dimension."""
+        part = self._parts.get(name)
+        if part is None or len(part) < shape[0]:
+            part = self._parts[name] = torch.zeros(shape, dtype=torch.int32, device=device)
+        return part[: shape[0]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self._parts.values())
+
+
+class _Selecting:
+    """An indexer's part of the plan: the entries of the requests, of which each token selects."""
+
+    def __init__(
+        self, attention: CompressedConfig, queries: PagedQueries, numbers: Tensor, indexer: IndexerKernel,
+        memory: FixedMemory,
+    ) -> None:  # fmt: skip
+        tokens, device, rate = len(numbers), numbers.device, attention.selected_rate
+        most, top_k = queries.slot_table.shape[1] // rate, attention.top_k
+        starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+        lens = memory.take("visible entries", (tokens,), device)
+        entries = memory.take("entries", (queries.num_requests, most), device)
+        self.queries = PagedQueries([1] * tokens, [most] * tokens, numbers.int(), starts, lens, entries, 1)
+        slots, counts = (memory.take(f"chosen {name}", shape, device) for name, shape in
+                         (("slots", (tokens, top_k)), ("counts", (tokens,))))  # fmt: skip
+        self.chosen = Selected(slots, [top_k] * tokens, counts)
+        self.plan = indexer.plan_in_place(self.queries, attention.index_heads)
+        """None: its launches cannot be captured."""
+        self._attention, self._rate, self._top_k = attention, rate, top_k
+
+    def of(self, table: Tensor, requests: Tensor, lens: Tensor, width: int, first_entry: int) -> EntrySelection:
+        """The step's selection for rows of `width` columns. table: of full contexts; lens [T]."""
+        own = self.queries
+        own.slot_table.copy_(entry_slots(table, requests, self._rate, own.slot_table.shape[1]))
+        visible = lens // self._rate
+        torch.clamp(visible, min=1, out=own.context_lens_device)  # a token that sees none selects one, which is unused
+        torch.clamp(own.context_lens_device, max=self._top_k, out=self.chosen.counts_device)
+        columns = entry_columns(lens, self._attention.window, width, visible.clamp_(max=self._top_k))
+        is_entry, places = columns
+        places = places.clamp_(max=self._top_k - 1)
+        return EntrySelection(own, self.chosen, self.plan, places, is_entry, first_entry)
+
+
+class StepInPlace:
+    """`RenewablePlan` of a decode group, whose requests have the same number of query tokens.
+
+    Args:
+        numbers: [T] int64, the request of each token.
+        attended: by rate.
+    """
+
+    common = False
+
+    def __init__(
+        self, attention: CompressedConfig, queries: PagedQueries, numbers: Tensor, attended: dict[int, AttendedRows],
+        selecting: _Selecting | None,
+    ) -> None:  # fmt: skip
+        self._attention, self._queries, self._numbers = attention, queries, numbers
+        self._attended, self._selecting = attended, selecting
+
+    @classmethod
+    def of(
+        cls, attention: CompressedConfig, rates: Sequence[int], queries: PagedQueries, sparse: SparseAttention,
+        indexer: IndexerKernel | None, memory: FixedMemory,
+    ) -> StepInPlace | None:  # fmt: skip
+        """None if one of the kernels cannot be captured, and for a draft tree."""
+        if sparse.plan_in_place is None or queries.visible is not None:
+            return None
+        width, device = queries.slot_table.shape[1], queries.rows.device
+        requests = torch.arange(queries.num_requests, device=device)
+        numbers = requests.repeat_interleave(queries.num_tokens // queries.num_requests)
+        selecting = None
+        if attention.selected_rate in rates and width // attention.selected_rate > attention.top_k:
+            assert indexer is not None
+            selecting = _Selecting(attention, queries, numbers, indexer, memory)
+            if selecting.plan is None:
+                return None
+        attended = {}
+        for rate in rates:
+            most = min(attention.window, width) + _most_entries(attention, rate, width)
+            counts = _counts(attention, rate, _seen(queries)).tolist()
+            slots, lens = (memory.take(f"{name} of rate {rate}", shape, device) for name, shape in
+                           (("rows", (len(counts), most)), ("counts", (len(counts),))))  # fmt: skip
+            selected = Selected(slots, counts, lens)
+            plan = sparse.plan_in_place(selected)
+            if plan is None:
+                return None
+            attended[rate] = AttendedRows(selected, plan)
+        return cls(attention, queries, numbers, attended, selecting)
+
+    @property
+    def on_device(self) -> bool:
+        return all(rows.plan.on_device for rows in self._attended.values())
+
+    def renew(self) -> None:
+        seen = _seen(self._queries)
+        for rate, rows in self._attended.items():
+            counts = _counts(self._attention, rate, seen).tolist()
+            if rows.plan.common or counts != rows.selected.counts:
+                rows.selected.counts[:] = counts
+                rows.plan.renew()
+
+    def step(self, batch: ForwardBatch, first_entry: int) -> CompressedStep:
+        """The rows of a step with these numbers of requests and tokens, in memory that the next step overwrites; no
+        host read. first_entry: as in `EntrySelection`."""
+        a, queries = self._attention, batch.attention.decode
+        assert queries is not None
+        full = queries.slot_table
+        table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
+        tokens = CompressedTokens(batch.positions, queries.rows[self._numbers], table, batch.slots)
+        lens = (batch.positions + 1).int()
+        window = window_rows(tokens, lens, a.window, min(a.window, full.shape[1]))
+        of_window, selection = lens.clamp(max=a.window), None
+        for rate, rows in self._attended.items():
+            selected, visible = rows.selected, lens // max(rate, 1)
+            if not rate:
+                selected.slots.copy_(window)
+                selected.counts_device.copy_(of_window)
+                continue
+            if rate == a.selected_rate and self._selecting is not None:
+                width = selected.slots.shape[1]
+                selection = self._selecting.of(full, queries.rows, lens, width, first_entry)
+                selected.slots.copy_(pad(window, (0, a.top_k), value=-1))
+                visible.clamp_(max=a.top_k)
+            else:
+                entries = entry_slots(full, queries.rows, rate, full.shape[1] // rate)[self._numbers] + first_entry
+                selected.slots.copy_(with_entries(window, entries, lens, a.window, rate))
+            torch.add(of_window, visible, out=selected.counts_device)
+        return CompressedStep(slots, tokens, {**self._attended}, selection)
+
+
+def _most_entries(attention: CompressedConfig, rate: int, tokens: int) -> int:
+    """Entries of this rate that a token attends to, of a context of at most `tokens`."""
+    if not rate:
+        return 0
+    return min(tokens // rate, attention.top_k) if rate == attention.selected_rate else tokens // rate
+
+
+def _counts(attention: CompressedConfig, rate: int, seen: np.ndarray) -> np.ndarray:
+    """Rows of tokens that see seen [T] tokens."""
+    entries = seen // rate if rate else 0
+    if rate == attention.selected_rate:
+        entries = np.minimum(entries, attention.top_k)
+    return np.minimum(seen, attention.window) + entries
+
+
+def _seen(queries: PagedQueries) -> np.ndarray:
+    """Tokens that each query token sees [T], or their upper bounds."""
+    count = queries.num_tokens // queries.num_requests
+    return (np.asarray(queries.context_lens)[:, None] + np.arange(1 - count, 1)).ravel()

@@ -1,0 +1,85 @@
+"""Rows of attention to windows and compressed entries, from lengths on the device.
+
+Legend: T tokens, R requests, W tokens of a window, K rows of a query token, E entries of a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.compression.protocol import CompressedTokens
+from moe_engine.kernels.queries import PagedQueries
+
+
+@dataclass(frozen=True)
+class AttendedRows:
+    """Rows of `CompressedCache.rows` of each query token, and the plan of attention to them."""
+
+    selected: Selected
+    plan: Any
+
+
+@dataclass(frozen=True)
+class EntrySelection:
+    """The selection of entries by an indexer, and where it goes in the rows of attention."""
+
+    queries: PagedQueries
+    """Each query token as a request, whose context are the entries that it sees."""
+    selected: Selected
+    plan: Any
+    places: Tensor  # [T, K] int64: column of `selected` of each of the rows
+    is_entry: Tensor  # [T, K]: which of them are entries
+    first_entry: int
+
+    def place(self, rows: Tensor) -> None:
+        """Sets the entries among rows [T, K]."""
+        found = self.selected.slots.gather(1, self.places).add_(self.first_entry)
+        torch.where(self.is_entry, found, rows, out=rows)
+
+
+@dataclass(frozen=True)
+class CompressedStep:
+    """Inputs of all layers. `rows`: by rate of the layer; `selection`: None if each token sees all its entries."""
+
+    slots: Tensor  # [T] int64: of the tokens, in the cache of the window
+    tokens: CompressedTokens
+    rows: dict[int, AttendedRows]
+    selection: EntrySelection | None
+
+
+def window_rows(tokens: CompressedTokens, lens: Tensor, window: int, width: int) -> Tensor:
+    """The rows [T, width] of each token's window, its own included, then -1. lens [T] int32: tokens that each sees."""
+    columns = torch.arange(width, device=lens.device)
+    count = lens.clamp(max=window).unsqueeze(1)
+    at = (lens.unsqueeze(1) - count + columns).clamp_(max=tokens.table.shape[1] - 1)
+    found = tokens.table[tokens.rows.long().unsqueeze(1), at.long()]
+    return found.masked_fill_(columns >= count, -1)
+
+
+def entry_slots(table: Tensor, requests: Tensor, rate: int, most: int) -> Tensor:
+    """The first `most` entries of requests [R] int32, [R, most]: the slots of their tokens in the table, divided by
+    their number."""
+    return table[requests.long(), : most * rate : rate] // rate
+
+
+def entry_columns(lens: Tensor, window: int, width: int, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the columns [T, width] are entries, of which a token has counts [T], and their numbers."""
+    before = lens.clamp(max=window).unsqueeze(1)
+    places = torch.arange(width, device=lens.device) - before
+    behind = (places >= 0) & (places < counts.unsqueeze(1))
+    return behind, places.clamp_(min=0)
+
+
+def with_entries(rows: Tensor, entries: Tensor, lens: Tensor, window: int, rate: int) -> Tensor:
+    """The window's rows [T, W], then the first of entries [T, E], all that the token sees, then -1: [T, W + E]."""
+    most = entries.shape[1]
+    wide = torch.nn.functional.pad(rows, (0, most), value=-1)
+    if not most:
+        return wide
+    behind, places = entry_columns(lens, window, wide.shape[1], lens // rate)
+    return torch.where(behind, entries.gather(1, places.clamp(max=most - 1)), wide)

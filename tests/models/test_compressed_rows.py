@@ -1,0 +1,156 @@
+"""Rows of windows and compressed entries: those of captured steps, computed on the device, equal those of the host."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.indexer.reference import TorchIndexer
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.models import sizes
+from moe_engine.models.batch import ForwardBatch, WindowSlots
+from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.layers.compressed_in_place import StepInPlace
+from moe_engine.models.layers.compressed_rows import CompressedStep
+from moe_engine.models.layers.compressed_step import StepRows
+
+RATES = (0, 4, 8)
+WIDTH = 96
+"""Tokens of the longest request."""
+
+
+@dataclass
+class Plan:
+    selected: Selected
+    on_device = True
+    common = False
+    renewed = 0
+
+    def renew(self) -> None:
+        self.renewed += 1
+
+
+class Indexer(TorchIndexer):
+    def plan_in_place(self, queries: PagedQueries, heads: int) -> object:
+        return object()
+
+
+def config(top_k: int) -> CompressedConfig:
+    return CompressedConfig(4, 32, 8, 16, 11, RATES, 4, 2, 16, top_k, 2, 16)
+
+
+def steps_of(attention: CompressedConfig) -> StepRows:
+    sparse = SparseAttention(Plan, None, Plan, sinks=True)  # type: ignore[arg-type]
+    backend: Any = SimpleNamespace(name="stub", capabilities=SimpleNamespace(sparse=sparse))
+    return StepRows(attention, RATES, backend, Indexer())
+
+
+def decodes(lens: list[int], count: int, table: Tensor, windows: Tensor) -> ForwardBatch:
+    """The last `count` tokens of requests of these lengths."""
+    size = len(lens)
+    positions = torch.tensor([n - count + i for n in lens for i in range(count)])
+    rows = torch.randperm(len(table))[:size].int()
+    starts = torch.arange(0, size * count + 1, count, dtype=torch.int32)
+    queries = PagedQueries([count] * size, list(lens), rows, starts, torch.tensor(lens, dtype=torch.int32), table, 1)
+    of_token = rows.long().repeat_interleave(count)
+    return ForwardBatch(
+        positions, positions, table[of_token, positions].long(), positions[:0], AttentionBatch(queries, None), None, [],
+        windows=WindowSlots(windows[of_token, positions].long(), windows),
+    )  # fmt: skip
+
+
+def attended(step: CompressedStep) -> dict[int, list[list[int]]]:
+    """The rows of each token, by rate."""
+    return {
+        rate: [
+            slots[:count] for slots, count in zip(rows.selected.slots.tolist(), rows.selected.counts_device.tolist())
+        ]
+        for rate, rows in step.rows.items()
+    }
+
+
+def select(step: CompressedStep, attention: CompressedConfig, seed: int) -> None:
+    """Random queries select among random entries."""
+    if step.selection is None:
+        return
+    torch.manual_seed(seed)
+    found = step.selection
+    tokens = len(found.queries.query_lens)
+    exact = found.queries.context_lens_device.tolist()
+    queries = replace(found.queries, context_lens=exact)
+    q, weights = torch.randn(tokens, 2, 16), torch.randn(tokens, 2)
+    keys = torch.randn(1000, 1, 16)
+    indexer = Indexer()
+    chosen = replace(found.selected, counts=[min(n, attention.top_k) for n in exact])
+    indexer.select(q, weights, keys, queries, attention.top_k, chosen, indexer.plan(queries))
+    found.place(step.rows[attention.selected_rate].selected.slots)
+
+
+@pytest.mark.parametrize("top_k", [3, 40])
+@pytest.mark.parametrize("count", [1, 3])
+def test_captured_rows_equal_those_of_the_host(count: int, top_k: int) -> None:
+    """Steps of several lengths with one plan, the second size over the memory of the first; padded requests."""
+    attention, cache = config(top_k), SimpleNamespace(num_slots=400)
+    steps = steps_of(attention)
+    table = torch.randperm(100 * WIDTH)[: 6 * WIDTH // 8].mul_(8).view(6, -1, 1).add(torch.arange(8)).view(6, WIDTH)
+    table, windows = table.int().contiguous() % 3200, torch.randint(400, (6, WIDTH), dtype=torch.int32)
+    for size in (5, 2):
+        plan = None
+        for round_ in range(4):
+            longest = (WIDTH, 12, 50, 30)[round_]
+            lens = [random.randint(count, longest) for _ in range(size)]
+            batch = decodes(lens, count, table, windows)
+            if plan is None:
+                plan = steps.plan_in_place(batch.attention)
+                assert isinstance(plan, StepInPlace) and plan.on_device
+            queries = plan._queries
+            queries.context_lens[:] = lens
+            plan.renew()
+            captured = steps.of(replace(batch, attention_plan=plan), cache)  # type: ignore[arg-type]
+            eager = steps.of(batch, cache)  # type: ignore[arg-type]
+            seed = random.randrange(1 << 30)
+            select(captured, attention, seed)
+            select(eager, attention, seed)
+            assert attended(captured) == attended(eager), lens
+            assert torch.equal(captured.slots, eager.slots)
+            assert torch.equal(captured.tokens.rows, eager.tokens.rows)
+            for rate, rows in captured.rows.items():
+                assert rows.selected.counts == eager.rows[rate].selected.counts
+
+
+def test_plans_are_renewed_for_other_lengths_only() -> None:
+    """Lists of windows and of selections are full in long requests: their plans stay."""
+    attention = config(3)
+    table = torch.zeros(2, WIDTH, dtype=torch.int32)
+    batch = decodes([40, 63], 1, table, table)
+    plan = steps_of(attention).plan_in_place(batch.attention)
+    assert plan is not None
+    for lens in ([41, 63], [41, 64], [41, 65]):
+        plan._queries.context_lens[:] = lens
+        plan.renew()
+    assert {rate: rows.plan.renewed for rate, rows in plan._attended.items()} == {0: 0, 4: 0, 8: 1}
+
+
+def test_a_row_without_captured_launches_has_no_plan() -> None:
+    attention = config(3)
+    table = torch.zeros(2, WIDTH, dtype=torch.int32)
+    batch = decodes([40], 1, table, table)
+    steps = steps_of(attention)
+    steps._indexer = TorchIndexer()
+    assert steps.plan_in_place(batch.attention) is None
+
+
+def test_memory_is_in_the_ledger() -> None:
+    attention = config(3)
+    steps, tokens, width = steps_of(attention), 8, 1 << 14
+    table = torch.zeros(tokens, width, dtype=torch.int32)
+    assert steps.plan_in_place(decodes([40] * tokens, 1, table, table).attention)
+    least = sizes._compressed_bytes(attention, width, tokens, 2) - sizes._compressed_bytes(attention, 0, tokens, 2)
+    assert 0.9 * tokens * width * (4 / 8 + 4 / 4) < steps._memory.num_bytes < least
