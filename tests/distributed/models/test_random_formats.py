@@ -72,9 +72,9 @@ def logits(path: Path, topology: Topology | None, rank: int, row: str) -> Tensor
     config = load_model_config(path)
     check_headers(path, read_checkpoint(path), config)
     parallel = SINGLE if topology is None else imagine(topology, rank, [])
-    own, backends = local_config(config, parallel), make_backends(config, row)
+    backends = make_backends(config, row)
     model = load_model(path, config, LoadOptions("float32"), backends, parallel)
-    stepper, vocab = Stepper(model, own, backends), config.vocab_size
+    stepper, vocab = Stepper(model, local_config(config, parallel), backends), config.vocab_size
     found = stepper.step([Chunk(0, [(i * 37 + 11) % vocab for i in range(40)], False)])
     for token in (9, vocab // 2 + 3, vocab - 2):
         found += stepper.step([Chunk(0, [token], True)])
