@@ -9,21 +9,26 @@ per step of speculative decoding.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from benchmarks.checkpoints import SPECIAL_TOKENS
 from moe_engine.kernels.backends import plan_kernels
-from moe_engine.kernels.device import Need, cpu_device
+from moe_engine.kernels.device import cpu_device
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import MLAConfig, activation_dtype
+from moe_engine.models.config import activation_dtype
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, load_model, load_mtp
+from moe_engine.models.needs import need_of_model
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.startup.kernel_choice import build_backends
 
 
@@ -71,43 +76,47 @@ def measure(
 
 
 class BatchModel:
-    """A model and its MTP layers over B sequences of the same length, each with its own range of the KV pool."""
+    """A model and its MTP layers over B sequences of the same length, each with its own pages of the KV pool."""
 
     def __init__(self, path: str | Path, sequences: int, max_len: int) -> None:
         self.config = config = load_model_config(path)
         name = activation_dtype(config)
-        need = Need(dtype=name, attention=config.attention.kind)
+        rates = (config.entry_parts(layer)[0] for layer in range(config.num_layers))
+        page = math.lcm(*(rate for rate in rates if rate))
+        need = need_of_model(config, name, page_size=page)
         self._backends = build_backends(plan_kernels(cpu_device(), need))
-        self._model = load_model(path, config, LoadOptions(name), self._backends, max_positions=max_len)
-        self._mtp = load_mtp(path, config, self._model, LoadOptions(name))
-        slots = sequences * max_len
-        assert isinstance(config.attention, MLAConfig)
-        width, layers = config.attention.cache_width, config.num_layers + self._mtp.num_layers
-        self._kv = [torch.zeros(slots, width, dtype=getattr(torch, name)) for _ in range(layers)]
-        self._slots = torch.arange(slots, dtype=torch.int32).view(sequences, max_len)
+        options = LoadOptions(name)
+        self._model: Any = cast(Any, load_model(path, config, options, self._backends, max_positions=max_len))
+        self._mtp = load_mtp(path, config, self._model, options)
+        if self._mtp.reads_streams:
+            self._model.taps = HiddenTaps((config.num_layers,))
+        length = -(-max_len // page) * page
+        spec = kv_spec(config, name, self._mtp.num_layers)
+        self._kv = KVPool(spec, sequences * length, page, DeviceStream("cpu")).layers
+        self._page_size = page
+        self._slots = page + torch.arange(sequences * length, dtype=torch.int32).view(sequences, length)
         self._length = 0
 
     def advance(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids [B, n], the next tokens -> the greedy token after them [B, 1], and the MTP state there [B, D]."""
         batch = self._batch(ids, self._length)
         self._length += ids.shape[1]
-        hidden = self._model.forward(batch)
-        next_ids = self._best(hidden.view(*ids.shape, -1)[:, -1])
+        taps = self._model.taps
+        hidden = self._model.forward(batch) if taps is None else taps.during(self._model.forward, batch)
+        next_ids = _best(self._model, hidden.view(*ids.shape, -1)[:, -1])
         following = torch.cat((ids[:, 1:], next_ids), dim=1)
-        state = self._mtp.forward(0, following.flatten(), hidden, batch)
+        states = self._mtp.prepare(hidden if taps is None else taps.take())
+        state = self._mtp.forward(0, following.flatten(), states, batch)
         return next_ids, state.view(*ids.shape, -1)[:, -1]
 
     def draft(self, state: Tensor, count: int) -> Tensor:
         """[B, count]: a chain from the last state. The cache rows of drafts are overwritten later."""
-        drafts = [self._best(state)]
+        drafts = [_best(self._mtp, state)]
         for position in range(self._length, self._length + count - 1):
             batch = self._batch(drafts[-1], position)
             state = self._mtp.forward(0, batch.input_ids, state, batch)
-            drafts.append(self._best(state))
+            drafts.append(_best(self._mtp, state))
         return torch.cat(drafts, dim=1)
-
-    def _best(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden.contiguous()).argmax(dim=-1, keepdim=True)
 
     def _batch(self, ids: Tensor, start: int) -> ForwardBatch:
         count, length = ids.shape
@@ -119,7 +128,7 @@ class BatchModel:
             query_starts=torch.arange(count + 1, dtype=torch.int32) * length,
             context_lens_device=torch.full((count,), stop, dtype=torch.int32),
             slot_table=self._slots,
-            page_size=1,
+            page_size=self._page_size,
         )
         attention = AttentionBatch(queries, None) if length == 1 else AttentionBatch(None, queries)
         plan: Any = self._backends.attention.plan(attention)
@@ -132,6 +141,12 @@ class BatchModel:
             attention_plan=plan,
             kv=self._kv,
         )
+
+
+def _best(layers: Any, hidden: Tensor) -> Tensor:
+    """The most likely tokens [B, 1], by the logits of the model or of its MTP layers."""
+    best: Tensor = layers.logits(hidden.contiguous()).argmax(dim=-1, keepdim=True)
+    return best
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -183,6 +183,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "that of the text model, GQA or MLA", ("gqa", "mla"), ""
     if "config_compressed" in parser:
         return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), "sinks"
+    if "kimi_linear:" in target:
+        return "Kimi Delta Attention, MLA", ("mla", "delta"), ""
     if "deepseek:" in target:
         return "MLA", ("mla",), ""
     if "config_hybrid" in parser:

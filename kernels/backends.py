@@ -44,9 +44,9 @@ class Backends:
     delta: DeltaKernel | None = None
     """The delta rule of a model with gated delta nets."""
     compression: CompressionKernel | None = None
-    """Of a model whose KV cache has compressed entries."""
+    """Compression of keys into entries; None for models without entries."""
     varlen: VarlenKernel | None = None
-    """Of a model with a vision tower."""
+    """Attention of the vision tower; None for models without one."""
     weight_stream: WeightStream | None = None
     """Keeps the weights of some layers in host memory (--cpu-offload-gb)."""
 

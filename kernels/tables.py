@@ -131,8 +131,14 @@ def _fa3_mla_preference(device: Device, need: Need) -> int:
     return 46 if device.capability is not None and device.capability[0] == 9 else 35
 
 
+_BELOW_TRITON = 19
+
+
 def _flash_mla_preference(device: Device, need: Need) -> int:
-    """Over FP8 records a dense context is read by lists of all its slots, more slowly than pages."""
+    """Over FP8 records a dense context is read by lists of all its slots, more slowly than pages. The kernel with sinks
+    reads a token's whole list in one program for 64 heads: a decode of few requests leaves most of the device idle."""
+    if need.sinks:
+        return _BELOW_TRITON
     return 44 if need.kv_dtype == E4M3 and need.index is None else 45
 
 
@@ -249,9 +255,9 @@ EXPERTS.append(
 INDEXER.append(Row("deep_gemm", "moe_engine.kernels.indexer.deep_gemm:DeepGemmIndexer", 40, vendors.deep_gemm_indexer))
 MLA += [
     Row(
-        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index", "kv_dtype"),
+        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index", "kv_dtype", "sinks"),
         workspaces.flashmla,
-        vendors.flash_mla_uncaptured, _flash_mla_preference, pages=(64,), lacks_expanded=True, sparse=True,
+        vendors.flash_mla_uncaptured, _flash_mla_preference, pages=(64,), lacks_expanded=True, sparse=True, sinks=True,
     ),
     Row(
         "trtllm_mla", f"{_ATTENTION}.vendors.trtllm_mla:TrtllmMLA", 46, vendors.trtllm_mla,

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_engine.kernels.workspaces import WEIGHT_BUFFERS
 
 ALIGNMENT = 512
-"""Of each storage in a buffer, as torch's allocator aligns them."""
+"""Alignment in bytes of each storage in a buffer, as torch's allocator aligns them."""
 PINNED_PART = 64 << 20
 LEAST_PART = 1 << 20
 """Page-locked memory is allocated in powers of two between these, as torch rounds each allocation up to one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 
@@ -32,6 +33,8 @@ _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
 }  # fmt: skip
+_DENSE_AS_MOE = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
+"""The MLP of a dense layer as transformers saves Kimi Linear's."""
 _HY3_NORM = ".final_layernorm.weight"
 _ERNIE_MTP = "model.mtp_"
 _ERNIE_PARTS = {"emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj.", "block": ""}
@@ -71,7 +74,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
     if has_v4_names(files):
         return _renamed(files, v4_names(files, num_layers))
-    return _with_mtp(_with_prefix(files), num_layers)
+    return _with_mtp(_with_dense(_with_prefix(files)), num_layers)
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
@@ -131,6 +134,11 @@ def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     if f"{_BODY[0]}weight" not in files:
         return files
     return _renamed(files, {name: f"model.{name}" for name in files if name.startswith(_BODY)})
+
+
+def _with_dense(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+    names = {name: _DENSE_AS_MOE.sub(".mlp.", name) for name in files if _DENSE_AS_MOE.search(name)}
+    return _renamed(files, names) if names else files
 
 
 def _outer_name(name: str) -> str:

@@ -18,10 +18,8 @@ from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.rope_config import RopeConfig
+from moe_engine.models.state_config import DeltaConfig, StateGroup
 from moe_engine.models.vision_config import VisionConfig
-
-STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Data types of `StatePart`, with the bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -147,37 +145,6 @@ class OtherLayers:
 
 
 @dataclass(frozen=True)
-class StatePart:
-    """A tensor of a request's state. dtype: torch's name (None: that of the activations). `sharded`: the dimension that
-    is divided over the ranks of an attention group (None: each rank has the whole tensor)."""
-
-    shape: tuple[int, ...]
-    dtype: str | None = None
-    sharded: int | None = None
-
-    def num_bytes(self, activations: str) -> int:
-        """Bytes of the part in one layer. activations: name of their dtype."""
-        return math.prod(self.shape) * STATE_BYTES[self.dtype or activations]
-
-
-@dataclass(frozen=True)
-class StateGroup:
-    """Layers without KV that keep a state of fixed size for each request (recurrent layers, linear attention).
-
-    `stores_any`: the layers store states according to `ForwardBatch.state_runs`, also those of tokens before the last,
-    so that prefixes can be cached.
-    """
-
-    layers: tuple[int, ...]
-    parts: tuple[StatePart, ...]
-    stores_any: bool = False
-
-    def num_bytes(self, activations: str) -> int:
-        """Bytes of a request in all layers of the group."""
-        return len(self.layers) * sum(part.num_bytes(activations) for part in self.parts)
-
-
-@dataclass(frozen=True)
 class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
@@ -220,31 +187,6 @@ class MoEConfig:
         the routed experts'."""
         count, rest = divmod(self.shared_width, self.width)
         return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
-
-
-@dataclass(frozen=True)
-class DeltaConfig:
-    """Gated delta net (Qwen3-Next): key and value heads, their widths, taps of the convolution. `joined`: the
-    checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5)."""
-
-    key_heads: int
-    value_heads: int
-    key: int
-    value: int
-    taps: int
-    joined: bool = True
-
-    @property
-    def shared(self) -> int:
-        """Value heads of a key head."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def state_parts(self) -> tuple[StatePart, StatePart]:
-        """The convolution's last inputs, by key head, and the memory of each value head."""
-        mixed = 2 * self.key + self.shared * self.value
-        tail = StatePart((self.key_heads, self.taps - 1, mixed), sharded=0)
-        return tail, StatePart((self.value_heads, self.key, self.value), "float32", sharded=0)
 
 
 @dataclass(frozen=True)
@@ -363,9 +305,9 @@ class ModelConfig:
             with_entries = tuple(i for i in range(self.num_layers) if self.attention.rate(i))
             own = CacheGroup(tuple(range(self.num_layers)), self.attention.window)
             return (CacheGroup(with_entries), own) if with_entries else (own,)
-        layers = [i for i in range(self.num_layers) if i not in self.state_layers]
+        layers = self.kv_layers
         if not self.windows:
-            return (CacheGroup(tuple(layers)),)
+            return (CacheGroup(layers),)
         kinds = sorted({self.windows[i] for i in layers}, key=lambda window: (window is not None, window or 0))
         return tuple(CacheGroup(tuple(i for i in layers if self.windows[i] == kind), kind) for kind in kinds)
 
@@ -380,6 +322,11 @@ class ModelConfig:
     def state_layers(self) -> frozenset[int]:
         """The layers with a state for each request, which have no KV."""
         return frozenset(layer for group in self.state_groups for layer in group.layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers without a state."""
+        return tuple(i for i in range(self.num_layers) if i not in self.state_layers)
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:

@@ -33,6 +33,10 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_dense": _EPS,
     "hunyuan_v1_moe": _EPS,
     "hy_v3": {**_EPS, "rope_theta": 11158840.0, "router_scaling_factor": 2.826, "first_k_dense_replace": 1},
+    "kimi_linear": {
+        **_EPS, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "max_position_embeddings": 1048576,
+    },
     "minimax_m2": {"rope_theta": 5000000.0},
     "ministral3": {
         **_EPS, "head_dim": 128,

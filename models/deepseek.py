@@ -68,4 +68,4 @@ class DeepseekModel(Decoder):
         return self.stack_of_layers(first_norm)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        return batch, self.layers[0].attention.chunks(batch)
+        return batch, self.layers[self.config.kv_layers[0]].attention.chunks(batch)

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.gqa import GQAttention, group_inputs
@@ -17,23 +15,12 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource
-from moe_engine.parallel.context import ParallelContext
 
 
 class DenseModel(Decoder):
     """`Model` of the GQA families. `batch.kv[layer]` is (keys, values), [num_slots, G, Dh] and [num_slots, G, V]."""
 
     has_mtp = True
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        reader: WeightSource,
-        backends: Backends,
-        parallel: ParallelContext,
-        max_positions: int | None = None,
-    ) -> None:
-        super().__init__(config, reader, backends, parallel, max_positions)
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> GQAttention:
         return GQAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary)

@@ -100,7 +100,7 @@ class MTPLayers:
         return self._model.config.draft_state_width
 
     def prepare(self, states: Tensor) -> Tensor:
-        """Of a residual with streams, these alone."""
+        """Hidden states for `forward`: the states, or the streams alone of a residual with streams."""
         return states[:, : self.state_width].contiguous() if self.reads_streams else states
 
     @property

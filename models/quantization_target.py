@@ -19,7 +19,8 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.fused_experts import GROUP
 from moe_engine.models.tensors import Kind, TensorSpec, model_tensors
 
-_KEPT = (".eh_proj.weight",)
+_KEPT = (".eh_proj.", ".compressor.")
+"""Parts of the names of projections that checkpoints publish unquantized."""
 _JOINED = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -43,7 +44,7 @@ class Target:
 
     @property
     def codes(self) -> GroupCodes | None:
-        """Of integers; None: another format."""
+        """The integer format; None: another format."""
         if self.format == "int8":
             return GroupCodes(8, 0, scales="bfloat16")
         return GroupCodes(4, self.group) if self.format == "int4" else None
@@ -81,7 +82,8 @@ def select(source: Path, config: ModelConfig, target: Target) -> Selection:
     specs = [
         spec
         for spec in model_tensors(config, include_mtp=config.num_nextn_predict_layers > 0)
-        if spec.kind is Kind.LINEAR and spec.name.startswith("model.layers.") and not spec.name.endswith(_KEPT)
+        if spec.kind is Kind.LINEAR and spec.name.startswith("model.layers.")
+        if not any(part in spec.name for part in _KEPT)
     ]
     refused = {spec.name for spec in specs if not target.takes(spec.name, spec.shape)}
     taken = [spec for spec in specs if not refused.intersection(_joined(spec))]

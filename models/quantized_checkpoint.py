@@ -2,8 +2,8 @@
 experts in MXFP4.
 
 File by file, each under a temporary name until it is whole, so that a call that was interrupted continues with the
-files that are missing. Memory: the tensors of one file. Router, norms, embedding, head, vision tower, MTP's eh_proj
-and, with integers, kv_b_proj are unchanged. Names are those of the source's files.
+files that are missing. Memory: the tensors of one file. Router, norms, embedding, head, vision tower, MTP's eh_proj,
+DeepSeek V4's compressors and, with integers, kv_b_proj are unchanged. Names are those of the source's files.
 """
 
 from __future__ import annotations

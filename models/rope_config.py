@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class RopeConfig:
     """Rotary embedding. `width` channels of a head are rotated, as pairs (2j, 2j+1) if `interleaved`, else (j, j+R/2).
 
-    kind: ``default``, ``linear`` (positions divided by factor), ``yarn`` or ``llama3``. `attention_factor` multiplies
+    kind: ``default``, ``linear`` (positions divided by factor), ``yarn``, ``llama3``, or ``none``: nothing is rotated,
+    and the table has one row, for a model that gives all tokens position 0. `attention_factor` multiplies
     cosines and sines; `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared).
     """
 
@@ -31,4 +32,8 @@ class RopeConfig:
     query_beta: float = 0.0
     """Queries at position p are multiplied by 1 + query_beta * ln(1 + floor(p / original_max_position))."""
     axes: tuple[int, ...] = ()
-    """Of each pair: the axis of a token's position that rotates it (0: frame, 1: row, 2: column); (): one axis."""
+    """The axis of a token's position that rotates each pair (0: frame, 1: row, 2: column); (): one axis."""
+
+    def num_rows(self, positions: int) -> int:
+        """Rows of the table for this many positions."""
+        return 1 if self.kind == "none" else positions

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from moe_engine.models.compressed_config import CompressedConfig
-from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.tensors import (
     BIASES,
     EMBEDDING,
@@ -23,6 +24,7 @@ from moe_engine.models.tensors import (
     ROUTERS,
     Kind,
     TensorSpec,
+    is_delta,
     layer_index,
     model_tensors,
 )
@@ -34,6 +36,8 @@ ONE_RANK = Topology()
 _KV_B, _LAYER = ".kv_b_proj.weight", "model.layers."
 _BY_HEAD = (_KV_B, ".o_a_proj.weight")
 """Projections by head or by group of heads, which kernels hold in the activation dtype."""
+_WHOLE_OF_DELTA = (".norm.weight", ".o_norm.weight", ".f_a_proj.weight", ".g_a_proj.weight")
+"""Tensors of a delta net that each rank has: the others are divided by heads."""
 _ROW_PARALLEL = (".o_proj.weight", ".o_b_proj.weight", ".down_proj.weight", ".out_proj.weight")
 
 MAX_EXPANDED_TOKENS = 16384
@@ -98,7 +102,7 @@ def expanded_prefix(config: ModelConfig, dtype_bytes: int) -> tuple[int, int]:
     if not isinstance(a, MLAConfig):
         return 0, 0
     row = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) + a.qk_rope_head_dim
-    each = config.num_layers * row * dtype_bytes
+    each = len(config.kv_layers) * row * dtype_bytes
     expanded = a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
     if 2 * a.kv_lora_rank + a.qk_rope_head_dim < 2 * expanded:
         return 0, each
@@ -231,7 +235,7 @@ def _sum_of(
     for spec, each, count in tensors:
         held = count * _held_elements(config, spec, topology, redundant_experts, format)
         if spec.kind in (Kind.WIDE, Kind.INDEX):
-            sharded = spec.name.endswith(BIASES) or ".linear_attn." in spec.name
+            sharded = spec.name.endswith(BIASES) or is_delta(config, spec.name)
             wide += held if sharded else count * spec.num_elements
         elif spec.name.endswith(_KV_B):
             plain += held if derived else 2 * held
@@ -244,9 +248,7 @@ def _sum_of(
             kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), spec.shape, dtype_bytes)
         else:
             plain += held
-    rotary = config.context_length * sum(rope.width for rope in config.ropes)
-    if isinstance(config.attention, CompressedConfig):
-        rotary *= 2  # and the tables of the opposite rotations
+    rotary = sum(rope.num_rows(config.context_length) * rope.width for rope in config.ropes)
     return plain * dtype_bytes + 4 * (wide + rotary) + int(kept)
 
 
@@ -322,8 +324,8 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
             return 1
         shared = config.moe is not None and config.moe.num_shared_slots(topology.ep_size)
         return topology.moe_tp_size if shared else topology.tp_size
-    if ".linear_attn." in name:
-        return 1 if name.endswith(".norm.weight") else topology.attn_tp_size
+    if is_delta(config, name):
+        return 1 if name.endswith(_WHOLE_OF_DELTA) else topology.attn_tp_size
     if ".self_attn." in name:
         return _attention_parts(config, name, topology.attn_tp_size)
     return topology.tp_size if ".mlp." in name and topology.cuts_dense else 1
@@ -376,8 +378,8 @@ def _attention_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int, exp
         return max(num_tokens * width * dtype_bytes, _delta_bytes(config.delta, num_tokens, dtype_bytes))
     if isinstance(a, CompressedConfig):
         return _compressed_bytes(a, config.context_length, num_tokens, dtype_bytes)
-    dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens)
-    return dense + _indexer_bytes(config, num_tokens, dtype_bytes)
+    dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens) + _indexer_bytes(config, num_tokens, dtype_bytes)
+    return max(dense, _delta_bytes(config.delta, num_tokens, dtype_bytes))
 
 
 def _gqa_width(a: GQAConfig) -> int:
@@ -387,11 +389,12 @@ def _gqa_width(a: GQAConfig) -> int:
 
 
 def _delta_bytes(d: DeltaConfig | None, num_tokens: int, dtype_bytes: int) -> int:
-    """Projections, the convolution's result, float32 copies of q, k and v for each value head, and the result."""
+    """Projections, the convolution's result, float32 copies of q, k and v for each value head, and the result. With
+    decays of channels: these, and q and k with them in three forms."""
     if d is None:
         return 0
     projected = 2 * (d.key_heads * d.key + d.value_heads * d.value)
-    wide = d.value_heads * (2 * d.key + 2 * d.value)
+    wide = d.value_heads * (2 * d.key + 2 * d.value + 4 * d.key * d.by_channel)
     return num_tokens * (2 * projected * dtype_bytes + 4 * (projected + wide))
 
 

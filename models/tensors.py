@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
-from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
+from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -108,6 +109,7 @@ _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_corr
 _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
+    "KimiLinearForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
@@ -186,7 +188,8 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
     """Projections, biases and inner norms of one attention layer."""
     hidden = config.hidden_size
     if config.delta is not None and layer in config.state_layers:
-        yield from (spec.within("linear_attn") for spec in _delta(config.delta, hidden))
+        found = (_channel_delta if config.delta.by_channel else _delta)(config.delta, hidden)
+        yield from (spec.within(config.delta.block) for spec in found)
         return
     attention = config.attention if layer is None else config.attention_of(layer)
     if isinstance(attention, CompressedConfig):
@@ -218,6 +221,29 @@ def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
         yield TensorSpec(name, (d.value_heads,), Kind.WIDE)
     yield _norm("norm", d.value)
     yield from _linear("out_proj", hidden, values)
+
+
+def _channel_delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
+    """Kimi Delta Attention: q, k and v have projections and convolutions of their own; decays and output gates come
+    from products of low rank."""
+    width = d.key_heads * d.key
+    for name in "qkv":
+        yield from _linear(f"{name}_proj", width, hidden)
+        yield TensorSpec(f"{name}_conv1d.weight", (width, 1, d.taps), Kind.WIDE)
+    for name in ("f", "g"):
+        yield from _linear(f"{name}_a_proj", d.key, hidden)
+        yield from _linear(f"{name}_b_proj", width, d.key)
+    yield from _linear("b_proj", d.key_heads, hidden)
+    yield TensorSpec("A_log", (1, 1, d.key_heads, 1), Kind.WIDE)
+    yield TensorSpec("dt_bias", (width,), Kind.WIDE)
+    yield _norm("o_norm", d.value)
+    yield from _linear("o_proj", hidden, width)
+
+
+def is_delta(config: ModelConfig, name: str) -> bool:
+    """True for a tensor of a delta net."""
+    delta = config.delta
+    return delta is not None and layer_index(name) in config.state_layers and f".{delta.block}." in name
 
 
 def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any, TypeVar
 
 from moe_engine.models.compressed_config import CompressedConfig
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, StateGroup
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.state_config import StateGroup
 from moe_engine.parallel.topology import ModelWidths
 
 Attention = TypeVar("Attention", bound=MLAConfig | GQAConfig | CompressedConfig)

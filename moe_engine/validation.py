@@ -31,6 +31,10 @@ Effort = Annotated[
 ]
 """How much a model reasons."""
 
+_PATH = r"^[^\x00]*$"
+PathText = Annotated[str, msgspec.Meta(pattern=_PATH)]
+"""A path or a part of one: the system refuses null characters."""
+
 _WORDS = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
     "object": "an object",
@@ -109,6 +113,7 @@ def _error(message: str, value: Any, kind: Any, where: str) -> InputError:
     expected = re.sub("`(.*?)`", lambda found: _in_words(found[1]), what.partition(", got ")[0])
     expected = re.sub(r"a string matching regex '\^\(?([\w|.]+)\)?\$'", _one_of, expected)
     expected = expected.replace(f"a string matching regex {_EFFORT!r}", "a word such as none, low, medium, high or max")
+    expected = expected.replace(f"a string matching regex {_PATH!r}", "a string without null characters")
     if place.startswith("key`"):
         return InputError(f"{field}: {_start(expected)} as each key", field=field)
     found = f", got {_at(value, path)!r:.80}" if "[...]" not in place else ""

@@ -57,13 +57,13 @@ def paged(a: Any, s: Setting) -> Cost:
 def conv_update(a: Any, s: Setting) -> Cost:
     """Each request's last inputs are read and written; the gates are not convolved."""
     tokens, requests = len(a.taken), len(a.starts) - 1
-    tail = requests * a.HEADS * a.MIXED * (a.TAPS - 1) * a.qkvz.element_size()
+    tail = requests * a.HEADS * a.MIXED * (a.TAPS - 1) * a.inputs.element_size()
     return Cost(size(a.taken) + size(a.conv) + tail, size(a.taken) + tail * (tokens <= requests * 8))
 
 
 @cost_of("tail_kernel")
 def tail(a: Any, s: Setting) -> Cost:
-    moved = len(a.rows) * a.HEADS * a.MIXED * (a.TAPS - 1) * a.qkvz.element_size()
+    moved = len(a.rows) * a.HEADS * a.MIXED * (a.TAPS - 1) * a.inputs.element_size()
     return Cost(moved, moved)
 
 
@@ -72,7 +72,7 @@ def delta(a: Any, s: Setting) -> Cost:
     """A request's state is read once and written after each of its tokens."""
     tokens, requests, heads = len(a.out), len(a.starts) - 1, a.KEY_HEADS * a.SHARED
     state = heads * a.KEY * a.VALUE * FP32
-    gates = 2 * tokens * heads * a.ba.element_size()
+    gates = (1 + a.DECAYS) * tokens * heads * a.b.element_size()
     flops = {"fp32": 6.0 * tokens * heads * a.KEY * a.VALUE}
     return Cost(size(a.taken) + gates + requests * state, size(a.out) + tokens * state, flops)
 

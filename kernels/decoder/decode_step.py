@@ -50,7 +50,7 @@ class DecodeRows:
         self._places = np.empty((2, count), dtype=np.int64)
         self.tokens = np.empty(count, dtype=np.int64)
         self.addresses = (self.rows.ctypes.data, *(a.ctypes.data for a in (*self._places, self.tokens)))
-        """Of the rows, their positions, their slots, and the sampled tokens."""
+        """Addresses of rows, positions, slots and sampled tokens."""
 
     def place(self, positions: list[int], slots: list[int]) -> None:
         self._places[0], self._places[1] = positions, slots

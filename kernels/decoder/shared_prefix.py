@@ -28,7 +28,7 @@ class SharedPrefix:
     """Keys and values of a prefix, as whole decode steps read them; `assign` says which decodes begin with it."""
 
     layers: Sequence[tuple[Tensor, Tensor]]
-    """Of each layer: keys and values [S, H, N+V], rotary channels of the keys [S, P]; rows contiguous."""
+    """Layer by layer keys and values [S, H, N+V], rotary channels of the keys [S, P]; rows contiguous."""
     address: int = field(init=False)
 
     def __post_init__(self) -> None:

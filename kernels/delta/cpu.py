@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import kind_of, rows
+from moe_engine.kernels.cpu.tensors import kind_of
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
 
 
@@ -16,12 +16,15 @@ class _Delta(ctypes.Structure):
     """`moe::Delta` of delta.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("runs", "key_heads", "shared", "key", "value", "taps")),
+        *((name, ctypes.c_int64) for name in ("runs", "key_heads", "shared", "key", "value", "taps", "decays")),
         *(
             (name, ctypes.c_void_p)
             for name in ("starts", "reads", "stores", "conv", "a_log", "dt_bias", "norm", "memory")
         ),
         ("eps", ctypes.c_float),
+        ("bound", ctypes.c_float),
+        ("sigmoid", ctypes.c_int32),
+        ("strides", ctypes.c_int64 * 8),
     )
 
 
@@ -36,23 +39,22 @@ class CpuDelta:
     def run(
         self, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape
     ) -> Tensor:
-        qkvz, ba = rows(inputs.qkvz), rows(inputs.ba)
-        tail, memory = states
-        out = torch.empty(runs.num_tokens, shape.value_heads * shape.value, dtype=qkvz.dtype)
+        dtype, (tail, memory) = inputs.mixed.dtype, states
+        out = torch.empty(runs.num_tokens, shape.value_heads * shape.value, dtype=dtype)
         whole = tail.is_contiguous() and memory.is_contiguous() and weights.conv.is_contiguous()
-        if not whole or {qkvz.dtype, ba.dtype, tail.dtype} != {qkvz.dtype} or len(qkvz) != runs.num_tokens:
+        fits = all(x.dtype == dtype and x.stride(2) == 1 and len(x) == runs.num_tokens for x in inputs)
+        if not whole or not fits or tail.dtype != dtype:
             raise ValueError(
-                f"projections {list(qkvz.shape)} {qkvz.dtype} of {runs.num_tokens} tokens do not fit states "
+                f"projections {list(inputs.mixed.shape)} {dtype} of {runs.num_tokens} tokens do not fit states "
                 f"{list(tail.shape)} {tail.dtype}, or a state is not contiguous"
             )
         struct = _Delta(
-            len(runs.lens), shape.key_heads, shape.shared, shape.key, shape.value, shape.taps,
+            len(runs.lens), shape.key_heads, shape.shared, shape.key, shape.value, shape.taps, shape.decays,
             runs.starts.data_ptr(), runs.reads.data_ptr(), runs.rows.data_ptr(), weights.conv.data_ptr(),
             weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(), memory.data_ptr(),
-            weights.eps,
+            weights.eps, shape.bound, shape.sigmoid, tuple(x.stride(i) for x in inputs for i in range(2)),
         )  # fmt: skip
         self._lib.moe_gated_delta(
-            kind_of(qkvz.dtype), ctypes.byref(struct), qkvz.data_ptr(), qkvz.stride(0), ba.data_ptr(), ba.stride(0),
-            tail.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+            kind_of(dtype), ctypes.byref(struct), *(x.data_ptr() for x in inputs), tail.data_ptr(), out.data_ptr()
+        )
         return out

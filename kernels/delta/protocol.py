@@ -3,11 +3,14 @@
 For a value head with its key head's q and k (after convolution and SiLU, each divided by its length), in float32:
 
     S <- exp(g) S;   S <- S + k (beta (v - k S));   o = q S / sqrt(Dk)
-    g = -exp(a_log) softplus(a + dt_bias);   beta = sigmoid(b)
-    out = weight * (o / rms(o)) * silu(z)
+    g = -exp(a_log) softplus(a + dt_bias)   or   bound sigmoid(exp(a_log) (a + dt_bias));   beta = sigmoid(b)
+    out = weight * (o / rms(o)) * silu(z)   or   * sigmoid(z)
 
-Legend: T tokens, R runs, Hk key heads, r value heads of a key head, Hv = Hk r, Dk, Dv head widths, C = 2 Dk + r Dv
-channels that the convolution reads for a key head, K taps. Source: Gated DeltaNet, arXiv 2412.06464.
+g is one number, or one for each channel of the key, which scales that row of S (Kimi Delta Attention).
+
+Legend: T tokens, R runs, Hk key heads, r value heads of a key head, Hv = Hk r, Dk, Dv head widths, W decays of a value
+head (1 or Dk), C = 2 Dk + r Dv channels that the convolution reads for a key head, K taps.
+Sources: Gated DeltaNet, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692.
 """
 
 from __future__ import annotations
@@ -27,13 +30,20 @@ from moe_engine.kernels.uploads import upload
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Heads of one rank."""
+    """Heads of one rank, and the form of their gates.
+
+    `decays`: W. `bound`: of the log decay, whose form is then the sigmoid's; 0: softplus. `sigmoid`: the output gate is
+    a sigmoid, and the norm is rounded after it only.
+    """
 
     key_heads: int
     value_heads: int
     key: int
     value: int
     taps: int
+    decays: int = 1
+    bound: float = 0.0
+    sigmoid: bool = False
 
     @property
     def shared(self) -> int:
@@ -45,18 +55,23 @@ class DeltaShape:
         """Channels of a key head that the convolution reads: C."""
         return 2 * self.key + self.shared * self.value
 
-    @property
-    def projected(self) -> int:
-        """Channels of a key head in `DeltaInputs.qkvz`."""
-        return self.mixed + self.shared * self.value
-
 
 class DeltaInputs(NamedTuple):
-    """A step's projections. q [Dk], k [Dk], v [r Dv] and z [r Dv] of a key head are adjacent, and so are b [r] and a
-    [r]."""
+    """A step's projections by key head: views of products, with any strides of tokens and heads."""
 
-    qkvz: Tensor  # [T, Hk (C + r Dv)]
-    ba: Tensor  # [T, 2 Hv]
+    mixed: Tensor  # [T, Hk, C]: q [Dk], k [Dk] and v [r Dv]
+    z: Tensor  # [T, Hk, r Dv]
+    b: Tensor  # [T, Hk, r]
+    a: Tensor  # [T, Hk, r W]
+
+    @classmethod
+    def adjacent(cls, qkvz: Tensor, ba: Tensor, shape: DeltaShape) -> DeltaInputs:
+        """Of products in which mixed and z of a key head are adjacent, and so are b and a: qkvz [T, Hk (C + r Dv)], ba
+        [T, Hk (r + r W)]."""
+        wide, narrow = (x.unflatten(1, (shape.key_heads, -1)) for x in (qkvz, ba))
+        return cls(
+            wide[..., : shape.mixed], wide[..., shape.mixed :], narrow[..., : shape.shared], narrow[..., shape.shared :]
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,7 @@ class DeltaWeights:
 
     conv: Tensor  # [Hk, K, C]
     a_log: Tensor  # [Hv]
-    dt_bias: Tensor  # [Hv]
+    dt_bias: Tensor  # [Hv W]
     norm: Tensor  # [Dv]
     eps: float
 

@@ -1,4 +1,4 @@
-"""The gated delta net in plain torch: one step for decodes, chunks of 64 tokens for prompts.
+"""The gated delta net in plain torch: one step for decodes, chunks of 64 or 16 tokens for prompts.
 
 Legend: as in `protocol`; R runs of one token, n tokens of a run, c tokens of a chunk.
 """
@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
 
-CHUNK = 64
+CHUNK, CHANNEL_CHUNK = 64, 16
+"""Tokens of a chunk; with a decay for each channel, which needs Dk numbers for each pair of its tokens."""
 LENGTH_EPS = 1e-6
 """Added to the squared length of q and k."""
 
@@ -24,15 +25,14 @@ class TorchDelta:
     def run(
         self, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape
     ) -> Tensor:
-        heads = inputs.qkvz.view(-1, shape.key_heads, shape.projected)
-        mixed, z = heads[..., : shape.mixed], heads[..., shape.mixed :]
-        decay, beta = gates(inputs.ba, weights, shape)
+        mixed, z = inputs.mixed, inputs.z
+        decay, beta = gates(inputs, weights, shape)
         if runs.is_decode:
             out = self._decode(mixed, decay, beta, weights, states, runs, shape)
         else:
             out = self._runs(mixed, decay, beta, weights, states, runs, shape)
         z = z.reshape(-1, shape.value_heads, shape.value)
-        return gated_norm(out.to(z.dtype), z, weights).flatten(1)
+        return gated_norm(out.to(z.dtype), z, weights, shape.sigmoid).flatten(1)
 
     def _decode(
         self,
@@ -44,12 +44,12 @@ class TorchDelta:
         runs: StateRuns,
         shape: DeltaShape,
     ) -> Tensor:
-        """mixed [R, Hk, C], decay and beta [R, Hv] -> [R, Hv, Dv] float32."""
+        """mixed [R, Hk, C], decay [R, Hv, W], beta [R, Hv] -> [R, Hv, Dv] float32."""
         window = torch.cat((states.tail.index_select(0, runs.reads), mixed.unsqueeze(2)), 2)  # [R, Hk, K, C]
         states.tail.index_copy_(0, runs.rows, window[:, :, 1:])
         taken = (window * weights.conv).sum(2)
         q, k, v = split_heads(functional.silu(taken).to(mixed.dtype), shape)  # [R, Hv, *]
-        memory = states.memory.index_select(0, runs.reads).mul_(decay.exp()[..., None, None])
+        memory = states.memory.index_select(0, runs.reads).mul_(decay.exp().unsqueeze(-1))
         change = (v - (k.unsqueeze(-2) @ memory).squeeze(-2)) * beta.unsqueeze(-1)  # [R, Hv, Dv]
         memory.addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))
         states.memory.index_copy_(0, runs.rows, memory)
@@ -96,11 +96,12 @@ def store_row(states: Tensor, rows: Tensor, index: int, value: Tensor) -> None:
     states.index_copy_(0, rows[index : index + 1], value.unsqueeze(0))
 
 
-def gates(ba: Tensor, weights: DeltaWeights, shape: DeltaShape) -> tuple[Tensor, Tensor]:
-    """ba [T, 2 Hv] -> log decay g and beta, [T, Hv] float32."""
-    b, a = ba.view(-1, shape.key_heads, 2, shape.shared).unbind(2)
-    decay = functional.softplus(a.flatten(1).float() + weights.dt_bias).mul_(-weights.a_log.exp())
-    return decay, b.flatten(1).sigmoid().float()
+def gates(inputs: DeltaInputs, weights: DeltaWeights, shape: DeltaShape) -> tuple[Tensor, Tensor]:
+    """Log decay g [T, Hv, W] and beta [T, Hv], float32."""
+    rate, at = weights.a_log.exp().unsqueeze(-1), inputs.a.flatten(1).float() + weights.dt_bias
+    at = at.view(-1, shape.value_heads, shape.decays)
+    decay = (rate * at).sigmoid() * shape.bound if shape.bound else functional.softplus(at) * -rate
+    return decay, inputs.b.flatten(1).sigmoid().float()
 
 
 def convolve(text: Tensor, taps: Tensor) -> Tensor:
@@ -121,37 +122,49 @@ def split_heads(taken: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tenso
     return q, k, v.reshape(-1, shape.value_heads, shape.value)
 
 
-def gated_norm(x: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
-    """x, z [T, Hv, Dv] -> [T, Hv, Dv] in z's dtype."""
+def gated_norm(x: Tensor, z: Tensor, weights: DeltaWeights, sigmoid: bool) -> Tensor:
+    """x, z [T, Hv, Dv] -> [T, Hv, Dv] in z's dtype. sigmoid: as in `DeltaShape`."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + weights.eps)
+    if sigmoid:
+        return (weights.norm * normed * z.float().sigmoid()).to(z.dtype)
     return (weights.norm * normed.to(z.dtype) * functional.silu(z.float())).to(z.dtype)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """n tokens after a state. q, k [n, Hv, Dk], v [n, Hv, Dv], decay (log) and beta [n, Hv], memory [Hv, Dk, Dv],
-    float32 -> [n, Hv, Dv], the state after them."""
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    decay, beta = decay.t(), beta.t()
+    """n tokens after a state. q, k [n, Hv, Dk], v [n, Hv, Dv], decay (log) [n, Hv, W], beta [n, Hv], memory
+    [Hv, Dk, Dv], float32 -> [n, Hv, Dv], the state after them."""
+    q, k, v, decay = (x.transpose(0, 1) for x in (q, k, v, decay))
+    beta, size = beta.t(), CHUNK if decay.shape[-1] == 1 else CHANNEL_CHUNK
     pieces = []
-    for begin in range(0, q.shape[1], CHUNK):
-        own = slice(begin, begin + CHUNK)
+    for begin in range(0, q.shape[1], size):
+        own = slice(begin, begin + size)
         piece, memory = _chunk(q[:, own], k[:, own], v[:, own], decay[:, own], beta[:, own], memory)
         pieces.append(piece)
     return torch.cat(pieces, 1).transpose(0, 1), memory
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """One chunk, q, k [Hv, c, Dk], v [Hv, c, Dv], decay, beta [Hv, c]: the changes u of all tokens solve
-    (1 + A) u = beta (v - exp(G) k S), where A[i, j] = beta_i exp(G_i - G_j) k_i.k_j for j < i, and G sums the decay."""
-    total = decay.cumsum(-1)  # [Hv, c]
-    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(hidden, float("-inf")).exp()  # [Hv, c, c]
-    system = (k * beta.unsqueeze(-1)) @ k.transpose(-1, -2) * between
-    known = k @ memory * total.exp().unsqueeze(-1)
+    """One chunk, q, k [Hv, c, Dk], v [Hv, c, Dv], decay [Hv, c, W], beta [Hv, c]: the changes u of all tokens solve
+    (1 + A) u = beta (v - (exp(G) k) S), where A[i, j] = beta_i sum(exp(G_i - G_j) k_i k_j) over channels for j < i, and
+    G sums the decay."""
+    total = decay.cumsum(1)  # [Hv, c, W]
+    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
+    between = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(hidden, float("-inf")).exp()  # [Hv, c, c, W]
+    grown, final = total.exp(), total[:, -1:]
     change = torch.linalg.solve_triangular(
-        system, (v - known) * beta.unsqueeze(-1), upper=False, unitriangular=True
+        _products(k * beta.unsqueeze(-1), k, between),
+        (v - (k * grown) @ memory) * beta.unsqueeze(-1),
+        upper=False,
+        unitriangular=True,
     )  # [Hv, c, Dv]
-    out = q @ memory * total.exp().unsqueeze(-1) + (q @ k.transpose(-1, -2) * between) @ change
-    left = (total[:, -1:] - total).exp().unsqueeze(-1)
-    return out, memory * total[:, -1].exp()[:, None, None] + (k * left).transpose(-1, -2) @ change
+    out = (q * grown) @ memory + _products(q, k, between) @ change
+    left = (k * (final - total).exp()).transpose(-1, -2)
+    return out, memory * final.exp().transpose(1, 2) + left @ change
+
+
+def _products(x: Tensor, k: Tensor, between: Tensor) -> Tensor:
+    """[Hv, c, c]: x_i k_j between_ij, summed over channels; x, k [Hv, c, Dk], between [Hv, c, c, W]."""
+    if between.shape[-1] == 1:
+        return x @ k.transpose(-1, -2) * between.squeeze(-1)
+    return torch.einsum("hid,hjd,hijd->hij", x, k, between)

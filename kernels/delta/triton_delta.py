@@ -4,7 +4,8 @@ Runs of up to `SHORT` tokens (decodes, verifications) take a launch each: the pr
 a state's columns in registers, token after token. Longer runs take chunks (`triton_chunks`), and their last inputs are
 stored by a launch of its own.
 
-Legend: as in `protocol`; S stored states of a step, BV columns of a value head of one program.
+Legend: as in `protocol`; S stored states of a step, BV columns of a value head of one program. BETWEEN: stride of the
+key heads of an input.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triton import next_power_of_2
 
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
 from moe_engine.kernels.delta.reference import LENGTH_EPS
-from moe_engine.kernels.delta.triton_chunks import chunk_cases, run_chunks
+from moe_engine.kernels.delta.triton_chunks import chunk_cases, decay_constants, log_decay, run_chunks
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
@@ -32,8 +33,8 @@ _CHANNELS, _COLUMNS = 256, 32
 
 @triton.jit
 def _convolve(
-    qkvz, taken, tail, conv, head, channel, token, begin, read, stride,
-    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr,
+    inputs, taken, tail, conv, head, channel, token, begin, read, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, BETWEEN: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Channels of one token of a run that begins at token `begin`."""
     live = channel < MIXED
@@ -41,7 +42,7 @@ def _convolve(
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1) + tap
         here = live & (channel * 0 + at >= begin)
-        new = tl.load(qkvz + at * stride + head * PROJECTED + channel, here, 0.0).to(tl.float32)
+        new = tl.load(inputs + at * stride + head * BETWEEN + channel, here, 0.0).to(tl.float32)
         place = (read * HEADS + head) * (TAPS - 1) + (TAPS - 1 + at - begin)
         old = tl.load(tail + place * MIXED + channel, live & ~here, 0.0).to(tl.float32)
         total += (new + old) * tl.load(conv + (head * TAPS + tap) * MIXED + channel, live, 0.0)
@@ -51,21 +52,21 @@ def _convolve(
 
 @triton.jit
 def conv_kernel(
-    qkvz, taken, tail, conv, run_of, starts, reads, stride,
-    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    inputs, taken, tail, conv, run_of, starts, reads, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, BETWEEN: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """taken [T, HEADS, MIXED] = silu(convolution of the run's inputs after its tail). Grid (T, HEADS, MIXED/BLOCK)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     run = tl.load(run_of + token)
     begin, read = tl.load(starts + run).to(tl.int64), tl.load(reads + run)
-    _convolve(qkvz, taken, tail, conv, head, channel, token, begin, read, stride, HEADS, MIXED, PROJECTED, TAPS)
+    _convolve(inputs, taken, tail, conv, head, channel, token, begin, read, stride, HEADS, MIXED, BETWEEN, TAPS)
 
 
 @triton.jit
 def _store_tail(
-    qkvz, tail, head, channel, token, begin, read, target, stride,
-    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr,
+    inputs, tail, head, channel, token, begin, read, target, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, BETWEEN: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """The last inputs after a token, line after line: `target` may be the row that the run reads, whose line is read
     before it is overwritten, by the same thread."""
@@ -73,7 +74,7 @@ def _store_tail(
     for line in tl.static_range(TAPS - 1):
         at = token - (TAPS - 2) + line
         here = live & (channel * 0 + at >= begin)
-        new = tl.load(qkvz + at * stride + head * PROJECTED + channel, here, 0.0)
+        new = tl.load(inputs + at * stride + head * BETWEEN + channel, here, 0.0)
         place = (read * HEADS + head) * (TAPS - 1) + (TAPS - 1 + at - begin)
         old = tl.load(tail + place * MIXED + channel, live & ~here, 0.0)
         line_out = (target * HEADS + head) * (TAPS - 1) + line
@@ -82,8 +83,8 @@ def _store_tail(
 
 @triton.jit
 def tail_kernel(
-    qkvz, tail, stored, stored_starts, rows, starts, reads, stride,
-    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    inputs, tail, stored, stored_starts, rows, starts, reads, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, BETWEEN: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The last inputs after each stored token of a run, in order: the row that a run reads is stored last.
     Grid (R, HEADS, MIXED / BLOCK)."""
@@ -93,14 +94,14 @@ def tail_kernel(
     for index in range(tl.load(stored_starts + run), tl.load(stored_starts + run + 1)):
         token = tl.load(stored + index).to(tl.int64)
         _store_tail(
-            qkvz, tail, head, channel, token, begin, read, tl.load(rows + token), stride, HEADS, MIXED, PROJECTED, TAPS
+            inputs, tail, head, channel, token, begin, read, tl.load(rows + token), stride, HEADS, MIXED, BETWEEN, TAPS
         )
 
 
 @dependent_jit
 def conv_update_kernel(
-    qkvz, taken, tail, conv, rows, starts, reads, stride,
-    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    inputs, taken, tail, conv, rows, starts, reads, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, BETWEEN: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`conv_kernel` and `tail_kernel` in one launch, for short runs. Grid (R, HEADS, MIXED / BLOCK)."""
     wait_for_inputs()
@@ -109,18 +110,20 @@ def conv_update_kernel(
     begin, read = tl.load(starts + run).to(tl.int64), tl.load(reads + run)
     end = tl.load(starts + run + 1)
     for token in range(begin, end):
-        _convolve(qkvz, taken, tail, conv, head, channel, token, begin, read, stride, HEADS, MIXED, PROJECTED, TAPS)
+        _convolve(inputs, taken, tail, conv, head, channel, token, begin, read, stride, HEADS, MIXED, BETWEEN, TAPS)
     for token in range(begin, end):
         row = tl.load(rows + token)
         if row >= 0:
-            _store_tail(qkvz, tail, head, channel, token, begin, read, row, stride, HEADS, MIXED, PROJECTED, TAPS)
+            _store_tail(inputs, tail, head, channel, token, begin, read, row, stride, HEADS, MIXED, BETWEEN, TAPS)
 
 
 @dependent_jit
 def delta_kernel(
-    taken, ba, memory, out, a_log, dt_bias, rows, starts, reads, stride,
+    taken, b, a, memory, out, a_log, dt_bias, rows, starts, reads, b_stride, a_stride,
     KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MIXED: tl.constexpr,
     LONGEST: tl.constexpr, EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    DECAYS: tl.constexpr, BLOCK_W: tl.constexpr, BOUND: tl.constexpr,
+    B_BETWEEN: tl.constexpr, A_BETWEEN: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hv, VALUE] and the stored states of runs of at most LONGEST tokens. Grid (R, Hv, VALUE / BLOCK_V)."""
     wait_for_inputs()
@@ -135,8 +138,9 @@ def delta_kernel(
     inside = (key < KEY)[:, None] & (column < VALUE)[None, :]
     tile = key[:, None] * VALUE + column[None, :]
     state = tl.load(memory + (read * HEADS + head) * (KEY * VALUE) + tile, inside, 0.0)
-    rate = -tl.exp(tl.load(a_log + head))
-    bias = tl.load(dt_bias + head)
+    channel = tl.arange(0, BLOCK_W)
+    rate = tl.exp(tl.load(a_log + head))
+    bias = tl.load(dt_bias + head * DECAYS + channel, channel < DECAYS, 0.0)
     for step in range(0, end - begin):
         token = begin.to(tl.int64) + step
         mixed = taken + (token * KEY_HEADS + group) * MIXED
@@ -145,12 +149,11 @@ def delta_kernel(
         v = tl.load(mixed + 2 * KEY + place * VALUE + column, column < VALUE, 0.0).to(tl.float32)
         q *= tl.rsqrt(tl.sum(q * q) + EPS) * tl.rsqrt(tl.full((), KEY, tl.float32))
         k *= tl.rsqrt(tl.sum(k * k) + EPS)
-        gate = ba + token * stride + 2 * group * SHARED + place
-        a = tl.load(gate + SHARED).to(tl.float32) + bias
-        soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
-        beta = beta.to(ba.dtype.element_ty).to(tl.float32)  # models are trained with this rounding
-        state *= tl.exp(rate * soft)
+        at = a + token * a_stride + group * A_BETWEEN + place * DECAYS + channel
+        decay = log_decay(tl.load(at, channel < DECAYS, 0.0).to(tl.float32) + bias, rate, BOUND)
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(b + token * b_stride + group * B_BETWEEN + place).to(tl.float32)))
+        beta = beta.to(b.dtype.element_ty).to(tl.float32)  # models are trained with this rounding
+        state *= tl.exp(decay)[:, None]
         change = (v - tl.sum(k[:, None] * state, 0)) * beta
         state += k[:, None] * change[None, :]
         result = tl.sum(q[:, None] * state, 0)
@@ -163,10 +166,11 @@ def delta_kernel(
 
 @dependent_jit
 def gated_norm_kernel(
-    x, qkvz, weight, stride, eps,
-    KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr,
+    x, z, weight, stride, eps,
+    KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """x [T, Hv, VALUE] = weight * x / rms(x) * silu(z), in place. Grid (T, Hv)."""
+    """x [T, Hv, VALUE] = weight * x / rms(x) * silu(z), or sigmoid(z), in place. Grid (T, Hv)."""
     wait_for_inputs()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group, place = head // SHARED, head % SHARED
@@ -175,10 +179,12 @@ def gated_norm_kernel(
     at = x + (token * KEY_HEADS * SHARED + head) * VALUE + column
     value = tl.load(at, live, 0.0).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value) / VALUE + eps)
-    normed = normed.to(x.dtype.element_ty).to(tl.float32)
-    gate = group * (MIXED + SHARED * VALUE) + MIXED + place * VALUE + column
-    z = tl.load(qkvz + token * stride + gate, live, 0.0).to(tl.float32)
-    scaled = tl.load(weight + column, live, 0.0) * normed * (z / (1.0 + tl.exp(-z)))
+    gate = tl.load(z + token * stride + group * BETWEEN + place * VALUE + column, live, 0.0).to(tl.float32)
+    opened = 1.0 / (1.0 + tl.exp(-gate))
+    if not SIGMOID:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+        opened *= gate
+    scaled = tl.load(weight + column, live, 0.0) * normed * opened
     tl.store(at, scaled.to(x.dtype.element_ty), live)
 
 
@@ -190,90 +196,106 @@ class TritonDelta:
     def run(
         self, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape
     ) -> Tensor:
-        qkvz, ba = (with_contiguous_rows(x) for x in inputs)
-        num = runs.num_tokens
-        taken = qkvz.new_empty(num, shape.key_heads, shape.mixed)
-        out = qkvz.new_empty(num, shape.value_heads, shape.value)
+        inputs = DeltaInputs(*(with_contiguous_rows(x) for x in inputs))
+        mixed, z, b, a = inputs
+        num, between = runs.num_tokens, _between(inputs)
+        taken = mixed.new_empty(num, shape.key_heads, shape.mixed)
+        out = mixed.new_empty(num, shape.value_heads, shape.value)
         if not num:
             return out.flatten(1)
-        blocks, stride, constants = triton.cdiv(shape.mixed, _CHANNELS), stride_of(qkvz, 0), _conv_constants(shape)
+        blocks, stride = triton.cdiv(shape.mixed, _CHANNELS), stride_of(mixed, 0)
+        constants = _conv_constants(shape, between)
         if runs.longest <= SHORT:
             conv_update_kernel[(len(runs.lens), shape.key_heads, blocks)](
-                qkvz, taken, states.tail, weights.conv, runs.rows, runs.starts, runs.reads, stride, **constants,
+                mixed, taken, states.tail, weights.conv, runs.rows, runs.starts, runs.reads, stride, **constants,
                 num_warps=4,
             )  # fmt: skip
         else:
             conv_kernel[(num, shape.key_heads, blocks)](
-                qkvz, taken, states.tail, weights.conv, runs.run_of, runs.starts, runs.reads, stride, **constants,
+                mixed, taken, states.tail, weights.conv, runs.run_of, runs.starts, runs.reads, stride, **constants,
                 num_warps=4,
             )  # fmt: skip
             tail_kernel[(len(runs.lens), shape.key_heads, blocks)](
-                qkvz, states.tail, *runs.stored_tokens, runs.rows, runs.starts, runs.reads, stride, **constants,
+                mixed, states.tail, *runs.stored_tokens, runs.rows, runs.starts, runs.reads, stride, **constants,
                 num_warps=4,
             )  # fmt: skip
-        rule = _rule_constants(shape)
+        rule = _rule_constants(shape, between)
         if runs.shortest <= SHORT:
             delta_kernel[(len(runs.lens), shape.value_heads, triton.cdiv(shape.value, rule["BLOCK_V"]))](
-                taken, ba, states.memory, out, weights.a_log, weights.dt_bias, runs.rows, runs.starts, runs.reads,
-                stride_of(ba, 0), **rule, num_warps=4,
+                taken, b, a, states.memory, out, weights.a_log, weights.dt_bias, runs.rows, runs.starts, runs.reads,
+                stride_of(b, 0), stride_of(a, 0), **rule, num_warps=4,
             )  # fmt: skip
         if runs.longest > SHORT:
-            run_chunks(taken, ba, weights, states.memory, runs, shape, out, SHORT + 1)
+            run_chunks(taken, b, a, weights, states.memory, runs, shape, out, SHORT + 1)
         gated_norm_kernel[(num, shape.value_heads)](
-            out, qkvz, weights.norm, stride, weights.eps, **_norm_constants(shape), num_warps=1
+            out, z, weights.norm, stride_of(z, 0), weights.eps, **_norm_constants(shape, between), num_warps=1
         )
         return out.flatten(1)
 
 
-def _conv_constants(shape: DeltaShape) -> dict[str, Any]:
+Between = tuple[int, int, int, int]
+"""Strides of the key heads of the inputs."""
+
+
+def _between(inputs: DeltaInputs) -> Between:
+    mixed, z, b, a = (x.stride(1) for x in inputs)
+    return mixed, z, b, a
+
+
+def _conv_constants(shape: DeltaShape, between: Between) -> dict[str, Any]:
     return {
-        "HEADS": shape.key_heads, "MIXED": shape.mixed, "PROJECTED": shape.projected, "TAPS": shape.taps,
-        "BLOCK": _CHANNELS,
+        "HEADS": shape.key_heads, "MIXED": shape.mixed, "BETWEEN": between[0], "TAPS": shape.taps, "BLOCK": _CHANNELS,
     }  # fmt: skip
 
 
-def _rule_constants(shape: DeltaShape) -> dict[str, Any]:
+def _rule_constants(shape: DeltaShape, between: Between) -> dict[str, Any]:
     return {
         "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "VALUE": shape.value,
         "MIXED": shape.mixed, "LONGEST": SHORT, "EPS": LENGTH_EPS, "BLOCK_K": max(16, next_power_of_2(shape.key)),
         "BLOCK_V": min(_COLUMNS, max(16, next_power_of_2(shape.value))),
+        **decay_constants(shape, between[2], between[3]),
     }  # fmt: skip
 
 
-def _norm_constants(shape: DeltaShape) -> dict[str, Any]:
+def _norm_constants(shape: DeltaShape, between: Between) -> dict[str, Any]:
     return {
-        "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "VALUE": shape.value, "MIXED": shape.mixed,
-        "BLOCK": next_power_of_2(shape.value),
+        "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "VALUE": shape.value, "BETWEEN": between[1],
+        "BLOCK": next_power_of_2(shape.value), "SIGMOID": shape.sigmoid,
     }  # fmt: skip
 
 
-def delta_cases(label: str, shape: DeltaShape, dtype: torch.dtype = torch.bfloat16) -> list[AotCase]:
+def delta_cases(label: str, shape: DeltaShape, between: Between, dtype: torch.dtype = torch.bfloat16) -> list[AotCase]:
     """The specializations that a step launches."""
     kind, name = f"*{element(dtype)}", f"{label}_{element(dtype)}"
     places = {"starts": "*i32", "reads": "*i64", "stride": "i32:16"}
-    inputs = {"qkvz": kind, "tail": kind, **places}
+    inputs = {"inputs": kind, "tail": kind, **places}
     conv = {**inputs, "taken": kind, "conv": "*fp32", "run_of": "*i32"}
     tail = {**inputs, "stored": "*i32", "stored_starts": "*i32", "rows": "*i64"}
     update = {**inputs, "taken": kind, "conv": "*fp32", "rows": "*i64"}
-    rule = {"taken": kind, "ba": kind, "out": kind, "rows": "*i64", **places}
+    rule = {"taken": kind, "b": kind, "a": kind, "out": kind, "rows": "*i64", "starts": "*i32", "reads": "*i64"}
+    rule |= {"b_stride": "i32:16", "a_stride": "i32:16"}
     rule |= dict.fromkeys(("memory", "a_log", "dt_bias"), "*fp32")
-    norm = {"x": kind, "qkvz": kind, "weight": "*fp32", "stride": "i32:16", "eps": "fp32"}
+    norm = {"x": kind, "z": kind, "weight": "*fp32", "stride": "i32:16", "eps": "fp32"}
+    convolved = _conv_constants(shape, between)
     return [
-        AotCase(f"delta_conv_{name}", conv_kernel, conv, _conv_constants(shape), 4, 3, False),
-        AotCase(f"delta_tail_{name}", tail_kernel, tail, _conv_constants(shape), 4, 3, False),
-        AotCase(f"delta_conv_update_{name}", conv_update_kernel, update, _conv_constants(shape), 4, 3, False),
-        AotCase(f"delta_rule_{name}", delta_kernel, rule, _rule_constants(shape), 4, 3, False),
+        AotCase(f"delta_conv_{name}", conv_kernel, conv, convolved, 4, 3, False),
+        AotCase(f"delta_tail_{name}", tail_kernel, tail, convolved, 4, 3, False),
+        AotCase(f"delta_conv_update_{name}", conv_update_kernel, update, convolved, 4, 3, False),
+        AotCase(f"delta_rule_{name}", delta_kernel, rule, _rule_constants(shape, between), 4, 3, False),
         *(
-            [] if dtype == torch.float32 else chunk_cases(name, shape, dtype)
+            [] if dtype == torch.float32 else chunk_cases(name, shape, dtype, between[2], between[3])
         ),  # float32 spills; no model is served in it
-        AotCase(f"delta_norm_{name}", gated_norm_kernel, norm, _norm_constants(shape), 1, 3, False),
+        AotCase(f"delta_norm_{name}", gated_norm_kernel, norm, _norm_constants(shape, between), 1, 3, False),
     ]
 
 
 def aot_cases() -> list[AotCase]:
-    """Qwen3-Next on one GPU and on four."""
+    """Qwen3-Next on one GPU and on four, and Kimi-Linear on one and on four."""
     return [
-        *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4)),
-        *delta_cases("qwen3_next_tp4", DeltaShape(4, 8, 128, 128, 4)),
-        *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4), torch.float32),
+        *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4), (768, 768, 4, 4)),
+        *delta_cases("qwen3_next_tp4", DeltaShape(4, 8, 128, 128, 4), (768, 768, 4, 4)),
+        *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4), (768, 768, 4, 4), torch.float32),
+        *delta_cases("kimi_linear", DeltaShape(32, 32, 128, 128, 4, 128, sigmoid=True), (384, 128, 1, 128)),
+        *delta_cases("kimi_linear_tp4", DeltaShape(8, 8, 128, 128, 4, 128, sigmoid=True), (384, 128, 1, 128)),
+        *delta_cases("ling3", DeltaShape(32, 32, 128, 128, 4, 128, -5.0, True), (384, 128, 1, 128)),
     ]

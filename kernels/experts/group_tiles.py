@@ -22,7 +22,7 @@ SHARED_BYTES = 227 << 10
 guide, technical specifications per compute capability."""
 
 THREADS = 2048
-"""Of an SM. Same source."""
+"""Maximum threads of an SM. Same source."""
 
 
 def programs_per_sm(stage_bytes: int, num_stages: int, num_warps: int) -> int:
@@ -51,7 +51,8 @@ def num_programs(most: int, tiles: Tiles, weight_rows: int, block_k: int, item_b
 def expert_tiles(
     sizes, capacity, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Of each expert: first row, number of rows, end of its row tiles in the order of all. `sizes`: see `Groups`."""
+    """First row, number of rows, and end of the row tiles of each expert, in the order of all. `sizes`: see
+    `Groups`."""
     experts = tl.arange(0, EXPERTS)
     known = experts < NUM_EXPERTS
     if PADDED:

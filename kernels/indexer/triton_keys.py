@@ -200,7 +200,7 @@ def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _strides(q: Tensor | None, gates: Tensor | None) -> tuple[int, ...]:
-    """Of tokens and heads of q [T, Hi, I], of parts and tokens of gates [P, T, Hi]."""
+    """Strides of tokens and heads of q [T, Hi, I], of parts and tokens of gates [P, T, Hi]."""
     if q is None or gates is None:
         return 0, 0, 0, 0
     return stride_of(q, 0), stride_of(q, 1), stride_of(gates, 0), stride_of(gates, 1)
@@ -217,7 +217,7 @@ def _constants(
 
 
 def aot_cases() -> list[AotCase]:
-    """Of DeepSeek V3.2 (64 heads) and GLM-5 (32 heads, interleaved pairs)."""
+    """Cases of DeepSeek V3.2 (64 heads) and GLM-5 (32 heads, interleaved pairs)."""
     cases = []
     for heads, interleaved, fp8, parts in (
         (64, False, True, 14), (64, False, True, 1), (32, True, True, 12), (0, False, True, 1), (64, False, False, 14)

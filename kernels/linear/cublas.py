@@ -18,7 +18,7 @@ from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
 
 MAX_FEW_BYTES = 1 << 25
-"""Of the largest weight for which a gap is worth more than tuned tiles: about 8 us of an H200's memory."""
+"""Size of the largest weight for which a gap is worth more than tuned tiles: about 8 us of an H200's memory."""
 
 
 class CublasLinear(TorchLinear):

@@ -47,7 +47,7 @@ class ModelProducts:
     products: tuple[tuple[str, int, int], ...]
     fp8: bool
     format: GroupCodes | None = None
-    """Of weights in 4 bits."""
+    """Format of weights in 4 bits; None: other weights."""
 
     def at(self, rows: int) -> Iterator[LinearShape]:
         """Shapes with `rows` rows."""

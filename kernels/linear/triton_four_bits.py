@@ -49,7 +49,7 @@ def scales_of_step(format: GroupCodes) -> int:
 
 
 def scales_dtype(format: GroupCodes) -> torch.dtype:
-    """Of the scales in memory."""
+    """Dtype of the scales in memory."""
     if format.mxfp4:
         return torch.uint8
     found: torch.dtype = torch.float8_e4m3fn if format.nvfp4 else getattr(torch, format.scales)

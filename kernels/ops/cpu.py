@@ -121,13 +121,13 @@ class CpuOps:
         )
         return out
 
-    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        self._rotate(x, positions, table, x.shape[-1] - table.width)
+    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
+        self._rotate(x, positions, table, x.shape[-1] - table.width, inverse)
 
     def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
         self._rotate(x, positions, table, 0)
 
-    def _rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, first: int) -> None:
+    def _rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, first: int, inverse: bool = False) -> None:
         tokens, heads, _ = x.shape
         token, head, step = x.stride()
         if step != 1:
@@ -135,7 +135,7 @@ class CpuOps:
         positions = _positions(positions)
         self._lib.moe_rotate(
             kind_of(x.dtype), x.data_ptr() + first * x.element_size(), token, head, positions.data_ptr(),
-            table.cos_sin.data_ptr(), table.width, table.interleaved, tokens, heads,
+            table.cos_sin.data_ptr(), table.width, table.interleaved, inverse, tokens, heads,
         )  # fmt: skip
 
     def write_latent(

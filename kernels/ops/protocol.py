@@ -37,11 +37,6 @@ class RotaryTable:
     def width(self) -> int:
         return self.cos_sin.shape[1]
 
-    def reversed(self) -> RotaryTable:
-        """A table of its own that rotates back, by the negative angles (DeepSeek V4's attention results)."""
-        cos, sin = self.cos_sin.chunk(2, -1)
-        return RotaryTable(torch.cat((cos, -sin), -1), self.interleaved)
-
 
 @dataclass(frozen=True)
 class RouterSpec:
@@ -227,8 +222,12 @@ class Ops(Protocol):
         """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]. With a limit gate is at most `limit` and up within
         +-limit."""
 
-    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place."""
+    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
+        """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place.
+
+        Args:
+            inverse: rotates by the negative angles (DeepSeek V4's attention results).
+        """
 
     def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
         """Rotates the first `table.width` channels of x [T, H, *], in place (dense models, partial rotary)."""

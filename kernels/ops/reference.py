@@ -37,8 +37,8 @@ class TorchOps:
             gate, up = clamped(gate, up, limit)
         return F.silu(gate).mul_(up)
 
-    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        rotate_(x[..., x.shape[-1] - table.width :], positions, table)
+    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
+        rotate_(x[..., x.shape[-1] - table.width :], positions, table, inverse)
 
     def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
         rotate_(x[..., : table.width], positions, table)
@@ -132,10 +132,12 @@ def _mask_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).view_as(choice)
 
 
-def rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+def rotate_(x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
     """Rotates all channels of x [T, H, R] in place, in float32."""
     half = table.width // 2
     cos, sin = table.cos_sin.index_select(0, positions.reshape(-1)).unsqueeze(1).split(half, dim=-1)  # [T, 1, R/2]
+    if inverse:
+        sin = -sin
     if table.interleaved:
         first, second = x[..., 0::2], x[..., 1::2]
     else:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
-from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
+from moe_engine.kernels.ops import (
+    triton_absorb,
+    triton_fp8_cache,
+    triton_norm,
+    triton_rotary,
+    triton_router,
+    triton_streams,
+)
 from moe_engine.kernels.ops.protocol import Gates, OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
 from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
@@ -47,7 +54,7 @@ class TritonOps:
         return OpsCapabilities(
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
-            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows),
+            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), mix_streams=triton_streams.mix,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,8 +96,8 @@ class TritonOps:
     def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
         return triton_norm.silu_and_mul(gate_up, limit)
 
-    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
-        triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table)
+    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
+        triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table, inverse)
 
     def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
         triton_rotary.rotate(x[..., : table.width], positions, table)

@@ -31,12 +31,15 @@ def _turn(a, b, cos, sin):
 def turn_rows(
     source, target, table, live_row,
     WIDTH: tl.constexpr, CHANNEL: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
+    INVERSE: tl.constexpr = False,
 ):  # fmt: skip
     """Rotates WIDTH channels, CHANNEL elements apart in rows at `source` [M, 1], into rows at `target`; `table`
-    [M or 1, BLOCK_R / 2] points to the cosines of the pairs."""
+    [M or 1, BLOCK_R / 2] points to the cosines of the pairs. INVERSE: by the negative angles."""
     pair = tl.arange(0, BLOCK_R // 2)[None, :]
     cos = tl.load(table, pair < WIDTH // 2, 0.0)
     sin = tl.load(table + WIDTH // 2, pair < WIDTH // 2, 0.0)
+    if INVERSE:
+        sin = -sin
     kind = target.dtype.element_ty
     if INTERLEAVED:
         channel = tl.arange(0, BLOCK_R)[None, :]
@@ -57,7 +60,7 @@ def turn_rows(
 @dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
 def rotate_kernel(
     x, positions, cos_sin, stride, head_stride,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Rotates the first WIDTH channels, CHANNEL elements apart, of x [T, HEADS, *]; BLOCK_R >= WIDTH."""
@@ -67,7 +70,7 @@ def rotate_kernel(
     pair = tl.arange(0, BLOCK_R // 2)[None, :]
     table = cos_sin + tl.load(positions + token) * WIDTH + pair
     base = x + token * stride + head.to(tl.int64) * head_stride
-    turn_rows(base, base, table, head < HEADS, WIDTH, CHANNEL, INTERLEAVED, BLOCK_R)
+    turn_rows(base, base, table, head < HEADS, WIDTH, CHANNEL, INTERLEAVED, BLOCK_R, INVERSE)
 
 
 @triton.jit
@@ -147,7 +150,7 @@ def write_kv_kernel(
     tl.store(v_cache + slot * v_cache_stride + item, value.to(v_cache.dtype.element_ty), live)
 
 
-def rotate(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+def rotate(x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
     """Rotates all channels of x [T, H, R], a view of any strides, in place."""
     count, heads, width = x.shape
     if not x.numel():
@@ -155,7 +158,7 @@ def rotate(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
     block_h, block_r = _rotate_tile(heads, width)
     rotate_kernel[(count, triton.cdiv(heads, block_h))](
         x, positions.reshape(-1), table.cos_sin, stride_of(x, 0), stride_of(x, 1),
-        HEADS=heads, WIDTH=width, CHANNEL=x.stride(2), INTERLEAVED=table.interleaved,
+        HEADS=heads, WIDTH=width, CHANNEL=x.stride(2), INTERLEAVED=table.interleaved, INVERSE=inverse,
         BLOCK_H=block_h, BLOCK_R=block_r, num_warps=warps_for(block_h * block_r),
     )  # fmt: skip
 
@@ -209,7 +212,7 @@ def rotate_case(label: str, heads: int, width: int, interleaved: bool) -> AotCas
     block_h, block_r = _rotate_tile(heads, width)
     signature = {"x": "*bf16", "positions": "*i64:1", "cos_sin": "*fp32", "stride": "i32:16", "head_stride": "i32:16"}
     constants = {
-        "HEADS": heads, "WIDTH": width, "CHANNEL": 1, "INTERLEAVED": interleaved,
+        "HEADS": heads, "WIDTH": width, "CHANNEL": 1, "INTERLEAVED": interleaved, "INVERSE": False,
         "BLOCK_H": block_h, "BLOCK_R": block_r,
     }  # fmt: skip
     return AotCase(f"rotate_{label}", rotate_kernel, signature, constants, warps_for(block_h * block_r), 3, False)

@@ -43,6 +43,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_norm_route",
     f"{_FAMILIES}.ops.triton_rotary",
     f"{_FAMILIES}.ops.triton_router",
+    f"{_FAMILIES}.ops.triton_streams",
     f"{_FAMILIES}.symm_mem.triton_all_reduce",
     f"{_FAMILIES}.symm_mem.triton_combine",
     f"{_FAMILIES}.symm_mem.triton_copy",

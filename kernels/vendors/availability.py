@@ -84,7 +84,9 @@ def fa3_gqa(device: Device, need: Need) -> str | None:
 
 def flash_mla(device: Device, need: Need) -> str | None:
     """bf16, fp16 and unscaled e4m3 caches: Hopper, pages of 64 tokens. fp8_e4m3 caches (records of 656 bytes): also
-    Blackwell, any page, up to 128 query heads."""
+    Blackwell, any page, up to 128 query heads. With sinks (DeepSeek V4): both, any page, bf16."""
+    if need.sinks:
+        return _flash_mla_with_sinks(device, need)
     library = probe.FLASH_MLA_FP8 if need.kv_dtype == E4M3_TENSOR else probe.FLASH_MLA
     reason = _promises("FlashMLA", need) or library.why_not(device, need) or _too_wide(limits.flashmla, need)
     if reason is None and need.kv_dtype == E4M3 and need.widths is not None:
@@ -100,6 +102,15 @@ def flash_mla(device: Device, need: Need) -> str | None:
     if need.page_size % 64:
         return f"FlashMLA reads pages of 64 tokens, --page-size is {need.page_size}"
     return None
+
+
+def _flash_mla_with_sinks(device: Device, need: Need) -> str | None:
+    reason = _promises("FlashMLA", need) or probe.FLASH_MLA.why_not(device, need)
+    if reason is None and need.widths is not None:
+        reason = limits.flashmla_whole(need.widths.latent) or limits.flashmla_records(need.widths.heads)
+    if reason is None and (need.dtype, need.kv_dtype) != ("bfloat16", "auto"):
+        reason = f"FlashMLA has sinks for bfloat16 rows, not {need.dtype} (--kv-cache-dtype {need.kv_dtype})"
+    return reason
 
 
 def flash_mla_uncaptured(device: Device, need: Need) -> str | None:

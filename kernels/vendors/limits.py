@@ -18,7 +18,7 @@ FLASHINFER_EXPANDED = ((192, 128), (128, 128), (64, 64), (256, 256))
 FLASHINFER_HEADS = (64, 128, 256)
 FLASHMLA_LATENT, FLASHMLA_ROTARY = 512, 64
 FLASHMLA_RECORD_HEADS = (64, 128)
-"""Query heads of FlashMLA's kernels over FP8 records; smaller counts are padded."""
+"""Query heads of FlashMLA's kernels over lists of slots and FP8 records; smaller counts are padded."""
 
 TRTLLM_WIDTHS = ((512, 64), (256, 64))
 """(C, P) supported by trtllm-gen's MLA decode."""
@@ -66,9 +66,16 @@ def flashmla_absorbed(latent: int, rotary: int) -> str | None:
     return None
 
 
+def flashmla_whole(width: int) -> str | None:
+    """Rows that are keys and values as a whole, beside attention sinks."""
+    if width != FLASHMLA_LATENT:
+        return f"FlashMLA has sinks for rows of {FLASHMLA_LATENT} channels, not {width}"
+    return None
+
+
 def flashmla_records(heads: int) -> str | None:
     most = FLASHMLA_RECORD_HEADS[-1]
-    return f"FlashMLA reads FP8 records for at most {most} query heads, not {heads}" if heads > most else None
+    return f"FlashMLA reads lists of slots for at most {most} query heads, not {heads}" if heads > most else None
 
 
 def flashmla_record_heads(heads: int) -> int:

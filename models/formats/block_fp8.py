@@ -90,7 +90,7 @@ class BlockFP8Format:
 
     @property
     def in_blocks(self) -> frozenset[str]:
-        """Of `kept` those families whose weights are FP8 blocks."""
+        """The families of `kept` whose weights are FP8 blocks."""
         return self.kept
 
     def held_by(self, kept: frozenset[str]) -> BlockFP8Format:

@@ -113,11 +113,7 @@ class EntryIndexer:
 
 class CompressedAttention:
     """hidden [T, D] -> [T, D]; on many ranks H and G count this rank's heads and groups, and the result is their
-    partial sum.
-
-    Args:
-        reverse: the table of the opposite rotations. A key is also the value, so that a result is rotated back.
-    """
+    partial sum."""
 
     def __init__(
         self,
@@ -127,13 +123,12 @@ class CompressedAttention:
         backends: Backends,
         parallel: ParallelContext,
         rotary: RotaryTable,
-        reverse: RotaryTable,
         steps: StepRows,
     ) -> None:
         whole = config.attention
         assert isinstance(whole, CompressedConfig) and backends.attention.capabilities.sparse is not None
         self._attention = a = local_attention(whole, parallel)
-        self._layer_index, self._rotary, self._reverse, self._steps = layer_index, rotary, reverse, steps
+        self._layer_index, self._rotary, self._steps = layer_index, rotary, steps
         self._ops, self._linear, self._sparse = backends.ops, backends.linear, backends.attention.capabilities.sparse
         self._scale, self._rate = a.head_dim**-0.5, a.rate(layer_index)
         prefix, share, eps = f"model.layers.{layer_index}.self_attn", Share.of(parallel.attn_tp), config.norm_eps
@@ -199,7 +194,7 @@ class CompressedAttention:
         self._ops.rotate(q, batch.positions, self._rotary)
         rows = step.rows[self._rate]
         mixed = self._sparse.run(q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks)
-        self._ops.rotate(mixed, batch.positions, self._reverse)
+        self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)  # a key is also the value
         grouped = mixed.view(-1, a.output_groups, a.num_heads * a.head_dim // a.output_groups)
         return self._o(self._linear.run_heads(grouped, self._groups).flatten(1))
 

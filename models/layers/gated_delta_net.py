@@ -6,6 +6,7 @@ C = 2 Dk + r Dv, K taps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import DeltaConfig, ModelConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.layers.linear import Projection, format_for, load_linear, load_stacked
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share
@@ -58,10 +60,16 @@ class GatedDeltaNet:
             for name in ("A_log", "dt_bias")
         )
         norm = reader.tensor(f"{prefix}.norm.weight", (whole.value,), dtype=torch.float32)
-        taps = _read_taps(reader, f"{prefix}.conv1d.weight", whole, share)
-        self._weights = DeltaWeights(taps, a_log, dt_bias, norm, config.norm_eps)
+        keys = whole.key_heads * whole.key
+        begins = ((0, keys), (keys, keys), (2 * keys, values))
+        conv = [(f"{prefix}.conv1d.weight", (2 * keys + values, 1, whole.taps), *part) for part in begins]
+        taps = read_taps(reader, conv, key_heads, share)
+        self._set_weights(DeltaWeights(taps, a_log, dt_bias, norm, config.norm_eps))
+
+    def _set_weights(self, weights: DeltaWeights) -> None:
+        self._weights = weights
         # weight updates and the memory count (`models/footprint.py`) find tensors in attributes only
-        self._conv, self._a_log, self._dt_bias, self._norm = taps, a_log, dt_bias, norm
+        self._conv, self._a_log, self._dt_bias, self._norm = weights.conv, weights.a_log, weights.dt_bias, weights.norm
 
     @property
     def inner_norms(self) -> list[RMSNorm]:
@@ -74,14 +82,18 @@ class GatedDeltaNet:
         return self._qkvz.input_format
 
     def forward(self, hidden: Activation, batch: ForwardBatch, *_: Any) -> Tensor:
-        qkvz = self._qkvz(hidden)
-        if self._ba is None:
-            inputs = DeltaInputs(qkvz[:, : -self._num_ba], qkvz[:, -self._num_ba :])
-        else:
-            inputs = DeltaInputs(qkvz, self._ba(hidden))
         states = DeltaStates(*batch.kv[self._layer_index])
+        inputs = self._inputs(hidden)
         mixed = self._kernel.run(inputs, self._weights, states, batch.state_runs, self._shape)  # [T, Hv Dv]
         return self._out(mixed)
+
+    def _inputs(self, hidden: Activation) -> DeltaInputs:
+        qkvz = self._qkvz(hidden)
+        if self._ba is None:
+            qkvz, ba = qkvz[:, : -self._num_ba], qkvz[:, -self._num_ba :]
+        else:
+            ba = self._ba(hidden)
+        return DeltaInputs.adjacent(qkvz, ba, self._shape)
 
 
 def input_rows(d: DeltaConfig, prefix: str, hidden: int, share: Share) -> tuple[list[Projection], list[Projection]]:
@@ -110,14 +122,15 @@ def input_rows(d: DeltaConfig, prefix: str, hidden: int, share: Share) -> tuple[
     return qkvz, ba
 
 
-def _read_taps(reader: WeightSource, name: str, whole: DeltaConfig, share: Share) -> Tensor:
-    """The taps of this rank's channels, float32 [Hk, K, C]. Stored [channels, 1, K]: q of all heads, then k, then v."""
-    keys, values = whole.key_heads * whole.key, whole.value_heads * whole.value
-    stored = (2 * keys + values, 1, whole.taps)
-    parts = []
-    for begin, width in ((0, keys), (keys, keys), (2 * keys, values)):
+def read_taps(
+    reader: WeightSource, parts: Sequence[tuple[str, tuple[int, int, int], int, int]], key_heads: int, share: Share
+) -> Tensor:
+    """The taps of this rank's channels, float32 [Hk, K, C]. parts: of q, k and v, name and shape [channels, 1, K] of
+    the stored tensor, first channel and number of channels of all heads."""
+    found = []
+    for name, stored, begin, width in parts:
         own = share.width(width)
         first = begin + share.rank * own
         part = reader.tensor(name, stored, Cut(slice(first, first + own)), dtype=torch.float32)
-        parts.append(part.view(share.width(whole.key_heads), -1, whole.taps))
-    return torch.cat(parts, 1).transpose(1, 2).contiguous()
+        found.append(part.view(key_heads, -1, stored[2]))
+    return torch.cat(found, 1).transpose(1, 2).contiguous()

@@ -211,7 +211,7 @@ class MoE:
 
     @property
     def gate_dtype(self) -> torch.dtype:
-        """Of the router's weight in memory: float32 or bfloat16."""
+        """Dtype of the router's weight in memory: float32 or bfloat16."""
         return self._gate.dtype
 
     @property

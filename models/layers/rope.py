@@ -18,8 +18,9 @@ _ROWS_AT_ONCE = 1 << 15
 
 
 def make_rotary_table(rope: RopeConfig, max_positions: int, device: torch.device | str) -> RotaryTable:
-    """The table [max_positions, R] float32 shared by all layers of a model."""
+    """The table [max_positions, R] float32 shared by all layers of a model; of kind ``none`` [1, R]."""
     inverse = inverse_frequencies(rope).float()  # [R/2]
+    max_positions = rope.num_rows(max_positions)
     table = torch.empty(max_positions, rope.width)
     for start in range(0, max_positions, _ROWS_AT_ONCE):
         rows = table[start : start + _ROWS_AT_ONCE]

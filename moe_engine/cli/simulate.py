@@ -204,7 +204,7 @@ class _Source:
     idle_seconds: float = 0.0
     busy_seconds: float = 0.0
     load_seconds: float = 0.0
-    """Of a token from the host-RAM tier."""
+    """Seconds to load a token from the host-RAM tier."""
 
     @classmethod
     def measured(cls, file: CostFile) -> _Source:

@@ -156,7 +156,7 @@ class FailureDetector:
 
     @property
     def core_addresses(self) -> list[str]:
-        """Of all schedulers, by group, once all have loaded; empty for this process's own."""
+        """Addresses of all schedulers, by group, once all have loaded; empty for this process's own."""
         return [state.core_address for state in self._ranks if state.place.leads]
 
     @property

@@ -32,7 +32,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError with one message, without argparse's usage page."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.replace("argument ", "", 1) if message.startswith("argument ") else message)
+        message = message.removeprefix("argument ")
+        raise ConfigError(message.replace("ignored explicit argument", "takes no value; leave out"))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raises ConfigError for an unknown argument, with the nearest flag."""
@@ -131,7 +132,8 @@ def _refuse_unknown(accepted: Sequence[str], unknown: Sequence[str]) -> None:
         return
     word = next((text for text in unknown if text.startswith("-")), None)
     if word is None:
-        raise ConfigError(f"{unknown[0]}: stray argument; every option has a name, for instance --model-path PATH")
+        words = "every option has a name, for instance --model-path PATH; flags that switch something on take no value"
+        raise ConfigError(f"{unknown[0]}: stray argument; {words}")
     word = word.split("=")[0]
     raise ConfigError(f"{word}: {unknown_flag(word, accepted)}; --help lists all flags")
 

@@ -45,4 +45,4 @@ class EngineInfo:
     pooling: PoolingConfig | None = None
     """Pooling of a model that serves vectors; None for text generation."""
     vision: VisionConfig | None = None
-    """Of a model that takes images."""
+    """Vision tower of a model that takes images; None for others."""

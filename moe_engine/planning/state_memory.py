@@ -14,7 +14,8 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.errors import ConfigError
-from moe_engine.models.config import STATE_BYTES, ModelConfig
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.state_config import STATE_BYTES
 from moe_engine.planning.ledger import STATES_ROW, LedgerRow
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.sizing_input import SizingInput

@@ -37,7 +37,7 @@ class WeightOffload:
 
     @property
     def rows(self) -> tuple[LedgerRow, ...]:
-        """Of the device."""
+        """Ledger rows of the device."""
         if not self.layers:
             return ()
         detail = f"{WEIGHT_BUFFERS} x {gb(self.largest_bytes)}: the layers in host memory take turns"
@@ -45,7 +45,7 @@ class WeightOffload:
 
     @property
     def host_rows(self) -> tuple[LedgerRow, ...]:
-        """Of the host's memory."""
+        """Ledger rows of the host's memory."""
         if not self.layers:
             return ()
         detail = f"{len(self.layers)} of {self.num_layers} layers ({FLAG}), page-locked"

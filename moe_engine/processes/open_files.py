@@ -12,7 +12,7 @@ from moe_engine.errors import ConfigError
 LEAST = 256
 """Sockets, pipes and libraries of a process, and some connections."""
 RESERVED = 128
-"""Of these, what client connections leave: for child processes, files of /proc, images, log files."""
+"""Files that client connections leave unused: for child processes, files of /proc, images, log files."""
 WANTED = 2**16
 """Further connections take one each. A much larger limit slows programs that walk through all descriptors."""
 

@@ -24,7 +24,7 @@ DraftOutcome = tuple[int, int, int]
 tokens that the request got beyond that of a plain step. The last step of an answer may accept a draft that it does not
 use: a plain step has one token too."""
 IN_VAIN: DraftOutcome = (0, 0, -1)
-"""Of a request that had ended when the step was computed, which was planned before."""
+"""Outcome of a request that ended after the step was planned and before it was computed."""
 
 
 class DepthPolicy(Protocol):

@@ -111,5 +111,5 @@ class PrefillDelays:
             self.delayer.forget()
 
     def state(self) -> dict[str, Any] | None:
-        """Of the delayer, for metrics; None without it."""
+        """State of the delayer, for metrics; None without it."""
         return self.delayer.state() if self.delayer is not None else None

@@ -58,7 +58,7 @@ class Node:
         self.num_uses = 0
         """Requests that ended with it in their prefix."""
         self.urgency = -math.inf
-        """Of the most urgent of them."""
+        """Urgency of the most urgent of these requests."""
         self.longest = self.end
         """Length of the longest prefix through it, evicted ones included."""
 

@@ -108,7 +108,7 @@ def _end_prompt(table: RequestTable, request: Request, vectors: dict[int, bytes]
 
 
 def _kept_logprobs(logprobs: PackedLogprobs | None, count: int) -> PackedLogprobs | None:
-    """Those of the first `count` tokens; None: the request wants none, or no token is left."""
+    """Log-probabilities of the first `count` tokens; None: not requested, or no token is left."""
     return logprobs.part(0, count) if logprobs is not None and count else None
 
 

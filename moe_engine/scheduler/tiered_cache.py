@@ -39,7 +39,7 @@ class TierNode(SnapshotNode):
 
 
 STEPS_DUE = 8
-"""Of nodes that are due, at least 1 / this of the tokens is stored with each step."""
+"""At least 1 / `STEPS_DUE` of the tokens of nodes that are due is stored with each step."""
 
 
 class TieredCache(RadixCache):

@@ -25,7 +25,7 @@ from typing import Any
 
 Message = tuple[Any, ...]
 PROMPT_BYTES = 16
-"""Of a digest: its end, behind the name of the weights."""
+"""Length of the end of a digest, behind the name of the weights."""
 WINDOW = 4
 """Max pieces sent without an acknowledgement: bounds the data in the sockets."""
 

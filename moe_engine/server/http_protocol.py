@@ -187,7 +187,7 @@ class Connection(HttpToolsProtocol):
     _unread_timer: asyncio.TimerHandle | None = None
     """Runs while the client reads too slowly."""
     _chunks: ChunkSizes | None = None
-    """Of the body that is received, if it is chunked."""
+    """Chunk sizes of the body that is received, if it is chunked."""
     _tail = b""
     """The last bytes received, which may be the beginning of `HEAD_END`."""
 

@@ -9,9 +9,9 @@ from msgspec import Meta, Struct
 from moe_engine.sampling_checks import TokenId
 from moe_engine.server.openai_types import Messages, Tool
 from moe_engine.tuning.doctor.diagnosis import Finding
+from moe_engine.validation import PathText
 
 MAX_FLUSH_SECONDS = 3600
-
 # -- bodies and queries
 
 
@@ -29,7 +29,7 @@ class FlushQuery(Struct):
 class UpdateWeightsRequest(Struct):
     """`model_path`: a folder that every node can read."""
 
-    model_path: Annotated[str, Meta(min_length=1)]
+    model_path: Annotated[PathText, Meta(min_length=1)]
     load_format: Literal["auto", "safetensors", "dummy"] | None = None
     weight_version: str | None = None
     abort_all_requests: bool | None = None
@@ -133,7 +133,7 @@ class LoadLoraRequest(Struct):
     """`lora_path`: an adapter's folder that every node can read."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Meta(min_length=1)]
+    lora_path: Annotated[PathText, Meta(min_length=1)]
     pinned: Annotated[bool | None, Meta(description="true: the adapter keeps its slot")] = None
 
 
@@ -156,13 +156,13 @@ class MemoryRequest(Struct):
 class ProfileRequest(Struct):
     """`output_dir`: default $SGLANG_TORCH_PROFILER_DIR, or the system's temporary folder."""
 
-    output_dir: str | None = None
+    output_dir: PathText | None = None
     num_steps: Annotated[int, Meta(ge=1)] | None = None
     activities: list[Literal["CPU", "GPU"]] | None = None
     record_shapes: bool | None = None
     with_stack: bool | None = None
-    profile_id: str | None = None
-    profile_prefix: str | None = None
+    profile_id: PathText | None = None
+    profile_prefix: PathText | None = None
     start_step: int | None = None
     profile_by_stage: bool | None = None
     merge_profiles: bool | None = None

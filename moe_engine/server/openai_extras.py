@@ -38,19 +38,19 @@ class ChoiceExtras:
         self._has_meta = bool(chat is not None and chat.return_meta_info)
 
     def whole(self, g: Generation) -> dict[str, Any]:
-        """Of a complete output."""
+        """Fields of a complete output."""
         return self.begin(g) | self.ids(g.output_ids) | self.end(g)
 
     def begin(self, g: Generation) -> dict[str, Any]:
-        """Of the first event of a stream."""
+        """Fields of the first event of a stream."""
         return {"prompt_token_ids": list(g.prompt_ids)} if self._has_prompt else {}
 
     def ids(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Of an event with these new tokens."""
+        """Fields of an event with these new tokens."""
         return {name: list(ids) for name in self._ids} if self.has_ids else {}
 
     def end(self, g: Generation) -> dict[str, Any]:
-        """Of the event that ends the choice."""
+        """Fields of the event that ends the choice."""
         return {"meta_info": g.meta_info()} if self._has_meta else {}
 
 

@@ -38,7 +38,7 @@ _ENCODERS: dict[str | None, Callable[[Path | None, Mapping[str, str]], ChatEncod
 }  # fmt: skip
 """Encoders of models whose checkpoints have no template, by name."""
 _ENCODER_OF = {"deepseek_v32": DEEPSEEK_V32, "deepseek_v4": DEEPSEEK_V4}
-"""By `model_type`."""
+"""Loaders by `model_type`."""
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -184,7 +184,7 @@ def load_chat_template(
 
 
 def _model_type(folder: Path) -> str:
-    """Of config.json; empty if the file cannot be read: it is refused when the model is loaded."""
+    """`model_type` of config.json; empty if the file cannot be read: it is refused when the model is loaded."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -1,19 +1,25 @@
-"""Common parts of the message encoders of DeepSeek V3.2 and V4, whose checkpoints have no Jinja template but an encoder
-in Python: marks, thinking, tool calls (DSML), and the vendor's texts, which are read from that encoder's file."""
+"""The common part of the message encoders of DeepSeek V3.2 and V4, whose checkpoints have no Jinja template but an
+encoder in Python: order of the turns, marks, thinking, tool calls (DSML), and the vendor's texts, which are read from
+that encoder's file."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import json
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_engine.errors import ConfigError, InputError
-from moe_engine.tokenizer.chat_messages import prepare_message
+from moe_engine.tokenizer.chat_messages import prepare_message, refuse_reserved
 from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
 from moe_engine.tokenizer.tool_calls.tagged import DSML
+
+logger = logging.getLogger("moe_engine")
 
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -22,19 +28,104 @@ _PLACEHOLDERS = {"{dsml_token}": DSML, "{thinking_start_token}": THINK_START, "{
 _PROMPTS = ("system", "developer", "user")
 
 
+@dataclass(frozen=True)
+class DeepseekChat(ABC):
+    """Writes prompts as a chat template does. Turns are prepared messages, with their `index` in the request.
+
+    Args:
+        tools_text: the text that explains the tools, with the placeholders `{tool_schemas}` and of the markers.
+    """
+
+    tools_text: str
+    bos: str = BOS
+    eos: str = EOS
+    reads_parts = False
+    model: ClassVar[str]
+    parsers: ClassVar[tuple[str, str]]
+    """Names of the parsers of reasoning and of tool calls in answers."""
+    calls_tag: ClassVar[str]
+    """Around the tool calls of an answer."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Args:
+            add_generation_prompt: False leaves out the opening of an answer at the end.
+            kwargs: `thinking` (or `enable_thinking`): the answer begins inside the reasoning. Other arguments have no
+            effect, except those of `begin`.
+
+        Raises:
+            InputError: an unknown role, arguments that are no object, a result without a call (V3.2).
+        """
+        refuse_reserved(kwargs)
+        thinking = thinks(kwargs)
+        turns, first = self.turns(messages, thinking, bool(tools))
+        described = f"\n\n{explain_tools(self.tools_text, tools)}" if tools else ""
+        out = [self.bos, self.begin(thinking, kwargs)]
+        if described and (not turns or turns[0]["role"] != "system"):
+            out.append(described)
+        for i, turn in enumerate(turns):
+            if turn["role"] == "system":
+                out.append(turn["content"] + (described if i == 0 else ""))
+            elif turn["role"] == "assistant":
+                out.append(self._answer(turn, thinking and i > first))
+            else:
+                text, opening = self.prompt(turns, i)
+                out.append(text)
+                if opening is not None and (add_generation_prompt or i + 1 < len(turns)):
+                    out.append(opening + (THINK_START if thinking and i >= first else THINK_END))
+        return "".join(out)
+
+    @abstractmethod
+    def turns(
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool, has_tools: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        """The turns of a conversation; with thinking, answers after turn `first` have reasoning: (turns, first)."""
+
+    def begin(self, thinking: bool, kwargs: Mapping[str, Any] | None) -> str:
+        """Text before the first turn."""
+        return ""
+
+    @abstractmethod
+    def prompt(self, turns: Sequence[Mapping[str, Any]], i: int) -> tuple[str, str | None]:
+        """Text of turn i, which is neither of the system nor an answer; and what opens an answer after it, before the
+        tag of the reasoning. None: no answer follows it."""
+
+    def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
+        """The beginning of an answer: in thinking mode the reasoning and its end come first. Without content the
+        reasoning continues."""
+        content: str = message["content"]
+        reasoning = message.get("reasoning_content") or ""
+        if not thinks(kwargs):
+            return content
+        return f"{reasoning}{THINK_END}{content}" if content else reasoning
+
+    def _answer(self, turn: Mapping[str, Any], with_reasoning: bool) -> str:
+        reasoning = f"{turn.get('reasoning_content') or ''}{THINK_END}" if with_reasoning else ""
+        content = turn.get("content") or ""
+        if calls := turn.get("tool_calls"):
+            content = write_calls(content, calls, self.calls_tag, f"messages[{turn['index']}].tool_calls")
+        return f"{reasoning}{content}{self.eos}"
+
+    def unknown_role(self, role: str, i: int) -> InputError:
+        return InputError(
+            f"messages[{i}].role: {role!r:.40} is unknown to {self.model}; use system, developer, user, assistant or "
+            "tool",
+            field=f"messages[{i}].role",
+        )
+
+
 def thinks(kwargs: Mapping[str, Any] | None) -> bool:
     """Whether the template arguments `thinking` or `enable_thinking` switch the thinking on."""
     options = kwargs or {}
     return bool(options.get("thinking", options.get("enable_thinking")))
-
-
-def begun_answer(message: Mapping[str, Any], kwargs: Mapping[str, Any] | None) -> str:
-    """In thinking mode the reasoning and its end come first. Without content the reasoning continues."""
-    content: str = message["content"]
-    reasoning = message.get("reasoning_content") or ""
-    if not thinks(kwargs):
-        return content
-    return f"{reasoning}{THINK_END}{content}" if content else reasoning
 
 
 def prepare_turn(messages: Sequence[Mapping[str, Any]], i: int) -> dict[str, Any]:
@@ -43,14 +134,12 @@ def prepare_turn(messages: Sequence[Mapping[str, Any]], i: int) -> dict[str, Any
     message = messages[i]
     if message.get("role") == "developer" and i + 1 < len(messages) and messages[i + 1].get("role") in _PROMPTS:
         message = {**message, "role": "system"}
-    return prepare_message(message, keep_parts=False)
+    return prepare_message(message, keep_parts=False) | {"index": i}
 
 
-def unknown_role(model: str, role: str, i: int) -> InputError:
-    return InputError(
-        f"messages[{i}].role: {role!r:.40} is unknown to {model}; use system, developer, user, assistant or tool",
-        field=f"messages[{i}].role",
-    )
+def last_user(turns: Sequence[Mapping[str, Any]]) -> int:
+    """The last turn of the user or developer; -1: none."""
+    return max((i for i, turn in enumerate(turns) if turn["role"] in ("user", "developer")), default=-1)
 
 
 def explain_tools(text: str, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -93,12 +182,21 @@ def _call(call: Mapping[str, Any], place: str) -> str:
     return f'<{DSML}invoke name="{function["name"]}">\n{parameters}\n</{DSML}invoke>'
 
 
-def vendor_texts(file: Path, tools_name: str) -> dict[str, Any]:
-    """Literal values that the vendor's encoder assigns, by name. The file is not run.
+def vendor_texts(folder: Path | None, name: Path, tools_name: str, model: str) -> dict[str, Any] | None:
+    """Literal values that the vendor's encoder `name` in a checkpoint's folder assigns, by name. The file is not run.
+    None, with a warning: the folder has no such file.
 
     Raises:
         ConfigError: it cannot be read, or `tools_name` is no text with a place for schemas.
     """
+    file = None if folder is None else folder / name
+    if file is None or not file.is_file():
+        logger.warning(
+            "%s messages: the checkpoint has no %s, tools and effort are explained in other words than in training",
+            model,
+            name.as_posix(),
+        )
+        return None
     try:
         body = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as exc:

@@ -11,30 +11,22 @@ tools is read from that file.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from moe_engine.errors import InputError
-from moe_engine.tokenizer.chat_messages import refuse_reserved
 from moe_engine.tokenizer.deepseek_messages import (
     ASSISTANT,
     BOS,
     EOS,
     USER,
-    begun_answer,
-    explain_tools,
+    DeepseekChat,
+    last_user,
     prepare_turn,
-    thinks,
-    unknown_role,
     vendor_texts,
-    write_calls,
 )
-from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
-
-logger = logging.getLogger("moe_engine")
 
 DEVELOPER = "# The user's message is: "
 _ENCODER_FILE = Path("encoding", "encoding_dsv32.py")
@@ -59,78 +51,27 @@ JSON schemas of the functions:
 
 
 @dataclass(frozen=True)
-class DeepseekV32Chat:
-    """
-    Args:
-        tools_text: the text that explains the tools, with the placeholders `{tool_schemas}` and of the markers.
-    """
-
+class DeepseekV32Chat(DeepseekChat):
     tools_text: str = _OWN_TOOLS_TEXT
-    bos: str = BOS
-    eos: str = EOS
-    reads_parts = False
-    parsers: ClassVar[tuple[str, str]] = ("deepseek-v3", "deepseekv32")
-    """Of the reasoning and of the tool calls in answers."""
+    model = "DeepSeek V3.2"
+    parsers = ("deepseek-v3", "deepseekv32")
+    calls_tag = "function_calls"
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt of a conversation.
-
-        Args:
-            add_generation_prompt: False leaves out the opening of an answer at the end.
-            kwargs: `thinking` (or `enable_thinking`): the answer begins inside the reasoning. Other arguments have no
-            effect.
-
-        Raises:
-            InputError: an unknown role, a result without a call, arguments that are no object.
-        """
-        refuse_reserved(kwargs)
-        thinking = thinks(kwargs)
+    def turns(
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool, has_tools: bool
+    ) -> tuple[list[dict[str, Any]], int]:
         turns = [prepare_turn(messages, i) for i in range(len(messages))]
-        last_user = max((i for i, turn in enumerate(turns) if turn["role"] in ("user", "developer")), default=-1)
-        out = [self.bos]
-        described = f"\n\n{explain_tools(self.tools_text, tools)}" if tools else ""
-        if described and (not turns or turns[0]["role"] != "system"):
-            out.append(described)
-        first_result = 0
-        for i, turn in enumerate(turns):
-            role = turn["role"]
-            first_result = first_result if role == "tool" else i + 1
-            tag = THINK_START if thinking and i >= last_user else THINK_END
-            if role == "system":
-                out.append(turn["content"] + (described if i == 0 else ""))
-                continue
-            if role == "assistant":
-                out.append(self._answer(turn, i, thinking and i > last_user))
-                continue
-            if role == "tool":
-                text, opening = _result(turns, first_result, i), f"\n\n{tag}"
-            elif role in ("user", "developer"):
-                before = f"\n\n{DEVELOPER}" if role == "developer" else ""
-                text, opening = f"{USER}{before}{turn['content']}", f"{ASSISTANT}{tag}"
-            else:
-                raise unknown_role("DeepSeek V3.2", role, i)
-            out.append(text)
-            more_results = role == "tool" and i + 1 < len(turns) and turns[i + 1]["role"] == "tool"
-            if not more_results and (add_generation_prompt or i + 1 < len(turns)):
-                out.append(opening)
-        return "".join(out)
+        return turns, last_user(turns)
 
-    def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
-        return begun_answer(message, kwargs)
-
-    def _answer(self, turn: Mapping[str, Any], i: int, with_reasoning: bool) -> str:
-        reasoning = f"{turn.get('reasoning_content') or ''}{THINK_END}" if with_reasoning else ""
-        content = turn.get("content") or ""
-        if calls := turn.get("tool_calls"):
-            content = write_calls(content, calls, "function_calls", f"messages[{i}].tool_calls")
-        return f"{reasoning}{content}{self.eos}"
+    def prompt(self, turns: Sequence[Mapping[str, Any]], i: int) -> tuple[str, str | None]:
+        role = turns[i]["role"]
+        if role == "tool":
+            ends = i + 1 == len(turns) or turns[i + 1]["role"] != "tool"
+            return _result(turns, i, ends), "\n\n" if ends else None
+        if role not in ("user", "developer"):
+            raise self.unknown_role(role, i)
+        before = f"\n\n{DEVELOPER}" if role == "developer" else ""
+        return f"{USER}{before}{turns[i]['content']}", ASSISTANT
 
 
 def load_deepseek_v32(folder: Path | None, special_tokens: Mapping[str, str]) -> DeepseekV32Chat:
@@ -140,18 +81,15 @@ def load_deepseek_v32(folder: Path | None, special_tokens: Mapping[str, str]) ->
         ConfigError: the vendor's file cannot be read.
     """
     marks = special_tokens.get("bos_token", BOS), special_tokens.get("eos_token", EOS)
-    file = None if folder is None else folder / _ENCODER_FILE
-    if file is not None and file.is_file():
-        return DeepseekV32Chat(vendor_texts(file, _TOOLS_NAME)[_TOOLS_NAME], *marks)
-    logger.warning(
-        "DeepSeek V3.2 messages: the checkpoint has no %s, tools are explained in other words than in training",
-        _ENCODER_FILE.as_posix(),
-    )
-    return DeepseekV32Chat(_OWN_TOOLS_TEXT, *marks)
+    texts = vendor_texts(folder, _ENCODER_FILE, _TOOLS_NAME, DeepseekV32Chat.model)
+    return DeepseekV32Chat(_OWN_TOOLS_TEXT if texts is None else texts[_TOOLS_NAME], *marks)
 
 
-def _result(turns: Sequence[Mapping[str, Any]], first: int, i: int) -> str:
-    """The result in turn i. `first`: the turn of the first result of the same calls."""
+def _result(turns: Sequence[Mapping[str, Any]], i: int, ends: bool) -> str:
+    """The result in turn i. `ends`: it is the last one of its calls."""
+    first = i
+    while first and turns[first - 1]["role"] == "tool":
+        first -= 1
     calls = turns[first - 1].get("tool_calls") if first else None
     if not calls or i - first >= len(calls):
         raise InputError(
@@ -159,5 +97,4 @@ def _result(turns: Sequence[Mapping[str, Any]], first: int, i: int) -> str:
             field=f"messages[{i}]",
         )
     begin = "\n\n<function_results>" if i == first else ""
-    ends = i + 1 == len(turns) or turns[i + 1]["role"] != "tool"
     return f"{begin}\n<result>{turns[i]['content']}</result>" + ("\n</function_results>" if ends else "")

@@ -12,30 +12,22 @@ and the effort are read from that file.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from moe_engine.tokenizer.chat_messages import refuse_reserved
 from moe_engine.tokenizer.deepseek_messages import (
     ASSISTANT,
     BOS,
     EOS,
     USER,
-    begun_answer,
-    explain_tools,
+    DeepseekChat,
+    last_user,
     prepare_turn,
-    thinks,
-    unknown_role,
     vendor_texts,
-    write_calls,
 )
-from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
-
-logger = logging.getLogger("moe_engine")
 
 _ENCODER_FILE = Path("encoding", "encoding_dsv4.py")
 _TOOLS_NAME = "TOOLS_TEMPLATE"
@@ -61,75 +53,58 @@ _OWN_EFFORTS = {"max": "Reasoning effort: maximum. Check each step, each case an
 
 
 @dataclass(frozen=True)
-class DeepseekV4Chat:
+class DeepseekV4Chat(DeepseekChat):
     """
     Args:
-        tools_text: the text that explains the tools, with the placeholders `{tool_schemas}` and of the markers.
-        efforts: texts at the beginning of the prompt in thinking mode, by reasoning effort.
+        efforts: texts at the beginning of the prompt in thinking mode, by reasoning effort; the template argument
+        `reasoning_effort` names one of them, others have no text.
     """
 
     tools_text: str = _OWN_TOOLS_TEXT
     efforts: Mapping[str, str] = field(default_factory=lambda: _OWN_EFFORTS)
-    bos: str = BOS
-    eos: str = EOS
-    reads_parts = False
-    parsers: ClassVar[tuple[str, str]] = ("deepseek-v4", "deepseekv4")
-    """Of the reasoning and of the tool calls in answers."""
+    model = "DeepSeek V4"
+    parsers = ("deepseek-v4", "deepseekv4")
+    calls_tag = "tool_calls"
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt of a conversation.
+    def turns(
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool, has_tools: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        turns = self._turns(messages)
+        if thinking and has_tools:
+            return turns, -1
+        last = last_user(turns)
+        if thinking:
+            turns = [turn for i, turn in enumerate(turns) if turn["role"] != "developer" or i >= last]
+        return turns, last_user(turns)
 
-        Args:
-            add_generation_prompt: False leaves out the opening of an answer at the end.
-            kwargs: `thinking` (or `enable_thinking`): the answer begins inside the reasoning. `reasoning_effort`: one
-            of `efforts`; others have no text. Other arguments have no effect.
-
-        Raises:
-            InputError: an unknown role, arguments that are no object.
-        """
-        refuse_reserved(kwargs)
-        thinking, keeps_reasoning = thinks(kwargs), bool(tools)
-        turns = _turns(messages)
-        last_user = _last_user(turns)
-        if thinking and not keeps_reasoning:
-            turns = [turn for i, turn in enumerate(turns) if turn["role"] != "developer" or i >= last_user]
-            last_user = _last_user(turns)
-        described = f"\n\n{explain_tools(self.tools_text, tools)}" if tools else ""
-        out = [self.bos, self._effort(kwargs) if thinking else ""]
-        if described and (not turns or turns[0]["role"] != "system"):
-            out.append(described)
-        for i, turn in enumerate(turns):
-            if turn["role"] == "system":
-                out.append(turn["content"] + (described if i == 0 else ""))
-            elif turn["role"] == "assistant":
-                out.append(self._answer(turn, thinking and (keeps_reasoning or i > last_user)))
-            else:
-                out.append(f"{USER}{_joined(turn['parts'])}")
-                opens = turns[i + 1]["role"] == "assistant" if i + 1 < len(turns) else add_generation_prompt
-                tag = THINK_START if thinking and (keeps_reasoning or i >= last_user) else THINK_END
-                out.append(f"{ASSISTANT}{tag}" * opens)
-        return "".join(out)
-
-    def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
-        return begun_answer(message, kwargs)
-
-    def _effort(self, kwargs: Mapping[str, Any] | None) -> str:
+    def begin(self, thinking: bool, kwargs: Mapping[str, Any] | None) -> str:
         effort = str((kwargs or {}).get("reasoning_effort"))
-        return self.efforts.get(_SYNONYMS.get(effort, effort), "")
+        return self.efforts.get(_SYNONYMS.get(effort, effort), "") if thinking else ""
 
-    def _answer(self, turn: Mapping[str, Any], with_reasoning: bool) -> str:
-        reasoning = f"{turn.get('reasoning_content') or ''}{THINK_END}" if with_reasoning else ""
-        content = turn.get("content") or ""
-        if calls := turn.get("tool_calls"):
-            content = write_calls(content, calls, "tool_calls", f"messages[{turn['index']}].tool_calls")
-        return f"{reasoning}{content}{self.eos}"
+    def prompt(self, turns: Sequence[Mapping[str, Any]], i: int) -> tuple[str, str | None]:
+        opens = i + 1 == len(turns) or turns[i + 1]["role"] == "assistant"
+        return f"{USER}{_joined(turns[i]['parts'])}", ASSISTANT if opens else None
+
+    def _turns(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, those of a user turn as one. The `parts` of a user turn are texts of the user, at place -1, and
+        results at the place of their call among its answer's calls."""
+        turns = list[dict[str, Any]]()
+        places = dict[str, int]()
+        for i in range(len(messages)):
+            turn = prepare_turn(messages, i)
+            role, content = turn["role"], turn["content"]
+            if role in ("user", "tool"):
+                if not turns or turns[-1]["role"] != "user":
+                    turns.append({"role": "user", "parts": []})
+                place = -1 if role == "user" else places.get(turn.get("tool_call_id") or "", 0)
+                turns[-1]["parts"].append((place, content))
+            elif role in ("system", "developer", "assistant"):
+                turns.append(turn | {"parts": [(-1, content)]})
+                if calls := turn.get("tool_calls"):
+                    places = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
+            else:
+                raise self.unknown_role(role, i)
+        return turns
 
 
 def load_deepseek_v4(folder: Path | None, special_tokens: Mapping[str, str]) -> DeepseekV4Chat:
@@ -138,50 +113,18 @@ def load_deepseek_v4(folder: Path | None, special_tokens: Mapping[str, str]) -> 
     Raises:
         ConfigError: the vendor's file cannot be read.
     """
-    marks = special_tokens.get("bos_token", BOS), special_tokens.get("eos_token", EOS)
-    file = None if folder is None else folder / _ENCODER_FILE
-    if file is None or not file.is_file():
-        logger.warning(
-            "DeepSeek V4 messages: the checkpoint has no %s, tools and effort are explained in other words than in "
-            "training",
-            _ENCODER_FILE.as_posix(),
-        )
-        return DeepseekV4Chat(_OWN_TOOLS_TEXT, _OWN_EFFORTS, *marks)
-    texts = vendor_texts(file, _TOOLS_NAME)
+    bos, eos = special_tokens.get("bos_token", BOS), special_tokens.get("eos_token", EOS)
+    texts = vendor_texts(folder, _ENCODER_FILE, _TOOLS_NAME, DeepseekV4Chat.model)
+    if texts is None:
+        return DeepseekV4Chat(bos=bos, eos=eos)
     efforts = texts.get(_EFFORTS_NAME)
     if not isinstance(efforts, dict):
         efforts = {"max": texts.get(_FIRST_EFFORT_NAME)}
     efforts = {effort: text for effort, text in efforts.items() if isinstance(text, str)}
-    return DeepseekV4Chat(texts[_TOOLS_NAME], efforts, *marks)
-
-
-def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, those of a user turn as one, with their `index` in the request. The `parts` of a user turn are
-    texts of the user, at place -1, and results at the place of their call among its answer's calls."""
-    turns = list[dict[str, Any]]()
-    places = dict[str, int]()
-    for i in range(len(messages)):
-        turn = prepare_turn(messages, i) | {"index": i}
-        role, content = turn["role"], turn["content"]
-        if role in ("user", "tool"):
-            if not turns or turns[-1]["role"] != "user":
-                turns.append({"role": "user", "parts": []})
-            place = -1 if role == "user" else places.get(turn.get("tool_call_id") or "", 0)
-            turns[-1]["parts"].append((place, content))
-        elif role in ("system", "developer", "assistant"):
-            turns.append(turn | {"parts": [(-1, content)]})
-            if calls := turn.get("tool_calls"):
-                places = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
-        else:
-            raise unknown_role("DeepSeek V4", role, i)
-    return turns
+    return DeepseekV4Chat(texts[_TOOLS_NAME], bos, eos, efforts)
 
 
 def _joined(parts: Sequence[tuple[int, str]]) -> str:
     """The text of a user turn, with the results in the order of the calls."""
     results = iter(sorted((part for part in parts if part[0] >= 0), key=itemgetter(0)))
     return "\n\n".join(text if place < 0 else f"<tool_result>{next(results)[1]}</tool_result>" for place, text in parts)
-
-
-def _last_user(turns: Sequence[Mapping[str, Any]]) -> int:
-    return max((i for i, turn in enumerate(turns) if turn["role"] in ("user", "developer")), default=-1)

@@ -14,7 +14,7 @@ from moe_engine.types.constraint import FreeReasoning
 THINK_START = "<think>"
 THINK_END = "</think>"
 HY3_SUFFIX = ":opensource"
-"""Of the names of all tags in the published tokenizers of Hy3."""
+"""End of the names of all tags in the published tokenizers of Hy3."""
 HY3 = ("hunyuan", "hy_v3")
 """Hy3's parsers of reasoning and tool calls, for tags without and with the suffix."""
 

@@ -19,7 +19,7 @@ from typing import Any
 from moe_engine.errors import InputError
 
 MAX_STATES = 512
-"""Of one pattern, after its repeats are written out."""
+"""Maximum states of one pattern, after its repeats are written out."""
 MAX_KEPT = 50_000
 """States in the successors that are kept, per pattern: about 3 MB."""
 _ONE = {_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN}

@@ -197,7 +197,7 @@ class MeasuredPoints:
         return median([decode.context for decode in self.decodes[count]])
 
     def prefill_seconds(self, length: int) -> float:
-        """Of the steps of a prompt, as far as measured."""
+        """Seconds of the steps of a prompt, as far as measured."""
         lengths = self.prompt_lengths()
         known = [(n, self.rounds.value((PREFILL, n))) for n in lengths]
         return Curve(*(tuple(map(float, column)) for column in zip(*known))).at(length)

@@ -211,7 +211,7 @@ def _joint_costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) ->
 
 
 def _shape(decodes: float, tokens: float, prompts: float, drafts: int) -> StepShape:
-    """Of a recorded step with answers of mean length."""
+    """Shape of a recorded step with answers of mean length."""
     rows, new = int(decodes), int(tokens)
     context = rows * (MEAN_PROMPT + MEAN_ANSWER // 2)
     return StepShape(rows, context, drafts if rows else 0, new, pairs_of(new, int(prompts)), rows + new)
@@ -253,7 +253,7 @@ def _shares(steps: Sequence[Step], spans: Sequence[tuple[float, float]]) -> npt.
 def _spreads(
     residuals: npt.NDArray[np.float64], part_of: npt.NDArray[np.int64], calm: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.float64]:
-    """Of each part, the median residual of the steps without arrivals or ends; none is far below the others."""
+    """Median residual of the steps of each part without arrivals or ends; none is far below the others."""
     whole = max(float(np.median(residuals)), 1e-9)
     chosen = [residuals[calm & (part_of == part)] for part in range(int(part_of.max()) + 1)]
     found = np.array([float(np.median(values)) if len(values) >= LEAST_STEPS else whole for values in chosen])

@@ -29,7 +29,7 @@ class Rounds:
         self._spent = defaultdict[Hashable, float](float)
         self._values = defaultdict[Hashable, list[tuple[int, float]]](list)
         self.number = -1
-        """Of the current round, from 0."""
+        """Number of the current round, from 0."""
 
     def begin(self) -> None:
         """Begins a round."""

@@ -50,7 +50,7 @@ class StepRecords:
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> StepRecords:
-        """Of `/server_info`. Raises MoeEngineError: the server records none."""
+        """The records of a response of `/server_info`. Raises MoeEngineError: the server records none."""
         states = info.get("internal_states") or []
         if not states or any("step_times" not in state for state in states):
             raise MoeEngineError("the server does not record its steps; start it with --record-step-times")

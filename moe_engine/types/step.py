@@ -39,7 +39,7 @@ class NewRow:
     snapshot: int = -1
     """Snapshot of its state after the cached prefix; -1: the state begins with zeros, or the model has no states."""
     images: tuple[ImageTokens, ...] = ()
-    """Those of the prompt; without pixels if all of their tokens are in the cached prefix."""
+    """Images of the prompt; without pixels if all of their tokens are in the cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.models.config import StateGroup, StatePart
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.state_config import StateGroup, StatePart
 from moe_engine.models.widths import local_heads
 from moe_engine.planning.draft_model import DraftModel
 from moe_engine.planning.explain import explain_text

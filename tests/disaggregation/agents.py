@@ -18,6 +18,8 @@ from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError
+from moe_engine.processes.dist_secret import DistSecret
+from moe_engine.processes.zmq_sockets import job_keys
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.types.row_sizes import TRANSFER_SLOTS
 from tests.disaggregation.faulty import Cable
@@ -91,7 +93,7 @@ class AgentPair:
     Args:
         row: tensors, heads, bytes of a head.
         cabled: the connection is a `Cable`.
-        schemas: of the prefill and of the decode side.
+        schemas, secrets: of the prefill and of the decode side.
     """
 
     def __init__(
@@ -101,8 +103,9 @@ class AgentPair:
         row: tuple[int, int, int] = (2, 1, 24),
         cabled: bool = False,
         schemas: tuple[dict[str, str], dict[str, str]] = (SCHEMA, SCHEMA),
+        secrets: tuple[DistSecret | None, DistSecret | None] = (None, None),
     ) -> None:
-        self._schemas = schemas
+        self._schemas, self._keys = schemas, [job_keys(secret) for secret in secrets]
         self.prefill, self.decode = Side(), Side()
         self.prefill_rows, self.decode_rows = Rows(num_places, *row), Rows(num_places, *row)
         self._stack, self._opener = ExitStack(), partial(open_transport, transport, "127.0.0.1")
@@ -122,7 +125,7 @@ class AgentPair:
             self.prefill_rows,
             self._schemas[0],
             address,
-            None,
+            self._keys[0],
             lambda: None,
             self._opener,
         )
@@ -133,7 +136,7 @@ class AgentPair:
             self.decode_rows,
             self._schemas[1],
             self.port,
-            None,
+            self._keys[1],
             lambda: None,
             self._opener,
         )

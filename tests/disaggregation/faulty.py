@@ -78,7 +78,7 @@ class FaultyWrite:
     def __init__(
         self, owner: FaultyTransport, target: np.ndarray, source: np.ndarray, blocks: list[Block], polls: int
     ) -> None:
-        self._owner, self._target, self._source, self._blocks, self._polls = owner, target, source, blocks, polls
+        self._owner, self.target, self._source, self._blocks, self._polls = owner, target, source, blocks, polls
 
     def poll(self) -> bool:
         if self._polls:
@@ -87,9 +87,9 @@ class FaultyWrite:
         fails, damages = self._owner.fault(), self._owner.fault()
         for local, remote, length in self._blocks:
             part = length // 2 if fails else length
-            self._target[remote : remote + part] = self._source[local : local + part]
+            self.target[remote : remote + part] = self._source[local : local + part]
             if damages:
-                self._target[remote] ^= 255
+                self.target[remote] ^= 255
         self._blocks = []
         if fails:
             raise TransportError("made up: failed")
@@ -164,7 +164,7 @@ class Cable:
     def __init__(self, port: int) -> None:
         self.num_bytes = 0
         self.on_bytes: Callable[[int], None] = lambda count: None
-        self._target = port
+        self.target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._pairs: dict[socket.socket, socket.socket] = {}
@@ -210,7 +210,7 @@ class Cable:
     def _accept(self) -> None:
         near, _ = self._listener.accept()
         try:
-            far = socket.create_connection(("127.0.0.1", self._target), 2)
+            far = socket.create_connection(("127.0.0.1", self.target), 2)
         except OSError:
             near.close()
             return

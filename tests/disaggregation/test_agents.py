@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import socket
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from moe_engine.core.kv_transfer.decode_agent import CLOSED
 from moe_engine.core.kv_transfer.open import with_transfers
 from moe_engine.errors import EngineDeadError
+from moe_engine.processes.dist_secret import DistSecret
 from moe_engine.scheduler.transfer_link import TransferLink
 from tests.disaggregation.agents import AgentPair, nothing_is_held
 from tests.disaggregation.transport_names import each_transport
@@ -54,6 +57,19 @@ def test_a_late_half_is_answered_at_once() -> None:
         pair.prefill.link.command("offer", 2, b"d")
         assert "cancelled" in pair.prefill.wait(2, "ended")[2]
         until(lambda: not pair.sender._rooms)
+        nothing_is_held(pair)
+
+
+@pytest.mark.parametrize("secrets", ["ab", "a-", "-a", "dead"])
+def test_a_connection_closed_in_the_handshake_names_its_causes(secrets: str) -> None:
+    """Other secrets on either side, and a proxy that accepts connections to a dead server: these look alike."""
+    keys = (None, None) if secrets == "dead" else [None if c == "-" else DistSecret(c.encode() * 40) for c in secrets]
+    with AgentPair(cabled=True, secrets=(keys[0], keys[1])) as pair:
+        if secrets == "dead":
+            with socket.create_server(("127.0.0.1", 0)) as unused:
+                pair.cable.target = unused.getsockname()[1]
+        pair.want(1, 0, 10, list(range(10)))
+        assert pair.decode.wait(1, "filled", "failed")[2] == f"tcp://127.0.0.1:{pair.port}: {CLOSED}"
         nothing_is_held(pair)
 
 

@@ -181,8 +181,8 @@ def bootstrap(server: Server) -> PrefillAgent:
 
 
 class Server:
-    """The threads of all ranks of one attention group, and their rows; `side` is the group's scheduler. `groups`: number
-    of groups of a prefill server, and the group's index, of which the first owns `port`."""
+    """The threads of all ranks of one attention group, and their rows; `side` is the group's scheduler. `groups`:
+    number of groups of a prefill server, and the group's index, of which the first owns `port`."""
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
         ("gpt_oss", "chunked"),
         ("glm4_moe", "MTP drafts"),
         ("qwen3_next", "chunked"),
+        ("kimi_linear", "chunked"),
+        ("kimi_linear", "n-gram drafts"),
         ("glm4_moe_lite", "MTP drafts"),
         ("kimi_k25", "chunked"),
         ("qwen3_5", "chunked"),

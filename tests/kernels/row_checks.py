@@ -77,7 +77,7 @@ def check_rotate(ops: Ops, dtype: torch.dtype, heads: int, width: int, interleav
     close(x[..., 40:], rotated(before[:, 1:, 40:], positions, table))
     assert torch.equal(whole[:, 0], before[:, 0])
     assert torch.equal(x[..., :40], before[:, 1:, :40])
-    ops.rotate(x, positions, table.reversed())
+    ops.rotate(x, positions, table, inverse=True)
     close(x[..., 40:] / table.cos_sin[0, 0] ** 2, before[:, 1:, 40:].double(), 2)  # the table has a factor
     x = before.clone()
     ops.rotate_leading(x, positions.int(), table)

@@ -37,6 +37,7 @@ KINDS = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "kimi_linear",
 )
 MORE_KINDS = (
     "dots1",
@@ -244,6 +245,18 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GQA, **DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
         | {"shared_expert_intermediate_size": 48},
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "intermediate_size": 96}
+        | {"num_experts": 16, "num_experts_per_token": 4, "num_shared_experts": 1, "moe_intermediate_size": 32}
+        | {"num_expert_group": 1, "topk_group": 1, "moe_renormalize": True, "routed_scaling_factor": 2.446}
+        | {"moe_router_activation_func": "sigmoid", "first_k_dense_replace": 1, "rms_norm_eps": 1e-5}
+        | {
+            "linear_attn_config": {"head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4}
+            | {"full_attn_layers": [2], "kda_layers": [1, 3]}
+        },
+    ),
     "dots1": (
         "Dots1",
         {**_GQA, **_DEEPSEEK_MOE, "n_shared_experts": 2, "first_k_dense_replace": 1, "attention_bias": True}
@@ -320,6 +333,9 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed + 1)
     for index in range(num_mtp_layers):
         _add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
+    if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP
+        dense = ".0.block_sparse_moe."
+        tensors = {name.replace(dense, ".0.mlp."): t for name, t in tensors.items()}
     if num_mtp_layers and not deepseek_names:
         tensors = _with_own_names(kind, tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if num_mtp_layers and kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):

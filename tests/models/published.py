@@ -50,3 +50,18 @@ QWEN3_NEXT: dict[str, Any] = {
     "linear_value_head_dim": 128, "rope_theta": 10000000, "max_position_embeddings": 262144, "vocab_size": 151936,
     "eos_token_id": 151645, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
 }  # fmt: skip
+KIMI_LINEAR: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 2304,
+    "intermediate_size": 9216, "moe_intermediate_size": 1024, "num_hidden_layers": 27, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "head_dim": 72, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True, "num_experts": 256, "num_experts_per_token": 8,
+    "num_shared_experts": 1, "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 2.446, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "model_max_length": 1048576, "vocab_size": 163840, "eos_token_id": 163586,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+    },
+}  # fmt: skip

@@ -32,12 +32,12 @@ EXPERTS = {
     "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
-    "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts",
+    "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
 }  # fmt: skip
-CHOSEN = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
+CHOSEN = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token"}
 WIDTHS = {"hunyuan_v1_moe": "intermediate_size", "mixtral": "intermediate_size"}
 WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size")
-MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4")
+MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear")
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 GROUPED = (
     "deepseek_v3",
@@ -52,9 +52,9 @@ GROUPED = (
 """Routers that choose groups of experts."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
 """Families whose heads divide the hidden size."""
-OWN_ROPE = ("gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense")
+OWN_ROPE = ("kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense")
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_TIE = ("qwen3_next",)
+NO_TIE = ("qwen3_next", "kimi_linear")
 DROPPED = (
     "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
     "topk_method", "scoring_func", "rope_scaling", "rope_interleave", "moe_layer_freq",
@@ -102,6 +102,13 @@ def draw(kind: str, rng: random.Random) -> Shape:
             "full_attention_interval": rng.randint(1, min(3, layers)),
             "linear_conv_kernel_dim": rng.choice((2, 3, 4)),
         }
+    if kind == "kimi_linear":
+        full = sorted(rng.sample(range(1, layers + 1), rng.randint(1, layers)))
+        fields["linear_attn_config"] = {
+            "full_attn_layers": full, "kda_layers": [i for i in range(1, layers + 1) if i not in full],
+            "head_dim": rng.choice((8, 12, 20, 40)), "num_heads": rng.choice((1, 2, 3)),
+            "short_conv_kernel_size": rng.choice((2, 3, 4)),
+        }  # fmt: skip
     if kind not in OWN_ROPE and kind not in HYBRID:
         fields["rope_scaling"] = _rope(rng, kind)
         fields["rope_theta"] = rng.choice((1e4, 1e6, 500000.0))

@@ -22,9 +22,10 @@ from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.registry import _BY_MODEL_TYPE
 from moe_engine.parallel.topology import Topology
+from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
-from tests.models.published import LLAMA, QWEN3_NEXT, V2_LITE
+from tests.models.published import KIMI_LINEAR, LLAMA, QWEN3_NEXT, V2_LITE
 from tests.models.published import YARN_V3 as V3
 
 
@@ -110,6 +111,29 @@ def test_qwen3_next(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             parse(tmp_path, QWEN3_NEXT | wrong)
+
+
+def test_kimi_linear(tmp_path: Path) -> None:
+    config = parse(tmp_path, KIMI_LINEAR)
+    assert sizes.num_parameters(config) == pytest.approx(49.1e9, rel=2e-3)
+    assert num_active_parameters(config) == pytest.approx(3.107e9, rel=1e-3)
+    (group,) = config.state_groups
+    assert config.cache_groups[0].layers == config.kv_layers == (3, 7, 11, 15, 19, 23, 26)
+    assert len(group.layers) == 20 and config.kv_bytes_per_token("bfloat16") == 7 * 576 * 2
+    assert group.num_bytes("bfloat16") == 20 * (32 * 128 * 128 * 4 + 3 * 4096 * 3 * 2)
+    assert config.context_length == 1 << 20 and sizes.num_gate_elements(config) == 26 * 256 * 2304
+    facts = model_facts(KIMI_LINEAR)
+    norms_and_small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
+    assert 0 <= norms_and_small < 2e6
+    lists = KIMI_LINEAR["linear_attn_config"]
+    for wrong, message in (
+        ({"mla_use_nope": False}, "mla_use_nope is false"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax' is not supported"),
+        ({"linear_attn_config": lists | {"kda_layers": [1]}}, "layer_types, linear_attn_config give 27 layers one of"),
+        ({"layer_types": ["linear_attention"] * 27}, "have no layer of MLA"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(tmp_path, KIMI_LINEAR | wrong)
 
 
 QWEN3_5: dict[str, Any] = {

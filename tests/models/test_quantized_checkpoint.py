@@ -27,9 +27,11 @@ from moe_engine.models.quantized_checkpoint import quantize_checkpoint
 from moe_engine.models.weights import WeightReader
 from tests.models import kimi_checkpoints, mistral3_checkpoints, vision_checkpoints
 from tests.models.checkpoints import make_checkpoint
-from tests.models.format_checks import logits_of
+from tests.models.format_checks import logits_of, step_logits
 from tests.models.fp8 import dequantize_fp8
 from tests.models.mxfp4 import mxfp4_copy
+from tests.models.stepper import load
+from tests.models.v4_checkpoints import make_v4
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
 WIDE = {**SIZES, "q_lora_rank": 128, "kv_lora_rank": 120, "qk_nope_head_dim": 24, "v_head_dim": 32}
@@ -55,6 +57,19 @@ def test_written_checkpoints_are_served(tmp_path: Path, format: str) -> None:
     assert float((logits_of(output) - exact).norm() / exact.norm()) < (0.2 if format == "int8" else 1.0)
     with pytest.raises(ConfigError, match="is quantized already"):
         quantize_checkpoint(output, tmp_path / "again", Target("fp8"), quiet)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_compressors_of_deepseek_v4_are_not_quantized(tmp_path: Path, format: str) -> None:
+    source, output = make_v4(tmp_path / "in", 3, tokenizer=False), tmp_path / "out"
+    left_out = quantize_checkpoint(source, output, Target(format, 32), quiet)
+    plain, copy = (load_file(folder / "model.safetensors") for folder in (source, output))
+    compressors = {name for name in plain if ".compressor." in name}
+    assert {"layers.1.attn.compressor.wkv.weight", "layers.2.attn.indexer.compressor.wgate.weight"} <= compressors
+    assert all(torch.equal(plain[name], copy[name]) for name in compressors)
+    assert "layers.2.attn.wq_b.weight_packed" in copy and not any("compressor" in name for name in left_out)
+    exact, logits = (step_logits(load(folder, page_size=8)) for folder in (source, output))
+    assert float((logits - exact).norm() / exact.norm()) < (0.2 if format == "int8" else 1.0)
 
 
 def test_an_interrupted_call_continues(tmp_path: Path) -> None:

@@ -302,6 +302,22 @@ def test_profile_options_that_are_refused(body: dict[str, Any]) -> None:
     assert response.status_code == 400 and next(iter(body)) in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (UPDATE, {"model_path": "/a\0b"}),
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "\0"}),
+        ("/start_profile", {"output_dir": "/a\0b"}),
+        ("/start_profile", {"profile_prefix": "a\0"}),
+    ],
+)
+def test_null_characters_in_paths(path: str, body: dict[str, Any]) -> None:
+    client = Ranks()
+    response = post(client, path, body)
+    words = f"{list(body)[-1]}: expected a string without null characters"
+    assert response.status_code == 400 and words in response.json()["error"]["message"] and client.called == []
+
+
 def test_groups_of_trainers() -> None:
     """The calls on the ranks, and the state after a failure."""
     group = {"master_address": "127.0.0.1", "master_port": 29555, "rank_offset": 1, "world_size": 3}

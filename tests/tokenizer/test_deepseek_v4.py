@@ -22,7 +22,9 @@ from tests.tokenizer.test_deepseek_v32 import BOS, CALLS, EOS, OPEN, SCHEMA, SHU
 from tests.tokenizer.tiny_tokenizer import make_tokenizer, save_tokenizer
 
 EFFORTS = {"low": "", "high": "HIGH\n\n", "max": "MAX\n\n"}
-CHAT = DeepseekV4Chat("TOOLS <{dsml_token}x> {thinking_start_token}{thinking_end_token}\n{tool_schemas}\n", EFFORTS)
+CHAT = DeepseekV4Chat(
+    "TOOLS <{dsml_token}x> {thinking_start_token}{thinking_end_token}\n{tool_schemas}\n", efforts=EFFORTS
+)
 DESCRIBED = f"\n\nTOOLS <｜DSML｜x> <think></think>\n{SCHEMA}\n"
 FIRST_RELEASE = '''
 import nothing_that_exists

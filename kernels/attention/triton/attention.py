@@ -305,7 +305,7 @@ class TritonGQA(_Backend):
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
         self._paged_as: dict[int | None, tuple[int, int, int, torch.dtype]] = {}
-        """Of the layers with each window: the arguments of `_cut`. Layers with equal windows are alike."""
+        """Arguments of `_cut` by window of the layers. Layers with equal windows are alike."""
 
     @property
     def capabilities(self) -> AttentionCapabilities:

@@ -83,6 +83,7 @@ class FlashMLA(MergesChunks):
         expanded: backend of the expanded form (`Row.lacks_expanded`).
         major: compute capability of the GPU; default: of the current GPU.
         index: the model's indexer: attention over selected tokens is needed.
+        sinks: of attention over selected tokens.
         kv_dtype: of the cache; unscaled e4m3 numbers need sgl_kernel's build.
 
     Raises:
@@ -93,16 +94,19 @@ class FlashMLA(MergesChunks):
 
     def __init__(
         self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None,
-        index: IndexWidths | None = None, kv_dtype: str = "auto",
+        index: IndexWidths | None = None, kv_dtype: str = "auto", sinks: bool = False,
     ) -> None:  # fmt: skip
         library = FLASH_MLA_FP8 if kv_dtype == E4M3_TENSOR else FLASH_MLA
         self._lib = library.load() if module is None else library.check(module)
-        if index is not None and not hasattr(self._lib, "flash_mla_sparse_fwd"):
+        selects = index is not None or sinks
+        if selects and not hasattr(self._lib, "flash_mla_sparse_fwd"):
             raise ImportError(f"{self._lib.__name__} lacks flash_mla_sparse_fwd: too old ({FLASH_MLA.install})")
         if kv_dtype == E4M3_TENSOR and not accepts(self._lib.flash_mla_with_kvcache, "descale_q"):
             raise ImportError(f"{self._lib.__name__} has no dense kernel for FP8 ({FLASH_MLA.install})")
         self._ones: Tensor | None = None  # scales of e4m3 queries and cache
-        self._sparse = None if index is None else sparse_attention(self._lib)
+        self._sparse = sparse_attention(self._lib) if selects else None
+        if sinks and self._sparse is not None and not self._sparse.sinks:
+            raise ImportError(f"{self._lib.__name__} has no attention sinks: too old ({FLASH_MLA.install})")
         self._plans_itself = needs_no_arguments(self._lib.get_mla_metadata)
         self._prefill = expanded
         self._buffer = PageBuffer()

@@ -1,7 +1,9 @@
 """FlashMLA over the tokens that an indexer selected: `flash_mla_sparse_fwd` for bf16 caches, the decode kernel with
-lists of slots for FP8 records. Both read lists of slots that end with -1.
+lists of slots for FP8 records. Both read lists of slots that end with -1. The first also has sinks, and rows that are
+keys and values as a whole (DeepSeek V4).
 
 Legend: T query tokens, H query heads, K selected tokens, C latent (512), P rotary width (64).
+Source of sinks and list lengths: FlashMLA, flash_mla/flash_mla_interface.py, csrc/api/sparse_fwd.h.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
 from moe_engine.kernels.kv_format.latent_records import PLAIN, form_of
 from moe_engine.kernels.vendors import limits
+from moe_engine.kernels.vendors.probe import accepts
 
 LISTED = 128
 """The number of listed tokens must be a multiple of 64 for records, of 128 for the bf16 kernel on Hopper."""
@@ -56,17 +59,13 @@ def sparse_attention(library: Any) -> SparseAttention:
         q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: _Lists, value_width: int,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        tokens, heads, width = q.shape
+        heads, width = q.shape[1:]
         if sinks is not None:
-            raise ValueError("FlashMLA's sparse attention is called without sinks")
+            return _with_sinks(library, q, cache, plan.indices(selected), selected.counts_device, scale, sinks)
         reason = limits.flashmla_absorbed(value_width, width - value_width) or limits.flashmla_records(heads)
         if reason:
             raise ValueError(reason)
-        form, padded = form_of(cache, LATENT, ROTARY), limits.flashmla_record_heads(heads)
-        query = q.contiguous()
-        if padded != heads:
-            query = q.new_zeros(tokens, padded, width)
-            query[:, :heads] = q
+        form, query = form_of(cache, LATENT, ROTARY), _padded(q)
         indices = plan.indices(selected)
         if form == PLAIN:
             out, _, _ = library.flash_mla_sparse_fwd(query, cache.unsqueeze(1), indices, scale, LATENT)
@@ -81,4 +80,31 @@ def sparse_attention(library: Any) -> SparseAttention:
             out = out.squeeze(1)
         return out[:, :heads]
 
-    return SparseAttention(_Lists, run, _Lists)
+    return SparseAttention(_Lists, run, _Lists, sinks=accepts(library.flash_mla_sparse_fwd, "attn_sink"))
+
+
+def _with_sinks(
+    library: Any, q: Tensor, cache: Tensor, indices: Tensor, counts: Tensor, scale: float, sinks: Tensor
+) -> Tensor:
+    """q [T, H, C], cache [num_slots, C] bf16, indices [T, 1, K], of which counts [T] are read -> [T, H, C]."""
+    heads, width = q.shape[1:]
+    reason = limits.flashmla_whole(width) or limits.flashmla_records(heads)
+    if reason or cache.dtype != q.dtype:
+        raise ValueError(reason or f"queries are {q.dtype}, the cache is {cache.dtype}")
+    query = _padded(q)
+    sinks = torch.nn.functional.pad(sinks, (0, query.shape[1] - heads))
+    out = library.flash_mla_sparse_fwd(
+        query, cache.unsqueeze(1), indices, scale, LATENT, attn_sink=sinks, topk_length=counts
+    )[0]
+    return out[:, :heads]  # type: ignore[no-any-return]
+
+
+def _padded(q: Tensor) -> Tensor:
+    """q [T, H, W], contiguous, with a number of heads that has kernels."""
+    tokens, heads, width = q.shape
+    padded = limits.flashmla_record_heads(heads)
+    if padded == heads:
+        return q.contiguous()
+    query = q.new_zeros(tokens, padded, width)
+    query[:, :heads] = q
+    return query

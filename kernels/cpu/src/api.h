@@ -40,7 +40,7 @@ API void moe_sample(const float* logits, int64_t ld, int64_t rows, int64_t vocab
                     const int64_t* top_k, const float* top_p, const float* min_p, const float* uniform,
                     int64_t* tokens);
 API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table,
-                    int64_t width, int interleaved, int64_t tokens, int64_t heads);
+                    int64_t width, int interleaved, int inverse, int64_t tokens, int64_t heads);
 API void moe_write_latent(int is_bf16, int weight_bf16, const void* kv_a, int64_t ld, const void* weight, float eps,
                           const int64_t* positions, const float* table, int64_t rotary, int interleaved,
                           const void* slots, int wide, int form, void* cache, int64_t cache_row, int64_t tokens,

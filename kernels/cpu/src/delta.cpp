@@ -1,6 +1,7 @@
 // Gated delta net without its projections: convolution, gated delta rule, gated norm (kernels/delta/protocol.py).
 //
-// Legend: R runs, Hk key heads, r value heads of a key head, Dk, Dv head widths, C = 2 Dk + r Dv, K taps.
+// Legend: R runs, Hk key heads, r value heads of a key head, Dk, Dv head widths, W decays of a value head (1 or Dk),
+// C = 2 Dk + r Dv, K taps.
 // A task is a key head of a run; its tokens follow each other, one step each, also in prompts: a result does not depend
 // on other runs, nor on how a prompt is cut. A token's state is written to its storage, and read from there.
 #include "api.h"
@@ -9,16 +10,24 @@
 namespace moe {
 
 struct Delta {
-  int64_t runs, key_heads, shared, key, value, taps;
+  int64_t runs, key_heads, shared, key, value, taps, decays;
   const int32_t* starts;   // [R + 1]
   const int64_t* reads;    // [R]
   const int64_t* stores;   // [T], -1: the state after the token is not stored
   const float* conv;       // [Hk, K, C]
   const float* a_log;      // [Hk r]
-  const float* dt_bias;    // [Hk r]
+  const float* dt_bias;    // [Hk r, W]
   const float* norm;       // [Dv]
   float* memory;           // [rows, Hk r, Dk, Dv]
   float eps;
+  float bound;             // of the log decay; 0: softplus
+  int32_t sigmoid;         // the output gate
+  int64_t strides[8];      // of tokens and key heads, of each input
+};
+
+template <class T>
+struct DeltaInputs {
+  const T *mixed, *z, *b, *a;  // [T, Hk, C], [T, Hk, r Dv], [T, Hk, r], [T, Hk, r W]
 };
 
 namespace {
@@ -26,7 +35,15 @@ namespace {
 constexpr int64_t BLOCK = 4;  // vectors of a value head's columns that are updated together
 constexpr float LENGTH_EPS = 1e-6f;
 
-INLINE float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); }
+// keep[i] = exp(log decay) of n decays of a head whose exp(a_log) is `rate`.
+template <class T>
+INLINE void decays_of(const T* a, const float* bias, float rate, float bound, int64_t n, float* keep) {
+  for (int64_t i = 0; i < n; i += LANES) {
+    const F16 x = load_some(a + i, n - i) + load_some(bias + i, n - i);
+    const F16 decay = bound ? set1(bound) * sigmoid(set1(rate) * x) : set1(-rate) * softplus(x);
+    store_some(keep + i, exp(decay), n - i);
+  }
+}
 
 // x /= its length, times scale.
 INLINE void to_length(float* x, int64_t n, float scale) {
@@ -40,10 +57,10 @@ INLINE void to_length(float* x, int64_t n, float scale) {
 }
 
 // One token of N vectors of columns of a value head: `from` and `to` [Dk, Dv] at these columns may be the same. The last
-// vector has `last` columns.
-template <int N>
+// vector has `last` columns. keep: a number, or with BY_CHANNEL one for each row.
+template <int N, bool BY_CHANNEL>
 INLINE void update(const float* from, float* to, int64_t key, int64_t row, int64_t last, const float* q,
-                   const float* k, const float* v, float keep, float beta, float* out) {
+                   const float* k, const float* v, const float* keep, float beta, float* out) {
   const auto at = [&](const float* p, int i) { return i + 1 == N ? load_some(p + i * LANES, last) : load(p + i * LANES); };
   const auto put = [&](float* p, int i, const F16& x) {
     if (i + 1 == N) store_some(p + i * LANES, x, last);
@@ -52,13 +69,13 @@ INLINE void update(const float* from, float* to, int64_t key, int64_t row, int64
   F16 known[N], change[N], sums[N];
   for (int i = 0; i < N; i++) known[i] = sums[i] = zero();
   for (int64_t d = 0; d < key; d++) {
-    const F16 kd = set1(k[d]);
+    const F16 kd = set1(BY_CHANNEL ? k[d] * keep[d] : k[d]);
     for (int i = 0; i < N; i++) known[i] = fma(kd, at(from + d * row, i), known[i]);
   }
-  const F16 kept = set1(keep), rate = set1(beta);
-  for (int i = 0; i < N; i++) change[i] = (at(v, i) - kept * known[i]) * rate;
+  const F16 common = set1(BY_CHANNEL ? 1.f : keep[0]), rate = set1(beta);
+  for (int i = 0; i < N; i++) change[i] = (at(v, i) - common * known[i]) * rate;
   for (int64_t d = 0; d < key; d++) {
-    const F16 kd = set1(k[d]), qd = set1(q[d]);
+    const F16 kd = set1(k[d]), qd = set1(q[d]), kept = BY_CHANNEL ? set1(keep[d]) : common;
     for (int i = 0; i < N; i++) {
       const F16 s = fma(kd, change[i], kept * at(from + d * row, i));
       put(to + d * row, i, s);
@@ -68,16 +85,17 @@ INLINE void update(const float* from, float* to, int64_t key, int64_t row, int64
   for (int i = 0; i < N; i++) put(out, i, sums[i]);
 }
 
+template <bool BY_CHANNEL>
 INLINE void update_head(const float* from, float* to, int64_t key, int64_t value, const float* q, const float* k,
-                        const float* v, float keep, float beta, float* out) {
+                        const float* v, const float* keep, float beta, float* out) {
   int64_t c = 0;
   for (; c + BLOCK * LANES <= value; c += BLOCK * LANES)
-    update<BLOCK>(from + c, to + c, key, value, LANES, q, k, v + c, keep, beta, out + c);
+    update<BLOCK, BY_CHANNEL>(from + c, to + c, key, value, LANES, q, k, v + c, keep, beta, out + c);
   for (; c < value; c += LANES)
-    update<1>(from + c, to + c, key, value, std::min<int64_t>(LANES, value - c), q, k, v + c, keep, beta, out + c);
+    update<1, BY_CHANNEL>(from + c, to + c, key, value, std::min<int64_t>(LANES, value - c), q, k, v + c, keep, beta, out + c);
 }
 
-// out = norm * (x / rms(x), rounded to T) * silu(z)
+// out = norm * (x / rms(x), rounded to T) * silu(z), or without that rounding and with a sigmoid
 template <class T>
 INLINE void gated_norm(const float* x, const T* z, const Delta& d, T* out) {
   F16 squares = zero();
@@ -88,20 +106,21 @@ INLINE void gated_norm(const float* x, const T* z, const Delta& d, T* out) {
   }
   const F16 scale = set1(1.f / std::sqrt(sum(squares) / float(n) + d.eps));
   for (int64_t i = 0; i < n; i += LANES) {
-    const F16 v = round_to(round_to(load_some(x + i, n - i), T{}) * scale, T{});
-    store_some(out + i, load_some(d.norm + i, n - i) * v * silu(load_some(z + i, n - i)), n - i);
+    const F16 v = round_to(load_some(x + i, n - i), T{}) * scale, gate = load_some(z + i, n - i);
+    const F16 gated = d.sigmoid ? v * sigmoid(gate) : round_to(v, T{}) * silu(gate);
+    store_some(out + i, load_some(d.norm + i, n - i) * gated, n - i);
   }
 }
 
 template <class T>
-void run_head(const Delta& d, int64_t run, int64_t head, const T* qkvz, int64_t ld, const T* ba, int64_t ld_ba,
-              T* tails, T* out) {
+void run_head(const Delta& d, int64_t run, int64_t head, const DeltaInputs<T>& in, T* tails, T* out) {
   const int64_t width = 2 * d.key + d.shared * d.value, heads = d.key_heads * d.shared, taps = d.taps;
   const int64_t tail_size = (taps - 1) * width, memory_size = d.key * d.value;
   const int64_t begin = d.starts[run], end = d.starts[run + 1];
   T* lines = scratch<T>(ROWS, taps * width);            // the last K inputs, a ring
-  float* taken = scratch<float>(VALUES, width + d.value);
+  float* taken = scratch<float>(VALUES, width + d.value + d.decays);
   float* mixed = taken + width;
+  float* keep = mixed + d.value;
   float* work = scratch<float>(TOTAL, d.shared * memory_size);  // the state of tokens that do not store it
   const auto tail_at = [&](int64_t row) { return tails + (row * d.key_heads + head) * tail_size; };
   const auto memory_at = [&](int64_t row) { return d.memory + (row * heads + head * d.shared) * memory_size; };
@@ -110,7 +129,10 @@ void run_head(const Delta& d, int64_t run, int64_t head, const T* qkvz, int64_t 
   const float* from = memory_at(d.reads[run]);
   for (int64_t t = begin; t < end; t++) {
     const int64_t newest = (t - begin + taps - 1) % taps, oldest = (newest + 1) % taps;
-    const T* input = qkvz + t * ld + head * (width + d.shared * d.value);
+    const T* input = in.mixed + t * d.strides[0] + head * d.strides[1];
+    const T* z = in.z + t * d.strides[2] + head * d.strides[3];
+    const T* b = in.b + t * d.strides[4] + head * d.strides[5];
+    const T* a = in.a + t * d.strides[6] + head * d.strides[7];
     std::memcpy(lines + newest * width, input, size_t(width) * sizeof(T));
     for (int64_t c = 0; c < width; c += LANES) {
       const int64_t some = width - c;
@@ -125,14 +147,16 @@ void run_head(const Delta& d, int64_t run, int64_t head, const T* qkvz, int64_t 
     float* to = store_row < 0 ? work : memory_at(store_row);
     for (int64_t i = 0; i < d.shared; i++) {
       const int64_t h = head * d.shared + i;
-      const T* gates = ba + t * ld_ba + 2 * head * d.shared;
-      const float b = to_float(gates[i]), a = to_float(gates[d.shared + i]);
-      const float keep = std::exp(-std::exp(d.a_log[h]) * softplus(a + d.dt_bias[h]));
+      decays_of(a + i * d.decays, d.dt_bias + h * d.decays, std::exp(d.a_log[h]), d.bound, d.decays, keep);
       T beta;
-      assign(beta, 1.f / (1.f + std::exp(-b)));
-      update_head(from + i * memory_size, to + i * memory_size, d.key, d.value, taken, taken + d.key,
-                  taken + 2 * d.key + i * d.value, keep, to_float(beta), mixed);
-      gated_norm(mixed, input + width + i * d.value, d, out + (t * heads + h) * d.value);
+      assign(beta, 1.f / (1.f + std::exp(-to_float(b[i]))));
+      const auto step = [&](auto by_channel) {
+        update_head<decltype(by_channel)::value>(from + i * memory_size, to + i * memory_size, d.key, d.value, taken,
+                                                 taken + d.key, taken + 2 * d.key + i * d.value, keep, to_float(beta),
+                                                 mixed);
+      };
+      d.decays > 1 ? step(std::true_type{}) : step(std::false_type{});
+      gated_norm(mixed, z + i * d.value, d, out + (t * heads + h) * d.value);
     }
     from = to;
     if (store_row >= 0)
@@ -144,17 +168,20 @@ void run_head(const Delta& d, int64_t run, int64_t head, const T* qkvz, int64_t 
 }  // namespace
 }  // namespace moe
 
-API void moe_gated_delta(int is_bf16, const moe::Delta* delta, const void* qkvz, int64_t ld, const void* ba,
-                         int64_t ld_ba, void* tails, void* out) {
+API void moe_gated_delta(int is_bf16, const moe::Delta* delta, const void* mixed, const void* z, const void* b,
+                         const void* a, void* tails, void* out) {
   using namespace moe;
   const Delta& d = *delta;
-  parallel(d.runs * d.key_heads, [&](int64_t task) {
-    const int64_t run = task / d.key_heads, head = task % d.key_heads;
-    if (is_bf16)
-      run_head(d, run, head, static_cast<const bf16*>(qkvz), ld, static_cast<const bf16*>(ba), ld_ba,
-               static_cast<bf16*>(tails), static_cast<bf16*>(out));
-    else
-      run_head(d, run, head, static_cast<const float*>(qkvz), ld, static_cast<const float*>(ba), ld_ba,
-               static_cast<float*>(tails), static_cast<float*>(out));
-  });
+  const auto run = [&](auto kind) {
+    using T = decltype(kind);
+    const auto of = [](const void* p) { return static_cast<const T*>(p); };
+    const DeltaInputs<T> inputs{of(mixed), of(z), of(b), of(a)};
+    parallel(d.runs * d.key_heads, [&](int64_t task) {
+      run_head(d, task / d.key_heads, task % d.key_heads, inputs, static_cast<T*>(tails), static_cast<T*>(out));
+    });
+  };
+  if (is_bf16)
+    run(bf16{});
+  else
+    run(float{});
 }

@@ -23,7 +23,7 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
   multiply(is_bf16, l.down, hidden, ldx, tokens, down);
   if (rank > 0) moe_rms_norm(is_bf16, 0, down, l.down.out, l.q_norm, l.eps, normed, tokens, rank);
   multiply(is_bf16, l.q, rank > 0 ? normed : hidden, rank > 0 ? rank : ldx, tokens, q);
-  moe_rotate(is_bf16, q + nope * size, l.heads * head, head, positions, l.table, l.rotary, l.interleaved, tokens,
+  moe_rotate(is_bf16, q + nope * size, l.heads * head, head, positions, l.table, l.rotary, l.interleaved, 0, tokens,
              l.heads);
   moe_write_latent(is_bf16, 0, down + rank * size, l.down.out, l.kv_norm, l.eps, positions, l.table, l.rotary,
                    l.interleaved, slots, 1, form, cache, cache_row, tokens, latent, l.latent_scale);
@@ -64,7 +64,7 @@ API void moe_gqa_layer(int is_bf16, const GQALayer* layer, const void* hidden, i
     moe_rms_norm(is_bf16, 0, q_row, l.width, l.q_norm, l.eps, q_row, l.heads, l.width);
     moe_rms_norm(is_bf16, 0, k_row, l.width, l.k_norm, l.eps, k_row, l.key_heads, l.width);
   }
-  moe_rotate(is_bf16, qkv, row, l.width, positions, l.table, l.rotary, l.interleaved, tokens, both);
+  moe_rotate(is_bf16, qkv, row, l.width, positions, l.table, l.rotary, l.interleaved, 0, tokens, both);
   if (c.form == 0) {
     const int64_t apart = row * size, head = l.width * size;
     moe_write_kv(k, apart, head, v, apart, head, slots, 1, c.k, c.k_row * size, c.v, c.v_row * size, tokens,

@@ -56,14 +56,14 @@ static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t
 
 // ---- rotary embedding ----
 
-template <class T>
+template <bool INVERSE, class T>
 static void rotate(T* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table, int64_t width,
                    bool interleaved, int64_t tokens, int64_t heads) {
   parallel_ranges(tokens, double(heads * width) * 0.3, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++)
       for (int64_t h = 0; h < heads; h++) {
         T* row = x + t * x_token + h * x_head;
-        rotate_row(row, row, table + positions[t] * width, width, interleaved);
+        rotate_row<INVERSE>(row, row, table + positions[t] * width, width, interleaved);
       }
   });
 }
@@ -154,15 +154,6 @@ static INLINE void best_of(const float* values, int32_t n, int32_t count, int32_
     for (; at > 0 && values[i] > values[index[at - 1]]; at--) index[at] = index[at - 1];
     index[at] = i;
   }
-}
-
-// log(1 + exp(x)) to float accuracy: with z = exp(-|x|), log(1 + z) is 2 artanh(z / (2 + z)), whose argument is at most
-// 1/3.
-static INLINE F16 softplus(const F16& x) {
-  const F16 z = exp(min(x, zero() - x)), s = z / (z + set1(2.f)), square = s * s;
-  F16 series = set1(2.f / 15);
-  for (int k = 13; k > 0; k -= 2) series = fma(series, square, set1(2.f / float(k)));
-  return fma(series, s, max(zero(), x));
 }
 
 // index: the K best experts by score and bias, of the best groups.
@@ -323,9 +314,13 @@ API void moe_silu_and_mul(int is_bf16, const void* gate_up, int64_t ld, void* ou
 }
 
 API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table,
-                    int64_t width, int interleaved, int64_t tokens, int64_t heads) {
+                    int64_t width, int interleaved, int inverse, int64_t tokens, int64_t heads) {
   typed(is_bf16, [&](auto a) {
-    rotate(OUT(decltype(a), x), x_token, x_head, positions, table, width, interleaved, tokens, heads);
+    auto* rows = OUT(decltype(a), x);
+    if (inverse)
+      rotate<true>(rows, x_token, x_head, positions, table, width, interleaved, tokens, heads);
+    else
+      rotate<false>(rows, x_token, x_head, positions, table, width, interleaved, tokens, heads);
   });
 }
 

@@ -23,16 +23,17 @@ INLINE float root_mean_square(const T* x, int64_t n, float eps) {
   return 1.f / std::sqrt(mean + eps);
 }
 
-// angles: R/2 cosines, then R/2 sines. `from` and `to` may be the same row.
-template <class T>
+// angles: R/2 cosines, then R/2 sines; INVERSE: by the negative angles. `from` and `to` may be the same row.
+template <bool INVERSE = false, class T>
 INLINE void rotate_row(const T* from, T* to, const float* angles, int64_t width, bool interleaved) {
   const int64_t half = width / 2;
   const float *cosines = angles, *sines = angles + half;
+  constexpr float sign = INVERSE ? -1.f : 1.f;
   if (!interleaved) {
     for (int64_t j = 0; j < half; j += LANES) {
       const int64_t here = half - j;
       F16 a = load_some(from + j, here), b = load_some(from + half + j, here);
-      F16 c = load_some(cosines + j, here), s = load_some(sines + j, here);
+      F16 c = load_some(cosines + j, here), s = set1(sign) * load_some(sines + j, here);
       store_some(to + j, a * c - b * s, here);
       store_some(to + half + j, b * c + a * s, here);
     }
@@ -43,15 +44,16 @@ INLINE void rotate_row(const T* from, T* to, const float* angles, int64_t width,
     for (; j + LANES <= half; j += LANES) {
       alignas(64) uint32_t units[LANES];
       std::memcpy(units, from + 2 * j, sizeof units);
-      F16 a = load_even(units), b = load_odd(units), c = load(cosines + j), s = load(sines + j);
+      F16 a = load_even(units), b = load_odd(units), c = load(cosines + j), s = set1(sign) * load(sines + j);
       store_units(units, a * c - b * s, b * c + a * s, T{});
       std::memcpy(to + 2 * j, units, sizeof units);
     }
   }
   for (; j < half; j++) {
     float a = to_float(from[2 * j]), b = to_float(from[2 * j + 1]);
-    assign(to[2 * j], a * cosines[j] - b * sines[j]);
-    assign(to[2 * j + 1], b * cosines[j] + a * sines[j]);
+    float c = cosines[j], s = sign * sines[j];
+    assign(to[2 * j], a * c - b * s);
+    assign(to[2 * j + 1], b * c + a * s);
   }
 }
 

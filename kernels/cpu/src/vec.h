@@ -331,6 +331,14 @@ INLINE F16 exp2(const F16& in) {
   }
   return r;
 }
+// log(1 + exp(x)) to float accuracy: with z = exp(-|x|), log(1 + z) is 2 artanh(z / (2 + z)), whose argument is at most
+// 1/3.
+INLINE F16 softplus(const F16& x) {
+  const F16 z = exp(min(x, zero() - x)), s = z / (z + set1(2.f)), square = s * s;
+  F16 series = set1(2.f / 15);
+  for (int k = 13; k > 0; k -= 2) series = fma(series, square, set1(2.f / float(k)));
+  return fma(series, s, max(zero(), x));
+}
 INLINE F16 sigmoid(const F16& x) { return set1(1.f) / (set1(1.f) + exp(zero() - x)); }
 INLINE F16 silu(const F16& x) { return x * sigmoid(x); }
 

@@ -31,6 +31,8 @@ from moe_engine.scheduler.transfer_state import Message, Receiving, State
 from moe_engine.types.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 
 CONNECT_SECONDS = 5.0
+CLOSED = f"closed in the handshake: a proxy without the server behind it, or other secrets: {SECRET_HINT}"
+"""A proxy accepts connections to a dead server and closes them, as a server with another secret does."""
 SOCKETS_OF_THREAD = 2
 logger = logging.getLogger("moe_engine")
 
@@ -189,7 +191,7 @@ class DecodeAgent(TransferAgent):
                 self._lose(peer, f"{peer.address}: not a message of a prefill server: {error}")
         while self._peers.get(peer.address) is peer and peer.monitor.poll(0):
             event = recv_monitor_message(peer.monitor)["event"]
-            failed = f"handshake failed; {SECRET_HINT}" if event & HANDSHAKE_FAILED else "no connection"
+            failed = CLOSED if event & HANDSHAKE_FAILED else "no connection"
             self._lose(peer, f"{peer.address}: {failed}")
 
     def _welcome(

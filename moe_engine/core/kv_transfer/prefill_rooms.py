@@ -15,8 +15,8 @@ from moe_engine.scheduler.transfer_state import WINDOW, Sending
 
 @dataclass
 class Consumer:
-    """A decode rank's connection. `rank` of `layout`. `waits`: for the answer to its first message. `window`: None until
-    its memory is known."""
+    """A decode rank's connection. `rank` of `layout`. `waits`: for the answer to its first message. `window`: None
+    until its memory is known."""
 
     heard: float
     layout: Layout = field(default_factory=Layout)

@@ -245,8 +245,8 @@ def _value(value: Any) -> str:
 
 
 def own_and_cached_pairs(tokens: int, cached: int, pairs: int) -> tuple[float, float]:
-    """Of the `pairs` of the new `tokens` of a step with themselves and those before them in their prompts: those among
-    new tokens, and those with the `cached` ones. Of several prompts, with equal shares of both."""
+    """Splits the `pairs` of a step's new `tokens` with themselves and the tokens before them in their prompts: pairs
+    among new tokens, and pairs with `cached` tokens. Several prompts have equal shares of both."""
     prompts = max((tokens * cached + tokens * tokens / 2) / max(pairs - tokens / 2, 0.5), 1.0)
     own = min(tokens * (tokens / prompts + 1) / 2, float(pairs))
     return own, pairs - own

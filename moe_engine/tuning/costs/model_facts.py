@@ -7,18 +7,19 @@ the planner also predicts other engines. Legend: weights are elements, not bytes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_fields import Fields, text_fields
+from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_mixtures import gpt_oss_fields
 from moe_engine.tuning.costs.form import KV_BYTES
 
-_COMPLETED = {"mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields}
-"""Families whose files may leave out the kinds of their layers, by `model_type`."""
+_COMPLETED = {"mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields}
+"""Families whose files may leave out the kinds of their layers, or name fields differently, by `model_type`."""
 
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
@@ -92,7 +93,7 @@ class ModelFacts:
 
     @property
     def kernels(self) -> int:
-        """Of a decode step in all layers."""
+        """Number of kernels of a decode step in all layers."""
         attention = sum(group.layers * group.kernels for group in self.attention)
         return attention + self.dense_layers * MLP + self.moe_layers * (ROUTED + MLP * bool(self.shared))
 
@@ -188,7 +189,9 @@ def _first(fields: Fields, *names: str) -> int:
 
 def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts, ...]:
     if fields.has("kv_lora_rank"):
-        return (_latent(fields, hidden, layers),)
+        states = _kinds(fields, layers).count("linear_attention") if fields.has("linear_num_value_heads") else 0
+        latent = (_latent(fields, hidden, layers - states),)
+        return (*latent, _by_channel(fields, hidden, states)) if states else latent
     kinds = _kinds(fields, layers)
     window = fields.integer("sliding_window", 0, minimum=0)
     full = grouped = sum(kind == "full_attention" for kind in kinds)
@@ -274,4 +277,17 @@ def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         replicated=0,
         kernels=LINEAR,
         state_numbers=values * fields.integer("linear_key_head_dim"),
+    )
+
+
+def _by_channel(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
+    """Kimi Delta Attention: `_linear` whose decays and output gates come from products of low rank."""
+    plain, key = _linear(fields, hidden, layers), fields.integer("linear_key_head_dim")
+    width = fields.integer("linear_num_key_heads") * key
+    heads = fields.integer("linear_num_key_heads")
+    return replace(
+        plain,
+        sharded=hidden * (4 * width + heads) + 2 * width * key,
+        replicated=2 * hidden * key,
+        kernels=LINEAR + 2,
     )

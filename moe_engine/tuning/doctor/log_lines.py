@@ -70,7 +70,7 @@ _TAGS = r"((?: [A-Z][A-Z_]*\d+)*)"
 _BRACKET = re.compile(rf"\[(?:({_STAMP})(?:[.,](\d+))?|(\d\d:\d\d:\d\d)){_TAGS}\]")
 _ANY_STAMP = re.compile(rf"({_STAMP})(?:[.,](\d+))?(?:{_TAGS}\])?")
 _RANK_BRACKET = re.compile(r"\[((?:DP|PP|TP)\d+(?: [A-Z][A-Z_]*\d+)*)[ \]]")
-"""Of a logging configuration with the time in front and the place in the code in the bracket."""
+"""Rank in the bracket of a logging configuration that writes the time before it, and the place in the code in it."""
 _SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
 _PREFIX_CHARS = 200
 _MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
@@ -113,7 +113,7 @@ START_WORDS = (
     "cuda_graph_setup.py",
     "init_memory_pool",
 )
-"""Of errors at the start, after the weights were loaded."""
+"""Texts of errors at the start, after the weights were loaded."""
 FOREIGN = {"Avg generation throughput: ": "vLLM", "num_scheduled_requests: ": "TensorRT-LLM"}
 """Words of other engines' lines about batches."""
 PREFILL_WORDS = ("prefill", "Prefill", "forward_extend", "alloc_for_extend", "alloc_token_slots")

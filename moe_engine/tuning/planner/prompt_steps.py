@@ -72,7 +72,7 @@ class PromptSteps:
         return seconds + (value(self._step(left * self.computed, self.before, left, groups)) if left > 1e-9 else 0.0)
 
     def _chunks(self, groups: float, value: Callable[[StepCost], float]) -> float:
-        """Of one prompt that is longer than a chunk."""
+        """Seconds of one prompt that is longer than a chunk."""
         left, before, seconds = round(self.computed), self.before, 0.0
         while left > 0:
             tokens = min(left, self.chunk)

@@ -114,7 +114,7 @@ def steady_state(
 
 
 def _of_engine(queue: float, rows: int, others: Others, prompt_s: float) -> Waiting:
-    """Of another engine, by its measured constants."""
+    """Waiting times of another engine, by its measured constants."""
     prompts = (rows - 1) * others.groups**UNEVEN if others.groups > 1 else others.count
     first = 0.5 * others.decode_s + prompt_s + queue * (rows - 1) * prompt_s
     return Waiting(first, prompts * (prompt_s + others.beside_s))

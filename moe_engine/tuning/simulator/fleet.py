@@ -312,5 +312,5 @@ class Fleet:
 
 
 def _logs_of(log: RankLog | None, first_group: int) -> GroupLogs | None:
-    """Of the groups of a replica, by their indices in it."""
+    """Logs of the groups of a replica, by their indices in it."""
     return None if log is None else lambda index, clock: log.of(first_group + index, clock)

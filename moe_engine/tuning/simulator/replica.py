@@ -275,7 +275,7 @@ class Replica:
         return self.spec.expert_skew if self.balancer is None else self.balancer.skew
 
     def _decode_cost(self, ahead: int = 0) -> StepCost:
-        """Of the step `ahead` steps after the next one, in which all groups are in a run without chunks."""
+        """Cost of the step `ahead` steps after the next one, in which all groups are in a run without chunks."""
         shape = self._runs.shape(ahead)
         return self.spec.costs.step(busiest([shape], shape.global_tokens, self._skew))
 

@@ -33,7 +33,7 @@ class KVSpec:
     layers: tuple[tuple[tuple[int, ...], ...], ...]
     dtype: torch.dtype
     entries: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Of each layer, the tokens of an entry (0: none) and the channels of its tensors; (): no layer has entries."""
+    """Tokens of an entry (0: none) and channels of its tensors, by layer; (): no layer has entries."""
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:

@@ -31,7 +31,7 @@ class StaticStates:
             self._rows = torch.full((max_tokens,), pool.max_rows, dtype=torch.int64, device=device)
 
     def runs(self, size: int, count: int) -> StateRuns:
-        """Of a graph for `size` requests with `count` tokens each."""
+        """Runs of a graph for `size` requests with `count` tokens each."""
         return static_runs(self._reads[:size], self._rows[: size * count])
 
     def fill(self, read: Tensor | None, stored: StateRuns | None, used: tuple[int, int]) -> None:

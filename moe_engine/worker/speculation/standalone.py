@@ -50,7 +50,7 @@ class StandaloneDrafter:
     ) -> None:
         self.model = model
         self.windows = windows
-        """Of the draft model's cache groups, the first group first."""
+        """Windows of the draft model's cache groups, the first group first."""
         self._batches = batches
         self._history = history
         self._sampler = sampler

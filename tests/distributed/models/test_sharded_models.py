@@ -52,6 +52,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
+    "kimi_linear": {},  # states beside a latent cache, products of low rank
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
@@ -174,7 +175,7 @@ def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, name: st
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash",
+        "kimi_linear", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:

@@ -15,18 +15,22 @@ from moe_engine.kernels.registry import Choice
 from tests.models.rows import cpu_rows_of
 
 ROWS = [row.name for row in cpu_rows_of(tables.DELTA)]
-SHAPES = (DeltaShape(2, 4, 8, 12, 4), DeltaShape(1, 3, 16, 80, 2), DeltaShape(3, 3, 24, 32, 3))
+SHAPES = (
+    DeltaShape(2, 4, 8, 12, 4),
+    DeltaShape(1, 3, 16, 80, 2),
+    DeltaShape(3, 3, 24, 32, 3, decays=24, sigmoid=True),
+    DeltaShape(1, 2, 20, 12, 2, decays=20, bound=-5.0),
+)
+"""With a decay for each value head, and for each channel of a key."""
 
 
 def draw(shape: DeltaShape, tokens: int, num_rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    inputs = DeltaInputs(
-        torch.randn(tokens, shape.key_heads * shape.projected).to(dtype),
-        torch.randn(tokens, 2 * shape.value_heads).to(dtype),
-    )
+    wide = torch.randn(tokens, shape.key_heads * (shape.mixed + shape.shared * shape.value)).to(dtype)
+    inputs = DeltaInputs.adjacent(wide, torch.randn(tokens, shape.value_heads * (1 + shape.decays)).to(dtype), shape)
     weights = DeltaWeights(
         torch.randn(shape.key_heads, shape.taps, shape.mixed),
         torch.empty(shape.value_heads).uniform_(0.01, 2).log(),
-        torch.randn(shape.value_heads),
+        torch.randn(shape.value_heads * shape.decays),
         1 + 0.2 * torch.randn(shape.value),
         1e-6,
     )
@@ -51,8 +55,7 @@ def recurrence(
         begin, row = int(runs.starts[i]), int(runs.reads[i])
         tail, memory = states.tail[row].clone(), states.memory[row].clone()
         for t in range(begin, begin + count):
-            heads = inputs.qkvz[t].view(shape.key_heads, shape.projected)
-            text = torch.cat((tail, heads[:, None, : shape.mixed]), 1)  # [Hk, K, C]
+            text = torch.cat((tail, inputs.mixed[t][:, None]), 1)  # [Hk, K, C]
             tail = text[:, 1:]
             taken = torch.nn.functional.silu((text * conv).sum(1))
             token = []
@@ -60,15 +63,16 @@ def recurrence(
                 head, place = divmod(h, shape.shared)
                 q, k, values = taken[head].split((shape.key, shape.key, shape.shared * shape.value))
                 v = values[place * shape.value : (place + 1) * shape.value]
-                z = heads[head, shape.mixed :][place * shape.value : (place + 1) * shape.value]
+                z = inputs.z[t, head, place * shape.value : (place + 1) * shape.value]
                 q, k = (x / (x.square().sum() + 1e-6).sqrt() for x in (q, k))
-                b, a = inputs.ba[t].view(shape.key_heads, 2, shape.shared)[head, :, place]
-                keep = (-a_log[h].exp() * torch.nn.functional.softplus(a + dt_bias[h])).exp()
-                state = keep * memory[h]
-                memory[h] = state + torch.outer(k, b.sigmoid() * (v - k @ state))
+                a = inputs.a[t, head].view(shape.shared, shape.decays)[place] + dt_bias.view(-1, shape.decays)[h]
+                rate, beta = a_log[h].exp(), inputs.b[t, head, place].sigmoid()
+                decay = shape.bound * (rate * a).sigmoid() if shape.bound else -rate * torch.log1p(a.exp())
+                state = decay.exp()[:, None] * memory[h]
+                memory[h] = state + torch.outer(k, beta * (v - k @ state))
                 found = q @ memory[h] / math.sqrt(shape.key)
                 found = norm * found / (found.square().mean() + weights.eps).sqrt()
-                token.append(found * torch.nn.functional.silu(z))
+                token.append(found * z.sigmoid() * (1 if shape.sigmoid else z))
             out.append(torch.cat(token))
             if (row := int(runs.rows[t])) >= 0:
                 states.tail[row], states.memory[row] = tail, memory
@@ -108,16 +112,17 @@ def test_prompts_and_stores(name: str, shape: DeltaShape) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_decodes(name: str, dtype: torch.dtype) -> None:
+def test_decodes(name: str, dtype: torch.dtype, shape: DeltaShape) -> None:
     runs = StateRuns.plain([1, 1, 1], torch.tensor([4, 0, 2]))
     assert runs.is_decode
-    compare(name, SHAPES[0], runs, 5, dtype, 1e-5 if dtype == torch.float32 else 2e-2)
+    compare(name, shape, runs, 5, dtype, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_run_does_not_depend_on_others_or_on_its_cut(name: str) -> None:
-    shape = SHAPES[0]
+@pytest.mark.parametrize("shape", SHAPES[::3], ids=str)
+def test_a_run_does_not_depend_on_others_or_on_its_cut(name: str, shape: DeltaShape) -> None:
     inputs, weights, states = draw(shape, 90, 4, torch.float32)
     whole = DeltaStates(*(x.clone() for x in states))
     together = kernel(name).run(inputs, weights, whole, StateRuns.plain([70, 20], torch.tensor([2, 0])), shape)

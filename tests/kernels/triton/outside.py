@@ -21,8 +21,16 @@ from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.linear import triton_heads
-from moe_engine.kernels.ops import triton_absorb, triton_norm, triton_norm_route, triton_rotary, triton_router
+from moe_engine.kernels.ops import (
+    triton_absorb,
+    triton_norm,
+    triton_norm_route,
+    triton_rotary,
+    triton_router,
+    triton_streams,
+)
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.streams import StreamWeights
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.kernels.sampling import triton_sampling
@@ -69,6 +77,9 @@ def launch(count: int) -> None:
     fp8, stream = ActivationFormat(True, True, True), there(count, 7168)
     norm = there(7168, dtype=torch.float32)
     ops.add_norm_route(fp8, hidden, stream, norm, 1e-6, gate, bias, triton_router.V3, real, True)
+    streams, residual = stream_weights(24, 4096), there(count, 4 * 4096 + 20)
+    ops.capabilities.mix_streams(None, residual, streams)
+    ops.capabilities.mix_streams(there(count, 4096), residual, streams)
     narrow = [there(4 * count + 1, dtype=torch.float32)[1:].split(count)[n] for n in range(4)]
     top_k = there(2 * count, dtype=torch.int64)[count:]
     parameters = SamplingParameters(None, *narrow[:3], top_k, True)  # type: ignore[arg-type]
@@ -76,6 +87,12 @@ def launch(count: int) -> None:
     sampling.greedy(logits)
     sampling.sample(logits, parameters, narrow[3])
     sampling.probabilities(logits, parameters, there(count, 1, dtype=torch.int64))
+
+
+def stream_weights(numbers: int, width: int) -> StreamWeights:
+    """Of four streams, as in DeepSeek V4."""
+    fn, *rest = (there(*shape, dtype=torch.float32) for shape in ((numbers, 4 * width), (numbers,), (numbers,)))
+    return StreamWeights(fn, *rest, 4, 20, 1e-6, 1e-6)
 
 
 def expected() -> list[AotCase]:
@@ -94,6 +111,7 @@ def expected() -> list[AotCase]:
         triton_norm_route.norm_route_case(
             "v3", 7168, triton_router.V3, 1, ActivationFormat(True, True, True), has_real=True, ids_dtype=int64
         ),
+        *(case for case in triton_streams.aot_cases() if "v4_flash_24_bf16" in case.name),
         *(case for case in triton_sampling.vocabulary_cases("v3", 129280) if "look_up_16" not in case.name),
     ]
 

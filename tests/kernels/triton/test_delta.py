@@ -9,7 +9,12 @@ from moe_engine.kernels.delta import triton_chunks, triton_delta
 from moe_engine.kernels.delta.protocol import DeltaShape, StateRuns
 from tests.kernels.reference.test_delta import compare, draw, kernel, recurrence, wide
 
-SHAPES = (DeltaShape(2, 4, 8, 12, 4), DeltaShape(1, 1, 20, 40, 2))
+SHAPES = (
+    DeltaShape(2, 4, 8, 12, 4),
+    DeltaShape(1, 1, 20, 40, 2),
+    DeltaShape(2, 2, 20, 12, 4, decays=20, sigmoid=True),
+    DeltaShape(1, 2, 8, 40, 2, decays=8, bound=-5.0),
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -29,14 +34,14 @@ def test_decodes_drafts_and_prompts(shape: DeltaShape, dtype: torch.dtype, monke
     compare("triton", shape, runs, 13, dtype, 3e-5 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("size", [16, 64])
-def test_chunks_of_keys_that_are_alike(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "decays"), [(16, 1), (64, 1), (64, 16)])
+def test_chunks_of_keys_that_are_alike(size: int, decays: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of nearly the same direction, beta near 1 and little decay: the powers of A would exceed float32."""
-    shape, count = DeltaShape(1, 1, 16, 16, 2), 80
+    shape, count = DeltaShape(1, 1, 16, 16, 2, decays), 80
     monkeypatch.setitem(triton_chunks.CHUNKS, torch.float32, size)
     inputs, weights, states = draw(shape, count, 1, torch.float32)
-    inputs.qkvz[:, :32] = 1 + 0.01 * torch.randn(count, 32)
-    inputs.ba[:] = torch.tensor([6.0, -6.0])
+    inputs.mixed[..., :32] = 1 + 0.01 * torch.randn(count, 1, 32)
+    inputs.b[:], inputs.a[:] = 6.0, -6.0
     weights.conv[:, :, :32].abs_()
     expected, runs = wide(states), StateRuns.plain([count], torch.tensor([0]))
     wanted = recurrence(wide(inputs), weights, expected, runs, shape)
@@ -47,3 +52,15 @@ def test_chunks_of_keys_that_are_alike(size: int, monkeypatch: pytest.MonkeyPatc
 
 def test_decodes() -> None:
     compare("triton", SHAPES[0], StateRuns.plain([1, 1, 1], torch.tensor([4, 0, 2])), 5, torch.float32, 1e-5)
+
+
+def test_channels_that_decay_quickly() -> None:
+    """A product of factors exp(G_i) and exp(-G_j) would exceed float32 within a block."""
+    shape, count = DeltaShape(1, 1, 16, 16, 2, decays=16), 70
+    inputs, weights, states = draw(shape, count, 1, torch.float32)
+    inputs.a[:, :, ::2] = 12.0
+    expected, runs = wide(states), StateRuns.plain([count], torch.tensor([0]))
+    wanted = recurrence(wide(inputs), weights, expected, runs, shape)
+    got = kernel("triton").run(inputs, weights, states, runs, shape)
+    for found, right in ((got, wanted), (states.memory, expected.memory)):
+        assert torch.linalg.vector_norm(found.double() - right) <= 3e-5 * torch.linalg.vector_norm(right)

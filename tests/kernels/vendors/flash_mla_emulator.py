@@ -117,8 +117,8 @@ def _module(arch: int, wheel: bool) -> Any:
         return _dense(q, k_cache, block_table, cache_seqlens, scale, causal)
 
     def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
-        must(d_v == LATENT and attn_sink is None and topk_length is None, "not emulated")
-        return _sparse_plain(q, kv, indices, sm_scale, 128 if arch == 9 else 64)
+        must(d_v == LATENT, "only values of 512")
+        return _sparse_plain(q, kv, indices, sm_scale, 128 if arch == 9 else 64, attn_sink, topk_length)
 
     calls = (wheel_metadata, wheel_with_kvcache) if wheel else (get_mla_metadata, flash_mla_with_kvcache)
     return SimpleNamespace(
@@ -196,18 +196,29 @@ def _sparse(q, k_cache, indices, scale, topk_length):
 
 
 @launched
-def _sparse_plain(q, kv, indices, scale, multiple):
-    """csrc/api/sparse_fwd.h: no batch dimension; an index of -1 or beyond the keys is skipped."""
+def _sparse_plain(q, kv, indices, scale, multiple, sink, lengths):
+    """csrc/api/sparse_fwd.h: no batch dimension; an index of -1 or beyond the keys is skipped, and so are those from
+    `lengths` on, whose keys may still make the result NaN. A sink scales the result, not the sums."""
     must(q.dtype == kv.dtype == torch.bfloat16, f"sparse prefill takes bf16, not {q.dtype} and {kv.dtype}")
     must(q.dim() == 3 and q.is_contiguous() and q.shape[1] in (64, 128), f"q is {list(q.shape)}, for 64 or 128 heads")
-    must(q.shape[2] == WIDTH and kv.shape[1:] == (1, WIDTH) and kv.stride(-1) == 1, f"keys are {list(kv.shape)}")
+    width = q.shape[2]
+    must(width in (WIDTH, LATENT) and kv.shape[1:] == (1, width) and kv.stride(-1) == 1, f"keys are {list(kv.shape)}")
     check_index(indices, "indices", 3)
     must(indices.shape[:2] == (len(q), 1) and indices.shape[2] % multiple == 0, f"indices {list(indices.shape)}")
+    if sink is not None:
+        must(sink.dtype == torch.float32 and sink.shape == (q.shape[1],) and sink.stride(0) == 1, "attn_sink")
+    if lengths is not None:
+        check_index(lengths, "topk_length")
+        must(lengths.shape == (len(q),) and bool((lengths <= indices.shape[2]).all()), "topk_length")
+        unread = indices[:, 0][torch.arange(indices.shape[2]) >= lengths[:, None]]
+        must(bool(((unread < 0) | (unread >= len(kv))).all()), "a key is listed behind topk_length")
     out = poison(*q.shape[:2], LATENT, dtype=q.dtype)
     sums = poison(*q.shape[:2], dtype=torch.float32)
     for token, listed in enumerate(indices[:, 0]):
         keys = kv[listed[(listed >= 0) & (listed < len(kv))].long()]
         result, lse = softmax_rows(q[token : token + 1], keys, keys[..., :LATENT], scale, everything(1, len(keys)))
+        if sink is not None:
+            result = result * (lse - torch.logaddexp(lse, sink.double())).exp().unsqueeze(-1)
         out[token], sums[token] = result[0].to(q.dtype), lse[0].float()
     return out, sums, sums
 

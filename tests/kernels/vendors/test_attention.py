@@ -157,6 +157,40 @@ def test_flashmla_over_selected_tokens(arch: int, heads: int, fp8: bool, most: i
         close_rows(got, selected_attention(q, exact, selected.slots, counts, scale, LATENT), 3)
 
 
+@pytest.mark.parametrize(("arch", "heads", "most"), [(9, 8, 130), (9, 64, 5), (10, 128, 640), (10, 70, 64)])
+def test_flashmla_with_sinks_over_whole_rows(arch: int, heads: int, most: int) -> None:
+    """DeepSeek V4: rows are keys and values; lists of several lengths, one plan for two layers."""
+    module = flash_mla_emulator.module(arch)
+    sparse = FlashMLA(module, TorchMLA(), arch, IndexWidths(64, 128, most), sinks=True).capabilities.sparse
+    counts, size, scale = [min(count, most) for count in (1, 3, 90, 640)], 700, LATENT**-0.5
+    selected = Selected(torch.empty(4, most, dtype=torch.int32), counts, torch.tensor(counts, dtype=torch.int32))
+    plan = sparse.plan_in_place(selected)
+    for _ in range(2):
+        cache = torch.full((size, LATENT), float("nan"), dtype=BF16)
+        selected.slots.fill_(-1)
+        for row, count in zip(selected.slots, counts):
+            row[:count] = torch.randperm(size)[:count].int()
+            cache[row[:count].long()] = normal(count, LATENT, dtype=BF16)
+        q, sinks = normal(4, heads, LATENT, dtype=BF16), torch.randn(heads)
+        got = sparse.run(q, cache, selected, scale, plan, LATENT, sinks)
+        for token, (own, count) in enumerate(zip(selected.slots, counts)):
+            keys = cache[own[:count].long()].double()
+            scores = torch.cat((q[token].double() @ keys.T * scale, sinks.double().unsqueeze(1)), 1)
+            close_rows(got[token : token + 1], (scores.softmax(1)[:, :-1] @ keys).unsqueeze(0), 3)
+
+
+def test_flashmla_without_sinks_is_refused() -> None:
+    module = flash_mla_emulator.module()
+    module.flash_mla_sparse_fwd = lambda q, kv, indices, sm_scale, d_v=512: None
+    with pytest.raises(ImportError, match="no attention sinks: too old"):
+        FlashMLA(module, TorchMLA(), 9, IndexWidths(64, 128, 512), sinks=True)
+    with pytest.raises(ValueError, match="sinks for rows of 512 channels, not 576"):
+        sparse = FlashMLA(flash_mla_emulator.module(), TorchMLA(), 9, sinks=True).capabilities.sparse
+        selected = Selected(torch.zeros(1, 1, dtype=torch.int32), [1], torch.ones(1, dtype=torch.int32))
+        cache = torch.zeros(1, WIDTH, dtype=BF16)
+        sparse.run(cache.view(1, 1, -1), cache, selected, 1.0, sparse.plan(selected), LATENT, torch.zeros(1))
+
+
 @pytest.mark.parametrize(("tokens", "flash_mla"), [(3, True), (PROMPT_TOKENS, False), (PROMPT_TOKENS, True)])
 def test_fa3_over_selected_tokens(tokens: int, flash_mla: bool) -> None:
     """Lists set after the plan and changed between layers, rows outside of them NaN. Steps of many tokens run on

@@ -13,7 +13,7 @@ import pytest
 
 from moe_engine.cli import doctor_libraries
 from moe_engine.kernels import tables
-from moe_engine.kernels.device import Device, IndexWidths, Need
+from moe_engine.kernels.device import Device, HeadWidths, IndexWidths, Need
 from moe_engine.kernels.registry import select
 from moe_engine.kernels.triton import availability
 from moe_engine.kernels.vendors import probe
@@ -99,10 +99,20 @@ def test_fp8_records_are_read_on_blackwell_too(everything_installed):
 
 @pytest.mark.parametrize("index", [None, IndexWidths(64, 128, 512)])
 def test_compressed_entries_need_sparse_attention_with_sinks(everything_installed, index):
-    need = replace(BF16, sinks=True, compression=True, index=index)
+    widths = HeadWidths(64, 1, 512, 512, 512)
+    need = replace(BF16, sinks=True, compression=True, index=index, widths=widths)
     choice = select("attention", tables.MLA, "auto", HOPPER, need)
-    assert choice.row.name in ("triton", "torch")
-    assert choice.refused["flashmla"] == "no attention sinks" and choice.refused["fa3"] == "no attention sinks"
+    assert choice.row.name == "triton" and choice.refused["fa3"] == "no attention sinks"
+    assert choice.refused["flashmla"] == "less preferred than triton"
+    for device in (HOPPER, BLACKWELL):
+        named = select("attention", tables.MLA, "flashmla", device, need)
+        assert named.options["sinks"] is True
+    for change, words in (
+        ({"dtype": "float16"}, "sinks for bfloat16 rows, not float16"),
+        ({"widths": replace(widths, latent=256)}, "rows of 512 channels, not 256"),
+        ({"widths": replace(widths, heads=256)}, "at most 128 query heads"),
+    ):
+        assert words in refusals("mla", HOPPER, replace(need, **change))["flashmla"]
 
 
 def test_sparse_attention_prefers_the_fastest_decode(everything_installed):

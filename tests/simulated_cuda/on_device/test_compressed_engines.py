@@ -1,21 +1,31 @@
-"""DeepSeek V4 on a simulated GPU: captured decodes and steps with drafts compute their rows on the device."""
+"""DeepSeek V4 on a simulated GPU: captured decodes and steps with drafts compute their rows on the device; the launches
+of a layer."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from moe_engine.kernels.backends import plan_kernels
+from moe_engine.kernels.device import Device
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.loader import LoadOptions, load_model
+from moe_engine.models.needs import need_of_model
 from moe_engine.worker.startup import build_runner
+from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
-from tests.models.v4_checkpoints import CSA, HCA
+from tests.models.stepper import Chunk, Stepper
+from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
 from tests.models.v4_mtp import make_agreeing
 from tests.simulated_cuda import kernels, quick_start
 from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared
-
-pytestmark = pytest.mark.drawn(1)
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}
 FIELDS: dict[str, Any] = {
@@ -28,6 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of the CPU, with contexts within the window and the top-k and beyond, padded steps, cached prefixes;
@@ -50,3 +61,35 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
         assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
     launched = set(kernels.launches)
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel", "compress_kernel"}
+
+
+LAUNCHES = {SLIDING: 23, HCA: 26, CSA: 39}
+
+
+def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton, with unquantized experts: a captured decode of two requests, whose kernels compute nothing."""
+    monkeypatch.setattr(kernels, "_call", lambda *args, **options: None)
+    fields = {"num_hidden_layers": 3, "layer_types": list(LAUNCHES), "num_hash_layers": 0, "index_n_heads": 4}
+    path = make_v4(tmp_path, dtype=torch.bfloat16, tokenizer=False, **fields)
+    config = load_model_config(path)
+    asked = dict.fromkeys(("attention", "experts", "ops", "indexer", "compression"), "triton")
+    need = need_of_model(config, "bfloat16", page_size=8)
+    backends = build_backends(plan_kernels(Device("cuda", "a GPU", (9, 0)), need, asked))
+    model: Any = load_model(path, config, LoadOptions("bfloat16", device="cuda"), backends)
+    stepper = Stepper(model, config, backends, torch.bfloat16, page_size=8, device="cuda")
+    stepper.lengths = [90] * 8
+    graph, begins = torch.cuda.CUDAGraph(), list[int]()
+    names: list[str] = graph.names  # type: ignore[attr-defined]
+
+    def marked(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (begins.append(len(names)), call(*args))[1]  # type: ignore[func-returns-value]
+
+    with torch.inference_mode():
+        batch = stepper.batch([Chunk(i, [5], True) for i in range(2)])
+        model.forward(batch)  # a plan in place needs a step before
+        batch = replace(batch, attention_plan=model.planner_of_decodes()(batch.attention))
+        model._calls = [marked(call) for call in model._calls]
+        with torch.cuda.graph(graph):
+            model.forward(batch)
+    counts = [end - begin for begin, end in pairwise([*begins, len(names)])]
+    assert dict(zip(LAUNCHES, counts, strict=True)) == LAUNCHES, names

@@ -1,0 +1,208 @@
+"""Residual streams in Triton, in two launches: `write_kernel` adds a result to the streams and multiplies them by the
+weights of the next mixing; `read_kernel` sums these products, makes the matrix doubly stochastic and reads the streams.
+
+A token's sums are cut by channels, at the same places in every step, so that a token's values do not depend on others.
+
+Legend: T tokens, D hidden, n streams, M numbers of a token, P parts of the channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+from moe_engine.kernels.triton.launch import element, row_stride, with_contiguous_rows
+
+MAX_STREAMS = 8
+"""Models with more are mixed in torch."""
+ROWS = 16
+"""Tokens of a program of `write_kernel`: the least rows of a matrix product."""
+WRITE_PART, WRITE_BLOCK, READ_BLOCK = 64, 32, 1024
+"""Channels of a program of `write_kernel`, of an iteration in it, and of a program of `read_kernel`."""
+STAGES = 2
+"""Of `write_kernel`: more of them do not fit the registers."""
+
+
+@dependent_jit(do_not_specialize=["num_tokens"])
+def write_kernel(
+    x, residual, fn, parts, x_stride, residual_stride, num_tokens,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    PART: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """residual [T, n D + n + n n]: with ADD, x [T, D] is added to the streams. parts [P, T, PADDED] = products of the
+    program's channels with fn [M, n D], then their sum of squares. Grid (tokens / ROWS, P)."""
+    wait_for_inputs()
+    token, number = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
+    live = token < num_tokens
+    line = residual + tl.multiple_of(token.to(tl.int64) * residual_stride, ALIGNED)
+    tail = line + STREAMS * WIDTH
+    products, squares = tl.zeros([ROWS, PADDED], tl.float32), tl.zeros([ROWS], tl.float32)
+    first = tl.program_id(1) * PART
+    for begin in range(first, first + PART, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        mask, place = live[:, None] & inside[None, :], line[:, None] + column[None, :]
+        streams = ()
+        for i in tl.static_range(STREAMS):
+            streams = streams + (tl.load(place + i * WIDTH, mask, 0.0).to(tl.float32),)  # type: ignore[assignment]
+        if ADD:
+            value = tl.load(x + token.to(tl.int64)[:, None] * x_stride + column[None, :], mask, 0.0).to(tl.float32)
+            new = ()
+            for j in tl.static_range(STREAMS):
+                summed = tl.load(tail + j, live, 0.0).to(tl.float32)[:, None] * value
+                for i in tl.static_range(STREAMS):
+                    share = tl.load(tail + STREAMS + i * STREAMS + j, live, 0.0).to(tl.float32)
+                    summed += share[:, None] * streams[i]
+                rounded = summed.to(residual.dtype.element_ty)
+                tl.store(place + j * WIDTH, rounded, mask)
+                new = new + (rounded.to(tl.float32),)  # type: ignore[assignment]
+            streams = new
+        for j in tl.static_range(STREAMS):
+            factors = fn + number[None, :] * (STREAMS * WIDTH) + j * WIDTH + column[:, None]
+            weight = tl.load(factors, (number < NUMBERS)[None, :] & inside[:, None], 0.0)
+            products = tl.dot(streams[j], weight, products, input_precision=PRECISION)
+            squares += tl.sum(streams[j] * streams[j], 1)
+    products = tl.where((number == NUMBERS)[None, :], squares[:, None], products)
+    target = parts + (tl.program_id(1).to(tl.int64) * num_tokens + token)[:, None] * PADDED + number[None, :]
+    tl.store(target, products, live[:, None])
+
+
+@triton.jit
+def _number(own, have, base, scale, index, some, factor):
+    """Numbers [I] of a token at `index`, from their parts at own [P]; 0 where `some` is false."""
+    total = tl.sum(tl.load(own[:, None] + index[None, :], have[:, None] & some[None, :], 0.0), 0)
+    return total * factor * tl.load(scale + index, some, 0.0) + tl.load(base + index, some, 0.0)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _doubly_stochastic(logits, some, floor, ITERATIONS: tl.constexpr):
+    """logits [N, N] -> rows and columns that sum to 1, as in `streams`; 0 where `some` is false."""
+    logits = tl.where(some, logits, -1e30)
+    matrix = tl.where(some, tl.exp(logits - tl.max(logits, 1)[:, None]), 0.0)
+    total = tl.sum(matrix, 1)
+    matrix = tl.where(some, matrix / tl.where(total > 0.0, total, 1.0)[:, None] + floor, 0.0)
+    matrix = tl.where(some, matrix / (tl.sum(matrix, 0)[None, :] + floor), 0.0)
+    for _ in range(ITERATIONS - 1):
+        matrix = tl.where(some, matrix / (tl.sum(matrix, 1)[:, None] + floor), 0.0)
+        matrix = tl.where(some, matrix / (tl.sum(matrix, 0)[None, :] + floor), 0.0)
+    return matrix
+
+
+@dependent_jit(do_not_specialize=["num_tokens"])
+def read_kernel(
+    residual, parts, base, scale, out, residual_stride, num_tokens, eps, floor,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
+    ALL_PARTS: tl.constexpr, SIDE: tl.constexpr, ITERATIONS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """out [T, D] = the sum of the streams by the token's numbers; with WRITES, those of the next result go behind the
+    streams. Grid (T, blocks of D)."""
+    wait_for_inputs()
+    token, part, stream = tl.program_id(0).to(tl.int64), tl.arange(0, ALL_PARTS), tl.arange(0, SIDE)
+    own, have, known = parts + (part.to(tl.int64) * num_tokens + token) * PADDED, part < PARTS, stream < STREAMS
+    squares = tl.sum(tl.load(own + NUMBERS, have, 0.0))
+    factor = tl.rsqrt(squares / (STREAMS * WIDTH) + eps)
+    shares = _sigmoid(_number(own, have, base, scale, stream, known, factor)) + floor
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    line = residual + tl.multiple_of(token * residual_stride, ALIGNED)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(STREAMS):
+        share = tl.sum(tl.where(stream == j, shares, 0.0))
+        total += share * tl.load(line + j * WIDTH + column, inside, 0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), inside)
+    if WRITES:  # noqa: SIM102 - a constant, and a value of the device
+        if tl.program_id(1) == 0:
+            kind: tl.constexpr = residual.dtype.element_ty
+            tail = line + STREAMS * WIDTH
+            written = 2.0 * _sigmoid(_number(own, have, base, scale, STREAMS + stream, known, factor))
+            tl.store(tail + stream, written.to(kind), known)
+            cell = tl.arange(0, SIDE * SIDE)
+            row, col = cell // SIDE, cell % SIDE
+            place, some = row * STREAMS + col, (row < STREAMS) & (col < STREAMS)
+            logits = _number(own, have, base, scale, 2 * STREAMS + place, some, factor)
+            square = tl.reshape(some, [SIDE, SIDE])
+            matrix = _doubly_stochastic(tl.reshape(logits, [SIDE, SIDE]), square, floor, ITERATIONS)
+            tl.store(tail + STREAMS + place, tl.reshape(matrix, [SIDE * SIDE]).to(kind), some)
+
+
+def mix(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
+    """`MixStreams`; a token's values do not depend on other tokens."""
+    if weights.count > MAX_STREAMS or residual.stride(1) != 1:
+        return mix_streams(x, residual, weights)
+    tokens, width = len(residual), weights.fn.shape[1] // weights.count
+    out = residual.new_empty(tokens, width)
+    if not tokens:
+        return out
+    stride = row_stride(residual)
+    writes, reads = _constants(weights, residual.dtype, stride)
+    parts = torch.empty(reads["PARTS"], tokens, writes["PADDED"], dtype=torch.float32, device=residual.device)
+    added = residual if x is None else with_contiguous_rows(x)
+    write_kernel[(triton.cdiv(tokens, ROWS), reads["PARTS"])](
+        added, residual, weights.fn, parts, row_stride(added), stride, tokens, **writes, ADD=x is not None,
+        num_warps=4, num_stages=STAGES,
+    )  # fmt: skip
+    read_kernel[(tokens, triton.cdiv(width, READ_BLOCK))](
+        residual, parts, weights.base, weights.scale, out, stride, tokens, weights.eps, weights.floor, **reads,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _constants(weights: StreamWeights, dtype: torch.dtype, stride: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of both kernels, but for ADD. `stride`: of the residual's rows."""
+    n, numbers = weights.count, len(weights.base)
+    width = weights.fn.shape[1] // n
+    parts = triton.cdiv(width, WRITE_PART)
+    both = {
+        "STREAMS": n, "WIDTH": width, "NUMBERS": numbers, "PADDED": max(16, next_power_of_2(numbers + 1)),
+        "ALIGNED": next(size for size in (16, 8, 4, 2, 1) if stride % size == 0),
+    }  # fmt: skip
+    writes = {"ROWS": ROWS, "PART": WRITE_PART, "BLOCK": WRITE_BLOCK, "PRECISION": "tf32x3"}
+    reads = {
+        "PARTS": parts, "ALL_PARTS": next_power_of_2(parts), "SIDE": next_power_of_2(n),
+        "ITERATIONS": weights.iterations, "WRITES": weights.writes, "BLOCK": READ_BLOCK,
+    }  # fmt: skip
+    return both | writes, both | reads
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek V4-Flash and V4-Pro: before and after a part of a layer, and the head."""
+    cases = []
+    for label, width in (("v4_flash", 4096), ("v4_pro", 7168)):
+        for dtype, numbers, add in (
+            (torch.bfloat16, 24, True), (torch.bfloat16, 24, False), (torch.bfloat16, 4, True),
+            (torch.float32, 24, True),
+        ):  # fmt: skip
+            vector = torch.empty(numbers, device="meta")
+            weights = StreamWeights(torch.empty(numbers, 4 * width, device="meta"), vector, vector, 4, 20, 1e-6, 1e-6)
+            writes, reads = _constants(weights, dtype, 4 * width + 20)
+            kind, name = f"*{element(dtype)}", f"{label}_{numbers}_{element(dtype)}{'' if add else '_first'}"
+            signature = {
+                "x": kind, "residual": kind, "fn": "*fp32", "parts": "*fp32", "x_stride": "i32:16",
+                "residual_stride": "i32", "num_tokens": "i32",
+            }  # fmt: skip
+            if not add:
+                signature["x_stride"] = "i32"  # of the residual
+            constants = writes | {"ADD": add}
+            cases.append(AotCase(f"write_streams_{name}", write_kernel, signature, constants, 4, STAGES, True))
+            signature = {
+                "residual": kind, "parts": "*fp32", "base": "*fp32", "scale": "*fp32", "out": kind,
+                "residual_stride": "i32", "num_tokens": "i32", "eps": "fp32", "floor": "fp32",
+            }  # fmt: skip
+            if add:
+                cases.append(AotCase(f"read_streams_{name}", read_kernel, signature, reads, 4, 3, False))
+    return cases

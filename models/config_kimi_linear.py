@@ -1,0 +1,75 @@
+"""config.json of Kimi Linear -> ModelConfig. Imports no torch.
+
+Published files and those that transformers saves name fields differently: both are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_families import parse_deepseek
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.state_config import DeltaConfig, StateGroup
+
+_PUBLISHED = {
+    "num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok", "num_shared_experts": "n_shared_experts",
+    "num_expert_group": "n_group", "moe_renormalize": "norm_topk_prob", "model_max_length": "max_position_embeddings",
+    "moe_router_activation_func": "scoring_func",
+}  # fmt: skip
+"""Fields under DeepSeek's names."""
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+def kimi_linear_fields(fields: Fields) -> Fields:
+    """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
+    raw = {_PUBLISHED.get(name, name): value for name, value in fields.present().items()}
+    own = fields.section("linear_attn_config") or Fields({}, fields.source)
+    heads = own.integer("num_heads", None) or fields.integer("linear_num_heads", 32)
+    width = own.integer("head_dim", None) or fields.integer("linear_head_dim", 128)
+    taps = own.integer("short_conv_kernel_size", None, minimum=2)
+    raw |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
+    raw |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width)
+    raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
+    raw["layer_types"] = _kinds(fields, own, fields.integer("num_hidden_layers"))
+    return Fields(raw, fields.source)
+
+
+def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Kimi-Linear-48B-A3B: Kimi Delta Attention, MLA without positions, a sigmoid router with a bias."""
+    if not fields.flag("mla_use_nope", True):
+        fields.fail("mla_use_nope", "is false: MLA with rotated keys is not supported in this family")
+    raw = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | dict(kimi_linear_fields(fields).raw)
+    read = Fields({**raw, "rope_scaling": None, "rope_parameters": None}, fields.source)
+    if read.text("scoring_func") != "sigmoid":
+        fields.fail("moe_router_activation_func", f"{raw['scoring_func']!r} is not supported; supported: sigmoid")
+    config = parse_deepseek(read, generation)
+    heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
+    taps = read.integer("linear_conv_kernel_dim")
+    delta = DeltaConfig(heads, heads, width, width, taps, joined=False, by_channel=True)
+    states = tuple(i for i, kind in enumerate(raw["layer_types"]) if kind == _LINEAR)
+    return replace(
+        config,
+        rope=replace(config.rope, kind="none"),
+        delta=delta,
+        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        raw=fields.raw,
+    )
+
+
+def _kinds(fields: Fields, own: Fields, layers: int) -> list[str]:
+    """The kind of each layer: `layer_types`, or the published lists, whose first layer is 1."""
+    kinds = fields.raw.get("layer_types")
+    if kinds is None and own.has("full_attn_layers") and own.has("kda_layers"):
+        published = dict.fromkeys(own.raw["full_attn_layers"], _FULL) | dict.fromkeys(own.raw["kda_layers"], _LINEAR)
+        kinds = [published.get(i + 1) for i in range(layers)]
+    if kinds is None:
+        kinds = [_FULL if i and i % 4 == 0 else _LINEAR for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (_LINEAR, _FULL) for kind in kinds):
+        fields.fail("layer_types, linear_attn_config", f"give {layers} layers one of {_LINEAR}, {_FULL}, not {kinds!r}")
+    if _FULL not in kinds[:layers]:
+        fields.fail("layer_types, linear_attn_config", "have no layer of MLA; a model without KV is not supported")
+    return kinds[:layers]

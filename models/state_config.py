@@ -1,0 +1,77 @@
+"""Layers with a state of fixed size for each request, in the place of KV. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Data types of `StatePart`, with the bytes of a number."""
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A tensor of a request's state. dtype: torch's name (None: that of the activations). `sharded`: the dimension that
+    is divided over the ranks of an attention group (None: each rank has the whole tensor)."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    sharded: int | None = None
+
+    def num_bytes(self, activations: str) -> int:
+        """Bytes of the part in one layer. activations: name of their dtype."""
+        return math.prod(self.shape) * STATE_BYTES[self.dtype or activations]
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """Layers without KV that keep a state of fixed size for each request (recurrent layers, linear attention).
+
+    `stores_any`: the layers store states according to `ForwardBatch.state_runs`, also those of tokens before the last,
+    so that prefixes can be cached.
+    """
+
+    layers: tuple[int, ...]
+    parts: tuple[StatePart, ...]
+    stores_any: bool = False
+
+    def num_bytes(self, activations: str) -> int:
+        """Bytes of a request in all layers of the group."""
+        return len(self.layers) * sum(part.num_bytes(activations) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Gated delta net (Qwen3-Next): key and value heads, their widths, taps of the convolution. `joined`: the
+    checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5).
+    `by_channel`: Kimi Delta Attention, with a decay for each channel of a key, and as many key heads as value heads."""
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    taps: int
+    joined: bool = True
+    by_channel: bool = False
+
+    @property
+    def decays(self) -> int:
+        """Decays of a value head."""
+        return self.key if self.by_channel else 1
+
+    @property
+    def block(self) -> str:
+        """Name of a layer's block in the checkpoint."""
+        return "self_attn" if self.by_channel else "linear_attn"
+
+    @property
+    def shared(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def state_parts(self) -> tuple[StatePart, StatePart]:
+        """The convolution's last inputs, by key head, and the memory of each value head."""
+        mixed = 2 * self.key + self.shared * self.value
+        tail = StatePart((self.key_heads, self.taps - 1, mixed), sharded=0)
+        return tail, StatePart((self.value_heads, self.key, self.value), "float32", sharded=0)

@@ -1,0 +1,55 @@
+"""Residual streams in Triton, under the interpreter, against the torch operation (`tests/kernels/cpu/test_streams.py`
+compares that with transformers)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_engine.kernels.ops.streams import mix_streams
+from tests.kernels.cpu.test_streams import run, weights_of
+
+triton_streams = pytest.importorskip("moe_engine.kernels.ops.triton_streams", reason="needs triton")
+TritonOps = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton").TritonOps
+
+SHAPES = [(4, 64, 1), (4, 1100, 3), (2, 130, 17), (3, 40, 5), (1, 16, 2), (9, 24, 2)]
+"""Streams, channels, tokens: parts of blocks, several programs of tokens and of channels, more streams than a kernel
+has."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_streams(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    n, width, tokens = shape
+    residual = torch.randn(tokens, n * width + n + n * n).to(dtype)
+    inputs = [torch.randn(tokens, width).to(dtype) for _ in range(3)]
+    weights = [weights_of(n, width, iterations=k) for k in (20, 1, 3)] + [weights_of(n, width, writes=False)]
+    mix = TritonOps().capabilities.mix_streams
+    found, wanted = run(mix, inputs, residual, weights), run(mix_streams, inputs, residual, weights)
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+def test_a_token_does_not_depend_on_others() -> None:
+    n, width, tokens = 4, 100, 19
+    residual = torch.randn(tokens, n * width + n + n * n).bfloat16()
+    inputs, weights = [torch.randn(tokens, width).bfloat16()], [weights_of(n, width), weights_of(n, width)]
+    together = run(triton_streams.mix, inputs, residual, weights)
+    for t in (0, 15, 18):
+        part = slice(t, t + 1)
+        alone = run(triton_streams.mix, [x[part] for x in inputs], residual[part], weights)
+        assert all(torch.equal(one, all_[part]) for one, all_ in zip(alone, together, strict=True))
+
+
+def test_strided_inputs_and_no_tokens() -> None:
+    n, width = 4, 48
+    wide = torch.randn(6, n * width + n + n * n + 7)
+    residual, x, before = wide[1:5, :-7], torch.randn(6, 2 * width)[1:5, :width], wide.clone()
+    weights = weights_of(n, width)
+    wanted = run(mix_streams, [x], residual, [weights, weights])
+    found = [triton_streams.mix(None, residual, weights), triton_streams.mix(x, residual, weights), residual]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert torch.equal(wide[:, -7:], before[:, -7:]) and torch.equal(wide[0], before[0])
+    assert triton_streams.mix(None, residual[:0], weights).shape == (0, width)
