@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from moe_engine.config.absent_flags import absent_flags, keyword_of, unknown_flag
 from moe_engine.config.field import FieldInfo, fields_of, option_of
+from moe_engine.config.numbers import READERS
 from moe_engine.errors import ConfigError, did_you_mean
 
 GROUPS = {
@@ -30,6 +31,11 @@ GROUPS = {
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError with one message, without argparse's usage page."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for kind, read in READERS.items():
+            self.register("type", kind, read)
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")

@@ -71,7 +71,7 @@ def resolve(
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)
-    args = with_states(args, model, None if draft is None else draft.config, parallel.topology, record)
+    args = with_states(args, model, None if draft is None else draft.config, record)
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
     dtype = resolve_dtype(args, model, machine, record)
     kv_dtype = resolve_kv_dtype(args, dtype, record)

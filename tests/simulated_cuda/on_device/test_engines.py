@@ -29,6 +29,7 @@ from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
+from tests.models.checkpoints import make_checkpoint
 from tests.models.latent_scales import add_latent_scales
 from tests.models.mxfp4 import mxfp4_copy
 from tests.simulated_cuda import kernels, libraries, quick_start, streams
@@ -243,6 +244,20 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
     assert [wait for step in (replayed if drafts else found.steps) for wait in step.waits] == []
     launched = set(kernels.launches)
     assert launched >= {"conv_update_kernel", "delta_kernel", "gated_norm_kernel", "system_kernel", "states_kernel"}
+
+
+@pytest.mark.exhaustive
+def test_captured_steps_of_decays_by_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi Linear: the same beside MLA, all of whose tokens have position 0."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    monkeypatch.setattr(triton_delta, "SHORT", 3)
+    path = make_checkpoint("kimi_linear", tmp_path / "model", 5, num_experts=4, num_experts_per_token=2)
+    requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
+    flags = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
+    found = compared(path, tmp_path, requests, flags, cuda_graph_bs_decode="2", **FEW)
+    assert found.num_graphs and any(step.cuda_graph for step in found.steps)
+    assert [wait for step in found.steps for wait in step.waits] == []
+    assert set(kernels.launches) >= {"delta_kernel", "gated_norm_kernel", "system_kernel", "states_kernel"}
 
 
 def check_one_wait_a_step(run: Run) -> None:
