@@ -21,6 +21,7 @@ from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from moe_engine.kernels.delta import triton_delta
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
+from moe_engine.planning import sparse_attention
 from moe_engine.types import StepPlan
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
@@ -181,6 +182,25 @@ def test_sparse_decodes_are_captured(tmp_path: Path) -> None:
     assert min(lens) <= 8 < max(lens)
     launched = set(kernels.launches)
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel"}
+
+
+def test_index_keys_in_fp8_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek V3.2 with the index keys of a GPU, records beside latents: the tokens of the CPU with such keys. Decodes
+    beyond the top-k are replayed, prefixes are cached."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    monkeypatch.setattr(sparse_attention, "FP8_KEYS", {("cpu", "float32"), ("cuda", "float32")})
+    fields = {"index_head_dim": 16, "index_topk": 8, "num_hidden_layers": 1, "first_k_dense_replace": 1}
+    path = agreeing_checkpoint("deepseek_v32", tmp_path / "model", 5, **fields)
+    requests = script([GREEDY, GREEDY])
+    expected = serve(path, tmp_path, requests, device="cpu")
+    more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "ops_backend": "triton"}
+    found = serve(path, tmp_path, requests, device="cuda", **more)
+    check_answers(found.answers, expected.answers, tolerance=0.02)
+    assert any(answer.cached_tokens for answer in found.answers.values())
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert max(start + 1 for step in replayed for start in step.plan.starts) > 8
+    assert found.num_graphs == 2 and found.waits == []
+    assert set(kernels.launches) >= {"router_logits_kernel", "index_rows_kernel", "scores_kernel", "select_kernel"}
 
 
 def test_experts_stay_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
