@@ -28,7 +28,7 @@ _HASH, _CHOSEN = "hash_moe", "moe"
 
 def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """V4-Flash and V4-Pro: windows beside compressed entries, four residual streams, experts in every layer."""
-    attention = _attention(fields)
+    attention = compressed_attention(fields)
     moe = _experts(fields)
     layers = fields.integer("num_hidden_layers")
     config = build_config(
@@ -52,7 +52,8 @@ def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
 
 
-def _attention(fields: Fields) -> CompressedConfig:
+def compressed_attention(fields: Fields) -> CompressedConfig:
+    """Raises ConfigError."""
     head_dim = fields.integer("head_dim", 512)
     rotary = fields.integer("qk_rope_head_dim", None)
     if rotary is None:

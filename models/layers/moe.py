@@ -56,7 +56,8 @@ Choice = tuple[Tensor, Tensor]
 def router_spec(moe: MoEConfig, num_shared: int = 0, ep: Share = WHOLE) -> RouterSpec:
     """The router settings for the kernels; num_shared: shared experts fused into the routed ones. With them the ranks
     of `ep` hold different routed experts, and each adds its part of the shared ones' result."""
-    count, several = ep.width(moe.num_experts), bool(num_shared) and ep.size > 1
+    several = bool(num_shared) and ep.size > 1
+    count = ep.width(moe.num_experts) if several else moe.num_experts  # placed experts need no equal parts
     return RouterSpec(
         shared_gate=bool(num_shared) and moe.shared_gate,
         shared_weight=1 / ep.size if several else 1.0,

@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_engine.cli.plan_measured import measured_launch, plan_measured
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.numbers import real_number, whole_number
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.tuning.costs.efficiency import engines, load_efficiency
@@ -184,7 +185,7 @@ def _check_experts(args: EngineArgs, facts: ModelFacts, file: str) -> None:
 def _acceptance(own: Mapping[str, Any]) -> float:
     text = own.get("mtp_acceptance", "0.8")
     try:
-        value = float(text)
+        value = real_number(text)
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
@@ -196,7 +197,7 @@ def _count(own: Mapping[str, Any], name: str, default: int | None) -> int | None
     if name not in own:
         return default
     try:
-        value = int(own[name])
+        value = whole_number(own[name])
     except ValueError:
         value = 0
     if value < 1:

@@ -22,6 +22,7 @@ from moe_engine.cli.simulate_checks import check, check_launch, left_out, parsed
 from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, known_options, parse_flags
+from moe_engine.config.numbers import real_number
 from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve_elastic import Coverage
@@ -254,7 +255,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
     acceptance = source.acceptance
     if own.acceptance:
         try:
-            acceptance = tuple(float(rate) for rate in own.acceptance.split(","))
+            acceptance = tuple(real_number(rate) for rate in own.acceptance.split(","))
         except ValueError:
             acceptance = (-1.0,)
         if not all(0 <= rate <= 1 for rate in acceptance):

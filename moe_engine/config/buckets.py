@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from moe_engine.config.numbers import real_number
+
 _USE = "use `custom 100 1000 10000`, `tse 1000 2 8` or `default`"
 
 
@@ -23,7 +25,7 @@ def token_buckets(rule: str) -> tuple[float, ...] | None:
     if kind not in ("custom", "tse"):
         raise ValueError(f"not a rule of buckets; {_USE}")
     try:
-        numbers = [float(word) for word in words]
+        numbers = [real_number(word) for word in words]
     except ValueError:
         raise ValueError(f"{kind} takes numbers; {_USE}") from None
     if not all(map(math.isfinite, numbers)):

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from moe_engine.config.absent_flags import absent_flags, keyword_of, unknown_flag
 from moe_engine.config.field import FieldInfo, fields_of, option_of
+from moe_engine.config.numbers import READERS
 from moe_engine.errors import ConfigError, did_you_mean
 
 GROUPS = {
@@ -31,8 +32,14 @@ GROUPS = {
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError with one message, without argparse's usage page."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for kind, read in READERS.items():
+            self.register("type", kind, read)
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.replace("argument ", "", 1) if message.startswith("argument ") else message)
+        message = message.removeprefix("argument ")
+        raise ConfigError(message.replace("ignored explicit argument", "takes no value; leave out"))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raises ConfigError for an unknown argument, with the nearest flag."""
@@ -131,7 +138,8 @@ def _refuse_unknown(accepted: Sequence[str], unknown: Sequence[str]) -> None:
         return
     word = next((text for text in unknown if text.startswith("-")), None)
     if word is None:
-        raise ConfigError(f"{unknown[0]}: stray argument; every option has a name, for instance --model-path PATH")
+        words = "every option has a name, for instance --model-path PATH; flags that switch something on take no value"
+        raise ConfigError(f"{unknown[0]}: stray argument; {words}")
     word = word.split("=")[0]
     raise ConfigError(f"{word}: {unknown_flag(word, accepted)}; --help lists all flags")
 

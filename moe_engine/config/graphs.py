@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.config.field import flag
+from moe_engine.config.numbers import whole_number
 from moe_engine.config.values import parse_count
 
 
 def parse_sizes(text: str) -> str:
     """``8 1,4`` -> ``1 4 8``. Raises ValueError."""
-    sizes = sorted({int(word) for word in text.replace(",", " ").split()})
+    sizes = sorted({whole_number(word) for word in text.replace(",", " ").split()})
     if not sizes or sizes[0] < 1:
         raise ValueError("batch sizes are at least 1")
     return " ".join(map(str, sizes))

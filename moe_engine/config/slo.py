@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_engine.config.numbers import real_number
 from moe_engine.errors import ConfigError, did_you_mean
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -52,7 +53,7 @@ def name_values(flag: str, text: str, names: tuple[str, ...], example: str) -> d
 def _seconds(name: str, text: str) -> float:
     unit = next((unit for unit in ("us", "ms", "s") if text.endswith(unit)), None)
     try:
-        value = float(text.removesuffix(unit)) * UNITS[unit] if unit else float("nan")
+        value = real_number(text.removesuffix(unit)) * UNITS[unit] if unit else float("nan")
     except ValueError:
         value = float("nan")
     if not 0 < value < 1e6:

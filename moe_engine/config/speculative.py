@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.config.field import flag
+from moe_engine.config.numbers import whole_number
 
 AUTO = "auto"
 
@@ -16,7 +17,7 @@ def parse_steps(text: str) -> str:
     """``auto`` or a whole number that is not negative, as text. Raises ValueError."""
     if text.strip().lower() == AUTO:
         return AUTO
-    number = int(text)
+    number = whole_number(text)
     if number < 0:
         raise ValueError("must not be negative")
     return str(number)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from moe_engine.config.field import FieldInfo, Flag
+from moe_engine.config.numbers import READERS, real_number, whole_number
 from moe_engine.errors import ConfigError, NotAvailableYet, did_you_mean
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -16,11 +17,11 @@ def parse_count(text: str) -> int:
     lower = text.strip().lower().replace("_", "")
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         if lower.endswith(suffix):
-            value = float(lower[: -len(suffix)]) * SUFFIXES[suffix]
+            value = real_number(lower[: -len(suffix)]) * SUFFIXES[suffix]
             if value != int(value):
                 raise ValueError(f"{text} is not a whole number")
             return int(value)
-    return int(lower)
+    return whole_number(lower)
 
 
 def parse_json_object(text: str) -> str:
@@ -83,7 +84,7 @@ def _convert(info: FieldInfo, value: Any) -> Any:
 
 
 def _parse(info: FieldInfo, text: str) -> Any:
-    parse = info.flag.parse or info.type
+    parse = info.flag.parse or READERS.get(info.type, info.type)
     try:
         return parse(text)
     except ValueError as error:

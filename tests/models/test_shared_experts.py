@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.moe import MoE, router_spec
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import WHOLE, Share
@@ -143,3 +143,10 @@ def test_ranks_split_shared_experts_that_would_cost_more_in_slots(folder: Path) 
     config = load_model_config(folder)
     assert config.moe is not None and layer.shared is not None
     assert layer.weights.num_experts == config.moe.num_experts // 2
+
+
+def test_ranks_with_unequal_numbers_of_experts_choose_like_one(folder: Path) -> None:
+    """Three ranks hold 16 experts by redundant slots (`--ep-num-redundant-experts`); none of these is a shared one."""
+    moe = load_model_config(folder).moe
+    assert moe is not None and moe.num_experts % 3
+    assert router_spec(moe, 0, Share(2, 3)) == router_spec(moe)

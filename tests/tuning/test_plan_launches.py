@@ -16,8 +16,10 @@ from moe_engine.models.formats.table import kept_format
 from moe_engine.models.tensors import model_tensors
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.prepare import prepare
-from moe_engine.tuning.costs.form import Form
-from moe_engine.tuning.costs.model_facts import stored_dtype
+from moe_engine.tuning.costs.efficiency import Efficiency
+from moe_engine.tuning.costs.form import Form, Precision
+from moe_engine.tuning.costs.model_facts import MLP, model_facts, stored_dtype
+from moe_engine.tuning.costs.overheads import Launches
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.launch import subject_of
 from moe_engine.tuning.planner.memory import Memory
@@ -93,6 +95,21 @@ def test_weights_are_counted_as_kernels_hold_them(
         assert held is not None
         assert held.experts.num_bytes == pytest.approx(num_bytes) and held.other.num_bytes == pytest.approx(other)
         assert (held.experts.units, held.dispatch) == (units, dispatch)
+
+
+@pytest.mark.parametrize(
+    ("form", "flags", "slots"),
+    [(TP8, {}, True), (TP8, {"disable_shared_experts_fusion": True}, False), (DP8, {}, False)],
+)
+def test_shared_experts_in_slots_are_no_kernels_of_their_own(
+    tmp_path: Path, form: Form, flags: dict[str, Any], slots: bool
+):
+    held = memory_of(write(tmp_path, V3), "8xh200", **flags).held(form)
+    assert held is not None and held.shared_slots == slots
+    facts, share = model_facts(V3), Efficiency("any")
+    apart = Launches(facts, Precision("fp8", "fp8"), share).decode_s
+    less = apart - Launches(facts, Precision("fp8", "fp8", held=held), share).decode_s
+    assert less == pytest.approx(slots * 58 * MLP * share.kernel_us * 1e-6)
 
 
 def test_a_part_of_the_layers_may_be_left_out(tmp_path: Path):

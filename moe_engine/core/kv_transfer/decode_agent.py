@@ -201,9 +201,6 @@ class DecodeAgent(TransferAgent):
         peer.part = parts(self._rank, self._layout, rank, peer.layout)[1]
         if peer.legs and not self._open_window(peer):
             return
-        if peer.waiting and not groups:
-            self._lose(peer, f"{peer.address}: the prefill server has not started all of its ranks yet")
-            return
         peer.groups = groups or []
         waiting, peer.waiting = peer.waiting, []
         for number in waiting:

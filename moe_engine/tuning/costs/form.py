@@ -61,12 +61,13 @@ DISPATCH_BYTES = {"fp8": 1.03, "bf16": 2.0}
 
 @dataclass(frozen=True)
 class Held:
-    """The kernels of a launch: routed experts and other projections in their memory, and the dtype of dispatched
-    tokens."""
+    """The kernels of a launch: routed experts and other projections in their memory, the dtype of dispatched tokens,
+    and whether shared experts are slots of the routed ones."""
 
     experts: Weights
     other: Weights
     dispatch: str
+    shared_slots: bool = False
 
 
 @dataclass(frozen=True)

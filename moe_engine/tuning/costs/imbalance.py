@@ -17,6 +17,11 @@ SPREAD = 1.5
 """Without redundant experts. Fitted to SGLang's report of 2025-05-05 on DeepSeek-V3: without EPLB prompts take 1.49
 times as long at EP32, decodes 2.54 times at EP72."""
 
+VARIES = 0.5
+"""Standard deviation of an expert's share of the tokens, over its mean. Measured Gini coefficients of expert loads
+(arXiv 2605.20982) are 0.24 and more on text for MLA and Gated DeltaNet models, 0.29 to 0.38 on random tokens: 0.27 of
+this distribution. A rank's straggler (`SPREAD`) also has the drift of the traffic."""
+
 BALANCED = 0.15
 """With redundant experts placed by EPLB: the rest, from drift and whole numbers of replicas."""
 
@@ -28,6 +33,29 @@ def expected_skew(num_experts: int, form: Form) -> float:
     held = (num_experts + form.redundant) / form.ep
     spread = BALANCED if form.redundant else SPREAD
     return 1.0 + spread / math.sqrt(held) * math.sqrt(2 * math.log(form.ep))
+
+
+class Popularity:
+    """Experts that no token of a step activates, if some experts are more popular than others.
+
+    The chance that a token activates an expert varies over the experts by a Beta distribution with the mean top_k / E
+    and the deviation `VARIES`; the tokens of a step are independent.
+
+    Args:
+        mean: top_k / E, above 0 and at most 1.
+    """
+
+    def __init__(self, mean: float) -> None:
+        self._all = mean >= 1.0
+        total = max(1.0, (1.0 - mean) / (VARIES**2 * mean) - 1.0)  # of the distribution's two parameters
+        self._total, self._rest = total, (1.0 - mean) * total
+        self._scale = 0.0 if self._all else math.lgamma(self._total) - math.lgamma(self._rest)
+
+    def idle(self, tokens: int) -> float:
+        """Expected share of the experts without any of these tokens."""
+        if self._all:
+            return float(not tokens)
+        return math.exp(self._scale + math.lgamma(self._rest + tokens) - math.lgamma(self._total + tokens))
 
 
 @lru_cache

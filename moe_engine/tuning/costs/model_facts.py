@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_fields import Fields, text_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
@@ -28,6 +29,9 @@ GROUPED, LATENT, INDEXER, LINEAR, MLP, ROUTED = 6, 8, 7, 6, 3, 5
 """Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
 MLA, the indexer of sparse attention beside MLA, Gated DeltaNet, dense layer or shared experts, routed experts with
 their router."""
+
+STREAMS, ENTRIES = 4, 3
+"""More kernels of DeepSeek V4, by its code: streams read and written by attention and experts, compressed entries."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,14 @@ class AttentionFacts:
     sharded: int
     replicated: int
     kernels: int
-    kv_width: int = 0
+    kv_width: float = 0
     kv_heads: int = 1
     decode_flops: float = 0.0
     prefill_flops: float = 0.0
     limit: int = 0
     keeps: int = 0
     index_flops: float = 0.0
-    index_width: int = 0
+    index_width: float = 0
     state_numbers: int = 0
 
 
@@ -91,11 +95,15 @@ class ModelFacts:
     def moe_layers(self) -> int:
         return self.layers - self.dense_layers
 
-    @property
-    def kernels(self) -> int:
-        """Number of kernels of a decode step in all layers."""
+    def kernels(self, shared_slots: bool = False) -> int:
+        """Number of kernels of a decode step in all layers.
+
+        Args:
+            shared_slots: those of the routed experts compute the shared ones too.
+        """
         attention = sum(group.layers * group.kernels for group in self.attention)
-        return attention + self.dense_layers * MLP + self.moe_layers * (ROUTED + MLP * bool(self.shared))
+        beside = MLP * (bool(self.shared) and not shared_slots)
+        return attention + self.dense_layers * MLP + self.moe_layers * (ROUTED + beside)
 
     @property
     def num_parameters(self) -> int:
@@ -168,7 +176,7 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
     text = str(quantization).lower()
     if not quantization or "'quant_method': 'gguf'" in text:  # GPUs dequantize GGUF blocks while loading
         return "bf16"
-    if "nvfp4" in text or "mxfp4" in text or "fp4" in text:
+    if "fp4" in text or raw.get("expert_dtype") == "fp4":  # nvfp4, mxfp4; DeepSeek V4
         return "fp4"
     if any(word in text for word in ("'bits': 4", "'num_bits': 4", "'load_in_4bit': true", "int4")):
         return "int4"
@@ -192,6 +200,8 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
         states = _kinds(fields, layers).count("linear_attention") if fields.has("linear_num_value_heads") else 0
         latent = (_latent(fields, hidden, layers - states),)
         return (*latent, _by_channel(fields, hidden, states)) if states else latent
+    if fields.has("o_lora_rank"):
+        return _compressed(fields, hidden, layers)
     kinds = _kinds(fields, layers)
     window = fields.integer("sliding_window", 0, minimum=0)
     full = grouped = sum(kind == "full_attention" for kind in kinds)
@@ -240,6 +250,43 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         index_flops=2.0 * index * index_heads if limit else 0.0,
         index_width=index if limit else 0,
     )
+
+
+def _compressed(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts, ...]:
+    """DeepSeek V4: windows in every layer; beside them entries of several tokens, in numbers of a token."""
+    config = compressed_attention(fields)
+    heads, width, query = config.num_heads, config.head_dim, config.q_lora_rank
+    output = config.output_rank * (heads * width + config.output_groups * hidden)
+    window = AttentionFacts(
+        layers=layers,
+        sharded=query * heads * width + output,
+        replicated=hidden * (query + width),
+        kernels=LATENT + STREAMS,
+        kv_width=width,
+        decode_flops=4.0 * heads * width,
+        prefill_flops=4.0 * heads * width,
+        limit=config.window,
+        keeps=config.window,
+    )
+    found = [window]
+    for rate in sorted(set(config.rates) - {0}):
+        layer = config.rates.index(rate)
+        selects, index = config.selects(layer), config.index_width
+        flops = 4.0 * heads * width / rate
+        indexer = config.index_heads * (query * index + hidden) if selects else 0
+        found.append(AttentionFacts(
+            layers=config.rates.count(rate),
+            sharded=0,
+            replicated=hidden * sum(config.projected_widths(layer)) + indexer,
+            kernels=ENTRIES + INDEXER * selects,
+            kv_width=width / rate,
+            decode_flops=flops,
+            prefill_flops=flops,
+            limit=config.top_k * rate if selects else 0,
+            index_flops=2.0 * index * config.index_heads / rate if selects else 0.0,
+            index_width=index / rate if selects else 0,
+        ))  # fmt: skip
+    return tuple(found)
 
 
 def _grouped(fields: Fields, hidden: int, layers: int, window: int, kv_heads: str) -> AttentionFacts:

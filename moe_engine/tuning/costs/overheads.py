@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.tuning.costs.efficiency import Efficiency
+from moe_engine.tuning.costs.form import Precision
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.costs.step_cost import StepShape
 
@@ -10,9 +11,10 @@ from moe_engine.tuning.costs.step_cost import StepShape
 class Launches:
     """Launches, gaps, small kernels."""
 
-    def __init__(self, model: ModelFacts, share: Efficiency) -> None:
-        self.decode_s = model.kernels * share.kernel_us * 1e-6
-        self.prefill_s = model.kernels * share.prefill_kernel_us * 1e-6
+    def __init__(self, model: ModelFacts, precision: Precision, share: Efficiency) -> None:
+        kernels = model.kernels(precision.held is not None and precision.held.shared_slots)
+        self.decode_s = kernels * share.kernel_us * 1e-6
+        self.prefill_s = kernels * share.prefill_kernel_us * 1e-6
 
     def seconds(self, shape: StepShape) -> float:
         return self.decode_s + (self.prefill_s if shape.prefill_tokens else 0.0)

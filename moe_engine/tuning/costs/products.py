@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_engine.tuning.costs.efficiency import Efficiency
 from moe_engine.tuning.costs.form import Form, Precision
-from moe_engine.tuning.costs.imbalance import SHARES, busiest_active
+from moe_engine.tuning.costs.imbalance import SHARES, Popularity, busiest_active
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import GpuFacts
 
@@ -30,7 +30,7 @@ class Products:
         self.head_bytes_s = 2 * model.head / head_cut / (bandwidth * share.hbm)
         self.head_flops_s = 2 * model.head / head_cut / (gpu.rate("bf16") * share.flops)
         self.num_experts, self.top_k = model.num_experts, model.top_k
-        self.unused = 1 - model.top_k / model.num_experts if model.num_experts else 1.0
+        self.popularity = Popularity(model.top_k / model.num_experts if model.num_experts else 1.0)
         self.active = busiest_active(-(-(model.num_experts + form.redundant) // form.ep), form.ep)
         held = model.moe_layers * model.expert / form.moe_tp
         self.expert_bytes_s = held * precision.expert_weights.num_bytes / (bandwidth * share.experts_hbm)
@@ -52,8 +52,8 @@ class Products:
         return tuple(found)
 
     def _read(self, tokens: int) -> float:
-        """Experts of the busiest rank that these tokens activate, by expectation over uniform routing."""
-        place = (1.0 - self.unused**tokens) * (SHARES - 1)
+        """Experts of the busiest rank that these tokens activate, by expectation."""
+        place = (1.0 - self.popularity.idle(tokens)) * (SHARES - 1)
         below = min(int(place), SHARES - 2)
         return self.active[below] + (place - below) * (self.active[below + 1] - self.active[below])
 

@@ -45,7 +45,7 @@ class RooflineCost:
         self._attention = Attention(model, form, precision, cluster.gpu, share)
         self._collectives = Collectives(model, form, cluster, share)
         self._all_to_all = AllToAll(model, form, precision, cluster)
-        self._launches, self._host = Launches(model, share), Host(share)
+        self._launches, self._host = Launches(model, precision, share), Host(share)
         self._bus_s = form.host_bytes / cluster.gpu.bus_bytes_per_s
         self._form, self._deviation, self._layers = form, deviation, model.layers
         self._skew = expected_skew(model.num_experts, form) if form.travels else 1.0

@@ -114,7 +114,7 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
     Raises:
         ConfigError: an unknown name, a file that cannot be read, no number of GPUs.
     """
-    found = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(\S+)", hardware.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(?:([0-9]+)\s*[x*]\s*)?(\S+)", hardware.strip(), re.IGNORECASE)
     if found is None or (found[1] and not 0 < int(found[1][:9]) <= MOST_GPUS):
         raise ConfigError(
             f"--hardware {hardware!r}: give a number of GPUs up to {MOST_GPUS} and their name, as in 16xH200"
@@ -127,7 +127,7 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
         name = known[0]
         gpu = _built_in("gpus", name, GpuFacts)
     else:
-        if turned := re.fullmatch(r"(\S+?)\s*[x*]\s*(\d+)", name):
+        if turned := re.fullmatch(r"(\S+?)\s*[x*]\s*([0-9]+)", name):
             raise ConfigError(f"--hardware {hardware}: write the number first, {turned[2]}x{turned[1]}")
         raise ConfigError(
             f"--hardware {hardware}: unknown GPU {name}; use one of {', '.join(gpu_names())}, or a TOML file with "

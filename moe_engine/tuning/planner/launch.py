@@ -102,4 +102,14 @@ def held_by(config: ResolvedConfig) -> Held:
         fp8 = kept.kept  # other kept weights are of 4 bits, decoded to bf16
     held = {"experts": Weights(experts, "bf16"), "linear": Weights(other, "bf16")}
     held |= {family: replace(held[family], units="fp8") for family in fp8 & held.keys()}
-    return Held(held["experts"], held["linear"], "fp8" if config.parallel.dispatch_fp8 else "bf16")
+    dispatch = "fp8" if config.parallel.dispatch_fp8 else "bf16"
+    return Held(held["experts"], held["linear"], dispatch, _shared_slots(config))
+
+
+def _shared_slots(config: ResolvedConfig) -> bool:
+    """Whether shared experts are slots of the routed ones, as `models.layers.moe` decides."""
+    moe, topology, args = config.model.moe, config.parallel.topology, config.args
+    apart = args.parallel.disable_shared_experts_fusion or config.lora is not None
+    if moe is None or apart or topology.travels or args.experts.ep_num_redundant_experts:
+        return False
+    return moe.num_shared_slots(topology.ep_size) > 0

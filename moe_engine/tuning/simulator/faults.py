@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
 
-_FORM = re.compile(r"rank=(\d+)@t=(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_FORM = re.compile(r"rank=([0-9]+)@t=(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
 
