@@ -208,7 +208,7 @@ class DecodeAgent(TransferAgent):
                 self._begin(number, room, peer)
 
     def _open_window(self, peer: Peer) -> bool:
-        """Memory for the pieces of a rank that sends KV; False if the peer was dropped for want of it."""
+        """Memory for the pieces of a rank that sends KV; False if the peer was dropped for lack of it."""
         if not peer.is_welcome or peer.memory is not None:
             return True
         peer.slot_bytes = peer.piece_tokens * peer.part.bytes_of(self._rows)
