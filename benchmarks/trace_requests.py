@@ -18,7 +18,7 @@ from moe_engine.tuning.simulator.traces import read_trace
 
 NAME = "mooncake"
 PLACEHOLDERS_FROM = 1 << 58
-"""Numbers of the text in the place of answers."""
+"""Numbers of the text that replaces answers."""
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,11 +44,15 @@ class HeadWidths:
 
 @dataclass(frozen=True)
 class IndexWidths:
-    """A model's indexer: heads, channels of a head, max selected tokens of a query token."""
+    """A model's indexer: heads, channels of a head, max selected tokens of a query token.
+
+    `fp8_keys`: cached keys are FP8 records, also beside latents of another type.
+    """
 
     heads: int
     width: int
     top_k: int
+    fp8_keys: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class WindowSlots:
     """Slots of a step in the pool of windowed layers, whose KV is bounded by the window."""
 
     slots: Tensor  # [T] int64
-    table: Tensor  # [max_rows, max_context] int32, in the place of `PagedQueries.slot_table`
+    table: Tensor  # [max_rows, max_context] int32, instead of `PagedQueries.slot_table`
 
 
 @dataclass(frozen=True, slots=True)

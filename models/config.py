@@ -31,6 +31,7 @@ class IndexerConfig:
         interleaved: its rotary pairs are (2j, 2j+1), else (j, j+R/2); they are the first R channels of a head.
         shared_layers: layers without an indexer, which use the selection of the last preceding layer with an indexer.
         shares_drafts: draft steps of an MTP layer after the first use the selection of the first.
+        fp8_keys: index keys are cached as FP8 records also beside latents of another type.
     """
 
     num_heads: int
@@ -38,6 +39,7 @@ class IndexerConfig:
     interleaved: bool
     shared_layers: tuple[int, ...] = ()
     shares_drafts: bool = False
+    fp8_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,14 @@ class MLAConfig:
         latent = (kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),)
         if not self.index_width:
             return (latent,)
+        if self.fp8_keys:
+            return latent, (1, kv_format.head_record_width(kv_dtype, self.index_width))
         return latent, (1, kv_format.head_width(kv_dtype, self.index_width))
+
+    @property
+    def fp8_keys(self) -> bool:
+        """See `IndexerConfig`."""
+        return self.indexer is not None and self.indexer.fp8_keys
 
     @property
     def shared_layers(self) -> tuple[int, ...]:

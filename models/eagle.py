@@ -9,7 +9,7 @@ At position i a head takes the target's state at i and the token i+1, and predic
     EAGLE-3        x = fc(hidden states of three layers at i);  u = [input_norm(embedding(token i+1)) | hidden_norm(x)]
                    v = x + attention(u), then the MLP as usual;  logits head(norm(v)) over the draft vocabulary
 
-The next draft step takes v in the place of the hidden state (EAGLE-3: of x). Further layers are usual decoder layers.
+The next draft step takes v instead of the hidden state (EAGLE-3: of x). Further layers are usual decoder layers.
 The embedding is the target's. The layers' keys and values follow those of the target's layers in the KV pool.
 """
 

@@ -33,7 +33,8 @@ def index_widths(model: ModelConfig) -> IndexWidths | None:
         return IndexWidths(attention.index_heads, attention.index_width, attention.top_k)
     if not isinstance(attention, MLAConfig) or attention.indexer is None:
         return None
-    return IndexWidths(attention.indexer.num_heads, attention.index_width, attention.indexer.top_k)
+    indexer = attention.indexer
+    return IndexWidths(indexer.num_heads, attention.index_width, indexer.top_k, indexer.fp8_keys)
 
 
 def expert_widths(

@@ -91,7 +91,7 @@ class StreamMTPLayer:
 
 
 class _Streams:
-    """In the place of the norm after a layer: adds the result, and returns the streams.
+    """Replaces the norm after a layer: adds the result, and returns the streams.
 
     Args:
         norm: of the streams' sum.

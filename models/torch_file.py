@@ -1,7 +1,7 @@
 """Files of ``torch.save``, as headers: the position of each tensor in the file. Imports no torch.
 
 The format since torch 1.6 is a ZIP archive of uncompressed members: ``data.pkl``, a pickle of the saved object in which
-tensors stand for storages, and ``data/KEY``, the bytes of each storage. The pickle is read by a machine that knows
+tensors stand for storages, and ``data/KEY``, the bytes of each storage. The pickle is read by a machine that has
 tensors, parameters and ordered dictionaries and nothing else, so that a file cannot run code (torch's weights_only).
 """
 

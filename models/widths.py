@@ -17,6 +17,7 @@ def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
     """Shardable widths. Copies of experts count. Any width can be split: a block-FP8 weight with split blocks is
     dequantized at load, others stay FP8 if the kernel supports it."""
     attention, moe = config.attention, config.moe if config.is_moe else None
+    parts = [part for group in config.state_groups for part in group.parts]
     return ModelWidths(
         num_heads=attention.num_heads,
         num_kv_heads=tuple(sorted({kind.num_kv_heads for kind in config.attentions if isinstance(kind, GQAConfig)})),
@@ -24,6 +25,7 @@ def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
         num_experts=moe.num_experts + redundant_experts if moe else 0,
         expert_width=moe.width if moe else 0,
         shared_width=moe.shared_width if moe else 0,
+        states=tuple(sorted({part.shape[part.sharded] for part in parts if part.sharded is not None})),
     )
 
 

@@ -158,15 +158,13 @@ def build_sampling(
     return params
 
 
-def constrained(
-    params: SamplingParams, constraint: Constraint, where: str = "", names: Mapping[str, str] = {}
-) -> SamplingParams:
+def constrained(params: SamplingParams, constraint: Constraint, names: Mapping[str, str] = {}) -> SamplingParams:
     """The parameters with a constraint: the output ends where the grammar ends. Arguments as of `build_sampling`.
 
     Raises:
         InputError: a parameter cannot be combined with constraints.
     """
-    _check_constrained(params.min_new_tokens, params.allowed_token_ids, constraint, where, names)
+    _check_constrained(params.min_new_tokens, params.allowed_token_ids, constraint, "", names)
     return replace(params, constraint=constraint, ignore_eos=False)
 
 

@@ -21,6 +21,7 @@ class ModelWidths:
     Attributes:
         num_kv_heads: of each kind of layers; (): one latent for all heads (MLA), which is no limit.
         dense_width: of the dense feed-forward layers.
+        states: channels or heads of each sharded state of a request.
         block: channels that cannot be split: 128 if a kernel keeps block-FP8 weights, 1 if they are dequantized at
             load.
     """
@@ -32,6 +33,7 @@ class ModelWidths:
     expert_width: int = 0
     shared_width: int = 0
     block: int = 1
+    states: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,10 +149,13 @@ class Topology:
         """
         attn, moe = self.attn_tp_size, self.moe_tp_size
         groups = [n for n in range(1, self.tp_size + 1) if self.tp_size % n == 0]
-        able = [n for n in groups if model.num_heads % (self.tp_size // n) == 0]
+        split = model.num_heads, *model.states
+        able = [n for n in groups if all(count % (self.tp_size // n) == 0 for count in split)]
         nearest = min(able, key=lambda n: abs(n - self.attn_dp_size))
         way_out = f"with --tp-size {self.tp_size}: --attn-dp-size {nearest}"
         _check_divides(attn, model.num_heads, "attention heads", "--tp-size / --attn-dp-size", way_out)
+        for width in model.states:
+            _check_divides(attn, width, "channels or heads of a state", "--tp-size / --attn-dp-size", way_out)
         for kv_heads in model.num_kv_heads:
             if kv_heads % attn and attn % kv_heads:
                 raise ConfigError(

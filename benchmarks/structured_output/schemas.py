@@ -233,7 +233,7 @@ def impossible(rng: random.Random, depth: int = 2) -> Schema:
 
 
 def seldom_enforced(rng: random.Random, depth: int = 2) -> Schema:
-    """Keywords that a backend may not know. It must refuse unenforced keywords."""
+    """Keywords that a backend may not support. It must refuse unenforced keywords."""
     return rng.choice(
         [
             {"not": {"type": "string"}}, {"type": "array", "items": integer(rng), "uniqueItems": True, "maxItems": 3},

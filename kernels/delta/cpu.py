@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.cpu.library import Library, load
+from moe_engine.kernels.cpu.library import load
 from moe_engine.kernels.cpu.tensors import kind_of
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
 
@@ -33,8 +33,8 @@ class CpuDelta:
 
     name = "cpu"
 
-    def __init__(self, library: Library | None = None) -> None:
-        self._lib = library or load()
+    def __init__(self) -> None:
+        self._lib = load()
 
     def run(
         self, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape

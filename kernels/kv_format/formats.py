@@ -66,6 +66,11 @@ def head_width(kv_dtype: str, width: int) -> int:
     return head_scale_offset(width) + 4 if kv_dtype == E4M3 else width
 
 
+def head_record_width(kv_dtype: str, width: int) -> int:
+    """Elements of `kv_dtype` in an e4m3 record of a head, whatever the type of the rows beside it."""
+    return head_width(E4M3, width) // STORED[kv_dtype][1]
+
+
 def head_scale_offset(width: int) -> int:
     """Bytes before the scale of a head's record."""
     return -(-width // 4) * 4

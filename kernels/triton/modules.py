@@ -57,13 +57,13 @@ MODULES: tuple[str, ...] = (
 )
 
 
-def all_cases(modules: tuple[str, ...] = MODULES) -> list[AotCase]:
+def all_cases() -> list[AotCase]:
     """The cases of all modules, in list order.
 
     Raises:
         ValueError: if two cases have the same name.
     """
-    cases = [case for module in modules for case in import_module(module).aot_cases()]
+    cases = [case for module in MODULES for case in import_module(module).aot_cases()]
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -44,7 +44,7 @@ def deep_gemm_indexer(device: Device, need: Need) -> str | None:
     reason = _promises("DeepGEMM", need) or probe.DEEP_GEMM_INDEXER.why_not(device, need)
     if reason or need.index is None or device.capability is None:
         return reason
-    if need.kv_dtype != E4M3:
+    if need.kv_dtype != E4M3 and not need.index.fp8_keys:
         return f"DeepGEMM scores FP8 index keys (--kv-cache-dtype {E4M3})"
     heads = DEEP_GEMM_INDEX_HEADS[device.capability[0]]
     if need.index.heads not in heads or need.index.width not in DEEP_GEMM_INDEX_WIDTHS:

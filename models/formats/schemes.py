@@ -1,6 +1,6 @@
 """Formats that store each module by its own scheme, or unquantized. Imports no torch.
 
-A scheme knows how one matrix is stored; `SchemeFormat` is the `WeightFormat` that selects a matrix's scheme.
+A scheme describes how one matrix is stored; `SchemeFormat` is the `WeightFormat` that selects a matrix's scheme.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gated delta net: a layer with a state of fixed size for each request in the place of KV (Qwen3-Next, Qwen3.5).
+"""Gated delta net: a layer with a state of fixed size for each request instead of KV (Qwen3-Next, Qwen3.5).
 
 Legend: T tokens, D hidden, Hk key heads of this rank, r value heads of a key head, Hv = Hk r, Dk, Dv head widths,
 C = 2 Dk + r Dv, K taps.

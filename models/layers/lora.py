@@ -156,7 +156,7 @@ class LoraLayers:
 
 
 def _linears(model: Decoder) -> Iterator[tuple[Linear, TokenLayout | None]]:
-    """The linear layers that know their projections, with the layout of their tokens (None: attention)."""
+    """The linear layers that have the names of their projections, with the layout of their tokens (None: attention)."""
     for layer in model.layers:
         yield from ((linear, None) for linear in _own(layer.attention))
         for part in _feed_forwards(layer.feed_forward):

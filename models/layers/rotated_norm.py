@@ -30,7 +30,7 @@ class HeadWeights:
 
 
 class UnweightedNorm:
-    """x [T, H, Dh] * rsqrt(mean(x^2) + eps), in the place of a head's `RMSNorm`."""
+    """x [T, H, Dh] * rsqrt(mean(x^2) + eps), instead of a head's `RMSNorm`."""
 
     def __init__(self, ops: Ops, width: int, eps: float, device: torch.device) -> None:
         ones = torch.ones(width, device=device)

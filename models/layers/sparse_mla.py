@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
@@ -135,6 +136,8 @@ class SparseMLAAttention(MLAAttention):
     ) -> None:  # fmt: skip
         """Writes the tokens' index keys, and selects for the chunks."""
         cache: Tensor = batch.kv[self._layer_index][1]
+        if self._mla.fp8_keys:
+            cache = cache.view(torch.uint8)
         group = batch.attention.decode if batch.attention.prefill is None else batch.attention.prefill
         page_size = 1 if group is None else group.page_size
         indexer.update(hidden, latent, batch.positions, batch.slots, cache, page_size, chunks, keys)

@@ -30,6 +30,46 @@ class Piece:
     finish: dict[str, Any] | None
 
 
+class PieceBuffer:
+    """New output of a sequence that its reader has not taken.
+
+    Args:
+        interval: tokens between two pieces of a stream.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._piece: Piece | None = None
+        self._has_begun = False
+
+    @property
+    def is_empty(self) -> bool:
+        return self._piece is None
+
+    def add(self, piece: Piece) -> None:
+        if (waiting := self._piece) is None:
+            self._piece = piece
+            return
+        waiting.text += piece.text
+        waiting.token_ids += piece.token_ids
+        extend(waiting.logprobs, piece.logprobs)
+        waiting.finish = piece.finish
+
+    def pass_by(self) -> None:
+        """Reports that a piece was sent without the buffer."""
+        self._has_begun = True
+
+    def take(self) -> Piece | None:
+        """The piece to send now; None while it is shorter than the interval. The first one has any length."""
+        piece = self._piece
+        if piece is None or not (piece.token_ids or piece.finish):
+            return None
+        if piece.finish is None and self._has_begun and len(piece.token_ids) < self._interval:
+            return None
+        self._piece, self._has_begun = None, True
+        return piece
+
+
 class Generation:
     """Collects the output of a sequence. Fed by `Frontend`, read by the API handlers.
 
@@ -37,7 +77,7 @@ class Generation:
         rid: the client's id, used by aborts, logs and responses; `request.rid` is the engine's.
         index: position among the sequences of the request, prompt-major.
         prompt_index: index of its prompt in the request.
-        prompt_ids: of the client's prompt, if the engine has others in the place of image tokens.
+        prompt_ids: of the client's prompt, if the engine has others instead of image tokens.
         live: detokenize incrementally (a stream, or stop strings); otherwise once, at the end.
         interval: tokens between two pieces of a stream.
         observed: report it to metrics and request log.
@@ -102,13 +142,11 @@ class Generation:
         self.last_token_at: float | None = None
         self.finished_at: float | None = None
         self._no_output = no_output
-        self._interval = interval
         self._live = live or bool(sampling.stop or sampling.stop_regex)
         plain = not (sampling.stop or sampling.stop_regex or no_output) and logprobs is None
         self.streams_plainly = live and interval == 1 and plain and tokenizer is not None
         """True if every token is a separate piece, which is only text."""
-        self._piece: Piece | None = None
-        self._shown_any = False
+        self._pieces = PieceBuffer(interval)
         self._assembler: TextAssembler | None = None
         if tokenizer is not None:
             self._assembler = TextAssembler(
@@ -161,21 +199,22 @@ class Generation:
         if ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
-        self._note(text, ids, logprobs, finish)
+        self._pieces.add(Piece(self, text, list(ids), logprobs, finish))
 
     def take_text(self, delta: RequestDelta) -> str | None:
         """`feed` of a delta with only tokens (`inbox.is_plain`); returns the text of its piece: the hot path of
         streams. None if nothing was done: the piece would not be only text, or an earlier one was not taken."""
         ids, assembler = delta.token_ids, self._assembler
-        if assembler is None or not self.streams_plainly or self._piece is not None or not ids:
+        if assembler is None or not self.streams_plainly or not self._pieces.is_empty or not ids:
             return None
         self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
         text = assembler.push_plain(ids)
         self._texts.append(text)
         self.output_ids += ids
         self.last_token_at = now = time.monotonic()
-        if not self._shown_any:
-            self._shown_any, self.first_token_at = True, self.first_token_at or now
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self._pieces.pass_by()
         return text
 
     def take_plain(self, delta: RequestDelta) -> Piece | None:
@@ -211,24 +250,9 @@ class Generation:
             used = len(ids)
         return text, used, assembler.matched
 
-    def _note(self, text: str, ids: list[int], logprobs: Columns, finish: dict[str, Any] | None) -> None:
-        if self._piece is None:
-            self._piece = Piece(self, text, list(ids), logprobs, finish)
-            return
-        self._piece.text += text
-        self._piece.token_ids += ids
-        extend(self._piece.logprobs, logprobs)
-        self._piece.finish = finish
-
     def take_piece(self) -> Piece | None:
-        """The piece to send now; None while it is shorter than the stream interval."""
-        piece = self._piece
-        if piece is None or not (piece.token_ids or piece.finish):
-            return None
-        if piece.finish is None and self._shown_any and len(piece.token_ids) < self._interval:
-            return None
-        self._piece, self._shown_any = None, True
-        return piece
+        """`PieceBuffer.take`."""
+        return self._pieces.take()
 
     # -- SGLang's shapes
 

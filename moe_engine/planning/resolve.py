@@ -30,6 +30,7 @@ from moe_engine.planning.resolve_speculation import DraftModel
 from moe_engine.planning.resolve_steps import cores_reason, own_part, resolve_steps, size_remarks
 from moe_engine.planning.resolve_storage import with_storage_page
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.sparse_attention import with_index_keys
 from moe_engine.planning.state_memory import with_states
 
 DP_CONSERVATIVENESS = 0.3
@@ -70,12 +71,12 @@ def resolve(
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)
-    args = with_states(args, model, None if draft is None else draft.config, parallel.topology, record)
+    args = with_states(args, model, None if draft is None else draft.config, record)
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
     dtype = resolve_dtype(args, model, machine, record)
     kv_dtype = resolve_kv_dtype(args, dtype, record)
     lora = resolve_lora(args, model, machine, parallel.topology, dtype, adapters, record)
-    model = model.within(context_len := _context_len(args, model, record))
+    model = with_index_keys(args, model, device, dtype, record).within(context_len := _context_len(args, model, record))
     speculation, drafts = resolve_drafts(args, model, draft, context_len, parallel, device, record)
     part = own_part(machine, parallel)
     found = checkpoint, speculation, drafts, parallel, experts, lora

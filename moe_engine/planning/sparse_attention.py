@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.kv_format.formats import E4M3, E5M2
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.planning.resolution_log import Record
 
 
 def has_indexer(model: ModelConfig) -> bool:
     return isinstance(model.attention, MLAConfig) and model.attention.indexer is not None
+
+
+FP8_KEYS = frozenset({("cuda", "bfloat16"), ("cuda", "float16")})
+"""Devices and activation types with which ``--kv-cache-dtype auto`` keeps index keys in FP8, as DeepSeek's and SGLang's
+code does."""
+
+
+def with_index_keys(args: EngineArgs, model: ModelConfig, device: str, dtype: str, record: Record) -> ModelConfig:
+    """The model with the type of its cached index keys, beside latents in `dtype`."""
+    attention = model.attention
+    if not isinstance(attention, MLAConfig) or attention.indexer is None:
+        return model
+    if args.memory.kv_cache_dtype != "auto" or (device, dtype) not in FP8_KEYS:
+        return model
+    record.remark(f"index keys are cached in FP8, latents in {dtype}; --kv-cache-dtype {dtype} keeps both in {dtype}")
+    indexer = replace(attention.indexer, fp8_keys=True)
+    return replace(model, attention=replace(attention, indexer=indexer))
 
 
 def check_sparse(args: EngineArgs, models: Sequence[ModelConfig], device: str, topk: int) -> None:

@@ -16,7 +16,6 @@ from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.state_config import STATE_BYTES
-from moe_engine.parallel.topology import Topology
 from moe_engine.planning.ledger import STATES_ROW, LedgerRow
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.sizing_input import SizingInput
@@ -74,13 +73,11 @@ def with_snapshots(limits: StepLimits, args: EngineArgs, model: ModelConfig, rec
     return dataclasses.replace(limits, num_snapshots=running if asked is None else asked - running)
 
 
-def with_states(
-    args: EngineArgs, model: ModelConfig, draft: ModelConfig | None, topology: Topology, record: Record
-) -> EngineArgs:
+def with_states(args: EngineArgs, model: ModelConfig, draft: ModelConfig | None, record: Record) -> EngineArgs:
     """The flags of a launch, without the radix cache if a layer has a state for each request.
 
     Raises:
-        ConfigError: a flag that these layers exclude, or a state that the ranks cannot divide.
+        ConfigError: a flag or a dtype of a state that these layers exclude.
     """
     if draft is not None and draft.state_groups:
         raise ConfigError(
@@ -89,7 +86,7 @@ def with_states(
         )
     if not model.state_groups:
         return args
-    for complaint in (*_wrong_parts(model, topology.attn_tp_size), *_excluded(args, model)):
+    for complaint in (*_wrong_parts(model), *_excluded(args, model)):
         raise ConfigError(f"{complaint} ({model.source} has layers with a state for each request)")
     if args.scheduling.disable_radix_cache or caches_prefixes(model):
         return args
@@ -98,15 +95,10 @@ def with_states(
     return dataclasses.replace(args, scheduling=dataclasses.replace(args.scheduling, disable_radix_cache=True))
 
 
-def _wrong_parts(model: ModelConfig, ranks: int) -> Iterator[str]:
+def _wrong_parts(model: ModelConfig) -> Iterator[str]:
     for part in (part for group in model.state_groups for part in group.parts):
         if part.dtype is not None and part.dtype not in STATE_BYTES:
             yield f"a state of {part.dtype}: use {', '.join(STATE_BYTES)}"
-        if part.sharded is not None and (width := part.shape[part.sharded]) % ranks:
-            yield (
-                f"--tp-size / --attn-dp-size: {width} channels or heads of a state cannot be divided over the {ranks} "
-                "ranks of an attention group; use a divisor"
-            )
 
 
 def _excluded(args: EngineArgs, model: ModelConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ _NAMES = ("reasoning_parser", "tool_call_parser")
 
 
 def with_template_parsers(args: EngineArgs, folder: Path) -> tuple[EngineArgs, tuple[str, ...]]:
-    """The flags with the chosen parsers in the place of auto and of Hy3's names, and remarks. Reads the tokenizer only
+    """The flags with the chosen parsers instead of auto and of Hy3's names, and remarks. Reads the tokenizer only
     with these.
 
     Args:

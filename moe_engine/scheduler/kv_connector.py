@@ -65,10 +65,10 @@ class KVConnector(Protocol):
         """Loads are complete: their tokens are cached, and the requests that waited for them may be admitted."""
 
     def steps_failed(self, ops: Sequence[KVOps], step: int) -> None:
-        """These copies may not have run: forgets their stores, and abandons all loads. Requests wait no longer."""
+        """These copies may not have run: drops their stores, and abandons all loads. Requests wait no longer."""
 
     def reset(self) -> None:
-        """Forgets everything; the tree is flushed and all slots are freed by the caller."""
+        """Drops all entries; the tree is flushed and all slots are freed by the caller."""
 
     def held_nodes(self) -> list[Node]:
         """Nodes locked by loads."""

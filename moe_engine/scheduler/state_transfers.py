@@ -1,7 +1,7 @@
 """Transfers between servers for a model with a state for each request: the KV of a prompt, and the state after it.
 
 The state travels behind the KV as if it were `state_rows` more tokens, in pieces of the same size, so that the protocol
-(`transfer_state`) and its threads know nothing of it. Its rows have places of their own behind those of the host pool:
+(`transfer_state`) and its threads do not handle it. Its rows have places of their own behind those of the host pool:
 entry e has the places num_places + e * state_rows and the following ones. A transfer without its state is of no use
 and counts as failed. Both servers have the same ranks and page size (`core.kv_transfer.schema`).
 """

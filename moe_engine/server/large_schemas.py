@@ -85,7 +85,7 @@ class LargeSchema:
 
 
 def cut_schema(body: bytes | bytearray, kind: Any) -> tuple[bytes | bytearray, LargeSchema | None]:
-    """The body with ``{}`` in the place of its large schema, if it has one that is an object. A body that is not valid
+    """The body with ``{}`` instead of its large schema, if it has one that is an object. A body that is not valid
     JSON, or whose fields have other types, is returned as it is.
 
     Args:

@@ -149,7 +149,7 @@ class RequestLog:
 
 
 def with_request_log(observer: Observer | None, settings: RequestLogSettings | None) -> Observer | None:
-    """The same observers with a request log of these settings in the place of the one before; None: without one."""
+    """The same observers with a request log of these settings instead of the previous one; None: without one."""
     members: Iterable[Observer] = (
         observer.members if isinstance(observer, Observers) else [observer] if observer else ()
     )

@@ -40,7 +40,7 @@ class TextLogprobs:
         """The entries of the tokens of the next text of a part: `kind` is that of `Part`. Empty if the text is not that
         of tokens."""
         before, self._kind = self._kind, kind
-        if kind == "call":  # written anew by the parser
+        if kind == "call":  # written again by the parser
             return []
         if before == "reasoning" and kind == "text":
             self._take(self._bytes.find(self._end_tag.encode()), self._end_tag)

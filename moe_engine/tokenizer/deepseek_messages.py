@@ -143,7 +143,7 @@ def last_user(turns: Sequence[Mapping[str, Any]]) -> int:
 
 
 def explain_tools(text: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """`text` with schemas and marks in the place of its placeholders."""
+    """`text` with schemas and marks instead of its placeholders."""
     for placeholder, marker in _PLACEHOLDERS.items():
         text = text.replace(placeholder, marker)
     schemas = (json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)

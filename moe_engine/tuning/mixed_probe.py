@@ -6,7 +6,7 @@ The server records its steps (`--record-step-times`). A regression over them sep
 decodes and that of prompts in this part of the measurement, the seconds of an arrival and of an end, and those that the
 measured step of a single prompt contains of the prompt's own arrival: several prompts share a step under load. The
 slowness is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no
-more than it drifts within a part. It is that of the machine, which the rounds know, times that of steps under load:
+more than it drifts within a part. It is that of the machine, which the rounds measure, times that of steps under load:
 schedulers that step together wait for each other.
 """
 

@@ -65,7 +65,7 @@ class Request:
     lora_pinned: bool = False
     bootstrap: tuple[str, int, int] | None = None  # host, port, room of a transfer of its prompt's KV
     images: tuple[ImageTokens, ...] = ()
-    """In order; `prompt_ids` has ids by content in the place of their tokens (`image_tokens.keyed_ids`)."""
+    """In order; `prompt_ids` has ids by content instead of their tokens (`image_tokens.keyed_ids`)."""
     lora_key: str = ""
     """Fingerprint of the adapter, for KV that outlives the engine; empty: not known."""
     hidden: list[bytes] | None = None  # final hidden states since the last event; None: not requested

@@ -9,7 +9,11 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.needs import need_of_model
 from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.sparse_attention import with_index_keys
 from tests.models.checkpoints import make_checkpoint
 
 SMALL: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 4}
@@ -34,6 +38,22 @@ def resolved(path: str | Path, **flags: Any) -> Any:
 def test_refused(path: str, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(path, **flags)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "dtype", "width"),
+    [("cuda", "auto", "bfloat16", 10), ("cuda", "bfloat16", "bfloat16", 16), ("cuda", "auto", "float32", 16),
+     ("cpu", "auto", "bfloat16", 16)],
+)  # fmt: skip
+def test_index_keys_are_in_fp8_on_a_gpu(path: str, device: str, asked: str, dtype: str, width: int) -> None:
+    """An e4m3 record of 16 channels has 20 bytes, 10 numbers of the cache's type."""
+    args, record = EngineArgs.from_kwargs(model_path=path, kv_cache_dtype=asked), Record()
+    model = with_index_keys(args, load_model_config(Path(path)), device, dtype, record)
+    assert model.attention.kv_parts(dtype) == ((40,), (1, width))
+    assert model.attention.kv_parts("fp8_e4m3")[1] == (1, 20)
+    assert bool(record.remarks) == (width == 10)
+    need = need_of_model(model, dtype, dtype)
+    assert need.index is not None and need.index.fp8_keys == (width == 10)
 
 
 def test_the_plan_has_an_indexer(path: str) -> None:

@@ -94,8 +94,6 @@ def test_a_model_without_attention(with_states) -> None:
          "--enable-two-batch-overlap: .*leave it out"),
         ({"enable_torch_compile": True}, "--enable-torch-compile: .*leave it out"),
         ({"schedule_policy": "lpm"}, "--schedule-policy lpm: .*use fcfs"),
-        ({"group": dataclasses.replace(GROUP, parts=(StatePart((3,), sharded=0),)), "tp_size": 2},
-         "--tp-size / --attn-dp-size: 3 channels or heads of a state cannot be divided over the 2 ranks"),
         ({"group": dataclasses.replace(GROUP, parts=(StatePart((3,), "float8"),))}, "a state of float8: use float32"),
         ({"drafts": True, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x"},
          "--speculative-draft-model-path: .*use another draft model"),
@@ -105,6 +103,16 @@ def test_excluded_flags_are_refused_by_name(with_states, flags, message) -> None
     with pytest.raises(ConfigError, match=message) as error:
         with_states(**flags)
     assert "config.json has layers with a state for each request" in str(error.value)
+
+
+def test_a_state_that_ranks_cannot_divide_is_refused(with_states) -> None:
+    group = dataclasses.replace(GROUP, parts=(StatePart((3,), sharded=0),))
+    with pytest.raises(ConfigError) as error:
+        with_states(group, tp_size=2)
+    assert str(error.value) == (
+        "3 channels or heads of a state cannot be split evenly over 2 ranks (--tp-size / --attn-dp-size); 1 or 3 can; "
+        "with --tp-size 2: --attn-dp-size 2"
+    )
 
 
 CACHED = dataclasses.replace(GROUP, stores_any=True)

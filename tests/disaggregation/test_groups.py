@@ -7,6 +7,7 @@ import itertools
 import random
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,10 +181,18 @@ def bootstrap(server: Server) -> PrefillAgent:
 
 
 class Server:
-    """The threads of all ranks of one attention group, and their rows; `side` is the group's scheduler."""
+    """The threads of all ranks of one attention group, and their rows; `side` is the group's scheduler. `groups`:
+    number of groups of a prefill server, and the group's index, of which the first owns `port`."""
 
     def __init__(
-        self, stack: ExitStack, made: Layout, sends: bool, values: np.ndarray, tmp: str, port: int = 0
+        self,
+        stack: ExitStack,
+        made: Layout,
+        sends: bool,
+        values: np.ndarray,
+        tmp: str,
+        port: int = 0,
+        groups: tuple[int, int] = (1, 0),
     ) -> None:
         self.side, self.port = Side(), port
         self.agents: list[Any] = []
@@ -194,6 +203,7 @@ class Server:
             rows.array[:] = values[:, :, made.heads_of(rank)] if made.num_heads else values
         links, wakes, threads = [self.side.link], [lambda: None], []
         if made.num_ranks > 1:
+            Path(tmp).mkdir(exist_ok=True)
             group = GroupLink(self.side.link, made, sends, f"ipc://{tmp}/{'p' if sends else 'd'}", None, lambda: None)
             followers = [FollowerLink(rank, group.address, None) for rank in range(1, made.num_ranks)]
             links = [group.own, *(follower.own for follower in followers)]
@@ -202,7 +212,7 @@ class Server:
         for rank, (link, wake) in enumerate(zip(links, wakes)):
             tcp = partial(open_transport, "tcp", "127.0.0.1")
             if sends:
-                home = Home(1, 0, rank, f"tcp://127.0.0.1:{self.port}" if rank else "")
+                home = Home(*groups, rank, f"tcp://127.0.0.1:{self.port}" if self.port else "")
                 agent = PrefillAgent(
                     link, self.rows[rank], SCHEMA, "tcp://127.0.0.1:*", None, wake, tcp, layout=made, home=home
                 )
@@ -225,7 +235,6 @@ def test_bytes_between_groups_of_different_sizes(prefill: int, decode: int, head
     with ExitStack() as stack:
         sender = Server(stack, layout(prefill, heads), True, values, str(tmp_path))
         receiver = Server(stack, layout(decode, heads), False, values * 0, str(tmp_path), sender.port)
-        until(lambda: bootstrap(sender)._directory.groups())
         for room in range(3):
             source, target = random.sample(range(600), 300), random.sample(range(600), 300)
             for rows in receiver.rows:
@@ -260,12 +269,28 @@ def test_a_rank_receives_the_rows_of_the_rank_with_its_number(ranks: int, heads:
         receiver = Server(stack, layout(ranks, heads), False, values, str(tmp_path), sender.port)
         for rows in sender.rows:
             rows.array[:] = np.frombuffer(random.randbytes(rows.array.nbytes), np.uint8).reshape(rows.array.shape)
-        until(lambda: bootstrap(sender)._directory.groups())
         source, target = random.sample(range(60), 40), random.sample(range(60), 40)
         asked = Asked(1, sender, receiver, target)
         assert asked.transfer(source) == ("filled", 1, 40)
         for ours, theirs in zip(receiver.rows, sender.rows):
             assert np.array_equal(ours.array[target], theirs.array[source])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_request_waits_for_all_groups_of_a_prefill_server(ranks: int, tmp_path: Any) -> None:
+    """Whichever group has computed its prompt."""
+    values, places = np.ones((40, 2, 2, 8), np.uint8), list(range(40))
+    made = layout(ranks, 2)
+    with ExitStack() as stack:
+        first, second = (str(tmp_path / name) for name in ("first", "second"))
+        sender = Server(stack, made, True, values, first, groups=(2, 0))
+        receiver = Server(stack, layout(1, 2), False, values * 0, "", sender.port)
+        asked = Asked(0, sender, receiver, places)
+        until(lambda: bootstrap(sender)._peers)
+        assert not receiver.side.of(0) and not sender.side.of(0)
+        Server(stack, made, True, values, second, sender.port, groups=(2, 1))
+        assert asked.transfer(places) == ("filled", 0, 40)
+        assert (receiver.rows[0].array == 1).all()
 
 
 class Asked:

@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,31 +231,46 @@ def _reference(path: Path, seed: int, vocab: int) -> tuple[list[int], Tensor]:
         return ids[0].tolist(), model.eval()(ids).logits[0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="*", default=[*KINDS, *MORE_KINDS])
-    parser.add_argument("--count", type=int, default=100)
+def run_draws(
+    description: str | None,
+    kinds: Sequence[str],
+    count: int,
+    draw: Callable[[str, random.Random], Any],
+    check: Callable[[Any, Path, random.Random, int], str],
+) -> None:
+    """A command that checks random shapes and prints those that differ, with their seeds.
+
+    Args:
+        check: (shape, folder, random numbers, seed) -> what it compared, or ""; raises a difference.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--kinds", nargs="*", default=kinds)
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     asked = parser.parse_args()
     failed = refused = 0
-    for number in range(asked.count):
-        rng = random.Random(asked.seed + number)
+    for seed in range(asked.seed, asked.seed + asked.count):
+        rng = random.Random(seed)
         shape = draw(rng.choice(asked.kinds), rng)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found: float | str = check(shape, Path(folder), asked.seed + number)
+                if compared := check(shape, Path(folder), rng, seed):
+                    print(compared, flush=True)
             except Refused as error:
                 refused += 1
                 print(f"refused by transformers: {shape.kind}: {str(error)[:150]}", flush=True)
-                continue
             except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-        if isinstance(found, str) or not found < TOLERANCE:
-            failed += 1
-            print(f"--seed {asked.seed + number}: {found}\n    {shape}", flush=True)
+                failed += 1
+                print(f"--seed {seed}: {type(error).__name__}: {error}\n    {shape}", flush=True)
     print(f"{asked.count} shapes, {refused} refused by transformers, {failed} differ")
     raise SystemExit(failed > 0)
 
 
+def _check_within_tolerance(shape: Shape, folder: Path, rng: random.Random, seed: int) -> str:
+    found = check(shape, folder, seed)
+    assert found < TOLERANCE, found
+    return ""
+
+
 if __name__ == "__main__":
-    main()
+    run_draws(__doc__, [*KINDS, *MORE_KINDS], 100, draw, _check_within_tolerance)

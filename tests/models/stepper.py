@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,13 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
 
 
 def load(path: Path, row: str = "torch", dtype: str = "float32", **options: Any) -> Stepper:
-    """A stepper over the checkpoint in `path`; `options` are the model's, the loader's `load_format`, and the stepper's
-    `page_size` and `seed`."""
+    """A stepper over the checkpoint in `path`; `options` are the model's, the loader's `load_format`, the stepper's
+    `page_size` and `seed`, `change` of the config, and an `indexer` instead of the row's."""
     page_size, seed = options.pop("page_size", 1), options.pop("seed", 0)
     load = LoadOptions(dtype, load_format=options.pop("load_format", "auto"))
-    config = load_model_config(path)
+    config = options.pop("change", lambda same: same)(load_model_config(path))
     backends = make_backends(config, row, dtype, page_size)
+    backends = replace(backends, indexer=options.pop("indexer", backends.indexer))
     model = load_model(path, config, load, backends, **options)
     return Stepper(model, config, backends, getattr(torch, dtype), page_size=page_size, seed=seed)
 

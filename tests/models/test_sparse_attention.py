@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import MLAConfig, ModelConfig
@@ -98,6 +100,47 @@ def test_layers_that_share_a_selection_have_no_index_keys(tmp_path: Path) -> Non
     assert sum(".indexer.wk." in name for name in names) == 3
     longer = replace(config, max_position_embeddings=1 << 20)
     assert sizes.largest_step_activation_bytes(longer, 64, 2) > sizes.MAX_INDEX_SCORES_BYTES
+
+
+def with_fp8_keys(config: ModelConfig) -> ModelConfig:
+    attention = config.attention
+    assert isinstance(attention, MLAConfig) and attention.indexer is not None
+    return replace(config, attention=replace(attention, indexer=replace(attention.indexer, fp8_keys=True)))
+
+
+class Quantizes(TorchIndexer):
+    """In caches of float32 the values that e4m3 records have, of keys and queries."""
+
+    def write(self, keys: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, page_size: int) -> None:
+        super().write(rounded(keys), slots, cache, page_size)
+
+    def select(self, q: torch.Tensor, *others: Any) -> None:
+        super().select(rounded(q), *others)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    values, scales = index_keys.quantize(index_keys.hadamard(x))
+    return values.float() * scales[..., None]
+
+
+@every_row
+@every_kind
+def test_index_keys_in_fp8_beside_latents(kind: str, row: str, sparse_paths: dict[str, Path]) -> None:
+    """The tokens' logits are those of quantized keys in a cache of float32, in prompts and decodes."""
+    path, tokens = sparse_paths[kind], torch.randint(0, 256, (80,)).tolist()
+    found = stepper.load(path, row, page_size=4, change=with_fp8_keys)
+    exact = stepper.load(path, seed=1, indexer=Quantizes())
+    width = found.config.attention.index_width
+    assert found.kv[0][1].shape[1:] == (1, width // 4 + 1) and exact.kv[0][1].shape[1:] == (1, width)
+    for first, last, decode in ((0, 6, False), (6, 50, False), (50, 51, True), (51, 80, False)):
+        part = tokens[first:last]
+        assert_close(whole(found, part, decode=decode), whole(exact, part, decode=decode))
+
+
+@pytest.fixture(scope="module")
+def sparse_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("fp8-keys")
+    return {kind: make_checkpoint(kind, folder / kind, tokenizer=False) for kind in SPARSE_KINDS}
 
 
 @pytest.mark.parametrize(

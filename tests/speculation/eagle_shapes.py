@@ -6,9 +6,7 @@ drafts must be those without, and the counts of accepted drafts those of a float
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,28 +139,9 @@ def check(drawn: Drawn, folder: Path, rng: random.Random) -> str:
     return f"{sum(accepted)} drafts accepted"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="*", default=[*TARGETS, *MORE_TARGETS])
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
-    asked = parser.parse_args()
-    failed = refused = 0
-    for number in range(asked.count):
-        rng = random.Random(asked.seed + number)
-        drawn = draw(rng.choice(asked.kinds), rng)
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                print(f"{drawn.kind}, {drawn.ranks}: {check(drawn, Path(folder), rng)}", flush=True)
-            except Refused as error:
-                refused += 1
-                print(f"refused by transformers: {drawn.kind}: {str(error)[:150]}", flush=True)
-            except Exception as error:
-                failed += 1
-                print(f"--seed {asked.seed + number}: {type(error).__name__}: {error}\n    {drawn}", flush=True)
-    print(f"{asked.count} heads, {refused} refused by transformers, {failed} differ")
-    raise SystemExit(failed > 0)
+def _compared(drawn: Drawn, folder: Path, rng: random.Random, seed: int) -> str:
+    return f"{drawn.kind}, {drawn.ranks}: {check(drawn, folder, rng)}"
 
 
 if __name__ == "__main__":
-    main()
+    random_shapes.run_draws(__doc__, [*TARGETS, *MORE_TARGETS], 20, draw, _compared)

@@ -22,6 +22,7 @@ from moe_engine.types.constraint import Constraint
 from tests.structured_output.schemas import draw_schemas
 from tests.structured_output.test_llguidance_backend import EOS, allowed, backend, tokenizer
 from tests.structured_output.test_tool_calls import spells, tool
+from tests.tokenizer.read_calls import read_calls
 
 __all__ = ["backend", "tokenizer"]  # fixtures
 
@@ -69,14 +70,8 @@ def parameters(rng: random.Random) -> dict[str, Any]:
 
 def parse(text: str, form: str, functions: Mapping[str, Any], size: int) -> tuple[str, list[tuple[str, Any]]]:
     """Plain text and calls, from pieces of `size` characters."""
-    parser, shown, calls = ToolCallParser(form, functions, is_json=True), "", list[list[Any]]()
-    pieces = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
-    for plain, deltas in pieces:
-        shown += plain
-        for delta in deltas:
-            if delta.name is not None:
-                calls.append([delta.name, ""])
-            calls[delta.index][1] += delta.arguments
+    parser = ToolCallParser(form, functions, is_json=True)
+    shown, calls, _ = read_calls(parser, text, size)
     assert not parser.cut
     return shown, [(name, json.loads(arguments)) for name, arguments in calls]
 

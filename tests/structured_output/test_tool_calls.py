@@ -20,6 +20,7 @@ from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, CallSyntax, ToolCallPa
 from moe_engine.tokenizer.tool_calls.named import CALL_END, CALLS_BEGIN, CALLS_END
 from moe_engine.types.constraint import Constraint, FreeReasoning
 from tests.structured_output.test_llguidance_backend import EOS, accepts, allowed, backend, tokenizer
+from tests.tokenizer.read_calls import read_calls
 
 __all__ = ["backend", "tokenizer"]  # fixtures
 
@@ -68,15 +69,7 @@ def draw(grammar: CompiledGrammar, rng: random.Random, first: Sequence[int] = ()
 
 def parse(tokenizer: Tokenizer, ids: list[int], form: str, content: bool = False) -> tuple[str, list[tuple[str, Any]]]:
     parser = ToolCallParser(form, is_json=True, content_is_json=content)
-    calls: list[list[Any]] = []
-    shown = ""
-    text = tokenizer.decode(ids, keep=tokenizer.special_ids)
-    for plain, deltas in [*map(parser.push, text), parser.finish()]:
-        shown += plain
-        for delta in deltas:
-            if delta.name is not None:
-                calls.append([delta.name, ""])
-            calls[delta.index][1] += delta.arguments
+    shown, calls, _ = read_calls(parser, tokenizer.decode(ids, keep=tokenizer.special_ids), 1)
     return shown, [(name, json.loads(arguments)) for name, arguments in calls]
 
 

@@ -20,6 +20,7 @@ from moe_engine.tokenizer.tool_calls import ToolCallParser
 from tests.examples import examples
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import events, post
+from tests.tokenizer.read_calls import read_calls
 from tests.tokenizer.tiny_tokenizer import make_tokenizer, save_tokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -146,16 +147,8 @@ def test_the_parser_reads_written_calls_back(calls, content, thinking):
     whole = CHAT.render([user("q"), answer(content, "r", *calls)], kwargs={"thinking": thinking})
     output = whole.removeprefix(prompt + ("r</think>" if thinking else "")).removesuffix(EOS)
     parser = ToolCallParser("deepseekv32", {name: None for name, _ in calls})
-    deltas = [*parser.parts(output), *parser.last_parts()]
-    plain, names, arguments = "", [], {}
-    for delta in deltas:
-        if isinstance(delta, str):
-            plain += delta
-            continue
-        if delta.name is not None:
-            names.append(delta.name)
-        arguments[delta.index] = arguments.get(delta.index, "") + delta.arguments
-    assert [(name, json.loads(arguments[i])) for i, name in enumerate(names)] == calls
+    plain, found, _ = read_calls(parser, output, len(output))
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
     # the parser's result, rendered again, is the same prompt: the prefix cache hits
     assert CHAT.render([user("q"), answer(plain, "r", *calls)], kwargs={"thinking": thinking}) == whole
 

@@ -18,6 +18,7 @@ from moe_engine.tokenizer.tool_calls import ToolCallParser
 from tests.examples import examples
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import post
+from tests.tokenizer.read_calls import read_calls
 from tests.tokenizer.test_deepseek_v32 import BOS, CALLS, EOS, OPEN, SCHEMA, SHUT, TEXTS, THINKING, TOOL, answer, user
 from tests.tokenizer.tiny_tokenizer import make_tokenizer, save_tokenizer
 
@@ -137,15 +138,8 @@ def test_the_parser_reads_written_calls_back(calls, content, thinking):
     whole = CHAT.render([user("q"), answer(content, "r", *calls)], tools=[TOOL], kwargs=kwargs)
     output = whole.removeprefix(prompt + ("r</think>" if thinking else "")).removesuffix(EOS)
     parser = ToolCallParser("deepseekv4", {name: None for name, _ in calls})
-    plain, names, arguments = "", [], {}
-    for delta in [*parser.parts(output), *parser.last_parts()]:
-        if isinstance(delta, str):
-            plain += delta
-            continue
-        if delta.name is not None:
-            names.append(delta.name)
-        arguments[delta.index] = arguments.get(delta.index, "") + delta.arguments
-    assert [(name, json.loads(arguments[i])) for i, name in enumerate(names)] == calls
+    plain, found, _ = read_calls(parser, output, len(output))
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
     assert CHAT.render([user("q"), answer(plain, "r", *calls)], tools=[TOOL], kwargs=kwargs) == whole
 
 

@@ -10,6 +10,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser, starts_inside
 from moe_engine.tokenizer.tool_calls import ToolCallParser
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from tests.tokenizer.read_calls import read_calls
 
 
 def reason(text, size, **options):
@@ -129,20 +130,9 @@ def v3(*calls):
 
 
 def parse(form, text, size, names=None, **options) -> Any:
-    parser = ToolCallParser(form, names, **options)
-    shown = ""
-    calls: list[list[str]] = []
-    steps = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
-    for piece, deltas in steps:
-        shown += piece
-        for delta in deltas:
-            if delta.name is not None:
-                assert str(delta.id).startswith("call_")
-                assert delta.index == len(calls)
-                calls.append([delta.name, delta.arguments])
-            else:
-                calls[delta.index][1] += delta.arguments
-    return shown, [tuple(c) for c in calls]
+    shown, calls, ids = read_calls(ToolCallParser(form, names, **options), text, size)
+    assert all(name.startswith("call_") for name in ids)
+    return shown, calls
 
 
 CALLS = [("get_weather", '{"city": "Par\\nis"}'), ("add", '{"a": 1}')]

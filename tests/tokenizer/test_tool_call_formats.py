@@ -14,6 +14,7 @@ from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser
 from moe_engine.tokenizer.tool_calls.counted_ids import num_calls, with_counted_ids
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.examples import examples
+from tests.tokenizer.read_calls import read_calls
 
 FUNCTIONS = {
     "f": {"type": "object", "properties": {
@@ -126,18 +127,7 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 
 def parse(form: str, text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Plain text, calls with the text of their arguments, ids."""
-    parser = ToolCallParser(form, options.pop("functions", FUNCTIONS), **options)
-    shown, calls, ids = "", [], []
-    for piece, deltas in [*(parser.push(text[at : at + size]) for at in range(0, len(text), size)), parser.finish()]:
-        shown += piece
-        for delta in deltas:
-            if delta.name is not None:
-                assert delta.index == len(calls)
-                calls.append((delta.name, delta.arguments))
-                ids.append(str(delta.id))
-            else:
-                calls[delta.index] = (calls[delta.index][0], calls[delta.index][1] + delta.arguments)
-    return shown, calls, ids
+    return read_calls(ToolCallParser(form, options.pop("functions", FUNCTIONS), **options), text, size)
 
 
 @pytest.mark.parametrize(

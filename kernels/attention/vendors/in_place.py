@@ -18,7 +18,7 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 class PageBuffer:
     """int32 memory for the page numbers of the next graph, for each window: layers with different windows are in the
     same graph, and may have different slot tables. The largest graph is captured first; a graph that needs more
-    allocates anew, and earlier graphs keep their memory."""
+    allocates again, and earlier graphs keep their memory."""
 
     def __init__(self) -> None:
         self._buffers: dict[int | None, Tensor] = {}

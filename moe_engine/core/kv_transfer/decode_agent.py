@@ -201,9 +201,6 @@ class DecodeAgent(TransferAgent):
         peer.part = parts(self._rank, self._layout, rank, peer.layout)[1]
         if peer.legs and not self._open_window(peer):
             return
-        if peer.waiting and not groups:
-            self._lose(peer, f"{peer.address}: the prefill server has not started all of its ranks yet")
-            return
         peer.groups = groups or []
         waiting, peer.waiting = peer.waiting, []
         for number in waiting:
@@ -211,7 +208,7 @@ class DecodeAgent(TransferAgent):
                 self._begin(number, room, peer)
 
     def _open_window(self, peer: Peer) -> bool:
-        """Memory for the pieces of a rank that sends KV; False if the peer was dropped for want of it."""
+        """Memory for the pieces of a rank that sends KV; False if the peer was dropped for lack of it."""
         if not peer.is_welcome or peer.memory is not None:
             return True
         peer.slot_bytes = peer.piece_tokens * peer.part.bytes_of(self._rows)

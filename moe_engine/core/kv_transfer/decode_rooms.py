@@ -61,7 +61,7 @@ class Peer:
     """A prefill rank: its connection, and the memory that it writes to. Dropped when the connection ends.
 
     Raises:
-        zmq.ZMQError: no connection can be opened: of a wrong address, or (EMFILE) for want of sockets.
+        zmq.ZMQError: no connection can be opened: of a wrong address, or (EMFILE) for lack of sockets.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: JobKeys | None) -> None:

@@ -103,6 +103,7 @@ class PrefillAgent(TransferAgent):
             name, *values = wire.decode(frames[0])
             if name == "register":
                 self._directory.register(*values)
+                self._welcome_waiting()
                 return
             if name == "hello":
                 self._peers[peer] = Consumer(0.0)
@@ -128,8 +129,18 @@ class PrefillAgent(TransferAgent):
             self._send_to(peer, ["refused", reason])
             return
         consumer.part = parts(rank, consumer.layout, self._rank, self._layout)[0]
-        groups = None if self._home.bootstrap else self._directory.groups()
-        self._send_to(peer, ["welcome", PIECE_TOKENS, self._rank, self._layout.values, groups])
+        consumer.waits = True
+        self._welcome_waiting()
+
+    def _welcome_waiting(self) -> None:
+        """Answers decode ranks. The owner of the directory answers them once all ranks of its server are registered."""
+        groups = None
+        if not self._home.bootstrap and (groups := self._directory.groups()) is None:
+            return
+        for peer, consumer in list(self._peers.items()):
+            if consumer.waits:
+                consumer.waits = False
+                self._send_to(peer, ["welcome", PIECE_TOKENS, self._rank, self._layout.values, groups])
 
     def _open(self, peer: bytes, consumer: Consumer, description: bytes, slot_bytes: int) -> None:
         """The decode rank's memory: `NUM_SLOTS` slots."""

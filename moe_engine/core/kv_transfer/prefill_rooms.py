@@ -15,12 +15,14 @@ from moe_engine.scheduler.transfer_state import WINDOW, Sending
 
 @dataclass
 class Consumer:
-    """A decode rank's connection. `rank` of `layout`. `window`: None until its memory is known."""
+    """A decode rank's connection. `rank` of `layout`. `waits`: for the answer to its first message. `window`: None
+    until its memory is known."""
 
     heard: float
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     part: RowPart = field(default_factory=RowPart)
+    waits: bool = False
     window: SendWindow | None = None
 
 

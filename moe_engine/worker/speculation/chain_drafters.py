@@ -85,7 +85,7 @@ class StaticBatch:
         self.plan: GroupPlans | None = None
 
     def prepare(self, planner: InPlacePlanner) -> bool:
-        """Plans anew, for one capture; False if the attention backend plans by exact lengths on the host."""
+        """Plans again, for one capture; False if the attention backend plans by exact lengths on the host."""
         return self._has(self._planned(planner))
 
     def share(self, other: StaticBatch, planner: InPlacePlanner) -> bool:
@@ -113,7 +113,7 @@ class ChainDrafter(Protocol):
     """The drafts of one captured size."""
 
     def prepare(self) -> bool:
-        """Plans its forwards anew; False as in `StaticBatch.prepare`."""
+        """Plans its forwards again; False as in `StaticBatch.prepare`."""
 
     def renew(self, lens: list[int]) -> None:
         """Renews the plans that verification does not renew; `lens`: upper bounds [R] of context tokens."""

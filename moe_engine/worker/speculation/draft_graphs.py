@@ -92,7 +92,7 @@ class ChainRun:
         return [self.verified.result]
 
     def prepare(self) -> bool:
-        """Plans all forwards anew, for one capture; False if an attention backend plans on the host by exact
+        """Plans all forwards again, for one capture; False if an attention backend plans on the host by exact
         lengths."""
         return self._batch.prepare(self._parts.plan_in_place) and self._drafts.prepare()
 

@@ -32,7 +32,7 @@ class DraftImages:
         return None if step is None else self._encoder.rows(step, keep=True)
 
     def placed(self, batch: StepBatch, forward: ForwardBatch) -> ForwardBatch:
-        """A forward over a batch that was built anew, with the positions of its image tokens."""
+        """A forward over a batch that was built again, with the positions of its image tokens."""
         images = batch.images
         if images is None or forward.images is not None or not self._rows.has_axes:
             return forward

@@ -1,4 +1,4 @@
-"""Captured steps with draft trees of one MTP layer or an EAGLE head: as `draft_graphs`, with a tree in the place of the
+"""Captured steps with draft trees of one MTP layer or an EAGLE head: as `draft_graphs`, with a tree instead of the
 chain until the target has sampled, and the accepted path as the chain from then on.
 
 Legend: R requests, N nodes of a tree, S depth, K = S + 1, D hidden, E tokens of a request in a forward of drafting.
@@ -95,7 +95,7 @@ class TreeDrafts:
         ]  # fmt: skip
 
     def prepare(self) -> bool:
-        """Plans the forwards anew, for one capture; False if the attention plans by exact lengths on the host."""
+        """Plans the forwards again, for one capture; False if the attention plans by exact lengths on the host."""
         return all(batch.prepare(self._planner) for batch in (self._root, *self._levels))
 
     def renew(self, lens: list[int]) -> None:

@@ -21,6 +21,7 @@ from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from moe_engine.kernels.delta import triton_delta
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
+from moe_engine.planning import sparse_attention
 from moe_engine.types import StepPlan
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
@@ -28,6 +29,7 @@ from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
+from tests.models.checkpoints import make_checkpoint
 from tests.models.latent_scales import add_latent_scales
 from tests.models.mxfp4 import mxfp4_copy
 from tests.simulated_cuda import kernels, libraries, quick_start, streams
@@ -182,6 +184,25 @@ def test_sparse_decodes_are_captured(tmp_path: Path) -> None:
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel"}
 
 
+def test_index_keys_in_fp8_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek V3.2 with the index keys of a GPU, records beside latents: the tokens of the CPU with such keys. Decodes
+    beyond the top-k are replayed, prefixes are cached."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    monkeypatch.setattr(sparse_attention, "FP8_KEYS", {("cpu", "float32"), ("cuda", "float32")})
+    fields = {"index_head_dim": 16, "index_topk": 8, "num_hidden_layers": 1, "first_k_dense_replace": 1}
+    path = agreeing_checkpoint("deepseek_v32", tmp_path / "model", 5, **fields)
+    requests = script([GREEDY, GREEDY])
+    expected = serve(path, tmp_path, requests, device="cpu")
+    more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "ops_backend": "triton"}
+    found = serve(path, tmp_path, requests, device="cuda", **more)
+    check_answers(found.answers, expected.answers, tolerance=0.02)
+    assert any(answer.cached_tokens for answer in found.answers.values())
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert max(start + 1 for step in replayed for start in step.plan.starts) > 8
+    assert found.num_graphs == 2 and found.waits == []
+    assert set(kernels.launches) >= {"router_logits_kernel", "index_rows_kernel", "scores_kernel", "select_kernel"}
+
+
 def test_experts_stay_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gpt-oss in this project's kernels: the tokens of the CPU, replayed decodes, no expert dequantized."""
     kept: list[int] = []
@@ -223,6 +244,20 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
     assert [wait for step in (replayed if drafts else found.steps) for wait in step.waits] == []
     launched = set(kernels.launches)
     assert launched >= {"conv_update_kernel", "delta_kernel", "gated_norm_kernel", "system_kernel", "states_kernel"}
+
+
+@pytest.mark.exhaustive
+def test_captured_steps_of_decays_by_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi Linear: the same beside MLA, all of whose tokens have position 0."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    monkeypatch.setattr(triton_delta, "SHORT", 3)
+    path = make_checkpoint("kimi_linear", tmp_path / "model", 5, num_experts=4, num_experts_per_token=2)
+    requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
+    flags = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
+    found = compared(path, tmp_path, requests, flags, cuda_graph_bs_decode="2", **FEW)
+    assert found.num_graphs and any(step.cuda_graph for step in found.steps)
+    assert [wait for step in found.steps for wait in step.waits] == []
+    assert set(kernels.launches) >= {"delta_kernel", "gated_norm_kernel", "system_kernel", "states_kernel"}
 
 
 def check_one_wait_a_step(run: Run) -> None:
