@@ -22,6 +22,9 @@ VARIES = 0.5
 (arXiv 2605.20982) are 0.24 and more on text for MLA and Gated DeltaNet models, 0.29 to 0.38 on random tokens: 0.27 of
 this distribution. A rank's straggler (`SPREAD`) also has the drift of the traffic."""
 
+LEAST = 1e-9
+"""Share of the experts that a token activates at least."""
+
 BALANCED = 0.15
 """With redundant experts placed by EPLB: the rest, from drift and whole numbers of replicas."""
 
@@ -42,10 +45,11 @@ class Popularity:
     and the deviation `VARIES`; the tokens of a step are independent.
 
     Args:
-        mean: top_k / E, above 0 and at most 1.
+        mean: top_k / E.
     """
 
     def __init__(self, mean: float) -> None:
+        mean = max(mean, LEAST)  # a config without a known name of top_k
         self._all = mean >= 1.0
         total = max(1.0, (1.0 - mean) / (VARIES**2 * mean) - 1.0)  # of the distribution's two parameters
         self._total, self._rest = total, (1.0 - mean) * total
