@@ -22,7 +22,7 @@ VARIES = 0.5
 (arXiv 2605.20982) are 0.24 and more on text for MLA and Gated DeltaNet models, 0.29 to 0.38 on random tokens: 0.27 of
 this distribution. A rank's straggler (`SPREAD`) also has the drift of the traffic."""
 
-LEAST = 1e-9
+LEAST = 1e-6
 """Share of the experts that a token activates at least."""
 
 BALANCED = 0.15
