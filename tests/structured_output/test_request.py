@@ -43,6 +43,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "min_tokens": 3}, "min_tokens: cannot be combined with regex"),
     ({"regex": "a", "allowed_token_ids": [1]}, "allowed_token_ids: cannot be combined with regex"),
     ({"json_schema": "[" * 8000}, "json_schema: nested too deep"),
+    ({"json_schema": {"minimum": float("nan")}}, "json_schema: a number is not finite"),
+    ({"json_schema": '{"minimum": -1e400}'}, "json_schema: a number is not finite"),
 ]
 
 
