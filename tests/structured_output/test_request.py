@@ -84,7 +84,7 @@ def test_native_fields_and_defaults() -> None:
         '{"enum": ["a", "\\u00e9\\n", 1, 2.5, -0.0, 1e22, true, null]}',
         ' {"b": 1, "a": {"é": [1, {"x": []}]}} ',
         '{"const": 123456789012345678901234567890}',
-        '{"const": "\\ud83d\\ude42", "minimum": 1E400}',
+        '{"const": "\\ud83d\\ude42", "minimum": 1E40}',
         '{"a": 1, "a": 2}',
         "true",
     ],

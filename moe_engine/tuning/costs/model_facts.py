@@ -13,6 +13,7 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
+from moe_engine.models.config_families import qwen_moe_layers
 from moe_engine.models.config_fields import Fields, text_fields
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
@@ -170,6 +171,8 @@ def _dense_layers(fields: Fields, layers: int) -> int:
     kinds = fields.raw.get("mlp_layer_types")
     if isinstance(kinds, list):
         return kinds[:layers].count("dense")
+    if fields.has("decoder_sparse_step") or fields.has("mlp_only_layers"):
+        return qwen_moe_layers(fields).count(False)
     return min(layers, fields.integer("first_k_dense_replace", 0, minimum=0))
 
 
