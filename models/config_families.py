@@ -95,6 +95,12 @@ def deepseek_moe_layers(fields: Fields, moe: MoEConfig | None) -> tuple[bool, ..
     return tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
 
 
+def qwen_moe_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers are mixtures: in the fields of Qwen."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(fields.integer("num_hidden_layers")))
+
+
 def check_moe(fields: Fields, moe: MoEConfig) -> None:
     """Raises ConfigError for a router that cannot choose this many experts."""
     if moe.num_experts % moe.num_groups:
@@ -125,10 +131,7 @@ def parse_qwen3_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
         renormalize=fields.flag("norm_topk_prob"),
     )
     check_moe(fields, moe)
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.raw.get("mlp_only_layers") or []
-    layers = fields.integer("num_hidden_layers")
-    return parse_gqa(fields, generation, moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)))
+    return parse_gqa(fields, generation, moe, qwen_moe_layers(fields))
 
 
 def parse_mixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

@@ -16,15 +16,26 @@ def parse_hunyuan(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     return _hunyuan(fields, generation, None)
 
 
-def parse_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """Hunyuan-A13B: the same with experts in every layer and a shared MLP; fields of the mixture may have a value for
-    each layer."""
+def hunyuan_moe_fields(fields: Fields) -> Fields:
+    """The fields with those of the mixture, which may have a value for each layer, as single numbers under the names of
+    Qwen's mixtures."""
     width = fields.integer("intermediate_size")
+    mixture = {
+        "num_experts_per_tok": _of_all_layers(fields, "moe_topk"),
+        "moe_intermediate_size": _of_all_layers(fields, "moe_intermediate_size", width),
+        "shared_expert_intermediate_size": width * _of_all_layers(fields, "num_shared_expert", 1),
+    }
+    return Fields({**fields.raw, **mixture}, fields.source)
+
+
+def parse_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Hunyuan-A13B: the same with experts in every layer and a shared MLP."""
+    mixture = hunyuan_moe_fields(fields)
     moe = MoEConfig(
         num_experts=fields.integer("num_experts"),
-        top_k=_of_all_layers(fields, "moe_topk"),
-        width=_of_all_layers(fields, "moe_intermediate_size", width),
-        shared_width=width * _of_all_layers(fields, "num_shared_expert", 1),
+        top_k=mixture.integer("num_experts_per_tok"),
+        width=mixture.integer("moe_intermediate_size"),
+        shared_width=mixture.integer("shared_expert_intermediate_size", minimum=0),
         score="softmax",
         renormalize=True,
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import ModelConfig, MoEConfig
-from moe_engine.models.config_families import check_moe, parse_gqa
+from moe_engine.models.config_families import check_moe, parse_gqa, qwen_moe_layers
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_vision import with_qwen3_tower
 from moe_engine.models.formats.fused_blocks import with_fused_experts
@@ -23,11 +23,8 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 def parse_qwen3_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3-Next: three gated delta nets for each layer of gated attention, a shared expert with a gate, norms whose
     weights are stored minus 1, an MTP layer."""
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
-    layers = range(fields.integer("num_hidden_layers"))
-    moe_layers = tuple(i not in dense and (i + 1) % step == 0 for i in layers)
     mtp = fields.integer("num_nextn_predict_layers", 1, minimum=0)
-    return _hybrid(fields, generation, _experts(fields), moe_layers, _delta(fields, joined=True), mtp)
+    return _hybrid(fields, generation, _experts(fields), qwen_moe_layers(fields), _delta(fields, joined=True), mtp)
 
 
 def parse_qwen3_5(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

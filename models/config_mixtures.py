@@ -123,21 +123,33 @@ def parse_ernie(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     return _ernie(fields, generation, None, ())
 
 
+def ernie_moe_fields(fields: Fields) -> Fields:
+    """The fields with those of the mixture under the names of Qwen's and DeepSeek's mixtures."""
+    shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
+    mixture = {
+        "num_experts": fields.integer("moe_num_experts"),
+        "num_experts_per_tok": fields.integer("moe_k"),
+        "shared_expert_intermediate_size": fields.integer("moe_intermediate_size") * shared,
+        "first_k_dense_replace": fields.integer("moe_layer_start_index", 1, minimum=0),
+    }
+    return Fields({**fields.raw, **mixture}, fields.source)
+
+
 def parse_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """ERNIE 4.5 with experts: a softmax over all experts, whose bias affects the choice only; an MTP layer with
     a dense MLP."""
-    width, layers = fields.integer("moe_intermediate_size"), fields.integer("num_hidden_layers")
+    mixture, layers = ernie_moe_fields(fields), fields.integer("num_hidden_layers")
     moe = MoEConfig(
-        num_experts=fields.integer("moe_num_experts"),
-        top_k=fields.integer("moe_k"),
-        width=width,
-        shared_width=width * fields.integer("moe_num_shared_experts", 2, minimum=0),
+        num_experts=mixture.integer("num_experts"),
+        top_k=mixture.integer("num_experts_per_tok"),
+        width=fields.integer("moe_intermediate_size"),
+        shared_width=mixture.integer("shared_expert_intermediate_size", minimum=0),
         score="softmax",
         has_bias=fields.flag("moe_use_aux_free", True),
         renormalize=True,
     )
     check_moe(fields, moe)
-    first, step = fields.integer("moe_layer_start_index", 1, minimum=0), fields.integer("moe_layer_interval", 1)
+    first, step = mixture.integer("first_k_dense_replace", minimum=0), fields.integer("moe_layer_interval", 1)
     last = fields.integer("moe_layer_end_index", -1, minimum=-1)
     last = layers - 1 if last == -1 else last
     return _ernie(fields, generation, moe, tuple(first <= i <= last and (i + 1) % step == 0 for i in range(layers)))

@@ -343,18 +343,22 @@ def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
 
 
 def largest_step_activation_bytes(
-    config: ModelConfig, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None
-) -> int:
+    config: ModelConfig, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None,
+    num_requests: int | None = None,
+) -> int:  # fmt: skip
     """Upper bound of the activation memory of a forward of `num_tokens` tokens, without KV and weights.
 
     Args:
         num_logits: rows of float32 logits (0: none).
         expanded_tokens: context tokens that MLA expands at once; default: the layer's limit.
+        num_requests: max requests with these tokens; default: each token may be another's.
     """
+    requests = num_tokens if num_requests is None else min(num_tokens, num_requests)
     stream = 3 * num_tokens * config.hidden_size * dtype_bytes  # residual, normed input, output of the part
     stream += num_tokens * _streams_bytes(config, dtype_bytes)
     largest = max(
-        _attention_bytes(config, num_tokens, dtype_bytes, expanded_tokens), _mlp_bytes(config, num_tokens, dtype_bytes)
+        _attention_bytes(config, num_tokens, requests, dtype_bytes, expanded_tokens),
+        _mlp_bytes(config, num_tokens, dtype_bytes),
     )
     return stream + largest + num_logits * config.vocab_size * (4 + dtype_bytes)
 
@@ -371,13 +375,15 @@ def sampling_bytes(vocab_size: int, num_rows: int, scratch: int, context_len: in
     return num_rows * vocab_size * LOGIT_BYTES + max(scratch, EDIT_BYTES, longest)
 
 
-def _attention_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:
+def _attention_bytes(
+    config: ModelConfig, num_tokens: int, num_requests: int, dtype_bytes: int, expanded_tokens: int | None
+) -> int:
     a = config.attention
     if isinstance(a, GQAConfig):
         width = max(_gqa_width(kind) for kind in config.attentions if isinstance(kind, GQAConfig))
         return max(num_tokens * width * dtype_bytes, _delta_bytes(config.delta, num_tokens, dtype_bytes))
     if isinstance(a, CompressedConfig):
-        return _compressed_bytes(a, config.context_length, num_tokens, dtype_bytes)
+        return _compressed_bytes(a, config.context_length, num_tokens, num_requests, dtype_bytes)
     dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens) + _indexer_bytes(config, num_tokens, dtype_bytes)
     return max(dense, _delta_bytes(config.delta, num_tokens, dtype_bytes))
 
@@ -408,16 +414,17 @@ def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens:
     return (num_tokens * (down + query) + max(expanded, absorbed)) * dtype_bytes
 
 
-def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, dtype_bytes: int) -> int:
+def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, num_requests: int, dtype_bytes: int) -> int:
     """Projections, the query with a normed copy, the result, and index queries; the rows of each query token with
-    their places, by kind of layer; scores of entries."""
+    their places, by kind of layer; slots of a request's entries; scores of entries."""
     projected = a.q_lora_rank * 2 + 5 * a.head_dim + 4 * a.index_width
     heads = 3 * a.num_heads * a.head_dim + a.output_groups * a.output_rank + a.index_heads * (a.index_width + 4)
     entries = {rate: context // rate for rate in a.rates if rate}
     seen = sum(min(count, a.top_k) if rate == a.selected_rate else count for rate, count in entries.items())
     scores = 4 * entries.get(a.selected_rate, 0)
-    rows = 16 * ((1 + len(entries)) * a.window + seen) + scores
-    return num_tokens * ((projected + heads) * dtype_bytes + rows) + max(
+    rows = 16 * ((1 + len(entries)) * a.window + seen)
+    slots = num_requests * scores  # int32 as scores are float32
+    return num_tokens * ((projected + heads) * dtype_bytes + rows) + slots + max(
         scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores)
     )
 

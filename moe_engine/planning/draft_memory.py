@@ -52,12 +52,13 @@ def step_bytes(given: SizingInput) -> int:
     cover the tokens of several steps. MTP layers read the model's hidden states."""
     limits, size = given.limits, given.dtype_bytes
     tokens = limits.forward_tokens * given.parallel.topology.attn_dp_size
-    step = sizes.largest_step_activation_bytes(given.local_model, tokens, size)
+    step = sizes.largest_step_activation_bytes(given.local_model, tokens, size, num_requests=limits.running)
     if given.head is not None:
         return step + _head_step_bytes(given, given.head, tokens)
     if given.draft is not None:
         unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
-        step = max(step, sizes.largest_step_activation_bytes(given.draft, max(tokens, unseen), size))
+        most = max(tokens, unseen)
+        step = max(step, sizes.largest_step_activation_bytes(given.draft, most, size, num_requests=limits.running))
     if given.uses_mtp and given.model.streams is not None:  # streams of the model, a copy, and those of the MTP layer
         return step + 3 * tokens * given.model.draft_state_width * size
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input

@@ -13,7 +13,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.tables import DispatchRow, FixedSizes
 from moe_engine.planning.dispatch_memory import dispatch_bytes
-from moe_engine.planning.ledger import gb
+from moe_engine.planning.ledger import gb, slot_table_bytes
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_graphs import largest_size
@@ -23,6 +23,8 @@ from moe_engine.types import SpeculationConfig
 
 CPU_MAX_RUNNING = 256
 GPU_MAX_RUNNING = 2048
+SLOT_TABLE_SHARE = 0.02
+"""Share of a GPU's memory for the slot tables by default: 2048 rows of 1 M positions would take 8 GiB a table."""
 CPU_CHUNK = 2048
 # GPU memory in GiB (below) -> tokens of a prefill chunk: SGLang's steps
 GPU_CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
@@ -99,12 +101,14 @@ def resolve_limits(
     """
     launch = _Launch(args, model, machine, parallel, page_size, dtype_bytes)
     groups = parallel.topology.attn_dp_size
-    chunk, running = _chunk(args, machine, page_size, groups), _running(args, machine, groups, page_size)
+    chunk = _chunk(args, machine, page_size, groups)
+    running = _running(args, model, machine, groups, page_size, context_len)
     limits = StepLimits(
         chunk.value,
         args.memory.max_prefill_tokens,
         running.value,
         context_len,
+        running_reason=running.reason,
         **StepLimits.of_speculation(speculation, model),
         ranks=parallel.topology.attn_tp_size,
         low_latency=_low_latency(parallel),
@@ -128,15 +132,21 @@ def _low_latency(parallel: ParallelPlan) -> LowLatency:
     return "always" if modes == {"low_latency"} else "decode"
 
 
-def _running(args: EngineArgs, machine: Machine, groups: int, page_size: int) -> _Size:
+def _running(
+    args: EngineArgs, model: ModelConfig, machine: Machine, groups: int, page_size: int, context_len: int
+) -> _Size:
     """Max requests of a step of one attention group, before the size of the KV cache is known."""
     memory = args.memory
     if memory.max_running_requests:
         return _Size(max(1, memory.max_running_requests // groups), asked=True)
-    cap = max(1, (CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING) // groups)
-    if memory.max_total_tokens is None:
-        return _Size(cap)
-    return _Size(max(1, min(cap, memory.max_total_tokens // max(2, page_size))))
+    cap, reason = max(1, (CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING) // groups), ""
+    if machine.device != "cpu":
+        row = slot_table_bytes(1 + bool(model.windowed_layers), context_len)
+        if (most := max(1, int(SLOT_TABLE_SHARE * machine.total_bytes) // row)) < cap:
+            cap, reason = most, f"slot tables of {context_len} positions take {SLOT_TABLE_SHARE:.0%} of the memory"
+    if memory.max_total_tokens is not None and (most := max(1, memory.max_total_tokens // max(2, page_size))) < cap:
+        cap, reason = most, ""
+    return _Size(cap, reason)
 
 
 def _chunk(args: EngineArgs, machine: Machine, page_size: int, groups: int) -> _Size:

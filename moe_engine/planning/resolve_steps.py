@@ -85,6 +85,7 @@ def resolve_steps(
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
     limits = with_snapshots(limits, args, model, record)
+    args = _with_window_ratio(args, model, record)
     graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
     kept = format_of_kernels(model.weight_format, part.device, kernels.model)
     offload = resolve_offload(
@@ -161,16 +162,18 @@ def _size(
             transfers=args.disaggregation.disaggregation_mode != OFF,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
             windows_in_tier=_keeps_windows(args),
-            swa_ratio=0.0 if memory.disable_hybrid_swa_memory else _window_ratio(args, model),
+            swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,
         )
     )
 
 
-def _window_ratio(args: EngineArgs, model: ModelConfig) -> float:
-    """--swa-full-tokens-ratio; if it is not set, less for compressed entries, which take little memory."""
-    if isinstance(model.attention, CompressedConfig) and "swa_full_tokens_ratio" not in args.given:
-        return WINDOWS_BESIDE_ENTRIES
-    return args.memory.swa_full_tokens_ratio
+def _with_window_ratio(args: EngineArgs, model: ModelConfig, record: Record) -> EngineArgs:
+    """The default of --swa-full-tokens-ratio: less for compressed entries, which take little memory."""
+    if not isinstance(model.attention, CompressedConfig) or "swa_full_tokens_ratio" in args.given:
+        return args
+    record.note("swa_full_tokens_ratio", WINDOWS_BESIDE_ENTRIES, "entries take little memory beside windows")
+    memory = dataclasses.replace(args.memory, swa_full_tokens_ratio=WINDOWS_BESIDE_ENTRIES)
+    return dataclasses.replace(args, memory=memory)
 
 
 def _may_reduce_tier(memory: MemoryArgs) -> bool:

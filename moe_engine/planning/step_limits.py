@@ -23,7 +23,7 @@ class StepLimits:
 
     Attributes:
         chunk: size of a prefill chunk; -1: whole prompts.
-        running: max requests of a step; `running_reason` if a dispatch bounds them.
+        running: max requests of a step; `running_reason` if slot tables or a dispatch bound them.
         request_tokens: tokens of a running request in a step: its last token and its drafts.
         drafting_tokens: tokens of a request in one forward of the drafter. A tree recomputes all its levels so far.
         draft_slots: KV slots for drafts of a request during a step.

@@ -185,8 +185,9 @@ def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
         raise InputError(f"{field}: nested too deep; at most {MAX_DEPTH} levels", field=field) from None
     except UnicodeEncodeError:
         raise InputError(f"{field}: contains half of a surrogate pair; send valid Unicode", field=field) from None
-    except ValueError:
-        raise InputError(f"{field}: an object or list contains itself", field=field) from None
+    except ValueError as error:
+        why = "an object or list contains itself" if "Circular" in str(error) else "a number is not finite, or too long"
+        raise InputError(f"{field}: {why}", field=field) from None
     if not isinstance(value, types):
         raise InputError(f"{field}: expected a JSON object, got {source:.80}", field=field)
     return source
@@ -220,7 +221,7 @@ def _json_of(packed: bytes) -> str | None:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def _check_depth(field: str, value: Any) -> None:

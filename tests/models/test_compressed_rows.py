@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +151,12 @@ def test_a_row_without_captured_launches_has_no_plan() -> None:
 def test_memory_is_in_the_ledger() -> None:
     attention = config(3)
     steps, tokens, width = steps_of(attention), 8, 1 << 14
+    of = partial(sizes._compressed_bytes, attention, num_tokens=tokens, dtype_bytes=2)
     table = torch.zeros(tokens, width, dtype=torch.int32)
     assert steps.plan_in_place(decodes([40] * tokens, 1, table, table).attention)
-    least = sizes._compressed_bytes(attention, width, tokens, 2) - sizes._compressed_bytes(attention, 0, tokens, 2)
-    assert 0.9 * tokens * width * (4 / 8 + 4 / 4) < steps._memory.num_bytes < least
+    assert 0.9 * tokens * width * (4 / 8 + 4 / 4) < steps._memory.num_bytes < (
+        of(width, num_requests=tokens) - of(0, num_requests=tokens)
+    )
+    # the tokens of a prompt share the slots of its entries
+    seven = of(width, num_requests=tokens) - of(width, num_requests=1)
+    assert seven == 7 * 4 * (width // attention.selected_rate)

@@ -27,6 +27,7 @@ def function(name: str, **fields: Any) -> dict[str, Any]:
 
 WEATHER, NOW = function("weather", parameters=CITY), function("now")
 STRICT = function("weather", parameters=CITY, strict=True)
+HUGE = function("now", parameters={"maximum": float("inf")})
 NAMED = {"type": "function", "function": {"name": "now"}}
 
 
@@ -125,6 +126,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": allowed("any", "now")}, "tool_choice.allowed_tools.mode", "'auto' or 'required'"),
     ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools", "length >= 1"),
     ({"tool_choice": allowed("auto", "now", "x")}, "tool_choice.allowed_tools.tools[1].function.name", "'x' is not"),
+    ({"tool_choice": "required", "tools": [HUGE]}, "tools[0].function.parameters", "a number is not finite"),
     ({"tool_choice": "required", "tools": [NOW, NOW]}, "tools[1].function.name", "defined twice"),
 ]
 

@@ -29,6 +29,7 @@ from moe_engine.tuning.costs.model_facts import MLP, ROUTED, AttentionFacts, mod
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import gpu_names, parse_cluster
+from tests.models.checkpoints import make_checkpoint
 from tests.models.published import V3
 from tests.models.v4_checkpoints import FIELDS as V4_FIELDS
 from tests.models.v4_checkpoints import PUBLISHED_RATES
@@ -48,6 +49,17 @@ def test_parameters_are_those_of_the_models_tensors(draw, tmp_path: Path):
             if len(spec.shape) == 2 and spec.name != EMBEDDING
         )
         assert model_facts(raw).num_parameters == counted, raw
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "hunyuan_v1_moe", "qwen3_moe"])
+def test_experts_are_those_of_the_models_tensors(kind: str, tmp_path: Path):
+    """Also under the names of their families."""
+    path = make_checkpoint(kind, tmp_path, tokenizer=False, tie_word_embeddings=False)
+    facts, config = model_facts(json.loads((path / "config.json").read_text())), load_model_config(path)
+    tensors = [spec for spec in model_tensors(config) if len(spec.shape) == 2 and spec.name != EMBEDDING]
+    counted = sum(spec.num_elements * spec.copies for spec in tensors)
+    assert facts.num_parameters == pytest.approx(counted, rel=1e-3)  # ERNIE's router biases are matrices
+    assert config.moe is not None and facts.top_k == config.moe.top_k
 
 
 V4_FLASH = {

@@ -13,13 +13,18 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
+from moe_engine.models.config_families import qwen_moe_layers
 from moe_engine.models.config_fields import Fields, text_fields
+from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_mimo import mimo_fields
-from moe_engine.models.config_mixtures import gpt_oss_fields
+from moe_engine.models.config_mixtures import ernie_moe_fields, gpt_oss_fields
 from moe_engine.tuning.costs.form import KV_BYTES
 
-_COMPLETED = {"mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields}
+_COMPLETED = {
+    "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
+    "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
+}  # fmt: skip
 """Families whose files may leave out the kinds of their layers, or name fields differently, by `model_type`."""
 
 CACHED_STATE_BYTES = 4
@@ -166,6 +171,8 @@ def _dense_layers(fields: Fields, layers: int) -> int:
     kinds = fields.raw.get("mlp_layer_types")
     if isinstance(kinds, list):
         return kinds[:layers].count("dense")
+    if fields.has("decoder_sparse_step") or fields.has("mlp_only_layers"):
+        return qwen_moe_layers(fields).count(False)
     return min(layers, fields.integer("first_k_dense_replace", 0, minimum=0))
 
 
