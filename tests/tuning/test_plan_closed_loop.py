@@ -55,7 +55,7 @@ def simulated(
     """Mean seconds until the first token and between tokens, without the requests of the start and the end."""
     rng, spread = random.Random(random.getrandbits(32)), 0.0 if load.equal else 0.5
     arrivals = []
-    for number in range(10 * requests):
+    for number in range(max(400, 10 * requests)):
         prompt, output = (round(size * rng.uniform(1 - spread, 1 + spread)) for size in (load.prompt, load.output))
         ids = list(range(number << 20, (number << 20) + prompt))
         arrivals.append(Arrival(0.0, ids, output))

@@ -80,8 +80,8 @@ def test_deepseek_v4_has_the_weights_of_its_tensors_and_reads_windows_and_entrie
     )
     assert facts.num_parameters == pytest.approx(counted, rel=5e-4)  # without the matrices of the streams
     assert facts.num_parameters == pytest.approx(284.3e9, rel=0.005)
-    entries = 2 * (21 * 512 // 4 + 20 * 512 // 128)  # bytes of a token: 21 layers with entries of 4, 20 of 128
-    assert facts.kv_token_bytes(8, "bf16", windows=False) == entries
+    # 21 layers with entries of 4 tokens and index keys, 20 with entries of 128
+    assert facts.kv_token_bytes(8, "bf16", windows=False) == 2 * (21 * (512 + 128) // 4 + 20 * 512 // 128)
     gpu = parse_cluster("8xh200").gpu
     attention = Attention(facts, Form(8), FP8, gpu, Efficiency("any"))
     context, bandwidth = 1 << 20, gpu.peak_bytes_per_s * Efficiency("any").attention_hbm
@@ -222,7 +222,7 @@ def test_sparse_attention_and_windows_bound_what_a_token_reads():
         groups = [each for each in facts_of(model).attention if each.limit]
         assert [each.limit for each in groups] == [limit]
         facts = replace(
-            facts_of(model), attention=tuple(replace(each, index_width=0, index_flops=0.0) for each in groups)
+            facts_of(model), attention=tuple(replace(each, index_bytes=0, index_flops=0.0) for each in groups)
         )
         attention = Attention(facts, Form(1), FP8, parse_cluster("1xh200").gpu, Efficiency("any"))
         short, long = (attention.seconds(StepShape(4, 4 * length, 0, 0, 0, 4)) for length in (limit, 50 * limit))

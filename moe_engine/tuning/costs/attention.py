@@ -42,7 +42,7 @@ class _Group:
         held = max(1, min(tp, facts.kv_heads))
         self.limit = facts.limit
         self.kv_bytes_s = facts.layers * facts.kv_width / held * kv_bytes / bandwidth
-        self.index_bytes_s = facts.layers * facts.index_width * kv_bytes / bandwidth
+        self.index_bytes_s = facts.layers * facts.index_bytes / bandwidth
         self.index_flops_s = facts.layers * facts.index_flops / rate
         self.decode_flops_s = facts.layers * facts.decode_flops / tp / rate
         self.prefill_flops_s = facts.layers * facts.prefill_flops / tp / rate

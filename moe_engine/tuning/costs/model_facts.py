@@ -30,13 +30,14 @@ _COMPLETED = {
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
 
-GROUPED, LATENT, INDEXER, LINEAR, MLP, ROUTED = 6, 8, 7, 6, 3, 5
+GROUPED, LATENT, INDEXER, LINEAR, MLP, ROUTED = 6, 8, 5, 6, 3, 5
 """Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
 MLA, the indexer of sparse attention beside MLA, Gated DeltaNet, dense layer or shared experts, routed experts with
 their router."""
 
-STREAMS, ENTRIES = 4, 3
-"""More kernels of DeepSeek V4, by its code: streams read and written by attention and experts, compressed entries."""
+STREAMS, ENTRIES, ENTRY_INDEXER = 7, 3, 13
+"""More kernels of DeepSeek V4: residual streams with what attention to windows has beside MLA, compressed entries, and
+their indexer."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class AttentionFacts:
         decode_flops, prefill_flops: operations of a (query token, context token) pair over all heads.
         limit: context tokens that a query reads at most (window, or the top-k of sparse attention); 0: all.
         keeps: tokens whose KV stays cached; 0: all.
-        index_flops, index_width: of the indexer that chooses the tokens of sparse attention.
+        index_flops, index_bytes: of the indexer that selects the tokens of sparse attention; of a token's index key.
         state_numbers: of a request, for layers without KV.
         kernels: of a decode step in one layer.
     """
@@ -66,7 +67,7 @@ class AttentionFacts:
     limit: int = 0
     keeps: int = 0
     index_flops: float = 0.0
-    index_width: float = 0
+    index_bytes: float = 0
     state_numbers: int = 0
 
 
@@ -118,14 +119,17 @@ class ModelFacts:
         return attention + self.dense_layers * self.dense + moe + self.head
 
     def kv_token_bytes(self, attn_tp: int, kv: str, *, windows: bool) -> float:
-        """Bytes of KV per token on a rank of an attention group.
+        """Bytes of KV and index keys per token on a rank of an attention group.
 
         Args:
             attn_tp: ranks of the group. kv: dtype of the KV cache.
             windows: with layers that keep the KV of their window only.
         """
         groups = (each for each in self.attention if windows or not each.keeps)
-        return KV_BYTES[kv] * sum(each.layers * each.kv_width / min(attn_tp, each.kv_heads) for each in groups)
+        size = KV_BYTES[kv]
+        return sum(
+            each.layers * (size * each.kv_width / min(attn_tp, each.kv_heads) + each.index_bytes) for each in groups
+        )
 
 
 def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFacts:
@@ -255,7 +259,7 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         prefill_flops=2.0 * heads * (key + value),
         limit=limit,
         index_flops=2.0 * index * index_heads if limit else 0.0,
-        index_width=index if limit else 0,
+        index_bytes=index + 4 * -(-index // 128) if limit else 0,  # FP8 with float32 scales
     )
 
 
@@ -285,13 +289,13 @@ def _compressed(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFact
             layers=config.rates.count(rate),
             sharded=0,
             replicated=hidden * sum(config.projected_widths(layer)) + indexer,
-            kernels=ENTRIES + INDEXER * selects,
+            kernels=ENTRIES + ENTRY_INDEXER * selects,
             kv_width=width / rate,
             decode_flops=flops,
             prefill_flops=flops,
             limit=config.top_k * rate if selects else 0,
             index_flops=2.0 * index * config.index_heads / rate if selects else 0.0,
-            index_width=index / rate if selects else 0,
+            index_bytes=2 * index / rate if selects else 0,
         ))  # fmt: skip
     return tuple(found)
 
