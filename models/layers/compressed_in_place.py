@@ -78,10 +78,9 @@ class _Selecting:
         visible = lens // self._rate
         torch.clamp(visible, min=1, out=own.context_lens_device)  # a token that sees none selects one, which is unused
         torch.clamp(own.context_lens_device, max=self._top_k, out=self.chosen.counts_device)
-        columns = entry_columns(lens, self._attention.window, width, visible.clamp_(max=self._top_k))
-        is_entry, places = columns
-        places = places.clamp_(max=self._top_k - 1)
-        return EntrySelection(own, self.chosen, self.plan, places, is_entry, first_entry)
+        visible.clamp_(max=self._top_k)
+        is_entry, places = entry_columns(lens, self._attention.window, width, visible)
+        return EntrySelection(own, self.chosen, self.plan, places.clamp_(max=self._top_k - 1), is_entry, first_entry)
 
 
 class StepInPlace:

@@ -136,6 +136,16 @@ def test_flashmla_over_fp8_records(arch, page_size, tree, at_once, wheel, monkey
         close(backend.gather_latent(records, queries, None), exact[rows])
 
 
+def draw_selection(selected: Selected, size: int, width: int) -> torch.Tensor:
+    """Draws the lists; returns a cache [size, width] whose other rows are NaN."""
+    cache = torch.full((size, width), NAN, dtype=BF16)
+    selected.slots.fill_(-1)
+    for row, count in zip(selected.slots, selected.counts):
+        row[:count] = torch.randperm(size)[:count].int()
+        cache[row[:count].long()] = normal(count, width, dtype=BF16)
+    return cache
+
+
 @pytest.mark.parametrize(("arch", "heads", "fp8"), [(9, 16, False), (9, 128, True), (10, 70, False), (10, 64, True)])
 @pytest.mark.parametrize("most", [5, 128])
 def test_flashmla_over_selected_tokens(arch: int, heads: int, fp8: bool, most: int) -> None:
@@ -145,11 +155,7 @@ def test_flashmla_over_selected_tokens(arch: int, heads: int, fp8: bool, most: i
     selected = Selected(torch.empty(4, most, dtype=torch.int32), counts, torch.tensor(counts, dtype=torch.int32))
     plan = sparse.plan(selected)
     for _ in range(2):
-        cache = torch.full((size, WIDTH), float("nan"), dtype=BF16)
-        selected.slots.fill_(-1)
-        for row, count in zip(selected.slots, counts):
-            row[:count] = torch.randperm(size)[:count].int()
-            cache[row[:count].long()] = normal(count, WIDTH, dtype=BF16)
+        cache = draw_selection(selected, size, WIDTH)
         stored = pack(cache, LATENT, FP8_GROUPS) if fp8 else cache
         exact = flash_mla_emulator.unpack(stored) if fp8 else cache
         q = normal(4, heads, WIDTH, dtype=BF16)
@@ -166,11 +172,7 @@ def test_flashmla_with_sinks_over_whole_rows(arch: int, heads: int, most: int) -
     selected = Selected(torch.empty(4, most, dtype=torch.int32), counts, torch.tensor(counts, dtype=torch.int32))
     plan = sparse.plan_in_place(selected)
     for _ in range(2):
-        cache = torch.full((size, LATENT), float("nan"), dtype=BF16)
-        selected.slots.fill_(-1)
-        for row, count in zip(selected.slots, counts):
-            row[:count] = torch.randperm(size)[:count].int()
-            cache[row[:count].long()] = normal(count, LATENT, dtype=BF16)
+        cache = draw_selection(selected, size, LATENT)
         q, sinks = normal(4, heads, LATENT, dtype=BF16), torch.randn(heads)
         got = sparse.run(q, cache, selected, scale, plan, LATENT, sinks)
         for token, (own, count) in enumerate(zip(selected.slots, counts)):
@@ -207,11 +209,7 @@ def test_fa3_over_selected_tokens(tokens: int, flash_mla: bool) -> None:
     selected = Selected(torch.empty(tokens, most, dtype=torch.int32), counts, torch.tensor(counts, dtype=torch.int32))
     plan = sparse.plan(selected)
     for _ in range(2):
-        selected.slots.fill_(-1)
-        cache = torch.full((size, WIDTH), NAN, dtype=BF16)
-        for row, count in zip(selected.slots, counts):
-            row[:count] = torch.randperm(size)[:count].int()
-            cache[row[:count].long()] = normal(count, WIDTH, dtype=BF16)
+        cache = draw_selection(selected, size, WIDTH)
         q = normal(tokens, heads, WIDTH, dtype=BF16)
         got = sparse.run(q, cache, selected, scale, plan, LATENT)
         close_rows(got, selected_attention(q, cache, selected.slots, counts, scale, LATENT), 3)
