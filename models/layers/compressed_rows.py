@@ -51,7 +51,8 @@ class KeptTokens:
 
     def keep(self, projected: Tensor, kept: Kept) -> None:
         """Stores the rows of projected [T, *]."""
-        kept.rows.index_copy_(0, self.places, projected if self.tokens is None else projected[self.tokens])
+        own = projected if self.tokens is None else projected.index_select(0, self.tokens)
+        kept.rows.index_copy_(0, self.places, own)
 
 
 @dataclass(frozen=True)

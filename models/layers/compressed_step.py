@@ -143,4 +143,4 @@ def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, seen: np.ndarray,
     if last.all():
         return KeptTokens(None, places)
     chosen = upload(last.nonzero()[0], places.device)
-    return KeptTokens(chosen, places[chosen])
+    return KeptTokens(chosen, places.index_select(0, chosen))

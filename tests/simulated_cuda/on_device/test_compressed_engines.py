@@ -45,7 +45,7 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
     no waits."""
     monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
     path = make_agreeing(tmp_path / "model", random.randrange(1 << 30), **FIELDS)
-    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5]
+    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
     requests = [
         Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
         Scripted("r0", [*prefix, 7, 5], 4, 0, sampling=GREEDY),
