@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.experts.reference import TorchExperts
     from moe_engine.kernels.experts.triton_experts import TritonExperts
+    from moe_engine.kernels.block_index.protocol import BlockIndexKernel
+    from moe_engine.kernels.block_index.reference import TorchBlockIndex
+    from moe_engine.kernels.block_index.triton_blocks import TritonBlockIndex
     from moe_engine.kernels.indexer.cpu import CpuIndexer
     from moe_engine.kernels.indexer.deep_gemm import DeepGemmIndexer
     from moe_engine.kernels.indexer.protocol import IndexerKernel
@@ -78,6 +81,7 @@ if TYPE_CHECKING:
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
     INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer(), TritonIndexer(), DeepGemmIndexer()]
+    BLOCK_INDEX: list[BlockIndexKernel] = [TorchBlockIndex(), TritonBlockIndex()]
     VARLEN: list[VarlenKernel] = [TorchVarlen(), TritonVarlen()]
     DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta(), TritonDelta()]
     COMPRESSION: list[CompressionKernel] = [TorchCompression(), CpuCompression(), TritonCompression()]

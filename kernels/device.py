@@ -56,6 +56,18 @@ class IndexWidths:
 
 
 @dataclass(frozen=True)
+class BlockIndexWidths:
+    """The indexer of a model with block-sparse attention, on one rank: KV heads, channels of an index head, tokens of a
+    block, max selected blocks of a query token, and how many of them are its last ones."""
+
+    heads: int
+    width: int
+    size: int
+    top_k: int
+    local: int
+
+
+@dataclass(frozen=True)
 class ExpertWidths:
     """A model's routed experts on one rank: channels of a token and of an expert's part, experts of a token.
 
@@ -78,7 +90,8 @@ class Need:
 
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
     for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
-    attention has sinks. `biases`: routed experts have biases and a clamped activation. `clamped`: the activation of
+    attention has sinks. `biases`: routed experts have biases and a clamped activation, or this activation alone. `blocks`: the model's indexer,
+    if it has block-sparse attention. `clamped`: the activation of
     experts is clamped, without biases. `index`: the model's indexer, if
     it has sparse attention. `delta`: layers with a gated delta rule. `compression`: the KV cache has compressed
     entries. `chains`: captured decodes draft chains, whose lengths only the device knows. `trees`: drafts are trees.
@@ -95,6 +108,7 @@ class Need:
     moe: bool = True
     windows: bool = False
     index: IndexWidths | None = None
+    blocks: BlockIndexWidths | None = None
     sinks: bool = False
     biases: bool = False
     clamped: bool = False

@@ -14,7 +14,7 @@ from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP,
 @dataclass(frozen=True)
 class ExpertModel:
     """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `clamped`:
-    with `ExpertWeights.limit`. `format`: of weights in 4 bits."""
+    with `ExpertWeights.limit`. `shifted`: with `ExpertWeights.alpha`. `format`: of weights in 4 bits."""
 
     name: str
     num_experts: int
@@ -25,6 +25,7 @@ class ExpertModel:
     biased: bool = False
     format: GroupCodes | None = None
     clamped: bool = False
+    shifted: bool = False
 
     def part(self, ranks: int) -> ExpertModel:
         """What one of `ranks` has of each expert."""

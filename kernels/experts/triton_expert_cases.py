@@ -62,7 +62,8 @@ def cases_of(
         signature["bias"] = "*fp32"
     else:
         none["bias"] = None
-    constants = constants_of(groups, model.width, model.hidden, stored, first, first.tma, model.biased, model.format)
+    shifted = model.biased or model.shifted
+    constants = constants_of(groups, model.width, model.hidden, stored, first, first.tma, shifted, model.format)
     constants |= gathering_constants(1 if padded else model.top_k, layout == "grouped", False, model.clamped)
     more = {"out": f"*{kind}", "alpha": "fp32", "limit": "fp32"} | dict.fromkeys(
         ("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32"
