@@ -120,6 +120,13 @@ class Need:
     experts: ExpertWidths | None = None
     four_bits: bool = False
 
+    @property
+    def most_selected(self) -> int:
+        """Tokens to which a query token of sparse attention attends at most; 0: dense attention."""
+        if self.blocks is not None:
+            return self.blocks.size * self.blocks.top_k
+        return 0 if self.index is None else self.index.top_k
+
 
 @lru_cache
 def cpu_device() -> Device:

@@ -15,7 +15,8 @@ from moe_engine.models.config import BlockSelection, GQAConfig, ModelConfig, MoE
 from moe_engine.models.config_families import check_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
 
-_SPARSE = "minimax_m3_sparse"
+SPARSE = "minimax_m3_sparse"
+"""Name of a layer with an indexer in `layer_types`."""
 _NAMES = {
     "index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
     "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks",
@@ -57,7 +58,7 @@ def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     )
     check_moe(read, moe)
     moe_layers = _by_layer(read, "mlp_layer_types", {"dense": False, "sparse": True}, layers)
-    sparse = _by_layer(read, "layer_types", {"full_attention": False, _SPARSE: True}, layers)
+    sparse = _by_layer(read, "layer_types", {"full_attention": False, SPARSE: True}, layers)
     dense = Fields({**read.raw, "layer_types": None, "intermediate_size": _dense_width(read)}, fields.source)
     config = parse_gqa(dense, generation, moe, moe_layers, partial_rotary=1.0, qk_norm="head")
     assert isinstance(config.attention, GQAConfig)
@@ -78,7 +79,7 @@ def minimax_m3_fields(fields: Fields) -> Fields:
         _check_sparse(section, layers)
         kinds = section.raw.get("sparse_attention_freq")
         if raw.get("layer_types") is None and kinds is not None and section.flag("use_sparse_attention", True):
-            raw["layer_types"] = [_SPARSE if kind else "full_attention" for kind in _flags(section, kinds, layers)]
+            raw["layer_types"] = [SPARSE if kind else "full_attention" for kind in _flags(section, kinds, layers)]
     if raw.get("mlp_layer_types") is None and raw.get("moe_layer_freq") is not None:
         flags = raw["moe_layer_freq"]
         if not isinstance(flags, list) or len(flags) < layers:
@@ -87,6 +88,17 @@ def minimax_m3_fields(fields: Fields) -> Fields:
     raw["layer_types"] = raw.get("layer_types") or ["full_attention"] * layers
     raw["mlp_layer_types"] = raw.get("mlp_layer_types") or ["sparse"] * layers
     return Fields(raw, fields.source)
+
+
+def minimax_m3_mixture(fields: Fields) -> Fields:
+    """`minimax_m3_fields` with the widths of dense layers and experts under the names of DeepSeek's mixtures."""
+    read = minimax_m3_fields(fields)
+    widths = {
+        "intermediate_size": _dense_width(read),
+        "moe_intermediate_size": read.integer("intermediate_size", 3072),
+        "shared_expert_intermediate_size": read.integer("shared_intermediate_size", 3072),
+    }
+    return Fields({**read.raw, **widths}, fields.source)
 
 
 def _check_sparse(section: Fields, layers: int) -> None:

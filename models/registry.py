@@ -106,6 +106,7 @@ for _name, _target, _parser in (
     ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
     ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
     ("MiniMaxM3SparseForConditionalGeneration", _MINIMAX_M3, "moe_engine.models.config_minimax_m3:parse_minimax_m3"),
+    ("MiniMaxM3SparseForCausalLM", _MINIMAX_M3, "moe_engine.models.config_minimax_m3:parse_minimax_m3"),
     ("MiMoV2FlashForCausalLM", _DENSE, "moe_engine.models.config_mimo:parse_mimo_v2_flash"),
     ("Dots1ForCausalLM", _DENSE, f"{_MIXTURES}:parse_dots1"),
     ("SolarOpenForCausalLM", _DENSE, f"{_MIXTURES}:parse_solar_open"),

@@ -357,7 +357,7 @@ def largest_step_activation_bytes(
     """
     requests = num_tokens if num_requests is None else min(num_tokens, num_requests)
     stream = 3 * num_tokens * config.hidden_size * dtype_bytes  # residual, normed input, output of the part
-    stream += num_tokens * _streams_bytes(config, dtype_bytes)
+    stream += num_tokens * (_streams_bytes(config, dtype_bytes) + _selected_bytes(config))
     largest = max(
         _attention_bytes(config, num_tokens, requests, dtype_bytes, expanded_tokens),
         _mlp_bytes(config, num_tokens, dtype_bytes),
@@ -451,18 +451,23 @@ def _indexer_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> in
     return num_tokens * (each + selected) + max(scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores))
 
 
+def _selected_bytes(config: ModelConfig) -> int:
+    """Bytes of the slots that the KV heads of a token read, from the first layer to the last."""
+    a = config.attention
+    return 4 * a.num_kv_heads * a.blocks.rule.max_tokens if isinstance(a, GQAConfig) and a.blocks is not None else 0
+
+
 def _block_index_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
-    """Index queries and keys, the query by head, and the slots that each KV head of a token reads; scores of blocks with
-    their order, and positions of a part of the tokens."""
+    """Index queries and keys, and the query by head; scores of blocks with their order, and positions of a part of the
+    tokens."""
     a, context = config.attention, config.context_length
     if not isinstance(a, GQAConfig) or a.blocks is None or context <= a.blocks.rule.max_tokens:
         return 0
     rule, part = a.blocks.rule, min(num_tokens, TOKENS_AT_ONCE) * a.num_kv_heads
     blocks = -(-context // rule.size)
     each = 3 * (a.num_kv_heads + 1) * a.blocks.width + 2 * a.num_heads * a.value_width
-    slots = 4 * a.num_kv_heads * rule.max_tokens
     scores = 4 * max(a.num_kv_heads * blocks, min(MAX_BLOCK_SCORES, num_tokens * a.num_kv_heads * blocks))
-    return num_tokens * (each * dtype_bytes + slots) + scores + part * (20 * blocks + 33 * rule.max_tokens)
+    return num_tokens * each * dtype_bytes + scores + part * (20 * blocks + 33 * rule.max_tokens)
 
 
 def _mlp_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:

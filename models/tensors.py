@@ -39,8 +39,8 @@ _MTP_ON_GQA = (
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, Qwen3-Next and Qwen3.5)."""
-_MINIMAX_M3 = "MiniMaxM3SparseForConditionalGeneration"
-UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",), _MINIMAX_M3: ("model.mtp.", "mtp.")}
+MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
+UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",), **dict.fromkeys(MINIMAX_M3, ("model.mtp.", "mtp."))}
 """By architecture: begins of the names of MTP layers that are not served."""
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
@@ -110,7 +110,7 @@ _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_corr
 _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
-    _MINIMAX_M3: _W,
+    **dict.fromkeys(MINIMAX_M3, _W),
     "KimiLinearForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),

@@ -49,7 +49,7 @@ class BlocksInPlace:
             return None
         selected = selection.empty(queries, rule, heads, longest=queries.slot_table.shape[1])
         rows = selected.queries()
-        dense, index = planner(batch), kernel.plan_in_place(queries)
+        dense, index = planner(batch), kernel.plan_in_place(queries, heads)
         attention = planner(AttentionBatch(rows, None))
         if dense is None or attention is None or index is None:
             return None

@@ -26,10 +26,10 @@ class BlockIndexKernel(Protocol):
     def plan(self, queries: PagedQueries) -> Any:
         """Host work for some queries, once per step. Raises ValueError for a draft tree: its blocks are not known."""
 
-    def plan_in_place(self, queries: PagedQueries) -> Any | None:
+    def plan_in_place(self, queries: PagedQueries, heads: int) -> Any | None:
         """`plan` for captured launches: the queries' tensors are overwritten at later steps, and contexts may be as
-        long as a row of the slot table. All requests have the same number of query tokens. None if the launches cannot
-        be captured."""
+        long as a row of the slot table. All requests have the same number of query tokens. `heads`: G. None if the
+        launches cannot be captured."""
 
     def select(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, rule: BlockRule, selected: Selected, plan: Any

@@ -29,7 +29,7 @@ class TorchBlockIndex:
     def plan(self, queries: PagedQueries) -> TokenPlaces:
         return TokenPlaces.of(queries)
 
-    def plan_in_place(self, queries: PagedQueries) -> None:
+    def plan_in_place(self, queries: PagedQueries, heads: int) -> None:
         return None
 
     def select(

@@ -1,8 +1,8 @@
-"""The indexer of block-sparse attention in Triton: scores of blocks. The selection is batch-invariant: a score depends
-on its token and its block's keys only.
+"""The indexer of block-sparse attention in Triton: scores of blocks, and the slots of the best ones. The selection is
+batch-invariant: a score depends on its token and its block's keys only.
 
-A program keeps the queries of up to 64 / G neighboring tokens as rows of one matrix product, and takes every n-th block
-of their request. Captured steps run the same launch: lengths are read from the device.
+A program of the scores keeps the queries of up to 64 / G neighboring tokens as rows of one matrix product, and takes
+every n-th block of their request. Captured steps run the same launches: lengths are read from the device.
 
 Legend: T query tokens, G KV heads, I channels of an index head, B blocks of a context, N records.
 """
@@ -20,7 +20,7 @@ from triton import next_power_of_2
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.block_index.rule import MAX_SCORES, BlockRule
-from moe_engine.kernels.block_index.selection import TokenPlaces, choose
+from moe_engine.kernels.block_index.selection import TokenPlaces
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
@@ -81,6 +81,44 @@ def block_scores_kernel(
         tl.store(line_out + block, best, whole)
 
 
+@dependent_jit(
+    do_not_specialize=["score_stride", "out_stride", "base", "width"],
+    do_not_specialize_on_alignment=["rows", "request_of", "after", "lens"],
+)
+def select_blocks_kernel(
+    scores, out, rows, request_of, after, lens, table, table_stride, score_stride, out_stride, base, width,
+    NUM_HEADS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
+    LOCAL: tl.constexpr,
+):  # fmt: skip
+    """out[row] = the slots of the TOP_K best blocks of token `base` + row // NUM_HEADS, times NUM_HEADS plus the head,
+    then -1 up to `width` blocks. Of equal scores the lower block is taken. One program for each row."""
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64)
+    token, head = base + row // NUM_HEADS, (row % NUM_HEADS).to(tl.int32)
+    request = tl.load(request_of + token)
+    last = tl.load(lens + request) - 1 - tl.load(after + token)
+    own = last // SIZE
+    number = tl.arange(0, BLOCKS)
+    seen = number <= own
+    value = tl.load(scores + row * score_stride + number, seen, float("-inf"))
+    value = tl.where(seen & (number > own - LOCAL), float("inf"), value)
+    chosen = tl.zeros((BLOCKS,), tl.int32)
+    for _ in range(TOP_K):
+        best = tl.argmax(value, 0, tie_break_left=True)
+        chosen = tl.where((number == best) & seen, 1, chosen)
+        value = tl.where(number == best, float("-inf"), value)
+    place, total = tl.cumsum(chosen, 0), tl.sum(chosen, 0)
+    table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
+    inside = tl.arange(0, LANES)
+    for index in range(width):
+        block = tl.sum(tl.where((chosen > 0) & (place == index + 1), number, 0), 0)
+        position = block * SIZE + inside
+        live = (position <= tl.where(index < total, last, -1)) & (inside < SIZE)
+        slot = tl.load(table_row + position, live, 0)
+        found = tl.where(live, slot * NUM_HEADS + head, -1)
+        tl.store(out + row * out_stride + index * SIZE + inside, found, inside < SIZE)
+
+
 @dataclass(frozen=True)
 class BlockPlan:
     """Host work of a group, once per step. `records` [N, 3] of the kernel for G heads, and the first token of each;
@@ -121,8 +159,10 @@ class TritonBlockIndex:
     def plan(self, queries: PagedQueries) -> BlockPlan:
         return BlockPlan(TokenPlaces.of(queries), max(queries.context_lens, default=0), {})
 
-    def plan_in_place(self, queries: PagedQueries) -> None:
-        return None
+    def plan_in_place(self, queries: PagedQueries, heads: int) -> BlockPlan:
+        plan = BlockPlan(TokenPlaces.of(queries), queries.slot_table.shape[1], {})
+        plan.records_for(heads)  # uploaded before the capture
+        return plan
 
     def select(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, rule: BlockRule, selected: Selected, plan: BlockPlan
@@ -144,8 +184,18 @@ class TritonBlockIndex:
                 records[begin:end], q.stride(0), q.stride(1), cache.stride(0), queries.slot_table.stride(0),
                 num_blocks, first, **_constants(heads, q.shape[2], rule.size, q.dtype), num_warps=4,
             )  # fmt: skip
-            choose(out, slice(first, stop), rule, selected, plan.places)
+            self._choose(out, first, rule, selected, plan.places)
             begin = end
+
+    def _choose(self, scores: Tensor, first: int, rule: BlockRule, selected: Selected, places: TokenPlaces) -> None:
+        """Sets the slots of the tokens with these scores [t, G, B], the first of which is token `first`."""
+        count, heads, num_blocks = scores.shape
+        out, queries = selected.slots[first * heads :], places.queries
+        select_blocks_kernel[(count * heads,)](
+            scores, out, queries.rows, places.request_of, places.after, queries.context_lens_device, queries.slot_table,
+            queries.slot_table.stride(0), num_blocks, out.stride(0), first, out.shape[1] // rule.size,
+            **_choice_constants(heads, num_blocks, rule), num_warps=_choice_warps(num_blocks),
+        )  # fmt: skip
 
 
 def _constants(heads: int, width: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -154,6 +204,18 @@ def _constants(heads: int, width: int, size: int, dtype: torch.dtype) -> dict[st
         "TOKENS": tokens_of_a_record(heads), "KEYS": max(16, min(KEYS, next_power_of_2(size))), "SIZE": size,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
+
+
+def _choice_constants(heads: int, num_blocks: int, rule: BlockRule) -> dict[str, Any]:
+    return {
+        "NUM_HEADS": heads, "BLOCKS": max(16, next_power_of_2(num_blocks)), "SIZE": rule.size,
+        "LANES": next_power_of_2(rule.size), "TOP_K": rule.top_k, "LOCAL": rule.local,
+    }  # fmt: skip
+
+
+def _choice_warps(num_blocks: int) -> int:
+    """More programs' registers for the scores of long contexts."""
+    return 4 if num_blocks <= 2048 else 8
 
 
 def aot_cases() -> list[AotCase]:
@@ -169,4 +231,12 @@ def aot_cases() -> list[AotCase]:
         constants = _constants(heads, 128, 128, torch.bfloat16)
         name = f"block scores, {heads} heads, {kind}"
         cases.append(AotCase(name, block_scores_kernel, signature, constants, 4, 3, True))
+    for context in (131072, 1048576):
+        pointers = dict.fromkeys(("rows", "request_of", "after", "lens"), "*i32:1")
+        strides = {"table_stride": "i32:16", **dict.fromkeys(("score_stride", "out_stride", "base", "width"), "i32")}
+        signature = {"scores": "*fp32", "out": "*i32", "table": "*i32", **pointers, **strides}
+        constants = _choice_constants(4, context // 128, BlockRule(128, 16))
+        name = f"select blocks, 4 heads, {context} positions"
+        warps = _choice_warps(context // 128)
+        cases.append(AotCase(name, select_blocks_kernel, signature, constants, warps, 3, False))
     return cases

@@ -14,6 +14,7 @@ from moe_engine.kernels.experts.shapes import (
     FOUR_BIT_MODELS,
     GPT_OSS_20B,
     GPT_OSS_20B_MXFP4,
+    MINIMAX_M3,
     KIMI_K2,
     ExpertModel,
 )
@@ -99,7 +100,8 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    for model, mean_rows in (*product((GPT_OSS_20B,), (8, 512)), *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
+    plain = product((GPT_OSS_20B, MINIMAX_M3), (8, 512))
+    for model, mean_rows in (*plain, *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
         found |= {case.name: case for case in cases_of(model, 32, mean_rows, False)}
     for model in FOUR_BIT_MODELS:
         dtype = torch.float16 if model.format == AWQ else torch.bfloat16

@@ -151,7 +151,7 @@ def silu_case(label: str, width: int, clamp: bool = False, shift: bool = False) 
     signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16", "limit": "fp32", "alpha": "fp32"}
     constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK, "CLAMP": clamp, "SHIFT": shift}
     return AotCase(
-        f"silu_and_mul_{label}{'_clamped' * clamp}_bf16",
+        f"silu_and_mul_{label}{'_clamped' * clamp}{'_shifted' * shift}_bf16",
         silu_and_mul_kernel,
         signature,
         constants,
@@ -170,4 +170,4 @@ def aot_cases() -> list[AotCase]:
     norms += [norm_case("v3", 7168, 1, True, dtype) for dtype in (torch.float16, torch.float32)]
     widths = [("v3_shared", 2048), ("v3_dense", 18432), ("v2_lite_dense", 10944), ("llama", 14336)]
     silu = [silu_case(label, width) for label, width in widths]
-    return [*norms, *silu, silu_case("v4_shared", 2048, clamp=True)]
+    return [*norms, *silu, silu_case("v4_shared", 2048, clamp=True), silu_case("m3", 3072, True, True)]
