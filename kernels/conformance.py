@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
     from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
     from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
+    from moe_engine.kernels.block_index.protocol import BlockIndexKernel
+    from moe_engine.kernels.block_index.reference import TorchBlockIndex
+    from moe_engine.kernels.block_index.triton_blocks import TritonBlockIndex
     from moe_engine.kernels.compression.cpu import CpuCompression
     from moe_engine.kernels.compression.protocol import CompressionKernel
     from moe_engine.kernels.compression.reference import TorchCompression
@@ -32,9 +35,6 @@ if TYPE_CHECKING:
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.experts.reference import TorchExperts
     from moe_engine.kernels.experts.triton_experts import TritonExperts
-    from moe_engine.kernels.block_index.protocol import BlockIndexKernel
-    from moe_engine.kernels.block_index.reference import TorchBlockIndex
-    from moe_engine.kernels.block_index.triton_blocks import TritonBlockIndex
     from moe_engine.kernels.indexer.cpu import CpuIndexer
     from moe_engine.kernels.indexer.deep_gemm import DeepGemmIndexer
     from moe_engine.kernels.indexer.protocol import IndexerKernel

@@ -174,10 +174,11 @@ class OtherLayers:
 class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
-    `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases and
-    the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate (from
-    above) and up of all experts (0: no clamp), and an `alpha` gives all MLPs that activation (`shifted`). `shared_gate`: the shared expert is multiplied by the sigmoid of a
-    projection of its input. `hash_layers`: the first layers choose experts by token id, from a table.
+    `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
+    and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
+    (from above) and up of all experts (0: no clamp), and an `alpha` gives all MLPs that activation (`shifted`).
+    `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
+    first layers choose experts by token id, from a table.
     """
 
     num_experts: int

@@ -427,8 +427,10 @@ def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, num_re
     scores = 4 * entries.get(a.selected_rate, 0)
     rows = 16 * ((1 + len(entries)) * a.window + seen)
     slots = num_requests * scores  # int32 as scores are float32
-    return num_tokens * ((projected + heads) * dtype_bytes + rows) + slots + max(
-        scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores)
+    return (
+        num_tokens * ((projected + heads) * dtype_bytes + rows)
+        + slots
+        + max(scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores))
     )
 
 

@@ -12,7 +12,7 @@ MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class BlockRule:
-    """`size`: tokens of a block. `top_k`: max blocks of a selection, of which `local` (at least 1) are the last ones."""
+    """`size`: tokens of a block. `top_k`: max blocks of a selection; `local` (at least 1) of them are the last ones."""
 
     size: int
     top_k: int

@@ -20,6 +20,7 @@ from moe_engine.kernels.block_index.rule import TOKENS_AT_ONCE, BlockRule
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.uploads import upload
 
+
 def counts(queries: PagedQueries, rule: BlockRule, heads: int) -> list[int]:
     """Selected tokens of each row of a selection."""
     return [rule.num_selected(visible) for visible in num_visible(queries) for _ in range(heads)]
@@ -52,7 +53,8 @@ class TokenPlaces:
             raise ValueError("block-sparse attention is causal: a draft tree (visible) has no blocks of its own")
         lens, device = queries.query_lens, queries.rows.device
         request_of = np.repeat(np.arange(len(lens)), lens).astype(np.int32)
-        after = np.concatenate([np.arange(count - 1, -1, -1) for count in lens] or [[]]).astype(np.int32)
+        ends = np.repeat(np.cumsum(lens, dtype=np.int64), lens)
+        after = (ends - 1 - np.arange(len(ends))).astype(np.int32)
         return cls(queries, upload(request_of, device), upload(after, device))
 
     def last_positions(self, tokens: slice) -> Tensor:
@@ -75,7 +77,7 @@ def choose(scores: Tensor, tokens: slice, rule: BlockRule, selected: Selected, p
 
 
 def _choose(scores: Tensor, tokens: slice, rule: BlockRule, selected: Selected, places: TokenPlaces) -> None:
-    num_tokens, heads, num_blocks = scores.shape
+    heads, num_blocks = scores.shape[1:]
     last = places.last_positions(tokens).view(-1, 1, 1)  # [t, 1, 1]
     own = last // rule.size
     number = torch.arange(num_blocks, dtype=torch.int32, device=scores.device)

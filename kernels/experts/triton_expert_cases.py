@@ -14,8 +14,8 @@ from moe_engine.kernels.experts.shapes import (
     FOUR_BIT_MODELS,
     GPT_OSS_20B,
     GPT_OSS_20B_MXFP4,
-    MINIMAX_M3,
     KIMI_K2,
+    MINIMAX_M3,
     ExpertModel,
 )
 from moe_engine.kernels.experts.tiles import FOUR_BITS, MXFP4, tiles_of

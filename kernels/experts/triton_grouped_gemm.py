@@ -139,11 +139,9 @@ def gate_up_tile(
     if BIASED:
         if bias is not None:
             place = bias + expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
-            gate_bias, up_bias = tl.load(place), tl.load(place + WIDTH)
-            if SWAP_AB:
-                gate, up = gate + gate_bias[:, None], up + up_bias[:, None]
-            else:
-                gate, up = gate + gate_bias[None, :], up + up_bias[None, :]
+            axis: tl.constexpr = 1 if SWAP_AB else 0
+            gate += tl.expand_dims(tl.load(place), axis)
+            up += tl.expand_dims(tl.load(place + WIDTH), axis)
         gate, up = clamp_gate_up(gate, up, limit)
         inner = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
     else:
@@ -178,8 +176,8 @@ def gate_up_kernel(
     CLAMP: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
-    [E, 2 * WIDTH] (None: zeros) and the activation of `ExpertBiases`. CLAMP: without biases gate is at most `limit`, up within
-    +-limit.
+    [E, 2 * WIDTH] (None: zeros) and the activation of `ExpertBiases`. CLAMP: without biases gate is at most `limit`, up
+    within +-limit.
     FORM: of 4 bits, weight and its scales are in the memory of `triton_four_bits`; empty: not of 4 bits. whole: of
     NVFP4, float32 [E, 2].
 

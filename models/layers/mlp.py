@@ -84,9 +84,7 @@ class MLP:
             return cls(
                 backends, reader, prefix, hidden, width, bias, Share.of(parallel.world), limit=limit, alpha=alpha
             )
-        return cls(
-            backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE, limit=limit, alpha=alpha
-        )
+        return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE, limit=limit, alpha=alpha)
 
     def forward(self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None) -> Tensor:
         if self._fused is not None and (self.adapters is None or not self.adapters.active):

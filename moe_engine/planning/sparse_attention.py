@@ -58,8 +58,8 @@ def check_sparse(args: EngineArgs, models: Sequence[ModelConfig], device: str, t
         )
     if topk > 1 and has_blocks(sparse):
         raise NotAvailableYet(
-            f"--speculative-eagle-topk {topk}: not available yet: a draft tree's tokens have no blocks of their own; use "
-            f"1 ({sparse.source} has block-sparse attention)"
+            f"--speculative-eagle-topk {topk}: not available yet: a draft tree's tokens have no blocks of their own; "
+            f"use 1 ({sparse.source} has block-sparse attention)"
         )
     for complaint in _not_yet(args, device, topk):
         raise NotAvailableYet(f"{complaint} ({sparse.source} has sparse attention)")

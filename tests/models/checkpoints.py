@@ -407,7 +407,8 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     model = model_class(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
-            less = family.startswith(("Qwen3Next", "Qwen3_5", "MiniMaxM3")) and "linear_attn" not in name  # stored less 1
+            stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "MiniMaxM3"))
+            less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("A_log"):
             tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()

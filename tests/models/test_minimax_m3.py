@@ -1,5 +1,5 @@
-"""MiniMax-M3's text model: logits equal transformers' beyond the selected blocks, in every form of a step; the published
-file in both dialects, sizes, headers, and refusals."""
+"""MiniMax-M3's text model: logits equal transformers' beyond the selected blocks, in every form of a step; the
+published file in both dialects, sizes, headers, and refusals."""
 
 from __future__ import annotations
 

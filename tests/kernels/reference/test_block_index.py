@@ -1,5 +1,5 @@
-"""Selections of blocks by torch's row against the formula: ties, several local blocks, contexts of all lengths; attention
-over a selection against attention with a mask."""
+"""Selections of blocks by torch's row against the formula: ties, several local blocks, contexts of all lengths;
+attention over a selection against a softmax in float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_lower_block_wins_a_tie() -> None:
 
 def test_a_draft_tree_is_refused() -> None:
     queries, _ = random_trees(paged_queries([(3, 20)])[0])
-    with pytest.raises(ValueError, match="a draft tree .* has no blocks"):
+    with pytest.raises(ValueError, match=r"a draft tree .* has no blocks"):
         TorchBlockIndex().plan(queries)
 
 
