@@ -20,6 +20,7 @@ from moe_engine.models.weights import WeightSource
 
 if TYPE_CHECKING:
     from moe_engine.parallel.all_reduce.custom import CustomAllReduce
+    from moe_engine.parallel.dispatch.protocol import NormedSum
 
 
 class RMSNorm:
@@ -88,6 +89,10 @@ class RMSNorm:
     def adds_pairs(self) -> bool:
         """True if `add` takes a second addend."""
         return self._add_pair is not None
+
+    def add_sum(self, sum: NormedSum, residual: Tensor, other: Tensor | None = None) -> Any:
+        """`add` of a sum over ranks, by the launch that computes it."""
+        return sum(self._format, other, residual, self.weight, self.eps)
 
     @property
     def adds_rows(self) -> bool:

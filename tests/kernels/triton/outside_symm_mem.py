@@ -11,7 +11,7 @@ import sys
 import torch
 from triton import knobs
 
-from moe_engine.kernels.quantization.protocol import ActivationFormat
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 from moe_engine.kernels.symm_mem import triton_all_reduce, triton_combine, triton_dispatch
 from moe_engine.kernels.symm_mem.all_reduce import SymmMemAllReduce
 from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas
@@ -22,6 +22,7 @@ from moe_engine.kernels.triton.absent_device import absent_device
 from moe_engine.kernels.triton.aot import compile_case
 
 ARCH = 90
+ROWS, BOTH = ActivationFormat.fp8(False), ActivationFormat(True, True)
 SHAPE = next(shape for shape in SHAPES if shape.name == "v2_lite_ep2")
 
 
@@ -35,6 +36,9 @@ def launch(max_tokens: int, sizes: tuple[int, ...]) -> None:
         ids = torch.empty(tokens, SHAPE.top_k, dtype=torch.int32, device="meta")
         arrival = exchange.dispatch(x, ids, ids.float(), number % 2)
         exchange.combine(torch.empty_like(arrival.rows), tokens, number % 2)
+        weight = torch.empty(SHAPE.hidden, device="meta")
+        for format, other in ((UNQUANTIZED, None), (UNQUANTIZED, x), (ROWS, None), (ROWS, x), (BOTH, x)):
+            exchange.sum_rms_norm(format, other, x, weight, 1e-6, number % 2)
 
 
 def launch_sums(sizes: tuple[int, ...]) -> None:
