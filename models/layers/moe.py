@@ -150,7 +150,8 @@ class MoE:
             if moe.shared_gate:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
             else:
-                self._shared = MLP(*of_mlp, share=share, limit=moe.limit if moe.clamped else 0.0)
+                limit, alpha = moe.shared_activation
+                self._shared = MLP(*of_mlp, share=share, limit=limit, alpha=alpha)
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
         self._route_int64 = backends.ops.capabilities.route_int64
