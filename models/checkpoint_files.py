@@ -25,10 +25,10 @@ _INNER = {
     "language_model.": "", "vision_tower.encoder.patch_embed.": "visual.patch_embed.", "vision_tower.": "visual.",
     "mm_projector.": "visual.mm_projector.", "model.mm_projector.": "visual.mm_projector.",
     "multi_modal_projector.": "visual.projector.", "model.multi_modal_projector.": "visual.projector.",
-    "model.vision_tower.": "visual.",
+    "model.vision_tower.": "visual.", "patch_merge_mlp.": "visual.merge_mlp.",
 }  # fmt: skip
-"""Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's and Mistral's, as
-published and as transformers saves them."""
+"""Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's, Mistral's and
+MiniMax-M3's, as published and as transformers saves them."""
 _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
@@ -89,8 +90,22 @@ class MLAConfig:
 
     @property
     def shared_layers(self) -> tuple[int, ...]:
-        """Layers that have the first of `kv_parts` only: they use another layer's selection."""
+        """Layers without the last of `kv_parts`, index keys: they use another layer's selection."""
         return () if self.indexer is None else self.indexer.shared_layers
+
+
+@dataclass(frozen=True)
+class BlockSelection:
+    """Block-sparse attention (MiniMax-M3): an indexer with a head of `width` channels for each KV head selects blocks
+    of the context by `rule`. `dense_layers` have no indexer and see all positions."""
+
+    rule: BlockRule
+    width: int
+    dense_layers: tuple[int, ...] = ()
+
+    def key_width(self, kv_dtype: str) -> int:
+        """Elements of an index key in the cache: bytes of bfloat16 beside FP8 rows."""
+        return 2 * self.width if kv_format.is_fp8(kv_dtype) else self.width
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ class GQAConfig:
     heads together (``projection``, MiniMax-M2), or each head after the rotation (``rotated``, Hunyuan). `sinks`: each
     head has a logit without a value (gpt-oss). `output_gate`: q_proj has a gate after each head's query, whose sigmoid
     multiplies the head's result (Qwen3-Next). `v_head_dim`: channels of a value (0: as of a key). `value_scale`: factor
-    of values (MiMo-V2-Flash).
+    of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks.
     """
 
     num_heads: int
@@ -112,6 +127,7 @@ class GQAConfig:
     output_gate: bool = False
     v_head_dim: int = 0
     value_scale: float = 1.0
+    blocks: BlockSelection | None = None
 
     kind = "gqa"
 
@@ -128,12 +144,13 @@ class GQAConfig:
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
         widths = (kv_format.head_width(kv_dtype, width) for width in (self.head_dim, self.value_width))
-        return tuple((self.num_kv_heads, width) for width in widths)
+        parts = tuple((self.num_kv_heads, width) for width in widths)
+        return parts if self.blocks is None else (*parts, (1, self.blocks.key_width(kv_dtype)))
 
     @property
     def shared_layers(self) -> tuple[int, ...]:
-        """See `MLAConfig`: none."""
-        return ()
+        """Layers without index keys, the last of `kv_parts`."""
+        return () if self.blocks is None else self.blocks.dense_layers
 
 
 @dataclass(frozen=True)
@@ -159,10 +176,11 @@ class OtherLayers:
 class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
-    `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases and
-    the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate (from
-    above) and up of all experts (0: no clamp). `shared_gate`: the shared expert is multiplied by the sigmoid of a
-    projection of its input. `hash_layers`: the first layers choose experts by token id, from a table.
+    `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
+    and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
+    (from above) and up of all experts (0: no clamp), and an `alpha` gives all MLPs that activation (`shifted`).
+    `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
+    first layers choose experts by token id, from a table.
     """
 
     num_experts: int
@@ -184,9 +202,25 @@ class MoEConfig:
     hash_layers: int = 0
 
     @property
+    def shifted(self) -> bool:
+        """True if all MLPs of the model, of dense layers too, have the activation of `biased`, without biases
+        (MiniMax-M3)."""
+        return self.alpha > 0 and not self.biased
+
+    @property
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
-        return self.limit > 0 and not self.biased
+        return self.limit > 0 and not self.biased and not self.shifted
+
+    @property
+    def shared_activation(self) -> tuple[float, float]:
+        """Limit and alpha (`Ops.silu_and_mul`) of the shared expert."""
+        return (self.limit if self.clamped else 0.0, 0.0) if not self.shifted else (self.limit, self.alpha)
+
+    @property
+    def dense_activation(self) -> tuple[float, float]:
+        """Limit and alpha of dense layers."""
+        return self.shared_activation if self.shifted else (0.0, 0.0)
 
     def hashes(self, layer: int) -> bool:
         """True if the layer chooses experts by token id."""
@@ -400,7 +434,7 @@ class ModelConfig:
         if isinstance(attention, CompressedConfig):
             return (attention.head_dim,), *((width,) for width in attention.projected_widths(layer))
         parts = attention.kv_parts(kv_dtype)
-        return parts[:1] if layer in self.attention.shared_layers else parts
+        return parts[:-1] if layer in self.attention.shared_layers else parts
 
     def entry_parts(self, layer: int) -> tuple[int, tuple[int, ...]]:
         """Tokens of an entry in the layer's cache (0: it has none), and the channels of its tensors."""

@@ -42,6 +42,9 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 8, "max_position_embeddings": 1048576,
     },
     "minimax_m2": {"rope_theta": 5000000.0},
+    **{
+        f"minimax_m3{part}": {"rope_theta": 5000000.0, "head_dim": 128} for part in ("", "_vl", "_vl_text")
+    },
     "ministral3": {
         **_EPS, "head_dim": 128,
         "rope_scaling": {**_SCALED, "factor": 16.0, "original_max_position_embeddings": 16384}

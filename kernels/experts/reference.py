@@ -54,6 +54,10 @@ class TorchExperts:
             gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
             if weights.limit:
                 gate, up = clamped(gate, up, weights.limit)
+            if weights.alpha:
+                inner = (gate * torch.sigmoid(weights.alpha * gate)).mul_(up + 1)
+                target.copy_(F.linear(inner, down[expert]))
+                continue
             target.copy_(F.linear(F.silu(gate).mul_(up), down[expert]))
         return out
 

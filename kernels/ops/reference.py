@@ -31,10 +31,12 @@ class TorchOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         if limit:
             gate, up = clamped(gate, up, limit)
+        if alpha:
+            return (gate * torch.sigmoid(alpha * gate)).mul_(up + 1)
         return F.silu(gate).mul_(up)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:

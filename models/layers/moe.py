@@ -6,7 +6,7 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
 from moe_engine.parallel.experts import DispatchedExperts, LocalExperts, make_routed_experts
+from moe_engine.parallel.overlap import InlineStream
 from moe_engine.parallel.share import WHOLE, Share
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class MoE:
             if moe.shared_gate:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
             else:
-                self._shared = MLP(*of_mlp, share=share, limit=moe.limit if moe.clamped else 0.0)
+                limit, alpha = moe.shared_activation
+                self._shared = MLP(*of_mlp, share=share, limit=limit, alpha=alpha)
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
         self._route_int64 = backends.ops.capabilities.route_int64
@@ -302,21 +304,26 @@ class MoE:
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, shared)
 
-    def addends(
-        self, x: Activation, phase: Phase, tokens: RoutedTokens | None = None, chosen: Choice | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """`forward` as the routed and the shared experts' results, for a norm that sums them; the second is None if
-        `forward` adds them at no cost."""
+    def before_norm(
+        self, norm: RMSNorm, x: Activation, residual: Tensor, phase: Phase, tokens: RoutedTokens | None = None,
+        chosen: Choice | None = None,
+    ) -> Any:  # fmt: skip
+        """residual [T, D] += `forward` in place; the norm of it, whose launch also adds the shared experts' result and
+        sums over the ranks, where the dispatcher supports it. For a norm that `adds_pairs`."""
         routed, overlap = self._routed, self._overlap
-        if self._shared is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase, tokens, chosen), None
+        if not isinstance(routed, DispatchedExperts):
+            return norm.add(self.forward(x, phase, tokens, chosen), residual)
         weights, ids = chosen or self._choose(x, tokens, phase)
+        shared, stream = self._shared, InlineStream() if overlap is None else overlap.comm_stream
         if overlap is not None and overlap.shared_expert:
-            sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
-            shared = self._shared.forward(x)
-            return routed.compute(overlap.comm_stream, sent, weights).wait(), shared
-        shared = self._shared.forward(x)
-        return routed.run(as_format(x, routed.input_format), weights, ids, None, phase), shared
+            sent = routed.send(stream, x, weights, ids, phase)
+            other = None if shared is None else shared.forward(x)
+        else:
+            other, stream = None if shared is None else shared.forward(x), InlineStream()
+            sent = routed.dispatched(x, weights, ids, phase)
+        if routed.norms_sums(phase):
+            return norm.add_sum(routed.compute_norm(stream, sent, weights), residual, other)
+        return norm.add(routed.compute(stream, sent, weights).wait(), residual, other)
 
     # -- an unrecorded pass over experts in their own slots, split before the experts; `before` takes tensors only
 

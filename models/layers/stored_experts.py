@@ -72,6 +72,8 @@ class StoredExperts:
             weights = make(*sizes, reader.device, format)
         if self._moe.clamped:
             weights.limit = self._moe.limit
+        elif self._moe.shifted:
+            weights.limit, weights.alpha = self._moe.limit, self._moe.alpha
         if self._moe.biased:
             weights.bias = empty_biases(self._moe, len(held), self._width, self._hidden, reader.device)
             weights.num_bytes += sum(part.nbytes for part in weights.bias.memory)

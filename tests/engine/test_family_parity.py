@@ -18,6 +18,8 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
         ("deepseek_v4", "chunked"),
         ("qwen3_moe", "chunked"),
         ("minimax_m2", "chunked"),
+        ("minimax_m3", "chunked"),
+        ("minimax_m3", "n-gram drafts"),
         ("mimo_v2_flash", "chunked"),
         ("gpt_oss", "chunked"),
         ("glm4_moe", "MTP drafts"),

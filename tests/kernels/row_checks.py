@@ -137,6 +137,15 @@ def check_clamped_silu(ops: Ops, dtype: torch.dtype) -> None:
     close(got.nan_to_num(), want.nan_to_num(), 2)
 
 
+def check_shifted_silu(ops: Ops, dtype: torch.dtype) -> None:
+    """gate * sigmoid(alpha * gate) * (up + 1), with and without a clamp."""
+    x = normal(5, 90, dtype=dtype, scale=4.0)
+    for limit in (0.0, 1.5):
+        gate, up = x.double().chunk(2, -1)
+        gate, up = (gate.clamp(max=limit), up.clamp(-limit, limit)) if limit else (gate, up)
+        close(ops.silu_and_mul(x, limit, 1.702), (up + 1) * gate / (1 + torch.exp(-1.702 * gate)), 3)
+
+
 def check_given_experts(ops: Ops, dtype: torch.dtype) -> None:
     """Experts are not chosen, and have the router's weights; logits from -60 to 60 keep their relative accuracy."""
     spec = RouterSpec(48, 5, "sqrtsoftplus", True, scale=1.5)

@@ -52,6 +52,8 @@ MORE_KINDS = (
     "solar_open",
 )
 """Families that differ little from those of `KINDS`."""
+BLOCK_SPARSE = "minimax_m3"
+"""The kind with block-sparse attention, whose config.json has the text model in `text_config`."""
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """Kinds with sparse attention: contexts exceed `index_topk`."""
 
@@ -204,6 +206,20 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {**_GQA, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3}
         | {"intermediate_size": 32, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
+    ),
+    BLOCK_SPARSE: (
+        "MiniMaxM3",
+        {**_GQA, "head_dim": 24, "rotary_dim": 12, "partial_rotary_factor": 0.5, "hidden_act": "swigluoai"}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "n_shared_experts": 1}
+        | {"shared_intermediate_size": 32, "dense_intermediate_size": 96, "routed_scaling_factor": 2.0}
+        | {"swiglu_alpha": 1.702, "swiglu_limit": 1.5, "use_gemma_norm": True, "qk_norm_type": "per_head"}
+        | {"moe_layer_freq": [0, 1, 1], "scoring_func": "sigmoid", "use_routing_bias": True}
+        | {
+            "sparse_attention_config": {"use_sparse_attention": True, "sparse_num_index_heads": 2}
+            | {"sparse_index_dim": 16, "sparse_block_size": 8, "sparse_topk_blocks": 3, "sparse_local_block": 1}
+            | {"sparse_init_block": 0, "sparse_score_type": "max"}
+            | {"sparse_attention_freq": [0, 1, 1], "sparse_disable_index_value": [0, 1, 1]}
+        },
     ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
@@ -395,14 +411,18 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     transformers.utils.logging.disable_progress_bar()
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    text = "Text" if family.startswith("Qwen3_5") else ""
-    config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
-    model_class = getattr(transformers, f"{family}ForCausalLM")
+    if family == "MiniMaxM3":
+        config, model_class = _with_small_tower(fields), transformers.MiniMaxM3SparseForConditionalGeneration
+    else:
+        text = "Text" if family.startswith("Qwen3_5") else ""
+        config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
+        model_class = getattr(transformers, f"{family}ForCausalLM")
     transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)  # of Mistral4, which is not
     model = model_class(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
-            less = family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name  # stored less 1
+            stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "MiniMaxM3"))
+            less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("A_log"):
             tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
@@ -419,6 +439,20 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(path)
     torch.random.set_rng_state(state)
+
+
+def _with_small_tower(fields: dict[str, Any]) -> Any:
+    """MiniMax-M3's config; the text model's fields are `fields`."""
+    import transformers
+
+    tower = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.MiniMaxM3VLConfig(
+        text_config=copy.deepcopy(fields),
+        vision_config=tower | {"patch_size": 4, "image_size": 32},
+        projector_hidden_size=fields["hidden_size"],
+        image_token_index=fields["vocab_size"] - 1,
+        video_token_index=fields["vocab_size"] - 2,
+    )
 
 
 def _with_own_names(kind: str, tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
@@ -539,6 +573,13 @@ def _write_config(
     path: Path, fields: dict[str, Any], dtype: torch.dtype, num_mtp_layers: int, fp8: bool, dialect: str
 ) -> None:
     config = json.loads((path / "config.json").read_text())
+    if "text_config" in config and dialect == "hub":  # as published
+        own = {key: value for key, value in fields.items() if key not in ("initializer_range", "pad_token_id")}
+        config["text_config"] = {"model_type": config["text_config"]["model_type"], **own}
+        config["torch_dtype"] = config.pop("dtype")
+        (path / "config.json").write_text(json.dumps(config, indent=1))
+    if "text_config" in config:
+        return
     config["num_nextn_predict_layers"] = num_mtp_layers
     if not num_mtp_layers and not config["model_type"].startswith(("qwen3_next", "qwen3_5")):  # their default is 1
         del config["num_nextn_predict_layers"]

@@ -19,7 +19,7 @@ from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model
-from moe_engine.models.needs import index_widths
+from moe_engine.models.needs import block_index_widths, index_widths
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.startup.kernel_choice import build_backends
@@ -29,6 +29,7 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
     """The given row of every family. Raises ValueError if it cannot run here."""
     need = Need(
         dtype=dtype, attention=config.attention.kind, page_size=page_size, index=index_widths(config),
+        blocks=block_index_widths(config),
         delta=config.delta is not None, varlen=config.vision is not None,
         compression=isinstance(config.attention, CompressedConfig),
     )  # fmt: skip

@@ -77,6 +77,9 @@ class FakeClient:
             "cache_hit_rate": 0.25,
             "num_retracted": 3,
             "num_retractions_total": 5,
+            "num_preemptions_total": 4,
+            "num_incoming_transfers": 6,
+            "failed_transfers_total": 7,
             "waiting_timeouts_total": 3,
             "running_timeouts_total": 2,
         }

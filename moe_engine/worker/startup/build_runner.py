@@ -180,8 +180,7 @@ def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> No
     """Warms up, so that nothing compiles, loads or starts while serving; collective on several ranks."""
     warm_up(runner, num_tokens=min(NUM_TOKENS, options.shapes.tokens or NUM_TOKENS))
     if runner.stream.asynchronous:  # CPU kernels are not compiled per size
-        index = options.kernels.model.need.index
-        warm_sizes(runner, options.shapes.tokens, 0 if index is None else index.top_k)
+        warm_sizes(runner, options.shapes.tokens, options.kernels.model.need.most_selected)
     compile_kernels(backends, options.shapes)
 
 

@@ -39,6 +39,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2, "mlp_bias": True},  # one KV head, repeated
     "qwen3_moe": {},  # a dense layer between MoE layers
     "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
+    "minimax_m3": {},  # selections of two KV heads, repeated on four ranks
     "mimo_v2_flash": {
         "num_hidden_layers": 2,
         "layer_types": ["full_attention", "sliding_attention"],
@@ -176,7 +177,7 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "kimi_linear", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash",
+        "kimi_linear", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:

@@ -83,6 +83,13 @@ def test_biases(any_library: Library, dtype: torch.dtype, hidden: int, width: in
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     grouped = [biased(part, *parts[e], bias, e) for e, part in enumerate(rows.split(counts))]
     close(kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights), torch.cat(grouped), 3)
+    weights.bias, weights.alpha, weights.limit = None, bias.alpha, bias.limit
+    none = ExpertBiases(torch.zeros(5, 2 * width), torch.zeros(5, hidden), bias.alpha, bias.limit)
+    grouped = [biased(part, *parts[e], none, e) for e, part in enumerate(rows.split(counts))]
+    got = kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights)
+    close(got, torch.cat(grouped), 3)
+    weights.bias = none
+    assert torch.equal(kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights), got)
 
 
 def test_ids_of_other_ranks_contribute_nothing(library: Library, dtype: torch.dtype) -> None:

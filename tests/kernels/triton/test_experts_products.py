@@ -111,6 +111,10 @@ def test_biases(kind: str, tokens: int) -> None:
         if count:
             rows = padded[expert, :count]
             experts.check(got[expert, :count], biased(rows, *experts.parts[expert], bias, expert))
+    experts.weights.bias, experts.weights.alpha, experts.weights.limit = None, bias.alpha, bias.limit
+    alone = kernel.run_routed(x, topk, ids, experts.weights)
+    experts.weights.bias = ExpertBiases(torch.zeros(4, 144), torch.zeros(4, 160), bias.alpha, bias.limit)
+    assert torch.equal(alone, kernel.run_routed(x, topk, ids, experts.weights)), "no biases are biases of 0"
 
 
 @pytest.mark.each_value

@@ -184,6 +184,24 @@ def test_sparse_decodes_are_captured(tmp_path: Path) -> None:
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel"}
 
 
+def test_block_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniMax-M3 in this project's kernels, with contexts within the selected blocks and beyond them: the tokens of the
+    CPU, replayed decodes, no waits."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    own = {"sparse_num_index_heads": 2, "sparse_index_dim": 16, "sparse_block_size": 4, "sparse_topk_blocks": 2}
+    fields = {"num_hidden_layers": 2, "moe_layer_freq": [0, 0]}
+    sparse = own | {"sparse_attention_freq": [0, 1]}
+    path = agreeing_checkpoint("minimax_m3", tmp_path / "model", 5, sparse_attention_config=sparse, **fields)
+    requests = [Scripted("short", [9, 5, 7], 4, 0, sampling=GREEDY), *script([GREEDY, GREEDY])]
+    more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "moe_runner_backend": "triton"}
+    found = compared(path, tmp_path, requests, {}, **more)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs == 2 and len(replayed) > 4 and found.waits == []
+    lens = {start + 1 for step in replayed for start in step.plan.starts}
+    assert min(lens) <= 8 < max(lens)
+    assert set(kernels.launches) >= {"block_scores_kernel", "select_blocks_kernel", "paged_kernel"}
+
+
 def test_index_keys_in_fp8_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek V3.2 with the index keys of a GPU, records beside latents: the tokens of the CPU with such keys. Decodes
     beyond the top-k are replayed, prefixes are cached."""
