@@ -48,7 +48,8 @@ class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
-    of the index key that is cached beside each token's latent, for sparse attention (0: none).
+    of the index key that is cached beside each token's latent, for sparse attention (0: none). `head_gate`: each head's
+    result is multiplied by the sigmoid of a number, a projection of the layer's input (Ling).
     """
 
     num_heads: int
@@ -60,6 +61,7 @@ class MLAConfig:
     bias: bool = False
     index_width: int = 0
     indexer: IndexerConfig | None = None
+    head_gate: bool = False
 
     kind = "mla"
 
