@@ -160,7 +160,7 @@ class Gates:
     """Gates by sigmoid, in one launch each; product and sigmoid are rounded to the dtype of their argument."""
 
     heads: Callable[[Tensor, Tensor], Tensor]
-    """(x, gate) [T, H, Dh]: x * sigmoid(gate), in place if x is contiguous."""
+    """(x [T, H, Dh], gate [T, H, Dh] or [T, H, 1]): x * sigmoid(gate), in place if x is contiguous."""
 
     rows: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(rows, x, weight): rows [T, D] *= sigmoid(x @ weight.T), in place; x [T, D], weight [1, D]."""

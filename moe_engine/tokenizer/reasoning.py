@@ -70,6 +70,7 @@ REASONING_FORMATS = {
     "qwen3": ReasoningFormat(calls="\n<tool_call>"),
     "qwen3-thinking": ReasoningFormat(forced=True, calls="\n<tool_call>"),
     "glm45": ReasoningFormat(calls="<tool_call>"),
+    "ling3": ReasoningFormat(calls="<tool_call>"),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
     "minimax": ReasoningFormat(forced=True),

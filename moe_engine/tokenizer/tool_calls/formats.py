@@ -231,6 +231,7 @@ TOOL_FORMATS = {
     "glm": _GLM,
     "glm45": _GLM,
     "glm47": _GLM,
+    "ling3": _GLM,
     "minimax-m2": _MINIMAX_M2,
     "dots": ToolFormat(DOTS.parse, (DOTS.begin, DOTS.end), replace(_MINIMAX_M2.syntax, begin=DOTS.begin, end=DOTS.end)),
     "solar_open": ToolFormat(
