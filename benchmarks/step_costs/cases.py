@@ -107,6 +107,7 @@ CHECKED = (
     Group("v3", "dp8ep8", (1,), prefill=8192),
     Group("v3.2", "dp8ep8", (8,), context=8192),
     Group("v4-flash", "dp8ep8", (8,), context=8192),
+    Group("v4-flash", "tp8", (1,), context=8192),
     Group("gpt-oss-120b", "tp4", (8,)),
     Group("glm-4.6", "tp8ep2", (8,)),
     Group("qwen3-next", "tp4", (8,)),
