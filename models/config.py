@@ -179,6 +179,8 @@ class MoEConfig:
     `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
     and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
     (from above) and up of all experts (0: no clamp), and an `alpha` gives all MLPs that activation (`shifted`).
+    `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared experts of each
+    layer (0: none; layers after the last one have none).
     `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
     first layers choose experts by token id, from a table.
     """
@@ -200,6 +202,8 @@ class MoEConfig:
     limit: float = 0.0
     shared_gate: bool = False
     hash_layers: int = 0
+    layer_limits: tuple[float, ...] = ()
+    shared_limits: tuple[float, ...] = ()
 
     @property
     def shifted(self) -> bool:
@@ -210,17 +214,21 @@ class MoEConfig:
     @property
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
-        return self.limit > 0 and not self.biased and not self.shifted
+        own = self.limit > 0 and not self.biased and not self.shifted
+        return own or any(self.layer_limits) or any(self.shared_limits)
 
-    @property
-    def shared_activation(self) -> tuple[float, float]:
-        """Limit and alpha (`Ops.silu_and_mul`) of the shared expert."""
-        return (self.limit if self.clamped else 0.0, 0.0) if not self.shifted else (self.limit, self.alpha)
+    def activation(self, layer: int, shared: bool = False) -> tuple[float, float]:
+        """Limit and alpha (`Ops.silu_and_mul`) of a layer's routed experts without biases, or of its shared one."""
+        if self.shifted:
+            return self.limit, self.alpha
+        limits = self.shared_limits if shared else self.layer_limits
+        own = -limits[layer] if layer < len(limits) else 0.0
+        return own or (0.0 if self.biased else self.limit), 0.0
 
     @property
     def dense_activation(self) -> tuple[float, float]:
         """Limit and alpha of dense layers."""
-        return self.shared_activation if self.shifted else (0.0, 0.0)
+        return (self.limit, self.alpha) if self.shifted else (0.0, 0.0)
 
     def hashes(self, layer: int) -> bool:
         """True if the layer chooses experts by token id."""
