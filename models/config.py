@@ -15,7 +15,7 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.kv_format import formats as kv_format
-from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
+from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.rope_config import RopeConfig
@@ -438,10 +438,7 @@ class ModelConfig:
         the model's."""
         if layer in self.state_layers:
             return ()
-        attention = self.attention_of(layer)
-        if isinstance(attention, CompressedConfig):
-            return (attention.head_dim,), *((width,) for width in attention.projected_widths(layer))
-        parts = attention.kv_parts(kv_dtype)
+        parts = self.attention_of(layer).kv_parts(kv_dtype)
         return parts[:-1] if layer in self.attention.shared_layers else parts
 
     def entry_parts(self, layer: int) -> tuple[int, tuple[int, ...]]:
@@ -451,9 +448,26 @@ class ModelConfig:
             return 0, ()
         return attention.rate(layer), attention.entry_widths(layer)
 
-    def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str) -> int:
-        """Cached bytes of one token in these layers, without entries; scales of FP8 rows included."""
+    def kept_rows(self, layer: int, draft_slots: int = 0) -> KeptRows | None:
+        """What the layer keeps of contributions to entries (DeepSeek V4); None: nothing."""
+        attention = self.attention_of(layer)
+        if not isinstance(attention, CompressedConfig):
+            return None
+        return attention.kept_rows(layer, self.page_multiple, draft_slots)
+
+    def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str, draft_slots: int = 0) -> int:
+        """Cached bytes of one token in these layers, without entries; scales of FP8 rows included, and the kept
+        contributions of blocks of tokens, divided over these."""
+        each, layers = kv_format.STORED[kv_dtype][1], tuple(layers)
         elements = sum(math.prod(part) for layer in layers for part in self.kv_parts(layer, kv_dtype))
+        kept = [rows for layer in layers if (rows := self.kept_rows(layer, draft_slots)) is not None and rows.block]
+        of_blocks = sum(rows.each * sum(rows.widths) * each // rows.block for rows in kept)
+        return elements * each + of_blocks
+
+    def kept_bytes_of_request(self, kv_dtype: str, draft_slots: int = 0) -> int:
+        """Bytes of the contributions to entries that are kept for each request, in all layers."""
+        kept = (self.kept_rows(layer, draft_slots) for layer in range(self.num_layers))
+        elements = sum(rows.each * sum(rows.widths) for rows in kept if rows is not None and not rows.block)
         return elements * kv_format.STORED[kv_dtype][1]
 
     def entry_bytes_per_token(self, kv_dtype: str) -> int:
@@ -462,10 +476,10 @@ class ModelConfig:
         entries = (self.entry_parts(layer) for layer in range(self.num_layers))
         return sum(sum(widths) * each // rate for rate, widths in entries if rate)
 
-    def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
+    def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False, draft_slots: int = 0) -> int:
         """`kv_bytes_of` all layers, optionally with MTP layers, and entries."""
         last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
-        return self.kv_bytes_of(range(last), kv_dtype) + self.entry_bytes_per_token(kv_dtype)
+        return self.kv_bytes_of(range(last), kv_dtype, draft_slots) + self.entry_bytes_per_token(kv_dtype)
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:

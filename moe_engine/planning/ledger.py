@@ -13,10 +13,11 @@ BUFFERS_ROW = "weight buffers"
 GRAPHS_ROW = "CUDA graphs"
 WINDOWS_ROW = "KV of windows"
 STATES_ROW = "request states"
+KEPT_ROW = "unfinished entries"
 LORA_ROW = "LoRA slots"
 LORA_HOST_ROW = "LoRA adapters"
 WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
-STATIC_ROWS = (*WEIGHT_ROWS, BUFFERS_ROW, WINDOWS_ROW, STATES_ROW, LORA_ROW)
+STATIC_ROWS = (*WEIGHT_ROWS, BUFFERS_ROW, WINDOWS_ROW, STATES_ROW, KEPT_ROW, LORA_ROW)
 """Rows that --mem-fraction-static counts besides the KV cache."""
 
 SLOT_TOKEN_BYTES = 4

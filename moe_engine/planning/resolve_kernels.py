@@ -94,12 +94,19 @@ def asked_backends(args: EngineArgs) -> dict[str, str]:
 
 
 def _check_entries(model: ModelConfig, dtype: str) -> None:
-    """Raises ConfigError for entries whose bytes cannot be divided over their tokens, as copies of pages need."""
+    """Raises ConfigError for entries, or kept contributions, whose bytes cannot be divided over their tokens, as copies
+    of pages need."""
     for rate, widths in map(model.entry_parts, range(model.num_layers)):
         if any(DTYPE_BYTES[dtype] * width % rate for width in widths):
             raise ConfigError(
                 f"--dtype {dtype}: entries of {rate} tokens with {min(widths)} channels ({model.source}) have less "
                 "than one byte for each token; use float32"
+            )
+    for kept in filter(None, map(model.kept_rows, range(model.num_layers))):
+        if kept.block and any(DTYPE_BYTES[dtype] * width % kept.block for width in kept.widths):
+            raise ConfigError(
+                f"--dtype {dtype}: contributions of {min(kept.widths)} channels to entries ({model.source}) cannot be "
+                f"divided over blocks of {kept.block} tokens; use float32"
             )
 
 

@@ -196,7 +196,7 @@ def test_deepseek_v4(world: World, alone: Any, checkpoint: Checkpoint, name: str
     """Ranks exchange the token ids that layers choose experts by."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
     path = checkpoint(name)
-    run_all(world, alone, [Case(path, t, "cpu", page_size=8) for key, t in topologies(world).items() if key in some])
+    run_all(world, alone, [Case(path, t, "cpu", page_size=16) for key, t in topologies(world).items() if key in some])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3"])
