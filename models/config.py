@@ -18,6 +18,7 @@ from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 from moe_engine.models.vision_config import VisionConfig
@@ -240,31 +241,6 @@ class MoEConfig:
         the routed experts'."""
         count, rest = divmod(self.shared_width, self.width)
         return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
-
-
-@dataclass(frozen=True)
-class PoolingConfig:
-    """Computation of a request's vector from its hidden states (`models.pooling`).
-
-    Attributes:
-        kind: state that is used: ``last`` (of the last token), ``mean`` (of all tokens) or ``cls`` (of the first).
-        width: numbers of the vector.
-        head: score head between the state and the vector: ``linear``, ``mlp`` or none.
-        labels: names of the score head's numbers.
-        dimensions: lengths to which a vector may be cut; empty: any.
-    """
-
-    kind: str
-    normalizes: bool
-    width: int
-    head: str = ""
-    labels: tuple[str, ...] = ()
-    dimensions: tuple[int, ...] = ()
-
-    @property
-    def reads_last(self) -> bool:
-        """Whether the last token's state is enough, so that a prefix may be cached."""
-        return self.kind == "last"
 
 
 @dataclass(frozen=True)

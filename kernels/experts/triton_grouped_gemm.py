@@ -44,7 +44,7 @@ from moe_engine.kernels.linear.triton_four_bits import constants_of as four_bits
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
-from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import clamp_gate_up, silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _HALF = tl.constexpr(HALF)
@@ -145,12 +145,7 @@ def gate_up_tile(
         gate, up = clamp_gate_up(gate, up, limit)
         inner = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
     else:
-        if CLAMP:
-            gate, up = clamp_gate_up(gate, up, limit)
-        inner = gate * tl.sigmoid(gate)
-        if CLAMP:
-            inner = bound_silu(inner, limit)
-        inner *= up
+        inner = silu_mul(gate, up, limit, CLAMP)
     if SWAP_AB:
         inner = tl.trans(inner)
     inside = rows < end

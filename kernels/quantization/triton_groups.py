@@ -16,7 +16,7 @@ from moe_engine.kernels.quantization.groups import RowGroups, empty_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile, store_scale
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -64,12 +64,7 @@ def groups_kernel(
         tile = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         if GATED:
             up = tl.load(place + WIDTH, mask=mask, other=0.0).to(tl.float32)
-            if CLAMP:
-                tile, up = clamp_gate_up(tile, up, limit)
-            tile = tile * tl.sigmoid(tile)
-            if CLAMP:
-                tile = bound_silu(tile, limit)
-            tile *= up
+            tile = silu_mul(tile, up, limit, CLAMP)
         if WEIGHTED:
             tile *= tl.load(weights + line, mask=inside, other=0.0)[:, None]
         target = out + line[:, None] * WIDTH + cols[None, :]

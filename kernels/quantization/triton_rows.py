@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, QuantizedRows
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -88,12 +88,7 @@ def silu_mul_quantize_kernel(
     source = gate_up + line * X_STRIDE + cols[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    if CLAMP:
-        gate, up = clamp_gate_up(gate, up, limit)
-    active = gate * tl.sigmoid(gate)
-    if CLAMP:
-        active = bound_silu(active, limit)
-    quantized, scale = quantize_tile(active * up, POWER_OF_TWO)
+    quantized, scale = quantize_tile(silu_mul(gate, up, limit, CLAMP), POWER_OF_TWO)
     tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
     store_scale(scales, block, rows, scale_stride, scale, inside)
 

@@ -19,3 +19,14 @@ def clamp_gate_up(gate, up, limit):
 def bound_silu(active, limit):
     """silu(gate) at most -limit if `limit` is negative; NaN stays."""
     return tl.where((limit < 0) & (active > -limit), -limit, active)
+
+
+@triton.jit
+def silu_mul(gate, up, limit, CLAMP: tl.constexpr):
+    """silu(gate) * up. CLAMP: with `limit` as in `Ops.silu_and_mul`."""
+    if CLAMP:
+        gate, up = clamp_gate_up(gate, up, limit)
+    active = gate * tl.sigmoid(gate)
+    if CLAMP:
+        active = bound_silu(active, limit)
+    return active * up

@@ -18,7 +18,7 @@ from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
 from tests.models.test_parity import assert_close
 
-ROUTED, SHARED = [0, 0.3, 0.2], [None, 0.3, 0.0, 0.1]
+OF_ROUTED, OF_SHARED = [0, 0.3, 0.2], [None, 0.3, 0.0, 0.1]
 """The second layer bounds both alike, the third its routed experts only; a fourth layer does not exist."""
 
 
@@ -43,7 +43,7 @@ def expected(path: Path, tokens: list[int], bounded: bool) -> Tensor:
 
     options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.BailingHybridForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
-    for layer, routed, shared in zip(model.model.layers, ROUTED, SHARED):
+    for layer, routed, shared in zip(model.model.layers, OF_ROUTED, OF_SHARED):
         for module, limit in ((getattr(layer.mlp, "experts", None), routed),
                               (getattr(layer.mlp, "shared_experts", None), shared)):  # fmt: skip
             if bounded and limit:
@@ -58,7 +58,7 @@ def test_bounded_activations(row: str, tmp_path: Path) -> None:
     file, tokens = path / "config.json", torch.randint(0, 256, (40,)).tolist()
     want, other = (expected(path, tokens, bounded) for bounded in (True, False))
     assert float((want - other).norm() / want.norm()) > 0.01  # the bounds matter
-    limits = {"expert_swiglu_limit_list": ROUTED, "share_expert_swiglu_limit_list": SHARED}
+    limits = {"expert_swiglu_limit_list": OF_ROUTED, "share_expert_swiglu_limit_list": OF_SHARED}
     file.write_text(json.dumps(json.loads(file.read_text()) | limits))
     model = stepper.load(path, row)
     parts = [(tokens[:20], False), (tokens[20:33], False), *(([token], True) for token in tokens[33:])]
