@@ -74,6 +74,7 @@ REASONING_FORMATS = {
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
     "minimax": ReasoningFormat(forced=True),
+    "minimax-m3": ReasoningFormat("<mm:think>", "</mm:think>", calls="]<]minimax[>[<tool_call>"),
     "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
     "mimo": ReasoningFormat(switch="enable_thinking", calls="\n<tool_call>"),
     "step3": ReasoningFormat(forced=True),
