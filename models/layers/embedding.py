@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
+from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.quantization.codes import GroupCodes, PlainWeight
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
@@ -32,17 +33,21 @@ class Embedding:
     """ids [T] -> [T, D], new memory (the residual stream is added to in place)."""
 
     def __init__(
-        self, config: ModelConfig, reader: WeightSource, parallel: ParallelContext = SINGLE, name: str = EMBEDDING
-    ) -> None:
+        self, config: ModelConfig, reader: WeightSource, ops: Ops, parallel: ParallelContext = SINGLE,
+        name: str = EMBEDDING,
+    ) -> None:  # fmt: skip
         self._group = parallel.attn_tp
         self.weight = load_vocabulary(partial(reader.tensor, name), reader, config, self._group)  # [W, D]
         self._first = self._group.rank * len(self.weight)
+        self._lookup = ops.capabilities.lookup
         all_reduce = parallel.all_reduce  # of all ranks, as one attention group is
         self._sum = partial(sum_over, self._group) if all_reduce is None else all_reduce.sum
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return F.embedding(ids, self.weight)
+        if self._lookup is not None:
+            return self._sum(self._lookup(ids, self.weight, self._first))
         local = ids - self._first
         held = local.clamp(0, len(self.weight) - 1)
         rows = F.embedding(held, self.weight)
