@@ -319,6 +319,6 @@ class Decoder:
             hidden = yield from layer.stages(hidden, residual, *args)
         return hidden
 
-    def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """hidden [S, D] -> [S, V] float32; for a pooled model the vectors of pooled states."""
-        return self.head(hidden, sizes)
+    def logits(self, hidden: Tensor, sizes: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
+        """hidden [S, D] -> [S, V] float32; for a pooled model the vectors of pooled states. `out`: see `Model`."""
+        return self.head(hidden, sizes) if isinstance(self.head, Pooler) else self.head(hidden, sizes, out)

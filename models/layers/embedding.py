@@ -103,14 +103,21 @@ class Head:
         """This rank's rows of the vocabulary."""
         return self._linear.weight
 
-    def __call__(self, hidden: Tensor, step: StepSizes | None = None) -> Tensor:
+    def __call__(self, hidden: Tensor, step: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
+        """`out`: memory for the result, contiguous; None: new memory."""
         if self._group.size == 1:
-            return self._linear(hidden).float()
+            logits = self._linear(hidden)
+            return logits.float() if out is None else out.copy_(logits)
         parts = self._of_all(hidden, step) if self._spans else self._of_group(hidden)
-        ranks, rows, width = parts.shape
-        logits = torch.empty(rows, ranks, width, dtype=torch.float32, device=parts.device)
-        logits.copy_(parts.transpose(0, 1))  # order and dtype in one pass over memory
-        return logits.flatten(1)[:, : self._vocab_size].contiguous()
+        _, rows, width = parts.shape
+        if out is None:
+            out = torch.empty(rows, self._vocab_size, dtype=torch.float32, device=parts.device)
+        whole, rest = divmod(self._vocab_size, width)  # the last ranks may have padding
+        ordered, end = parts.transpose(0, 1), whole * width
+        out[:, :end].unflatten(1, (whole, width)).copy_(ordered[:, :whole])  # order and dtype in one pass over memory
+        if rest:
+            out[:, end:].copy_(ordered[:, whole, :rest])
+        return out
 
     def _of_group(self, hidden: Tensor) -> Tensor:
         """[R, S, W]."""
