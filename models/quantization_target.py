@@ -9,6 +9,7 @@ Sources: transformers, integrations/finegrained_fp8; vLLM, layers/quantization (
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,14 @@ from moe_engine.models.tensors import Kind, TensorSpec, model_tensors
 
 _KEPT = (".eh_proj.", ".compressor.")
 """Parts of the names of projections that checkpoints publish unquantized."""
-_JOINED = (
-    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"),
-    ("gate_proj", "up_proj"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-)
-"""Projections of a block that other engines join to one matrix, those of them that the block has."""
+_JOINED = {
+    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"): ("qkv_proj", "in_proj_qkvgfab"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"): ("gate_up_proj",),
+    ("in_proj_qkv", "in_proj_z"): ("in_proj_qkvz",),
+    ("in_proj_b", "in_proj_a"): ("in_proj_ba",),
+}
+"""Projections of a block that other engines join to one matrix, those of them that the block has; its names there."""
 _INTEGERS_KEEP = (".kv_b_proj.", ".o_a_proj.", ".indexer.wk.")
 """Parts of the names of projections that stay plain beside integers: readers multiply the first two by head, and vLLM
 joins the last with the plain `weights_proj`, and dequantizes it from FP8 only."""
@@ -72,6 +73,17 @@ class Target:
         if self.codes is None and self.format == "fp8":
             return f"whole blocks of {BLOCK} x {BLOCK}"
         return f"whole groups of {self.group if self.codes else GROUP} columns"
+
+
+def joined_names(modules: Collection[str]) -> set[str]:
+    """The names in other engines of the matrices that they make of some of these modules: some of their readers know
+    a joined matrix by its own name only (vLLM 0.32.0: MTP layers of DeepSeek V3)."""
+    found = set()
+    for module in modules:
+        block, _, projection = module.rpartition(".")
+        for group, names in _JOINED.items():
+            found |= {f"{block}.{name}" for name in names if projection in group}
+    return found
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ _PIXTRAL = "moe_engine.models.mistral3:Mistral3Model"
 _MISTRAL3 = "moe_engine.models.mistral3:make_model"
 _DEEPSEEK_V4 = "moe_engine.models.deepseek_v4:DeepseekV4Model"
 _KIMI = "moe_engine.models.kimi:KimiModel"
+_LING = "moe_engine.models.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
 _MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
@@ -96,6 +97,8 @@ for _name, _target, _parser in (
     ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("KimiLinearForCausalLM", _KIMI_LINEAR, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
+    ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
+    ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),
@@ -141,6 +144,7 @@ for _name, _target, _parser in (
 _BUILT_IN = dict(_architectures)
 
 _BY_MODEL_TYPE = {
+    "bailing_hybrid": "BailingHybridForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",

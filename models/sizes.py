@@ -341,7 +341,7 @@ def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
         return min(attn_tp_size, attention.num_kv_heads)  # type: ignore[union-attr]
     if part == "o_b_proj" and isinstance(a := config.attention, CompressedConfig):
         return min(attn_tp_size, a.output_groups)
-    return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "o_a_proj") else 1
+    return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "o_a_proj", "g_proj") else 1
 
 
 def largest_step_activation_bytes(
@@ -410,7 +410,7 @@ def _delta_bytes(d: DeltaConfig | None, num_tokens: int, dtype_bytes: int) -> in
 def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:
     limit = MAX_EXPANDED_TOKENS if expanded_tokens is None else expanded_tokens
     down = (a.q_lora_rank or 0) * 2 + a.cache_width
-    query = a.num_heads * (a.qk_head_dim + a.v_head_dim)
+    query = a.num_heads * (a.qk_head_dim + a.v_head_dim + 2 * a.head_gate)
     context = a.cache_width + a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
     expanded = limit * context + min(num_tokens, limit) * a.num_heads * a.v_head_dim  # and the attention output
     absorbed = min(num_tokens, MAX_ABSORBED_TOKENS) * a.num_heads * (a.cache_width + a.kv_lora_rank)

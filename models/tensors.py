@@ -229,24 +229,26 @@ def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
     for name, rows in joined if d.joined else apart:
         yield from _linear(f"in_proj_{name}", rows, hidden)
     yield TensorSpec("conv1d.weight", (2 * keys + values, 1, d.taps), Kind.WIDE)
-    for name in ("A_log", "dt_bias"):
-        yield TensorSpec(name, (d.value_heads,), Kind.WIDE)
+    yield TensorSpec("A_log", d.a_log_shape, Kind.WIDE)
+    yield TensorSpec("dt_bias", (d.value_heads,), Kind.WIDE)
     yield _norm("norm", d.value)
     yield from _linear("out_proj", hidden, values)
 
 
 def _channel_delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
-    """Kimi Delta Attention: q, k and v have projections and convolutions of their own; decays and output gates come
-    from products of low rank."""
+    """Kimi Delta Attention: q, k and v have projections and convolutions of their own."""
     width = d.key_heads * d.key
     for name in "qkv":
         yield from _linear(f"{name}_proj", width, hidden)
         yield TensorSpec(f"{name}_conv1d.weight", (width, 1, d.taps), Kind.WIDE)
     for name in ("f", "g"):
-        yield from _linear(f"{name}_a_proj", d.key, hidden)
-        yield from _linear(f"{name}_b_proj", width, d.key)
+        if d.low_rank:
+            yield from _linear(f"{name}_a_proj", d.key, hidden)
+            yield from _linear(f"{name}_b_proj", width, d.key)
+        else:
+            yield from _linear(f"{name}_proj", width, hidden)
     yield from _linear("b_proj", d.key_heads, hidden)
-    yield TensorSpec("A_log", (1, 1, d.key_heads, 1), Kind.WIDE)
+    yield TensorSpec("A_log", d.a_log_shape, Kind.WIDE)
     yield TensorSpec("dt_bias", (width,), Kind.WIDE)
     yield _norm("o_norm", d.value)
     yield from _linear("o_proj", hidden, width)
@@ -270,6 +272,8 @@ def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield _norm("kv_a_layernorm", a.kv_lora_rank)
     yield from _linear("kv_b_proj", a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
     yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
+    if a.head_gate:
+        yield from _linear("g_proj", a.num_heads, hidden)
 
 
 def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator[TensorSpec]:

@@ -110,7 +110,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_rows_combine": (None, [N, P, L, P, L, P, L, P, L, P, L, L]),
     "moe_index_select": (None, [N, N, P, L, L, P, P, L, P, L, L, L, L, P, L]),
     "moe_gated_delta": (None, [N, P, P, P, P, P, P, P]),
-    "moe_compress": (None, [N, P, P, L, P, L]),
+    "moe_compress": (None, [N, P, P, L, P, L, P, L]),
     "moe_mix_streams": (None, [N, P, P, L, P, L, P]),
     "moe_lora": (None, [N, P, P, P, L, L, L, P, P, L, P, L, P, P]),
 }

@@ -38,6 +38,7 @@ KINDS = (
     "qwen3_5",
     "qwen3_5_moe",
     "kimi_linear",
+    "bailing_hybrid",
 )
 MORE_KINDS = (
     "dots1",
@@ -273,6 +274,15 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
             | {"full_attn_layers": [2], "kda_layers": [1, 3]}
         },
     ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "intermediate_size": 96, "head_dim": 20}
+        | {"num_experts": 16, "num_experts_per_tok": 4, "num_shared_experts": 1, "moe_intermediate_size": 32}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
+        | {"layer_group_size": 3, "short_conv_kernel_size": 4, "kda_safe_gate": True, "kda_lower_bound": -5.0}
+        | {"rope_theta": 10000.0},
+    ),
     "dots1": (
         "Dots1",
         {**_GQA, **_DEEPSEEK_MOE, "n_shared_experts": 2, "first_k_dense_replace": 1, "attention_bias": True}
@@ -352,6 +362,10 @@ def make_checkpoint(
     if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP
         dense = ".0.block_sparse_moe."
         tensors = {name.replace(dense, ".0.mlp."): t for name, t in tensors.items()}
+    if kind == "bailing_hybrid" and dialect == "hub":  # the published name of delta attention's output projection
+        delta = {name.removesuffix("f_proj.weight") for name in tensors if name.endswith(".f_proj.weight")}
+        renamed = {f"{prefix}dense.weight": f"{prefix}o_proj.weight" for prefix in delta}
+        tensors = {renamed.get(name, name): t for name, t in tensors.items()}
     if num_mtp_layers and not deepseek_names:
         tensors = _with_own_names(kind, tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if num_mtp_layers and kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
@@ -442,7 +456,7 @@ def _with_small_tower(fields: dict[str, Any]) -> Any:
 
 
 def _with_own_names(kind: str, tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """The MTP layer under the names that Hy3 and ERNIE publish, instead of DeepSeek's."""
+    """The MTP layer under the names that Hy3, ERNIE and Ling publish, instead of DeepSeek's."""
     if kind == "hy_v3":
         parts = {"shared_head.norm.": "final_layernorm.", "shared_head.head.": "shared_head."}
         names = {name: f"{layer}{_swapped(name.removeprefix(layer), parts)}" for name in tensors if layer in name}
@@ -451,6 +465,10 @@ def _with_own_names(kind: str, tensors: dict[str, Tensor], layer: str) -> dict[s
         parts = {"enorm.": "mtp_emb_norm.0.", "hnorm.": "mtp_hidden_norm.0.", "eh_proj.": "mtp_linear_proj.0."}
         parts[""] = "mtp_block.0."
         names = {name: f"model.{_swapped(name.removeprefix(layer), parts)}" for name in tensors if layer in name}
+    elif kind == "bailing_hybrid":
+        copies = (f"{layer}embed_tokens.", f"{layer}shared_head.head.")
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(copies)}
+        names = {f"{layer}shared_head.norm.weight": f"{layer}final_layernorm.weight"}
     else:
         return tensors
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
@@ -475,8 +493,10 @@ def _add_mtp_layer(
     for name in [name for name in tensors if name.startswith(source)]:
         tensor = tensors[name]
         tensors[name.replace(source, target)] = (tensor.float() + 0.1 * noise(*tensor.shape)).to(tensor.dtype)
-    tensors[target + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    ling = "model.word_embeddings.weight"
+    embedding = ling if ling in tensors else "model.embed_tokens.weight"
+    tensors[target + "embed_tokens.weight"] = tensors[embedding].clone()
+    head = "lm_head.weight" if "lm_head.weight" in tensors else embedding
     tensors[target + "shared_head.head.weight"] = tensors[head].clone()
     tensors[target + "eh_proj.weight"] = (0.15 * noise(hidden, 2 * hidden)).to(like.dtype)
     for name in ("enorm", "hnorm", "shared_head.norm"):

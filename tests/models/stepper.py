@@ -82,7 +82,7 @@ class Stepper:
         self.slot_table = slots.to(device=device, dtype=torch.int32)
         self.row_of = torch.randperm(max_rows, generator=generator).tolist()
         self.num_slots = num_pages * page_size
-        self.kv = make_kv(config, self.num_slots, dtype, device)
+        self.kv = make_kv(config, self.num_slots, dtype, device, max_rows=max_rows)
         states = StatePool(config.state_groups, max_rows, dtype, DeviceStream(device)).layers
         self.kv = [states.get(layer, cache) for layer, cache in enumerate(self.kv)]
         self.lengths = [0] * max_rows
@@ -155,8 +155,9 @@ class Stepper:
 
 
 def make_kv(
-    config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu", num_mtp_layers: int = 0
-) -> list[Any]:
+    config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu", num_mtp_layers: int = 0,
+    max_rows: int = 8,
+) -> list[Any]:  # fmt: skip
     """Caches of every layer, or of the MTP layers behind them, filled with NaN: unwritten slots must have no
     influence."""
     name = str(dtype).removeprefix("torch.")
@@ -166,7 +167,7 @@ def make_kv(
 
     def caches(layer: int) -> Any:
         if isinstance(config.attention, CompressedConfig):
-            return CompressedCache.of_layer(config, layer, num_slots, empty)
+            return CompressedCache.of_layer(config, layer, num_slots, max_rows, empty)
         found = tuple(empty(num_slots, *part) for part in config.kv_parts(layer, name))
         return found[0] if len(found) == 1 else found
 

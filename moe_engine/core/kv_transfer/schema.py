@@ -28,6 +28,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "layers": str(layers),
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
         "states": _of_states(config),
+        "contributions to entries": _of_entries(config),
         "index keys": _of_index(config),
         "EAGLE head": "none" if head is None else _of_head(head, config),
         "cache": f"{model.attention.kind} {' '.join(parts)}{scaled}",
@@ -37,6 +38,14 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "--disaggregation-transfer-backend": config.args.disaggregation.disaggregation_transfer_backend,
         "--quantization": str(model.quantization) if hasattr(model, "quantization") else "",
     }
+
+
+def _of_entries(config: ResolvedConfig) -> str:
+    """What pages have of the tokens before the next entry, which depends on the number of drafts."""
+    drafts, model = config.limits.draft_slots, config.model
+    kept = filter(None, (model.kept_rows(i, drafts) for i in range(model.num_layers)))
+    of_blocks = sorted({(rows.each, rows.block) for rows in kept if rows.block})
+    return ", ".join(f"of {each} tokens in {block}" for each, block in of_blocks) or "none"
 
 
 def _of_states(config: ResolvedConfig) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.config_bailing import bailing_fields
 from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_families import qwen_moe_layers
@@ -24,7 +25,7 @@ from moe_engine.tuning.costs.form import KV_BYTES
 
 _COMPLETED = {
     "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
-    "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
+    "bailing_hybrid": bailing_fields, "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip
 """Families whose files may leave out the kinds of their layers, or name fields differently, by `model_type`."""
@@ -32,10 +33,10 @@ _COMPLETED = {
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
 
-GROUPED, LATENT, INDEXER, LINEAR, MLP, ROUTED = 6, 8, 5, 6, 3, 5
+GROUPED, LATENT, INDEXER, GATE, LINEAR, MLP, ROUTED = 6, 8, 5, 2, 6, 3, 5
 """Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
-MLA, the indexer of sparse attention beside MLA, Gated DeltaNet, dense layer or shared experts, routed experts with
-their router."""
+MLA, the indexer of sparse attention beside MLA, MLA's output gate, Gated DeltaNet, dense layer or shared experts,
+routed experts with their router."""
 
 BLOCK_INDEXER = 8
 """More kernels of block-sparse attention: index queries and keys, their norms, rotations and places, scores of blocks,
@@ -256,12 +257,13 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     index_heads = _first(fields, "index_n_heads")
     key = nope + rope
     indexer = index * (hidden + index_heads * (query or hidden)) if limit else 0
-    sharded = heads * key * (query or hidden) + latent * heads * (nope + value) + heads * value * hidden
+    gate = heads * hidden if fields.has("gated_attention_proj_granularity_type") else 0
+    sharded = heads * key * (query or hidden) + latent * heads * (nope + value) + heads * value * hidden + gate
     return AttentionFacts(
         layers=layers,
         sharded=sharded,
         replicated=hidden * (latent + rope) + (hidden * query if query else 0) + indexer,
-        kernels=LATENT + INDEXER * bool(limit),
+        kernels=LATENT + INDEXER * bool(limit) + GATE * bool(gate),
         kv_width=latent + rope,
         decode_flops=2.0 * heads * (2 * latent + rope),
         prefill_flops=2.0 * heads * (key + value),
@@ -362,10 +364,13 @@ def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
 
 
 def _by_channel(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
-    """Kimi Delta Attention: `_linear` whose decays and output gates come from products of low rank."""
+    """Kimi Delta Attention: `_linear` whose decays and output gates come from products of low rank, or each from a
+    whole matrix."""
     plain, key = _linear(fields, hidden, layers), fields.integer("linear_key_head_dim")
     width = fields.integer("linear_num_key_heads") * key
     heads = fields.integer("linear_num_key_heads")
+    if fields.raw.get("no_kda_lora"):
+        return replace(plain, sharded=hidden * (6 * width + heads))
     return replace(
         plain,
         sharded=hidden * (4 * width + heads) + 2 * width * key,
