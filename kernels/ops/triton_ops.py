@@ -93,8 +93,8 @@ class TritonOps:
         assert isinstance(normed, QuantizedActivation)
         return normed
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
-        return triton_norm.silu_and_mul(gate_up, limit)
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
+        return triton_norm.silu_and_mul(gate_up, limit, alpha)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table, inverse)

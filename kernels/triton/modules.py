@@ -22,6 +22,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.attention.triton.merge_values",
     f"{_FAMILIES}.attention.triton.paged",
     f"{_FAMILIES}.attention.triton.tree",
+    f"{_FAMILIES}.block_index.triton_blocks",
     f"{_FAMILIES}.compression.triton_compression",
     f"{_FAMILIES}.delta.triton_delta",
     f"{_FAMILIES}.experts.triton_expert_cases",

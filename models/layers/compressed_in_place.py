@@ -8,7 +8,7 @@ Legend: T tokens, R requests, W tokens of a window, K rows of a query token, E e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
-from moe_engine.kernels.compression.protocol import CompressedTokens
+from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.layers.compressed_rows import (
     AttendedRows,
     CompressedStep,
     EntrySelection,
+    KeptTokens,
     entry_columns,
     entry_slots,
     window_rows,
@@ -102,7 +104,7 @@ class StepInPlace:
 
     @classmethod
     def of(
-        cls, attention: CompressedConfig, rates: Sequence[int], queries: PagedQueries, sparse: SparseAttention,
+        cls, attention: CompressedConfig, rates: Collection[int], queries: PagedQueries, sparse: SparseAttention,
         indexer: IndexerKernel | None, memory: FixedMemory,
     ) -> StepInPlace | None:  # fmt: skip
         """None if one of the kernels cannot be captured, and for a draft tree."""
@@ -142,14 +144,21 @@ class StepInPlace:
                 rows.selected.counts[:] = counts
                 rows.plan.renew()
 
-    def step(self, batch: ForwardBatch, first_entry: int) -> CompressedStep:
+    def step(self, batch: ForwardBatch, first_entry: int, caches: Mapping[int, CompressedCache]) -> CompressedStep:
         """The rows of a step with these numbers of requests and tokens, in memory that the next step overwrites; no
-        host read. first_entry: as in `EntrySelection`."""
+        host read.
+
+        Args:
+            first_entry: as in `EntrySelection`.
+            caches: of a layer of each rate.
+        """
         a, queries = self._attention, batch.attention.decode
         assert queries is not None
         full = queries.slot_table
         table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
-        tokens = CompressedTokens(batch.positions, queries.rows[self._numbers], table, batch.slots)
+        starts = batch.positions.view(queries.num_requests, -1)[:, :1].expand(-1, queries.query_lens[0]).flatten()
+        tokens = CompressedTokens(batch.positions, starts, queries.rows[self._numbers], table, batch.slots)
+        kept = {rate: _kept(cache.kept[0], tokens, slots, batch.real) for rate, cache in caches.items() if rate}
         lens = (batch.positions + 1).int()
         window = window_rows(tokens, lens, a.window, min(a.window, full.shape[1]))
         of_window, selection = lens.clamp(max=a.window), None
@@ -168,7 +177,13 @@ class StepInPlace:
                 entries = entry_slots(full, queries.rows, rate, full.shape[1] // rate)[self._numbers] + first_entry
                 selected.slots.copy_(with_entries(window, entries, lens, a.window, rate))
             torch.add(of_window, visible, out=selected.counts_device)
-        return CompressedStep(slots, tokens, {**self._attended}, selection)
+        return CompressedStep(slots, tokens, {**self._attended}, kept, selection)
+
+
+def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, real: Tensor | None) -> KeptTokens:
+    """All tokens of a step, no more of a request than a ring has rows; those of padding are in row 0."""
+    places = kept.places(tokens.positions, tokens.rows, slots)
+    return KeptTokens(None, places if real is None else places.masked_fill(real == 0, 0))
 
 
 def _most_entries(attention: CompressedConfig, rate: int, tokens: int) -> int:

@@ -58,7 +58,7 @@ class RMSNorm:
             self.feed(self._format, UNQUANTIZED)
 
     def sum_over(self, all_reduce: CustomAllReduce) -> None:
-        """From now on `add` gets partial sums of the ranks' rows, and sums them in the same launch."""
+        """From now on `add` and `add_rows` get partial sums of the ranks' rows, and sum them in the same launch."""
         self._all_reduce = all_reduce
         self._choose_add()
 
@@ -66,6 +66,7 @@ class RMSNorm:
         self._add_rms_norm = self._plain
         if self._all_reduce is not None:
             self._add_rms_norm = partial(self._all_reduce.add_rms_norm, self._plain, self._format)
+            self._add_rows = partial(self._all_reduce.add_rows_rms_norm, self._plain, self._format)
 
     def __call__(self, x: Tensor) -> Any:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""

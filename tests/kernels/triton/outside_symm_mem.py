@@ -11,6 +11,7 @@ import sys
 import torch
 from triton import knobs
 
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 from moe_engine.kernels.symm_mem import triton_all_reduce, triton_combine, triton_dispatch
 from moe_engine.kernels.symm_mem.all_reduce import SymmMemAllReduce
@@ -50,9 +51,11 @@ def launch_sums(sizes: tuple[int, ...]) -> None:
     for rows in sizes:
         x = torch.empty(rows, SHAPE.hidden, dtype=torch.bfloat16, device="meta")
         ranks.sum(x)
-        ranks.add_rms_norm(x, x, weight, 1e-6)
-        for unquantized in (True, False):
-            ranks.add_rms_norm_quantized(ActivationFormat(unquantized, True), x, x, weight, 1e-6)
+        positions = torch.empty(rows, 8, dtype=torch.int32, device="meta")
+        of_experts = ExpertRows(x, positions, positions.float())
+        for format in (UNQUANTIZED, ROWS, BOTH):
+            ranks.add_rms_norm(format, x, x, weight, 1e-6)
+            ranks.add_rms_norm(format, of_experts, x, weight, 1e-6)
 
 
 def main() -> None:

@@ -127,6 +127,7 @@ def test_silu_of_extreme_values(ops):
 
 def test_clamped_silu(ops, dtype):
     row_checks.check_clamped_silu(ops, dtype)
+    row_checks.check_shifted_silu(ops, dtype)
 
 
 @pytest.mark.parametrize("most", [256, 0], ids=["one launch", "two"])
@@ -583,6 +584,9 @@ def test_gates_equal_the_separate_operations(ops, dtype, tokens: int, heads: int
     want = x.double() * gate.sigmoid().double()
     assert gates.heads(x, gate) is x
     close(x, want)
+    number = normal(tokens, heads, dtype=dtype).unsqueeze(2)  # of a head
+    want = x.double() * number.sigmoid().double()
+    close(gates.heads(x, number), want)
     hidden = normal(tokens, 2 * width, dtype=dtype)[:, width:]
     rows, weight = normal(tokens, width, dtype=dtype), normal(1, width, dtype=dtype, scale=width**-0.5)
     want = rows.double() * (hidden.double() @ weight.double().T).sigmoid()
