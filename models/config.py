@@ -18,6 +18,7 @@ from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 from moe_engine.models.vision_config import VisionConfig
@@ -179,6 +180,8 @@ class MoEConfig:
     `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
     and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
     (from above) and up of all experts (0: no clamp), and an `alpha` gives all MLPs that activation (`shifted`).
+    `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared experts of each
+    layer (0: none; layers after the last one have none).
     `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
     first layers choose experts by token id, from a table.
     """
@@ -200,6 +203,8 @@ class MoEConfig:
     limit: float = 0.0
     shared_gate: bool = False
     hash_layers: int = 0
+    layer_limits: tuple[float, ...] = ()
+    shared_limits: tuple[float, ...] = ()
 
     @property
     def shifted(self) -> bool:
@@ -210,17 +215,21 @@ class MoEConfig:
     @property
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
-        return self.limit > 0 and not self.biased and not self.shifted
+        own = self.limit > 0 and not self.biased and not self.shifted
+        return own or any(self.layer_limits) or any(self.shared_limits)
 
-    @property
-    def shared_activation(self) -> tuple[float, float]:
-        """Limit and alpha (`Ops.silu_and_mul`) of the shared expert."""
-        return (self.limit if self.clamped else 0.0, 0.0) if not self.shifted else (self.limit, self.alpha)
+    def activation(self, layer: int, shared: bool = False) -> tuple[float, float]:
+        """Limit and alpha (`Ops.silu_and_mul`) of a layer's routed experts without biases, or of its shared one."""
+        if self.shifted:
+            return self.limit, self.alpha
+        limits = self.shared_limits if shared else self.layer_limits
+        own = -limits[layer] if layer < len(limits) else 0.0
+        return own or (0.0 if self.biased else self.limit), 0.0
 
     @property
     def dense_activation(self) -> tuple[float, float]:
         """Limit and alpha of dense layers."""
-        return self.shared_activation if self.shifted else (0.0, 0.0)
+        return (self.limit, self.alpha) if self.shifted else (0.0, 0.0)
 
     def hashes(self, layer: int) -> bool:
         """True if the layer chooses experts by token id."""
@@ -232,31 +241,6 @@ class MoEConfig:
         the routed experts'."""
         count, rest = divmod(self.shared_width, self.width)
         return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
-
-
-@dataclass(frozen=True)
-class PoolingConfig:
-    """Computation of a request's vector from its hidden states (`models.pooling`).
-
-    Attributes:
-        kind: state that is used: ``last`` (of the last token), ``mean`` (of all tokens) or ``cls`` (of the first).
-        width: numbers of the vector.
-        head: score head between the state and the vector: ``linear``, ``mlp`` or none.
-        labels: names of the score head's numbers.
-        dimensions: lengths to which a vector may be cut; empty: any.
-    """
-
-    kind: str
-    normalizes: bool
-    width: int
-    head: str = ""
-    labels: tuple[str, ...] = ()
-    dimensions: tuple[int, ...] = ()
-
-    @property
-    def reads_last(self) -> bool:
-        """Whether the last token's state is enough, so that a prefix may be cached."""
-        return self.kind == "last"
 
 
 @dataclass(frozen=True)

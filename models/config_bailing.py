@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from moe_engine.models.config import MLAConfig, ModelConfig
@@ -44,15 +45,17 @@ def bailing_fields(fields: Fields) -> Fields:
 
 def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Ling-3.0: Kimi Delta Attention with gates from whole matrices, MLA with an output gate for each head, a grouped
-    sigmoid router with a bias, an MTP layer."""
+    sigmoid router with a bias, an MTP layer, activations bounded in some layers."""
     _refuse_unsupported(fields)
     read = bailing_fields(fields)
     read = Fields({"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | dict(read.raw), fields.source)
     config = parse_deepseek(read, generation)
     assert isinstance(config.attention, MLAConfig)
     moe = config.moe
-    if moe is not None and (shared := read.integer("shared_expert_intermediate_size", None)):
-        moe = replace(moe, shared_width=shared)
+    if moe is not None:
+        shared = read.integer("shared_expert_intermediate_size", moe.shared_width, minimum=0)
+        routed, own = (_limits(fields, name, config.moe_layers) for name in _LIMITS)
+        moe = replace(moe, shared_width=shared, layer_limits=routed, shared_limits=own)
     heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
     delta = DeltaConfig(
         heads, heads, width, width, read.integer("linear_conv_kernel_dim"), joined=False, by_channel=True,
@@ -77,6 +80,19 @@ def _bound(fields: Fields) -> float:
     if bound >= 0:
         fields.fail("kda_lower_bound", f"must be negative, found {bound:g}")
     return bound
+
+
+def _limits(fields: Fields, name: str, moe_layers: tuple[bool, ...]) -> tuple[float, ...]:
+    """`MoEConfig.layer_limits` in a field; () without limits."""
+    found = fields.raw.get(name) or []
+    if not isinstance(found, list):
+        fields.fail(name, f"must be a list with a number for each layer, found {found!r}")
+    numbers = [0 if limit is None else limit for limit in found]
+    if not all(isinstance(limit, int | float) and 0 <= limit < inf for limit in numbers):
+        fields.fail(name, f"must have numbers of at least 0, found {found!r}")
+    if any(limit and not is_moe for limit, is_moe in zip(numbers, moe_layers)):
+        fields.fail(name, "has a limit of a layer without experts; it is not supported")
+    return tuple(map(float, numbers)) if any(numbers) else ()
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:
@@ -107,7 +123,3 @@ def _refuse_unsupported(fields: Fields) -> None:
     keys = fields.integer("num_kv_heads_for_linear_attn", 0, minimum=0)
     if keys not in (0, fields.integer("num_attention_heads")):
         fields.fail("num_kv_heads_for_linear_attn", f"{keys} is not supported: keys need as many heads as values")
-    for name in _LIMITS:
-        limits = fields.raw.get(name)
-        if isinstance(limits, list) and any(limits):
-            fields.fail(name, "has limits: clamped activations of single layers are not supported")

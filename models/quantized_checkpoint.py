@@ -115,7 +115,8 @@ def _prepare(source: Path, output: Path, target: Target) -> None:
     marker = output / SETTINGS
     if output.exists() and any(output.iterdir()):
         if not marker.is_file() or json.loads(marker.read_text()) != settings:
-            raise ConfigError(f"--output {output}: is not empty, and no interrupted call with these settings left it")
+            reason = "is not empty, and no interrupted call with these settings left it; name another folder"
+            raise ConfigError(f"--output {output}: {reason}")
         for unfinished in output.glob(_UNFINISHED):
             unfinished.unlink()
     else:

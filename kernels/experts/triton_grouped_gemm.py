@@ -44,7 +44,7 @@ from moe_engine.kernels.linear.triton_four_bits import constants_of as four_bits
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
-from moe_engine.kernels.triton.clamped_gate import clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import clamp_gate_up, silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _HALF = tl.constexpr(HALF)
@@ -145,9 +145,7 @@ def gate_up_tile(
         gate, up = clamp_gate_up(gate, up, limit)
         inner = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
     else:
-        if CLAMP:
-            gate, up = clamp_gate_up(gate, up, limit)
-        inner = gate * tl.sigmoid(gate) * up
+        inner = silu_mul(gate, up, limit, CLAMP)
     if SWAP_AB:
         inner = tl.trans(inner)
     inside = rows < end
@@ -336,7 +334,7 @@ def gate_up(
             data, _scales(x), source, groups.sizes, matrix, scales, whole, out.data, _scales(out), groups.capacity,
             _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias, limit, alpha),
             **constants_of(groups, width, hidden, weight.dtype, tiles, tma, bias is not None or alpha > 0, format),
-            **gathering_constants(top_k, source is not None, power_of_two, limit > 0),
+            **gathering_constants(top_k, source is not None, power_of_two, limit != 0),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options_of(format),
         )  # fmt: skip
     return out

@@ -220,7 +220,8 @@ class Ops(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
         """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]. With a limit gate is at most `limit` and up within
-        +-limit. With an alpha the activation of `ExpertBiases`: gate * sigmoid(alpha * gate) * (up + 1)."""
+        +-limit; with a negative one silu(gate) is at most -limit instead (Ling). With an alpha the activation of
+        `ExpertBiases`: gate * sigmoid(alpha * gate) * (up + 1)."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place.

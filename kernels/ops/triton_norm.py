@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.clamped_gate import clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
 
@@ -59,7 +59,7 @@ def silu_and_mul_kernel(
     SHIFT: tl.constexpr,
 ):  # fmt: skip
     """out [N, I] = silu(gate_up[:, :I]) * gate_up[:, I:]; the gate is rounded before the product, as in torch. CLAMP:
-    gate is at most `limit`, up within +-limit. SHIFT: gate * sigmoid(alpha * gate) * (up + 1)."""
+    `limit` as in `Ops.silu_and_mul`. SHIFT: gate * sigmoid(alpha * gate) * (up + 1)."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -73,7 +73,10 @@ def silu_and_mul_kernel(
         up += 1.0
     else:
         alpha = 1.0
-    active = (gate / (1.0 + tl.exp(-alpha * gate))).to(kind).to(tl.float32)
+    active = gate / (1.0 + tl.exp(-alpha * gate))
+    if CLAMP:
+        active = bound_silu(active, limit)
+    active = active.to(kind).to(tl.float32)
     tl.store(out + row * WIDTH + column, (active * up).to(kind), live)
 
 
@@ -124,7 +127,7 @@ def silu_and_mul(gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Ten
     if out.numel():
         grid = (count, triton.cdiv(width, _SILU_BLOCK))
         silu_and_mul_kernel[grid](
-            gate_up, out, stride_of(gate_up, 0), limit, alpha, WIDTH=width, BLOCK=_SILU_BLOCK, CLAMP=limit > 0,
+            gate_up, out, stride_of(gate_up, 0), limit, alpha, WIDTH=width, BLOCK=_SILU_BLOCK, CLAMP=limit != 0,
             SHIFT=alpha > 0, num_warps=warps_for(_SILU_BLOCK),
         )  # fmt: skip
     return out

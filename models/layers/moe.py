@@ -130,7 +130,8 @@ class MoE:
         shared = f"{prefix}.{names.shared}"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
         group = width_group(config, BlockFP8 in backends.experts.capabilities.quantized)
-        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group)
+        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group, layer_index)
+        self._activates_alike = moe.activation(layer_index) == moe.activation(layer_index, shared=True)
         num_shared = self._num_fused(moe, backends, parallel, reader)
         self._spec = router_spec(moe, num_shared, Share.of(parallel.ep))
         if self._spec.shared_gate:
@@ -150,7 +151,7 @@ class MoE:
             if moe.shared_gate:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
             else:
-                limit, alpha = moe.shared_activation
+                limit, alpha = moe.activation(layer_index, shared=True)
                 self._shared = MLP(*of_mlp, share=share, limit=limit, alpha=alpha)
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
@@ -169,7 +170,7 @@ class MoE:
         """Number of shared experts in slots of their own after the routed ones: all of them, or 0."""
         able = backends.ops.capabilities.routes_shared and backends.experts.capabilities.takes_shared
         in_order = parallel.dispatcher is None and parallel.experts is None
-        wanted = moe.num_shared_slots(parallel.ep_size)
+        wanted = moe.num_shared_slots(parallel.ep_size) if self._activates_alike else 0
         if not (able and in_order and wanted and backends.fuse_shared_experts):
             return 0
         return self.stored.num_fusible(reader)
@@ -186,7 +187,7 @@ class MoE:
         fuse = kernel.capabilities.fuse_layer
         if fuse is None or self._tables is not None or self._table is not None or parallel.dispatcher is not None:
             return None
-        if self.weights.num_experts < self._spec.num_experts:
+        if self.weights.num_experts < self._spec.num_experts or not self._activates_alike:
             return None
         plain = self._shared is not None and not isinstance(self._shared, GatedMLP)
         shared = self._shared.weights if self._shared is not None and plain else None

@@ -58,7 +58,8 @@ class ShardedLayer:
         self._pairs = self._moe is not None and next_norm.adds_pairs and not comm.gathers_for_ffn and self.shares_out
         """True if `next_norm` sums routed and shared experts, since the result is not communicated."""
 
-        self._leaves_rows = comm.norms_sum is not None and self._moe is not None and self._moe.leaves_rows
+        sums = comm.norms_sum is not None and next_norm.adds_rows
+        self._leaves_rows = sums and self._moe is not None and self._moe.leaves_rows
         """True if `next_norm` sums the experts' rows."""
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:

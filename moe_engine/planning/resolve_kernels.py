@@ -68,6 +68,12 @@ def resolve_kernels(
     placed = parallel.topology.moe_tp_size, dispatch is not None, dispatch is not None and dispatch.row.fused
     need = replace(need, chains=chains, trees=trees, experts=expert_widths(model, *placed))
     pages = (given,) if given else tuple(page for page in _page_sizes(need, model) if _fits(args, page))
+    if not pages:
+        raise ConfigError(
+            f"{model.source} has entries of {model.page_multiple} tokens, and pages of a multiple of it do not fit "
+            "--chunked-prefill-size, --max-prefill-tokens, or --max-total-tokens with --max-running-requests; use "
+            f"multiples of {model.page_multiple}, and at least as many tokens for each running request"
+        )
     forms = kv_forms(args, kv_dtype, model, draft, deterministic)
     plan = _plan(machine, need, asked, pages, captured, forms)
     page, kv_dtype = plan.need.page_size, plan.need.kv_dtype

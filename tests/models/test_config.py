@@ -146,6 +146,10 @@ def test_ling(tmp_path: Path) -> None:
     facts = model_facts(LING_FLASH)
     norms_and_small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
     assert 0 <= norms_and_small < 3e6 and facts.mtp_layers == 1
+    moe = parse(tmp_path, LING_FLASH | {"expert_swiglu_limit_list": [0] * 40 + [None, 7]}).moe
+    assert moe is not None and moe.clamped and config.moe is not None and not config.moe.clamped
+    found = [moe.activation(layer, shared) for layer, shared in ((40, False), (41, False), (41, True), (42, False))]
+    assert found == [(0.0, 0.0), (-7.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
     for wrong, message in (
         ({"layer_group_size": 5}, "layer_group_size 5 does not divide the 42 layers; give layer_types"),
         ({"kda_lower_bound": 5.0}, "kda_lower_bound must be negative"),
@@ -155,7 +159,9 @@ def test_ling(tmp_path: Path) -> None:
         ({"score_function": "softmax"}, "score_function 'softmax' is not supported"),
         ({"num_kv_heads_for_linear_attn": 8}, "num_kv_heads_for_linear_attn 8 is not supported"),
         ({"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias is false"),
-        ({"expert_swiglu_limit_list": [0] * 41 + [7]}, "expert_swiglu_limit_list has limits"),
+        ({"expert_swiglu_limit_list": [7] + [0] * 41}, "expert_swiglu_limit_list has a limit of a layer without exp"),
+        ({"share_expert_swiglu_limit_list": [0] * 41 + [-7]}, "share_expert_swiglu_limit_list must have numbers of at"),
+        ({"expert_swiglu_limit_list": 7}, "expert_swiglu_limit_list must be a list with a number for each layer"),
         ({"architectures": ["BailingMoeV2_5ForCausalLM"]}, "BailingMoeV2_5ForCausalLM is not supported"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -157,6 +157,8 @@ def test_pages_have_whole_entries(made: Made, tmp_path: Path) -> None:
     assert prepare(EngineArgs.from_kwargs(model_path=str(made.path), page_size=32)).page_size == 32
     with pytest.raises(ConfigError, match=r"--page-size 8: .* has entries of 16 tokens; use a multiple"):
         prepare(EngineArgs.from_kwargs(model_path=str(made.path), page_size=8))
+    with pytest.raises(ConfigError, match=r"do not fit --chunked-prefill-size, .* multiples of 16"):
+        prepare(EngineArgs.from_kwargs(model_path=str(made.path), chunked_prefill_size=24))
     narrow = make_v4(tmp_path, tokenizer=False, **PUBLISHED_RATES)
     with pytest.raises(ConfigError, match=r"--dtype bfloat16: entries of 128 tokens with 32 channels .* use float32"):
         prepare(EngineArgs.from_kwargs(model_path=str(narrow), dtype="bfloat16"))

@@ -28,7 +28,7 @@ struct Shape {
   int64_t expert_units;
   const Coding *up_form, *down_form;  // null: plain panels
   const ExpertBiases* biases = nullptr;
-  float limit = 0;  // of the activation without biases: gate at most `limit`, up within +-limit; 0: none
+  float limit = 0;  // of the activation without biases (`clamped_silu`)
 };
 
 template <class T>
@@ -70,9 +70,8 @@ static INLINE void activate(const float* gate, const float* up, int64_t ldc, int
                             T* out, int64_t ldo) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j += LANES) {
-      F16 g = load(gate + i * ldc + j), u = load(up + i * ldc + j);
-      if (limit > 0) clamp(g, u, limit);
-      store_some(out + i * ldo + j, silu(g) * u, columns - j);
+      const F16 g = load(gate + i * ldc + j), u = load(up + i * ldc + j);
+      store_some(out + i * ldo + j, clamped_silu(g, limit, u), columns - j);
     }
 }
 

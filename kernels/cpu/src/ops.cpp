@@ -48,8 +48,9 @@ static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t
     for (int64_t t = from; t < to; t++)
       for (int64_t i = 0; i < n; i += LANES) {
         F16 gate = load_some(gate_up + t * ld + i, n - i), up = load_some(gate_up + t * ld + n + i, n - i);
-        if (limit > 0) clamp(gate, up, limit);
-        const F16 mixed = alpha > 0 ? gate * sigmoid(set1(alpha) * gate) * (up + set1(1.f)) : silu(gate) * up;
+        if (alpha > 0 && limit > 0) clamp(gate, up, limit);
+        const F16 mixed =
+            alpha > 0 ? gate * sigmoid(set1(alpha) * gate) * (up + set1(1.f)) : clamped_silu(gate, limit, up);
         store_some(out + t * n + i, mixed, n - i);
       }
   });

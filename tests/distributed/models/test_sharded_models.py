@@ -54,7 +54,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
     "kimi_linear": {},  # states beside a latent cache, products of low rank
-    "bailing_hybrid": {"num_hidden_layers": 2, "layer_group_size": 2, "num_mtp_layers": 1},  # gates, grouped experts
+    "bailing_hybrid": {
+        "num_hidden_layers": 2,
+        "layer_group_size": 2,
+        "num_mtp_layers": 1,
+        "expert_swiglu_limit_list": [0, 0.3],
+    },  # gates, grouped experts, one layer's bounded
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position

@@ -45,7 +45,7 @@ def _want(x: Tensor, weights: Tensor, ids: Tensor, parts: Parts, limit: float = 
 
 @pytest.mark.parametrize(("hidden", "width"), [(64, 32), (50, 23), (128, 80)])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 120])
-@pytest.mark.parametrize("limit", [0.0, 0.9])
+@pytest.mark.parametrize("limit", [0.0, 0.9, -0.4])
 def test_routed(any_library: Library, dtype: torch.dtype, hidden: int, width: int, tokens: int, limit: float) -> None:
     kernel = CpuExperts(any_library)
     weights, parts = _experts(kernel, 6, hidden, width, dtype)
@@ -100,7 +100,7 @@ def test_ids_of_other_ranks_contribute_nothing(library: Library, dtype: torch.dt
     close(kernel.run_routed(x, topk, ids, weights), _want(x, topk, ids, parts), 2)
 
 
-@pytest.mark.parametrize(("hidden", "width", "limit"), [(64, 32, 0.0), (50, 23, 0.9)])
+@pytest.mark.parametrize(("hidden", "width", "limit"), [(64, 32, 0.0), (50, 23, 0.9), (50, 23, -0.4)])
 def test_grouped_and_padded(any_library: Library, dtype: torch.dtype, hidden: int, width: int, limit: float) -> None:
     kernel = CpuExperts(any_library)
     weights, parts = _experts(kernel, 5, hidden, width, dtype)

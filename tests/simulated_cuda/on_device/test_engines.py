@@ -265,11 +265,20 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.exhaustive
-def test_captured_steps_of_decays_by_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kimi Linear: the same beside MLA, all of whose tokens have position 0."""
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("kimi_linear", {"num_experts": 4, "num_experts_per_token": 2}),
+        ("bailing_hybrid", {"num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}),
+    ],
+)
+def test_captured_steps_of_decays_by_channel(
+    kind: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi Linear: the same beside MLA, all of whose tokens have position 0. Ling: beside MLA with a gate."""
     monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
     monkeypatch.setattr(triton_delta, "SHORT", 3)
-    path = make_checkpoint("kimi_linear", tmp_path / "model", 5, num_experts=4, num_experts_per_token=2)
+    path = make_checkpoint(kind, tmp_path / "model", 5, **sizes)
     requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
     flags = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
     found = compared(path, tmp_path, requests, flags, cuda_graph_bs_decode="2", **FEW)
@@ -355,7 +364,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 ALTERNATING: dict[str, Any] = {
     "num_hidden_layers": 2, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
-    "mlp_layer_types": ["dense", "sparse"],
+    "mlp_layer_types": ["dense", "dense"],
 }  # fmt: skip
 """Of MiMo-V2-Flash, whose layers with a window have other KV heads: captured plans of both kinds stay apart."""
 
