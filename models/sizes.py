@@ -346,7 +346,7 @@ def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
 
 def largest_step_activation_bytes(
     config: ModelConfig, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None,
-    num_requests: int | None = None,
+    num_requests: int | None = None, own_tokens: int | None = None,
 ) -> int:  # fmt: skip
     """Upper bound of the activation memory of a forward of `num_tokens` tokens, without KV and weights.
 
@@ -354,12 +354,14 @@ def largest_step_activation_bytes(
         num_logits: rows of float32 logits (0: none).
         expanded_tokens: context tokens that MLA expands at once; default: the layer's limit.
         num_requests: max requests with these tokens; default: each token may be another's.
+        own_tokens: those of the rank's attention group, of which it computes attention; default: all.
     """
-    requests = num_tokens if num_requests is None else min(num_tokens, num_requests)
+    own = num_tokens if own_tokens is None else own_tokens
+    requests = own if num_requests is None else min(own, num_requests)
     stream = 3 * num_tokens * config.hidden_size * dtype_bytes  # residual, normed input, output of the part
     stream += num_tokens * (_streams_bytes(config, dtype_bytes) + _selected_bytes(config))
     largest = max(
-        _attention_bytes(config, num_tokens, requests, dtype_bytes, expanded_tokens),
+        _attention_bytes(config, own, requests, dtype_bytes, expanded_tokens),
         _mlp_bytes(config, num_tokens, dtype_bytes),
     )
     return stream + largest + num_logits * config.vocab_size * (4 + dtype_bytes)
