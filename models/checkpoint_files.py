@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
+from moe_engine.models import ling_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.safetensors_header import read_header
@@ -35,12 +36,6 @@ _MTP_PARTS = {
 }  # fmt: skip
 _DENSE_AS_MOE = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 """The MLP of a dense layer as transformers saves Kimi Linear's."""
-_LING_EMBEDDING = "model.word_embeddings."
-_LING_PARTS = {
-    ".attention.dense.": ".self_attn.o_proj.", ".attention.": ".self_attn.",
-    ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias", _LING_EMBEDDING: "model.embed_tokens.",
-}  # fmt: skip
-"""Parts of the published names of Ling's tensors."""
 _HY3_NORM = ".final_layernorm.weight"
 _ERNIE_MTP = "model.mtp_"
 _ERNIE_PARTS = {"emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj.", "block": ""}
@@ -148,15 +143,9 @@ def _with_dense(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
 
 
 def _with_ling(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
-    if not any(name.startswith(_LING_EMBEDDING) for name in files):
+    if not any(name.startswith(ling_names.EMBEDDING) for name in files):
         return files
-    return _renamed(files, {name: _ling_name(name) for name in files})
-
-
-def _ling_name(name: str) -> str:
-    for old, new in _LING_PARTS.items():
-        name = name.replace(old, new)
-    return name
+    return _renamed(files, {name: ling_names.ling_name(name) for name in files})
 
 
 def _outer_name(name: str) -> str:

@@ -23,7 +23,7 @@ from moe_engine.models.tensors import Kind, TensorSpec, model_tensors
 _KEPT = (".eh_proj.", ".compressor.")
 """Parts of the names of projections that checkpoints publish unquantized."""
 _JOINED = {
-    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"): ("qkv_proj", "in_proj_qkvgfab"),
+    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"): ("qkv_proj", "qkvb_proj", "in_proj_qkvgfab"),
     ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"): ("gate_up_proj",),
     ("in_proj_qkv", "in_proj_z"): ("in_proj_qkvz",),

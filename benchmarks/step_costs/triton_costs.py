@@ -52,6 +52,11 @@ def rms_norm_quantize(a: Any, s: Setting) -> Cost:
     return Cost(size(a.x, a.weight) + other + residual, size(a.out, a.scales) + residual + kept)
 
 
+@cost_of("lookup_kernel")
+def lookup(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.ids, a.out), size(a.out))
+
+
 @cost_of("silu_and_mul_kernel")
 def silu_and_mul(a: Any, s: Setting) -> Cost:
     return Cost(size(a.gate_up), size(a.out))

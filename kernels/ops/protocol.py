@@ -200,6 +200,9 @@ class OpsCapabilities:
 
     gates: Gates | None = None
 
+    lookup: Callable[[Tensor, Tensor, int], Tensor] | None = None
+    """(ids, weight, first): [T, D], weight[ids - first] of ids [T] and weight [W, D], contiguous; 0 for other ids."""
+
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
 

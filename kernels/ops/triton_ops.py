@@ -21,6 +21,7 @@ from moe_engine.kernels.ops.protocol import Gates, OpsCapabilities, QuantizedNor
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
 from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
 from moe_engine.kernels.ops.triton_grouped import grouped_rows
+from moe_engine.kernels.ops.triton_lookup import lookup
 from moe_engine.kernels.ops.triton_norm_route import add_norm_route
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
@@ -54,7 +55,8 @@ class TritonOps:
         return OpsCapabilities(
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
-            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), mix_streams=triton_streams.mix,
+            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), lookup=lookup,
+            mix_streams=triton_streams.mix,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -40,6 +40,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_fp8_cache",
     f"{_FAMILIES}.ops.triton_gates",
     f"{_FAMILIES}.ops.triton_grouped",
+    f"{_FAMILIES}.ops.triton_lookup",
     f"{_FAMILIES}.ops.triton_norm",
     f"{_FAMILIES}.ops.triton_norm_route",
     f"{_FAMILIES}.ops.triton_rotary",

@@ -102,7 +102,7 @@ def least_errors(model: torch.nn.Module, rows: RoundedRows, tokens: list[int], g
     return best
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("kind", MODELS)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from moe_engine.models.config_file import load_model_config
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
+from tests.models.published import LING_FLASH
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
 from tests.models.test_parity import assert_close
@@ -63,3 +65,16 @@ def test_bounded_activations(row: str, tmp_path: Path) -> None:
     model = stepper.load(path, row)
     parts = [(tokens[:20], False), (tokens[20:33], False), *(([token], True) for token in tokens[33:])]
     assert_close(torch.cat([model.step([Chunk(0, part, decode)])[0] for part, decode in parts]), want)
+
+
+def test_modules_that_stay_unquantized(tmp_path: Path) -> None:
+    """Their names in quantization_config are the published ones, whole or the ends of them."""
+    plain = ["lm_head", "attention.b_proj", "model.layers.41.attention.dense", "mlp.gate"]
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": plain}
+    (tmp_path / "config.json").write_text(json.dumps(LING_FLASH | {"quantization_config": stored}))
+    form = load_model_config(tmp_path).weight_format
+    found = {
+        name: form.bytes_per_element(f"model.layers.{name}", (128, 2560), 2) < 2
+        for name in ("0.self_attn.b_proj", "0.self_attn.q_proj", "41.self_attn.o_proj", "40.self_attn.o_proj")
+    }
+    assert list(found.values()) == [False, True, False, True], found

@@ -30,7 +30,7 @@ from moe_engine.models.tensors import Kind, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.quantization import with_quantization
 from tests.models import stepper
-from tests.models.checkpoints import KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
+from tests.models.checkpoints import BLOCK_SPARSE, KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
 from tests.models.format_checks import step_logits
 from tests.models.v4_checkpoints import make_v4
 
@@ -44,7 +44,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """The `cpu` row computes several shared experts apart, each with scales of its own columns, so there is one. Kimi
 Linear's `q_proj` and DeepSeek V4's `wq_a` have whole FP8 blocks, unlike projections that vLLM joins with them."""
-FAMILIES = (*KINDS, *MORE_KINDS, *SPARSE_KINDS, "deepseek_v4")
+FAMILIES = (*KINDS, *MORE_KINDS, *SPARSE_KINDS, BLOCK_SPARSE, "deepseek_v4")
 ERRORS = {"fp8": (0.015, 0.04), "int8": (0.002, 0.015), "int4": (0.05, 0.15)}
 """Least and largest relative error of a quantized weight, which is normally distributed."""
 JOINED = (

@@ -364,7 +364,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 ALTERNATING: dict[str, Any] = {
     "num_hidden_layers": 2, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
-    "mlp_layer_types": ["dense", "sparse"],
+    "mlp_layer_types": ["dense", "dense"],
 }  # fmt: skip
 """Of MiMo-V2-Flash, whose layers with a window have other KV heads: captured plans of both kinds stay apart."""
 
