@@ -30,8 +30,9 @@ class StubModel:
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self._hidden[: batch.num_tokens]
 
-    def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        return self._logits[: hidden.shape[0]]
+    def logits(self, hidden: Tensor, sizes: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
+        logits = self._logits[: hidden.shape[0]]
+        return logits if out is None else out.copy_(logits)
 
 
 class StubAttention:

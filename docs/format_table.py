@@ -185,6 +185,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), "sinks"
     if "kimi_linear:" in target:
         return "Kimi Delta Attention, MLA", ("mla", "delta"), ""
+    if "ling:" in target:
+        return "Kimi Delta Attention, MLA with a gate", ("mla", "delta"), ""
     if "deepseek:" in target:
         return "MLA", ("mla",), ""
     if "config_hybrid" in parser:

@@ -13,6 +13,7 @@ from moe_engine.kernels.registry import Choice, Row, select
 
 if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+    from moe_engine.kernels.block_index.protocol import BlockIndexKernel
     from moe_engine.kernels.compression.protocol import CompressionKernel
     from moe_engine.kernels.delta.protocol import DeltaKernel
     from moe_engine.kernels.experts.protocol import ExpertsKernel
@@ -41,6 +42,8 @@ class Backends:
     """Whether shared experts may be stored after the routed ones (not with --disable-shared-experts-fusion)."""
     indexer: IndexerKernel | None = None
     """The indexer of a model with sparse attention."""
+    block_index: BlockIndexKernel | None = None
+    """The indexer of a model with block-sparse attention."""
     delta: DeltaKernel | None = None
     """The delta rule of a model with gated delta nets."""
     compression: CompressionKernel | None = None
@@ -60,6 +63,7 @@ def families_of(need: Need) -> tuple[str, ...]:
     compressed entries their compression, with a vision tower its attention."""
     more = {
         "indexer": need.index is not None,
+        "block_index": need.blocks is not None,
         "delta": need.delta,
         "compression": need.compression,
         "varlen": need.varlen,

@@ -56,6 +56,18 @@ class IndexWidths:
 
 
 @dataclass(frozen=True)
+class BlockIndexWidths:
+    """The indexer of a model with block-sparse attention, on one rank: KV heads, channels of an index head, tokens of a
+    block, max selected blocks of a query token, and how many of them are its last ones."""
+
+    heads: int
+    width: int
+    size: int
+    top_k: int
+    local: int
+
+
+@dataclass(frozen=True)
 class ExpertWidths:
     """A model's routed experts on one rank: channels of a token and of an expert's part, experts of a token.
 
@@ -76,14 +88,14 @@ class ExpertWidths:
 class Need:
     """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
-    `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
-    for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
-    attention has sinks. `biases`: routed experts have biases and a clamped activation. `clamped`: the activation of
-    experts is clamped, without biases. `index`: the model's indexer, if
-    it has sparse attention. `delta`: layers with a gated delta rule. `compression`: the KV cache has compressed
-    entries. `chains`: captured decodes draft chains, whose lengths only the device knows. `trees`: drafts are trees.
-    `varlen`: a vision tower. `experts` None: not known yet, or none. `four_bits`: some weights of linear layers have a
-    form of `GroupCodes.four_bits`.
+    `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant,
+    bit for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers.
+    `sinks`: attention has sinks. `biases`: routed experts have biases and a clamped activation, or this activation
+    alone. `blocks`: the model's indexer, if it has block-sparse attention. `clamped`: the activation of experts is
+    clamped, without biases. `index`: the model's indexer, if it has sparse attention. `delta`: layers with a gated
+    delta rule. `compression`: the KV cache has compressed entries. `chains`: captured decodes draft chains, whose
+    lengths only the device knows. `trees`: drafts are trees. `varlen`: a vision tower. `experts` None: not known
+    yet, or none. `four_bits`: some weights of linear layers have a form of `GroupCodes.four_bits`.
     """
 
     dtype: str
@@ -95,6 +107,7 @@ class Need:
     moe: bool = True
     windows: bool = False
     index: IndexWidths | None = None
+    blocks: BlockIndexWidths | None = None
     sinks: bool = False
     biases: bool = False
     clamped: bool = False
@@ -105,6 +118,13 @@ class Need:
     varlen: bool = False
     experts: ExpertWidths | None = None
     four_bits: bool = False
+
+    @property
+    def most_selected(self) -> int:
+        """Tokens to which a query token of sparse attention attends at most; 0: dense attention."""
+        if self.blocks is not None:
+            return self.blocks.size * self.blocks.top_k
+        return 0 if self.index is None else self.index.top_k
 
 
 @lru_cache

@@ -55,6 +55,11 @@ def _triton_indexer(device: Device, need: Need) -> str | None:
     return reason or (None if need.index is None else triton_why_not_index_heads(need.index.width))
 
 
+def _triton_blocks(device: Device, need: Need) -> str | None:
+    reason = _triton(device, need)
+    return reason or (None if need.blocks is None else triton_why_not_index_heads(need.blocks.width))
+
+
 def _triton_float32(device: Device, need: Need) -> str | None:
     """Logits are float32 in every model."""
     return triton_why_not(device, "float32")
@@ -107,6 +112,12 @@ PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
 DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
 COMPRESSION = _rows("compression", "TorchCompression", "CpuCompression", torch_uncaptured=_uncaptured_compression)
+BLOCK_INDEX = [
+    Row(
+        "torch", "moe_engine.kernels.block_index.reference:TorchBlockIndex", 0, _torch,
+        why_not_captured=_uncaptured_indexer,
+    )
+]  # fmt: skip
 VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
 
 _FIXED = ("deterministic",)
@@ -192,6 +203,7 @@ COMPRESSION.append(Row("triton", "moe_engine.kernels.compression.triton_compress
 DELTA.append(Row("triton", "moe_engine.kernels.delta.triton_delta:TritonDelta", 20, _triton))
 VARLEN.append(Row("triton", "moe_engine.kernels.varlen.triton_varlen:TritonVarlen", 20, _triton))
 LORA.append(Row("triton", "moe_engine.kernels.lora.triton_lora:TritonLora", 20, _triton))
+BLOCK_INDEX.append(Row("triton", "moe_engine.kernels.block_index.triton_blocks:TritonBlockIndex", 20, _triton_blocks))
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
 _ATTENTION = "moe_engine.kernels.attention"
@@ -293,6 +305,7 @@ FAMILIES: dict[str, list[Row]] = {
     "permutation": PERMUTATION,
     "lora": LORA,
     "indexer": INDEXER,
+    "block_index": BLOCK_INDEX,
     "delta": DELTA,
     "compression": COMPRESSION,
     "varlen": VARLEN,

@@ -153,5 +153,6 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""
 
-    def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """hidden [S, D] -> [S, V] float32. `sizes` as in `ForwardBatch`, with S of every attention group."""
+    def logits(self, hidden: Tensor, sizes: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
+        """hidden [S, D] -> [S, V] float32. `sizes` as in `ForwardBatch`, with S of every attention group. `out`: memory
+        for the result, contiguous; None: any memory."""

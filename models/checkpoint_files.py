@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
+from moe_engine.models import ling_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.safetensors_header import read_header
@@ -25,10 +26,10 @@ _INNER = {
     "language_model.": "", "vision_tower.encoder.patch_embed.": "visual.patch_embed.", "vision_tower.": "visual.",
     "mm_projector.": "visual.mm_projector.", "model.mm_projector.": "visual.mm_projector.",
     "multi_modal_projector.": "visual.projector.", "model.multi_modal_projector.": "visual.projector.",
-    "model.vision_tower.": "visual.",
+    "model.vision_tower.": "visual.", "patch_merge_mlp.": "visual.merge_mlp.",
 }  # fmt: skip
-"""Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's and Mistral's, as
-published and as transformers saves them."""
+"""Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's, Mistral's and
+MiniMax-M3's, as published and as transformers saves them."""
 _MTP = "mtp."
 _MTP_PARTS = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
@@ -74,7 +75,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
     if has_v4_names(files):
         return _renamed(files, v4_names(files, num_layers))
-    return _with_mtp(_with_dense(_with_prefix(files)), num_layers)
+    return _with_mtp(_with_ling(_with_dense(_with_prefix(files))), num_layers)
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
@@ -141,6 +142,12 @@ def _with_dense(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     return _renamed(files, names) if names else files
 
 
+def _with_ling(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+    if not any(name.startswith(ling_names.EMBEDDING) for name in files):
+        return files
+    return _renamed(files, {name: ling_names.ling_name(name) for name in files})
+
+
 def _outer_name(name: str) -> str:
     for inner, outer in _INNER.items():
         if name.startswith(inner):
@@ -149,8 +156,8 @@ def _outer_name(name: str) -> str:
 
 
 def _with_mtp(files: dict[str, WeightFile], num_layers: int | None) -> dict[str, WeightFile]:
-    """MTP layers with other names (Qwen3-Next: ``mtp.``, ERNIE: ``model.mtp_``, the norm of Hy3's), under DeepSeek's
-    names after the last main layer."""
+    """MTP layers with other names (Qwen3-Next: ``mtp.``, ERNIE: ``model.mtp_``, the norm of Hy3's and Ling's), under
+    DeepSeek's names after the last main layer."""
     first = _num_layers(files) if num_layers is None else num_layers
     if any(name.startswith(_ERNIE_MTP) for name in files):
         return _with_ernies(files, first)

@@ -1,6 +1,6 @@
 """A layer's cache for attention to windows and compressed entries (DeepSeek V4).
 
-Legend: N slots of tokens, E entries, Dh channels of a key, I of an index key.
+Legend: N slots of tokens, E entries, Dh channels of a key, I of an index key, K rows of contributions.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moe_engine.kernels.compression.protocol import Kept
+from moe_engine.models.compressed_config import KeptRows
 from moe_engine.models.config import ModelConfig
 
 
@@ -21,8 +23,8 @@ class CompressedCache:
     """[N + E, Dh]: keys of tokens by slot, then entries, so that one list of rows names both."""
     num_slots: int
     """N, the row of the first entry."""
-    projected: tuple[Tensor, ...]
-    """[N, n] each: what tokens contribute to entries, and to index keys."""
+    kept: tuple[Kept, ...]
+    """What earlier tokens contribute to entries, and to index keys, [K, n] each."""
     index_keys: Tensor | None
     """[E, 1, I]; None: entries are not selected."""
 
@@ -32,10 +34,22 @@ class CompressedCache:
         return self.rows[self.num_slots :]
 
     @classmethod
-    def of_layer(cls, config: ModelConfig, layer: int, num_slots: int, new: Callable[..., Tensor]) -> CompressedCache:
-        """A cache whose tokens and entries have the same slots. new: (*shape) -> memory."""
+    def of_layer(
+        cls, config: ModelConfig, layer: int, num_slots: int, max_rows: int, new: Callable[..., Tensor]
+    ) -> CompressedCache:
+        """A cache whose tokens and entries have the same slots, for requests in `max_rows` rows. new: (*shape) ->
+        memory."""
         rate, widths = config.entry_parts(layer)
-        (width,), *projected = config.kv_parts(layer, config.checkpoint_dtype)
+        ((width,),) = config.kv_parts(layer, config.checkpoint_dtype)
         num_entries = num_slots // rate if rate else 0
         keys = new(num_entries, 1, widths[1]) if len(widths) > 1 else None
-        return cls(new(num_slots + num_entries, width), num_slots, tuple(new(num_slots, *p) for p in projected), keys)
+        kept: tuple[Kept, ...] = ()
+        if (rows := config.kept_rows(layer)) is not None:
+            count = num_kept(rows, num_slots, max_rows)
+            kept = tuple(Kept(new(count, width), rows.each, rows.block) for width in rows.widths)
+        return cls(new(num_slots + num_entries, width), num_slots, kept, keys)
+
+
+def num_kept(rows: KeptRows, num_slots: int, max_rows: int) -> int:
+    """Rows K of a pool with `num_slots` slots of tokens. Requests are behind the rows of padding."""
+    return rows.each * (num_slots // rows.block if rows.block else 1 + max_rows)

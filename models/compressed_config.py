@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class KeptRows(NamedTuple):
+    """Rows of a layer's cache with what tokens contribute to entries, as `kernels.compression.protocol.Kept` has them:
+    of the last tokens of every block of `block` adjacent tokens, or of every request (`block` 0)."""
+
+    each: int
+    block: int
+    widths: tuple[int, ...]
+    """Channels of a row in each tensor: of the entries of attention, and of those of the indexer."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,24 @@ class CompressedConfig:
         if not self.rate(layer):
             return ()
         return (4 * self.head_dim, 4 * self.index_width) if self.selects(layer) else (2 * self.head_dim,)
+
+    def kept_rows(self, layer: int, block: int, draft_slots: int) -> KeptRows | None:
+        """What the layer keeps of earlier tokens' contributions; None: it has no entries.
+
+        An entry reads contributions of its own tokens, and with overlap of those of the entry before. A request
+        continues at the end of a block of tokens: only with overlap it needs contributions from the block. Tokens of
+        rejected drafts take rows too.
+
+        Args:
+            block: `ModelConfig.page_multiple`.
+            draft_slots: of a request in a step.
+        """
+        rate, widths = self.rate(layer), self.projected_widths(layer)
+        if not rate:
+            return None
+        if self.selects(layer):
+            return KeptRows(min(block, 2 * rate + draft_slots), block, widths)
+        return KeptRows(rate + draft_slots, 0, widths)
 
     def entry_widths(self, layer: int) -> tuple[int, ...]:
         """Channels of an entry, and of its index key."""

@@ -13,10 +13,12 @@ from functools import cached_property
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.kv_format import formats as kv_format
-from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
+from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 from moe_engine.models.vision_config import VisionConfig
@@ -47,7 +49,8 @@ class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
-    of the index key that is cached beside each token's latent, for sparse attention (0: none).
+    of the index key that is cached beside each token's latent, for sparse attention (0: none). `head_gate`: each head's
+    result is multiplied by the sigmoid of a number, a projection of the layer's input (Ling).
     """
 
     num_heads: int
@@ -59,6 +62,7 @@ class MLAConfig:
     bias: bool = False
     index_width: int = 0
     indexer: IndexerConfig | None = None
+    head_gate: bool = False
 
     kind = "mla"
 
@@ -87,8 +91,22 @@ class MLAConfig:
 
     @property
     def shared_layers(self) -> tuple[int, ...]:
-        """Layers that have the first of `kv_parts` only: they use another layer's selection."""
+        """Layers without the last of `kv_parts`, index keys: they use another layer's selection."""
         return () if self.indexer is None else self.indexer.shared_layers
+
+
+@dataclass(frozen=True)
+class BlockSelection:
+    """Block-sparse attention (MiniMax-M3): an indexer with a head of `width` channels for each KV head selects blocks
+    of the context by `rule`. `dense_layers` have no indexer and see all positions."""
+
+    rule: BlockRule
+    width: int
+    dense_layers: tuple[int, ...] = ()
+
+    def key_width(self, kv_dtype: str) -> int:
+        """Elements of an index key in the cache: bytes of bfloat16 beside FP8 rows."""
+        return 2 * self.width if kv_format.is_fp8(kv_dtype) else self.width
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,7 @@ class GQAConfig:
     heads together (``projection``, MiniMax-M2), or each head after the rotation (``rotated``, Hunyuan). `sinks`: each
     head has a logit without a value (gpt-oss). `output_gate`: q_proj has a gate after each head's query, whose sigmoid
     multiplies the head's result (Qwen3-Next). `v_head_dim`: channels of a value (0: as of a key). `value_scale`: factor
-    of values (MiMo-V2-Flash).
+    of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks.
     """
 
     num_heads: int
@@ -110,6 +128,7 @@ class GQAConfig:
     output_gate: bool = False
     v_head_dim: int = 0
     value_scale: float = 1.0
+    blocks: BlockSelection | None = None
 
     kind = "gqa"
 
@@ -126,12 +145,13 @@ class GQAConfig:
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
         widths = (kv_format.head_width(kv_dtype, width) for width in (self.head_dim, self.value_width))
-        return tuple((self.num_kv_heads, width) for width in widths)
+        parts = tuple((self.num_kv_heads, width) for width in widths)
+        return parts if self.blocks is None else (*parts, (1, self.blocks.key_width(kv_dtype)))
 
     @property
     def shared_layers(self) -> tuple[int, ...]:
-        """See `MLAConfig`: none."""
-        return ()
+        """Layers without index keys, the last of `kv_parts`."""
+        return () if self.blocks is None else self.blocks.dense_layers
 
 
 @dataclass(frozen=True)
@@ -157,10 +177,13 @@ class OtherLayers:
 class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
-    `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases and
-    the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate (from
-    above) and up of all experts (0: no clamp). `shared_gate`: the shared expert is multiplied by the sigmoid of a
-    projection of its input. `hash_layers`: the first layers choose experts by token id, from a table.
+    `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
+    and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
+    (from above) and up of all experts (0: no clamp), and an `alpha` gives all MLPs that activation (`shifted`).
+    `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared experts of each
+    layer (0: none; layers after the last one have none).
+    `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
+    first layers choose experts by token id, from a table.
     """
 
     num_experts: int
@@ -180,11 +203,33 @@ class MoEConfig:
     limit: float = 0.0
     shared_gate: bool = False
     hash_layers: int = 0
+    layer_limits: tuple[float, ...] = ()
+    shared_limits: tuple[float, ...] = ()
+
+    @property
+    def shifted(self) -> bool:
+        """True if all MLPs of the model, of dense layers too, have the activation of `biased`, without biases
+        (MiniMax-M3)."""
+        return self.alpha > 0 and not self.biased
 
     @property
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
-        return self.limit > 0 and not self.biased
+        own = self.limit > 0 and not self.biased and not self.shifted
+        return own or any(self.layer_limits) or any(self.shared_limits)
+
+    def activation(self, layer: int, shared: bool = False) -> tuple[float, float]:
+        """Limit and alpha (`Ops.silu_and_mul`) of a layer's routed experts without biases, or of its shared one."""
+        if self.shifted:
+            return self.limit, self.alpha
+        limits = self.shared_limits if shared else self.layer_limits
+        own = -limits[layer] if layer < len(limits) else 0.0
+        return own or (0.0 if self.biased else self.limit), 0.0
+
+    @property
+    def dense_activation(self) -> tuple[float, float]:
+        """Limit and alpha of dense layers."""
+        return (self.limit, self.alpha) if self.shifted else (0.0, 0.0)
 
     def hashes(self, layer: int) -> bool:
         """True if the layer chooses experts by token id."""
@@ -196,31 +241,6 @@ class MoEConfig:
         the routed experts'."""
         count, rest = divmod(self.shared_width, self.width)
         return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
-
-
-@dataclass(frozen=True)
-class PoolingConfig:
-    """Computation of a request's vector from its hidden states (`models.pooling`).
-
-    Attributes:
-        kind: state that is used: ``last`` (of the last token), ``mean`` (of all tokens) or ``cls`` (of the first).
-        width: numbers of the vector.
-        head: score head between the state and the vector: ``linear``, ``mlp`` or none.
-        labels: names of the score head's numbers.
-        dimensions: lengths to which a vector may be cut; empty: any.
-    """
-
-    kind: str
-    normalizes: bool
-    width: int
-    head: str = ""
-    labels: tuple[str, ...] = ()
-    dimensions: tuple[int, ...] = ()
-
-    @property
-    def reads_last(self) -> bool:
-        """Whether the last token's state is enough, so that a prefix may be cached."""
-        return self.kind == "last"
 
 
 @dataclass(frozen=True)
@@ -394,11 +414,8 @@ class ModelConfig:
         the model's."""
         if layer in self.state_layers:
             return ()
-        attention = self.attention_of(layer)
-        if isinstance(attention, CompressedConfig):
-            return (attention.head_dim,), *((width,) for width in attention.projected_widths(layer))
-        parts = attention.kv_parts(kv_dtype)
-        return parts[:1] if layer in self.attention.shared_layers else parts
+        parts = self.attention_of(layer).kv_parts(kv_dtype)
+        return parts[:-1] if layer in self.attention.shared_layers else parts
 
     def entry_parts(self, layer: int) -> tuple[int, tuple[int, ...]]:
         """Tokens of an entry in the layer's cache (0: it has none), and the channels of its tensors."""
@@ -407,9 +424,26 @@ class ModelConfig:
             return 0, ()
         return attention.rate(layer), attention.entry_widths(layer)
 
-    def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str) -> int:
-        """Cached bytes of one token in these layers, without entries; scales of FP8 rows included."""
+    def kept_rows(self, layer: int, draft_slots: int = 0) -> KeptRows | None:
+        """What the layer keeps of contributions to entries (DeepSeek V4); None: nothing."""
+        attention = self.attention_of(layer)
+        if not isinstance(attention, CompressedConfig):
+            return None
+        return attention.kept_rows(layer, self.page_multiple, draft_slots)
+
+    def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str, draft_slots: int = 0) -> int:
+        """Cached bytes of one token in these layers, without entries; scales of FP8 rows included, and the kept
+        contributions of blocks of tokens, divided over these."""
+        each, layers = kv_format.STORED[kv_dtype][1], tuple(layers)
         elements = sum(math.prod(part) for layer in layers for part in self.kv_parts(layer, kv_dtype))
+        kept = [rows for layer in layers if (rows := self.kept_rows(layer, draft_slots)) is not None and rows.block]
+        of_blocks = sum(rows.each * sum(rows.widths) * each // rows.block for rows in kept)
+        return elements * each + of_blocks
+
+    def kept_bytes_of_request(self, kv_dtype: str, draft_slots: int = 0) -> int:
+        """Bytes of the contributions to entries that are kept for each request, in all layers."""
+        kept = (self.kept_rows(layer, draft_slots) for layer in range(self.num_layers))
+        elements = sum(rows.each * sum(rows.widths) for rows in kept if rows is not None and not rows.block)
         return elements * kv_format.STORED[kv_dtype][1]
 
     def entry_bytes_per_token(self, kv_dtype: str) -> int:
@@ -418,10 +452,10 @@ class ModelConfig:
         entries = (self.entry_parts(layer) for layer in range(self.num_layers))
         return sum(sum(widths) * each // rate for rate, widths in entries if rate)
 
-    def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
+    def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False, draft_slots: int = 0) -> int:
         """`kv_bytes_of` all layers, optionally with MTP layers, and entries."""
         last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
-        return self.kv_bytes_of(range(last), kv_dtype) + self.entry_bytes_per_token(kv_dtype)
+        return self.kv_bytes_of(range(last), kv_dtype, draft_slots) + self.entry_bytes_per_token(kv_dtype)
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:

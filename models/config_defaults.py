@@ -18,6 +18,10 @@ _DEEPSEEK_V3: Mapping[str, Any] = {
 _ERNIE: Mapping[str, Any] = {**_EPS, "rope_theta": 500000.0, "tie_word_embeddings": True}
 _THETAS = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5, "qwen3_vl_moe": 5e5}
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {
+        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "rope_theta": 6000000.0, "max_position_embeddings": 262144,
+    },
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
     "dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},
@@ -38,6 +42,9 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 8, "max_position_embeddings": 1048576,
     },
     "minimax_m2": {"rope_theta": 5000000.0},
+    **{
+        f"minimax_m3{part}": {"rope_theta": 5000000.0, "head_dim": 128} for part in ("", "_vl", "_vl_text")
+    },
     "ministral3": {
         **_EPS, "head_dim": 128,
         "rope_scaling": {**_SCALED, "factor": 16.0, "original_max_position_embeddings": 16384}

@@ -14,19 +14,19 @@ from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
-_PUBLISHED = {
+PUBLISHED = {
     "num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts",
     "num_experts_per_token": "num_experts_per_tok", "num_shared_experts": "n_shared_experts",
     "num_expert_group": "n_group", "moe_renormalize": "norm_topk_prob", "model_max_length": "max_position_embeddings",
     "moe_router_activation_func": "scoring_func",
 }  # fmt: skip
 """Fields under DeepSeek's names."""
-_LINEAR, _FULL = "linear_attention", "full_attention"
+LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def kimi_linear_fields(fields: Fields) -> Fields:
     """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
-    raw = {_PUBLISHED.get(name, name): value for name, value in fields.present().items()}
+    raw = {PUBLISHED.get(name, name): value for name, value in fields.present().items()}
     own = fields.section("linear_attn_config") or Fields({}, fields.source)
     heads = own.integer("num_heads", None) or fields.integer("linear_num_heads", 32)
     width = own.integer("head_dim", None) or fields.integer("linear_head_dim", 128)
@@ -50,7 +50,7 @@ def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
     taps = read.integer("linear_conv_kernel_dim")
     delta = DeltaConfig(heads, heads, width, width, taps, joined=False, by_channel=True)
-    states = tuple(i for i, kind in enumerate(raw["layer_types"]) if kind == _LINEAR)
+    states = tuple(i for i, kind in enumerate(raw["layer_types"]) if kind == LINEAR)
     return replace(
         config,
         rope=replace(config.rope, kind="none"),
@@ -64,12 +64,17 @@ def _kinds(fields: Fields, own: Fields, layers: int) -> list[str]:
     """The kind of each layer: `layer_types`, or the published lists, whose first layer is 1."""
     kinds = fields.raw.get("layer_types")
     if kinds is None and own.has("full_attn_layers") and own.has("kda_layers"):
-        published = dict.fromkeys(own.raw["full_attn_layers"], _FULL) | dict.fromkeys(own.raw["kda_layers"], _LINEAR)
+        published = dict.fromkeys(own.raw["full_attn_layers"], FULL) | dict.fromkeys(own.raw["kda_layers"], LINEAR)
         kinds = [published.get(i + 1) for i in range(layers)]
     if kinds is None:
-        kinds = [_FULL if i and i % 4 == 0 else _LINEAR for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (_LINEAR, _FULL) for kind in kinds):
-        fields.fail("layer_types, linear_attn_config", f"give {layers} layers one of {_LINEAR}, {_FULL}, not {kinds!r}")
-    if _FULL not in kinds[:layers]:
-        fields.fail("layer_types, linear_attn_config", "have no layer of MLA; a model without KV is not supported")
+        kinds = [FULL if i and i % 4 == 0 else LINEAR for i in range(layers)]
+    return checked_kinds(fields, kinds, layers, "layer_types, linear_attn_config")
+
+
+def checked_kinds(fields: Fields, kinds: Any, layers: int, names: str) -> list[str]:
+    """The kinds of the layers. Raises ConfigError with the `names` of the fields: unknown kinds, or no layer of MLA."""
+    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (LINEAR, FULL) for kind in kinds):
+        fields.fail(names, f"give {layers} layers one of {LINEAR}, {FULL}, not {kinds!r}")
+    if FULL not in kinds[:layers]:
+        fields.fail(names, "have no layer of MLA; a model without KV is not supported")
     return kinds[:layers]

@@ -33,14 +33,14 @@ class DeepseekV4Model(Decoder):
     def _steps(self) -> StepRows:
         attention = self.config.attention
         assert isinstance(attention, CompressedConfig)
-        rates = sorted({attention.rate(layer) for layer in range(self.config.num_layers)})
-        return StepRows(attention, rates, self.backends.attention, self.backends.indexer)  # type: ignore[arg-type]
+        layers = {attention.rate(layer): layer for layer in range(self.config.num_layers)}
+        return StepRows(attention, layers, self.backends.attention, self.backends.indexer)  # type: ignore[arg-type]
 
     @cached_property
     def _draft_steps(self) -> StepRows:
         attention = self.config.attention
         assert isinstance(attention, CompressedConfig)
-        return StepRows(attention, [0], self.backends.attention, None)  # type: ignore[arg-type]
+        return StepRows(attention, {0: self.config.num_layers}, self.backends.attention, None)  # type: ignore[arg-type]
 
     def make_norm(self, reader: WeightSource, prefix: str) -> Any:
         streams, is_last = _streams_of(prefix), prefix.endswith(".norm")
@@ -60,7 +60,7 @@ class DeepseekV4Model(Decoder):
         return spread(super().embed(batch), self.config.streams)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        return batch, self._steps.of(batch, batch.kv[0])
+        return batch, self._steps.of(batch)
 
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
         return (self._draft_steps if drafts else self._steps).plan_in_place
@@ -68,7 +68,7 @@ class DeepseekV4Model(Decoder):
     def draft_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """The tokens of MTP layers have slots of the full pool, also where windows have a pool of their own."""
         batch = self.begin_step(batch)
-        return batch, self._draft_steps.of(replace(batch, windows=None), batch.kv[self.config.num_layers])
+        return batch, self._draft_steps.of(replace(batch, windows=None))
 
 
 def _streams_of(norm: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moe_engine.kernels.device import ExpertWidths, HeadWidths, IndexWidths, Need
+from moe_engine.kernels.device import BlockIndexWidths, ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.compressed_config import CompressedConfig
-from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.protocol import family_of
 from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
@@ -35,6 +35,15 @@ def index_widths(model: ModelConfig) -> IndexWidths | None:
         return None
     indexer = attention.indexer
     return IndexWidths(indexer.num_heads, attention.index_width, indexer.top_k, indexer.fp8_keys)
+
+
+def block_index_widths(model: ModelConfig) -> BlockIndexWidths | None:
+    """Widths of its indexer of blocks; the config's heads are those of one rank, or of all ranks."""
+    attention = model.attention
+    if not isinstance(attention, GQAConfig) or attention.blocks is None:
+        return None
+    blocks, rule = attention.blocks, attention.blocks.rule
+    return BlockIndexWidths(attention.num_kv_heads, blocks.width, rule.size, rule.top_k, rule.local)
 
 
 def expert_widths(
@@ -81,8 +90,9 @@ def need_of_model(
         moe=model.moe is not None,
         windows=bool(model.windows) and not compressed,
         index=index_widths(model),
+        blocks=block_index_widths(model),
         sinks=compressed or any(getattr(kind, "sinks", False) for kind in model.attentions),
-        biases=model.moe is not None and model.moe.biased,
+        biases=model.moe is not None and (model.moe.biased or model.moe.shifted),
         clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,
         compression=compressed,

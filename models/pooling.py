@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.config import ModelConfig, PoolingConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
+from moe_engine.models.pooling_config import PoolingConfig
 
 HEADS = {
     "LlamaForSequenceClassification": "linear",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from moe_engine.models.quantization_target import Target
+from moe_engine.models.quantization_target import Target, joined_names
 from moe_engine.models.tensor_header import TensorHeader
 
 _TOWERS = ("visual", "vision_tower", "mm_projector", "multi_modal_projector")
@@ -27,6 +27,7 @@ def quantization_config(target: Target, written: Mapping[str, TensorHeader]) -> 
         plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": plain}
     left_out = plain_modules(written)
+    left_out = sorted({*left_out, *joined_names(left_out)})
     if target.codes is None:
         named = [prefix + tower for tower in _towers(left_out) for prefix in ("", "model.")]
         plain = ["lm_head", *named, *(_EXPERT.sub(r"\1", name) for name in left_out)]
@@ -40,7 +41,8 @@ def quantization_config(target: Target, written: Mapping[str, TensorHeader]) -> 
         "block_structure": None, "observer": "minmax", "observer_kwargs": {},
     }  # fmt: skip
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    quantized = {_numberless(name.removesuffix(_PACKED)) for name in written if name.endswith(_PACKED)}
+    packed = [name.removesuffix(_PACKED) for name in written if name.endswith(_PACKED)]
+    quantized = {_numberless(name) for name in (*packed, *joined_names(packed))}
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": scheme}, "ignore": ["lm_head", *_patterns(left_out, quantized)],

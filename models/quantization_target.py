@@ -9,6 +9,7 @@ Sources: transformers, integrations/finegrained_fp8; vLLM, layers/quantization (
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,17 @@ from moe_engine.models.tensors import Kind, TensorSpec, model_tensors
 
 _KEPT = (".eh_proj.", ".compressor.")
 """Parts of the names of projections that checkpoints publish unquantized."""
-_JOINED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("gate_proj", "up_proj"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-)
-"""Projections that other engines join to one matrix."""
+_JOINED = {
+    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"): ("qkv_proj", "qkvb_proj", "in_proj_qkvgfab"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"): ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"): ("gate_up_proj",),
+    ("in_proj_qkv", "in_proj_z"): ("in_proj_qkvz",),
+    ("in_proj_b", "in_proj_a"): ("in_proj_ba",),
+}
+"""Projections of a block that other engines join to one matrix, those of them that the block has; its names there."""
+_INTEGERS_KEEP = (".kv_b_proj.", ".o_a_proj.", ".indexer.wk.")
+"""Parts of the names of projections that stay plain beside integers: readers multiply the first two by head, and vLLM
+joins the last with the plain `weights_proj`, and dequantizes it from FP8 only."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,16 @@ class Target:
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a projection of the decoder layers can be quantized."""
         if self.format == "mxfp4":
-            return ".experts." in name and shape[1] % GROUP == 0
+            return self.wants(name) and shape[1] % GROUP == 0
         if self.codes is None:
             return all(size % BLOCK == 0 for size in shape)
-        return ".kv_b_proj." not in name and self.codes.takes(shape[1])
+        return self.wants(name) and self.codes.takes(shape[1])
+
+    def wants(self, name: str) -> bool:
+        """Whether a projection has this format wherever its shape permits."""
+        if self.format == "mxfp4":
+            return ".experts." in name
+        return self.codes is None or not any(part in name for part in _INTEGERS_KEEP)
 
     @property
     def needs(self) -> str:
@@ -63,6 +73,17 @@ class Target:
         if self.codes is None and self.format == "fp8":
             return f"whole blocks of {BLOCK} x {BLOCK}"
         return f"whole groups of {self.group if self.codes else GROUP} columns"
+
+
+def joined_names(modules: Collection[str]) -> set[str]:
+    """The names in other engines of the matrices that they make of some of these modules: some of their readers know
+    a joined matrix by its own name only (vLLM 0.32.0: MTP layers of DeepSeek V3)."""
+    found = set()
+    for module in modules:
+        block, _, projection = module.rpartition(".")
+        for group, names in _JOINED.items():
+            found |= {f"{block}.{name}" for name in names if projection in group}
+    return found
 
 
 @dataclass(frozen=True)
@@ -90,9 +111,7 @@ def select(source: Path, config: ModelConfig, target: Target) -> Selection:
     if not taken:
         other = {"int4": "a smaller --group-size", "fp8": "--format int8"}.get(target.format, "another format")
         raise ConfigError(f"{source}: no projection has {target.needs}; use {other}")
-    wanted = {spec.name for spec in specs if ".kv_b_proj." not in spec.name or target.codes is None}
-    if target.format == "mxfp4":
-        wanted = {name for name in wanted if ".experts." in name}
+    wanted = {spec.name for spec in specs if target.wants(spec.name)}
     without = sorted(wanted - {spec.name for spec in taken})
     short = dict.fromkeys(re.sub(r"^model\.layers\.\d+\.|\.weight$", "", name) for name in without)
     return Selection(frozenset(name for spec in taken for name in spec.names()), tuple(short))

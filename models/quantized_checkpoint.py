@@ -3,7 +3,8 @@ experts in MXFP4.
 
 File by file, each under a temporary name until it is whole, so that a call that was interrupted continues with the
 files that are missing. Memory: the tensors of one file. Router, norms, embedding, head, vision tower, MTP's eh_proj,
-DeepSeek V4's compressors and, with integers, kv_b_proj are unchanged. Names are those of the source's files.
+DeepSeek V4's compressors and, with integers, projections by head and an indexer's wk are unchanged. Names are those of
+the source's files.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.gguf_container import find_gguf
 from moe_engine.models.checkpoint_files import INDEX_FILE, TORCH_INDEX_FILE, read_checkpoint
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
@@ -84,6 +86,8 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
     (output / INDEX_FILE).write_text(json.dumps(index, indent=1))
     raw = json.loads((source / "config.json").read_text())
     raw["quantization_config"] = quantization_config(target, headers)
+    if target.format == "fp8" and isinstance(config.attention, CompressedConfig):
+        raw["expert_dtype"] = "fp8"  # without it readers take DeepSeek V4's experts for MXFP4
     (output / "config.json").write_text(json.dumps(raw, indent=2))
     (output / SETTINGS).unlink()
     return selection.left_out
@@ -111,7 +115,8 @@ def _prepare(source: Path, output: Path, target: Target) -> None:
     marker = output / SETTINGS
     if output.exists() and any(output.iterdir()):
         if not marker.is_file() or json.loads(marker.read_text()) != settings:
-            raise ConfigError(f"--output {output}: is not empty, and no interrupted call with these settings left it")
+            reason = "is not empty, and no interrupted call with these settings left it; name another folder"
+            raise ConfigError(f"--output {output}: {reason}")
         for unfinished in output.glob(_UNFINISHED):
             unfinished.unlink()
     else:

@@ -36,7 +36,9 @@ _PIXTRAL = "moe_engine.models.mistral3:Mistral3Model"
 _MISTRAL3 = "moe_engine.models.mistral3:make_model"
 _DEEPSEEK_V4 = "moe_engine.models.deepseek_v4:DeepseekV4Model"
 _KIMI = "moe_engine.models.kimi:KimiModel"
+_LING = "moe_engine.models.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
+_MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
 
@@ -95,6 +97,8 @@ for _name, _target, _parser in (
     ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("KimiLinearForCausalLM", _KIMI_LINEAR, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
+    ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
+    ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),
@@ -104,6 +108,8 @@ for _name, _target, _parser in (
     ("Glm4MoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_glm4_moe"),
     ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
     ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
+    ("MiniMaxM3SparseForConditionalGeneration", _MINIMAX_M3, "moe_engine.models.config_minimax_m3:parse_minimax_m3"),
+    ("MiniMaxM3SparseForCausalLM", _MINIMAX_M3, "moe_engine.models.config_minimax_m3:parse_minimax_m3"),
     ("MiMoV2FlashForCausalLM", _DENSE, "moe_engine.models.config_mimo:parse_mimo_v2_flash"),
     ("Dots1ForCausalLM", _DENSE, f"{_MIXTURES}:parse_dots1"),
     ("SolarOpenForCausalLM", _DENSE, f"{_MIXTURES}:parse_solar_open"),
@@ -138,6 +144,7 @@ for _name, _target, _parser in (
 _BUILT_IN = dict(_architectures)
 
 _BY_MODEL_TYPE = {
+    "bailing_hybrid": "BailingHybridForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
@@ -156,6 +163,7 @@ _BY_MODEL_TYPE = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "solar_open": "SolarOpenForCausalLM",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
+from moe_engine.kernels.block_index.rule import MAX_SCORES as MAX_BLOCK_SCORES
+from moe_engine.kernels.block_index.rule import TOKENS_AT_ONCE
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import width_group
@@ -334,17 +336,17 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
 def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
     """Projections from and to heads are sharded; those from and to the latent, and inner norms, are not."""
     part = name.rpartition(".self_attn.")[2].partition(".")[0]
-    if part in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, each is replicated
+    if part in ("k_proj", "v_proj", "index_q_proj"):  # with fewer KV heads than ranks, each is replicated
         attention = config.attention_of(layer_index(name))
         return min(attn_tp_size, attention.num_kv_heads)  # type: ignore[union-attr]
     if part == "o_b_proj" and isinstance(a := config.attention, CompressedConfig):
         return min(attn_tp_size, a.output_groups)
-    return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "o_a_proj") else 1
+    return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "o_a_proj", "g_proj") else 1
 
 
 def largest_step_activation_bytes(
     config: ModelConfig, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None,
-    num_requests: int | None = None,
+    num_requests: int | None = None, own_tokens: int | None = None,
 ) -> int:  # fmt: skip
     """Upper bound of the activation memory of a forward of `num_tokens` tokens, without KV and weights.
 
@@ -352,12 +354,14 @@ def largest_step_activation_bytes(
         num_logits: rows of float32 logits (0: none).
         expanded_tokens: context tokens that MLA expands at once; default: the layer's limit.
         num_requests: max requests with these tokens; default: each token may be another's.
+        own_tokens: those of the rank's attention group, of which it computes attention; default: all.
     """
-    requests = num_tokens if num_requests is None else min(num_tokens, num_requests)
+    own = num_tokens if own_tokens is None else own_tokens
+    requests = own if num_requests is None else min(own, num_requests)
     stream = 3 * num_tokens * config.hidden_size * dtype_bytes  # residual, normed input, output of the part
-    stream += num_tokens * _streams_bytes(config, dtype_bytes)
+    stream += num_tokens * (_streams_bytes(config, dtype_bytes) + _selected_bytes(config))
     largest = max(
-        _attention_bytes(config, num_tokens, requests, dtype_bytes, expanded_tokens),
+        _attention_bytes(config, own, requests, dtype_bytes, expanded_tokens),
         _mlp_bytes(config, num_tokens, dtype_bytes),
     )
     return stream + largest + num_logits * config.vocab_size * (4 + dtype_bytes)
@@ -381,7 +385,8 @@ def _attention_bytes(
     a = config.attention
     if isinstance(a, GQAConfig):
         width = max(_gqa_width(kind) for kind in config.attentions if isinstance(kind, GQAConfig))
-        return max(num_tokens * width * dtype_bytes, _delta_bytes(config.delta, num_tokens, dtype_bytes))
+        own = num_tokens * width * dtype_bytes + _block_index_bytes(config, num_tokens, dtype_bytes)
+        return max(own, _delta_bytes(config.delta, num_tokens, dtype_bytes))
     if isinstance(a, CompressedConfig):
         return _compressed_bytes(a, config.context_length, num_tokens, num_requests, dtype_bytes)
     dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens) + _indexer_bytes(config, num_tokens, dtype_bytes)
@@ -407,7 +412,7 @@ def _delta_bytes(d: DeltaConfig | None, num_tokens: int, dtype_bytes: int) -> in
 def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:
     limit = MAX_EXPANDED_TOKENS if expanded_tokens is None else expanded_tokens
     down = (a.q_lora_rank or 0) * 2 + a.cache_width
-    query = a.num_heads * (a.qk_head_dim + a.v_head_dim)
+    query = a.num_heads * (a.qk_head_dim + a.v_head_dim + 2 * a.head_gate)
     context = a.cache_width + a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
     expanded = limit * context + min(num_tokens, limit) * a.num_heads * a.v_head_dim  # and the attention output
     absorbed = min(num_tokens, MAX_ABSORBED_TOKENS) * a.num_heads * (a.cache_width + a.kv_lora_rank)
@@ -424,8 +429,10 @@ def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, num_re
     scores = 4 * entries.get(a.selected_rate, 0)
     rows = 16 * ((1 + len(entries)) * a.window + seen)
     slots = num_requests * scores  # int32 as scores are float32
-    return num_tokens * ((projected + heads) * dtype_bytes + rows) + slots + max(
-        scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores)
+    return (
+        num_tokens * ((projected + heads) * dtype_bytes + rows)
+        + slots
+        + max(scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores))
     )
 
 
@@ -446,6 +453,25 @@ def _indexer_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> in
     selected = 4 * min(a.indexer.top_k, context)
     scores = 4 * context
     return num_tokens * (each + selected) + max(scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores))
+
+
+def _selected_bytes(config: ModelConfig) -> int:
+    """Bytes of the slots that the KV heads of a token read, from the first layer to the last."""
+    a = config.attention
+    return 4 * a.num_kv_heads * a.blocks.rule.max_tokens if isinstance(a, GQAConfig) and a.blocks is not None else 0
+
+
+def _block_index_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
+    """Index queries and keys, and the query by head; scores of blocks with their order, and positions of a part of the
+    tokens."""
+    a, context = config.attention, config.context_length
+    if not isinstance(a, GQAConfig) or a.blocks is None or context <= a.blocks.rule.max_tokens:
+        return 0
+    rule, part = a.blocks.rule, min(num_tokens, TOKENS_AT_ONCE) * a.num_kv_heads
+    blocks = -(-context // rule.size)
+    each = 3 * (a.num_kv_heads + 1) * a.blocks.width + 2 * a.num_heads * a.value_width
+    scores = 4 * max(a.num_kv_heads * blocks, min(MAX_BLOCK_SCORES, num_tokens * a.num_kv_heads * blocks))
+    return num_tokens * each * dtype_bytes + scores + part * (20 * blocks + 33 * rule.max_tokens)
 
 
 def _mlp_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:

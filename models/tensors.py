@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
@@ -39,7 +39,8 @@ _MTP_ON_GQA = (
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, Qwen3-Next and Qwen3.5)."""
-UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",)}
+MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
+UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",), **dict.fromkeys(MINIMAX_M3, ("model.mtp.", "mtp."))}
 """By architecture: begins of the names of MTP layers that are not served."""
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
@@ -109,6 +110,7 @@ _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_corr
 _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
+    **dict.fromkeys(MINIMAX_M3, _W),
     "KimiLinearForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
@@ -197,8 +199,12 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
         return
     found = _mla(attention, hidden) if isinstance(attention, MLAConfig) else _gqa(attention, hidden, sinks_name(config))
     yield from (spec.within("self_attn") for spec in found)
-    if isinstance(attention, MLAConfig) and attention.indexer is not None and layer not in attention.shared_layers:
+    if layer in attention.shared_layers:
+        return
+    if isinstance(attention, MLAConfig) and attention.indexer is not None:
         yield from (spec.within("self_attn.indexer") for spec in _indexer(attention, hidden))
+    if isinstance(attention, GQAConfig) and attention.blocks is not None:
+        yield from (spec.within("self_attn") for spec in _block_indexer(attention, attention.blocks, hidden))
 
 
 def _indexer(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
@@ -210,6 +216,12 @@ def _indexer(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield TensorSpec("weights_proj.weight", (a.indexer.num_heads, hidden), Kind.WIDE)
 
 
+def _block_indexer(a: GQAConfig, blocks: BlockSelection, hidden: int) -> Iterator[TensorSpec]:
+    for name, heads in (("q", a.num_kv_heads), ("k", 1)):
+        yield from _linear(f"index_{name}_proj", heads * blocks.width, hidden)
+        yield _norm(f"index_{name}_norm", blocks.width)
+
+
 def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
     keys, values = d.key_heads * d.key, d.value_heads * d.value
     joined = (("qkvz", 2 * (keys + values)), ("ba", 2 * d.value_heads))
@@ -217,24 +229,26 @@ def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
     for name, rows in joined if d.joined else apart:
         yield from _linear(f"in_proj_{name}", rows, hidden)
     yield TensorSpec("conv1d.weight", (2 * keys + values, 1, d.taps), Kind.WIDE)
-    for name in ("A_log", "dt_bias"):
-        yield TensorSpec(name, (d.value_heads,), Kind.WIDE)
+    yield TensorSpec("A_log", d.a_log_shape, Kind.WIDE)
+    yield TensorSpec("dt_bias", (d.value_heads,), Kind.WIDE)
     yield _norm("norm", d.value)
     yield from _linear("out_proj", hidden, values)
 
 
 def _channel_delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
-    """Kimi Delta Attention: q, k and v have projections and convolutions of their own; decays and output gates come
-    from products of low rank."""
+    """Kimi Delta Attention: q, k and v have projections and convolutions of their own."""
     width = d.key_heads * d.key
     for name in "qkv":
         yield from _linear(f"{name}_proj", width, hidden)
         yield TensorSpec(f"{name}_conv1d.weight", (width, 1, d.taps), Kind.WIDE)
     for name in ("f", "g"):
-        yield from _linear(f"{name}_a_proj", d.key, hidden)
-        yield from _linear(f"{name}_b_proj", width, d.key)
+        if d.low_rank:
+            yield from _linear(f"{name}_a_proj", d.key, hidden)
+            yield from _linear(f"{name}_b_proj", width, d.key)
+        else:
+            yield from _linear(f"{name}_proj", width, hidden)
     yield from _linear("b_proj", d.key_heads, hidden)
-    yield TensorSpec("A_log", (1, 1, d.key_heads, 1), Kind.WIDE)
+    yield TensorSpec("A_log", d.a_log_shape, Kind.WIDE)
     yield TensorSpec("dt_bias", (width,), Kind.WIDE)
     yield _norm("o_norm", d.value)
     yield from _linear("o_proj", hidden, width)
@@ -258,6 +272,8 @@ def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield _norm("kv_a_layernorm", a.kv_lora_rank)
     yield from _linear("kv_b_proj", a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
     yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
+    if a.head_gate:
+        yield from _linear("g_proj", a.num_heads, hidden)
 
 
 def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator[TensorSpec]:

@@ -19,8 +19,8 @@ from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format
 from moe_engine.parallel.context import SINGLE, ParallelContext
-from moe_engine.parallel.dispatch.protocol import Phase
-from moe_engine.parallel.overlap import CommStream, Pending, Started
+from moe_engine.parallel.dispatch.protocol import NormedSum, Phase
+from moe_engine.parallel.overlap import CommStream, Done, Pending, Started
 
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.build import PhasedDispatcher
@@ -79,7 +79,15 @@ class DispatchedExperts:
         x = as_format(x, self.input_format if self._sends_rows[phase] else UNQUANTIZED)
         return x, topk_ids, topk_weights, phase, self._arriving
 
+    def norms_sums(self, phase: Phase) -> bool:
+        """True if `compute_norm` is supported."""
+        return self._dispatcher.norms_sums(phase)
+
     # -- the same in stages, with communication in a comm stream
+
+    def dispatched(self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, phase: Phase) -> Pending[Any]:
+        """The whole dispatch, in the owner's stream."""
+        return Done(self._dispatcher.dispatch(*self._sent(x, topk_ids, topk_weights, phase)))
 
     def send(
         self, stream: CommStream, x: Activation, topk_weights: Tensor, topk_ids: Tensor, phase: Phase
@@ -94,6 +102,13 @@ class DispatchedExperts:
         """Waits for the received tokens, runs the experts, and starts the combine."""
         batch, handle = sent.wait()
         return Started(stream.run(self._dispatcher.start_combine, self._multiplied(batch), topk_weights, handle))
+
+    def compute_norm(self, stream: CommStream, sent: Pending[Any], topk_weights: Tensor) -> NormedSum:
+        """`compute` for a sum that a norm follows, if the dispatcher `norms_sums`."""
+        batch, handle = sent.wait()
+        call = self._dispatcher.start_combine_norm
+        made: NormedSum = stream.run(call, self._multiplied(batch), topk_weights, handle).wait()
+        return made
 
     def _multiplied(self, batch: ExpertBatch) -> Tensor:
         """The experts' results of a batch, whose rows are counted if there is a recorder."""

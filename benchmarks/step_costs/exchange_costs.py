@@ -66,6 +66,9 @@ def combine_send(a: Any, s: Setting) -> Cost:
 
 @cost_of("sum_kernel")
 def sums(a: Any, s: Setting) -> Cost:
-    """Waits, then sums."""
-    read, written = a.num_tokens * _rows_a_token(s) * a.WIDTH * a.out.element_size(), size(a.out)
-    return Cost(read, written, awaits=True)
+    """Waits, then sums; with a norm the residual stream is read and written too."""
+    kind = a.residual if a.NORM else a.out
+    rows = a.num_tokens * _rows_a_token(s) * a.WIDTH * kind.element_size()
+    stream = size(a.residual)
+    read = rows + stream + size(a.other, a.weight)
+    return Cost(read, stream + size(a.out, a.quantized, a.scales), awaits=True)

@@ -1,4 +1,5 @@
-"""Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, the indexer.
+"""Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, the indexer, entries and
+streams of DeepSeek V4.
 
 Legend: a argument namespace, s setting.
 """
@@ -90,6 +91,35 @@ def gate_heads(a: Any, s: Setting) -> Cost:
 @cost_of("gate_rows_kernel")
 def gate_rows(a: Any, s: Setting) -> Cost:
     return Cost(size(a.rows, a.x, a.weight), size(a.rows))
+
+
+# -- DeepSeek V4
+
+
+@cost_of("compress_kernel")
+def compress(a: Any, s: Setting) -> Cost:
+    """Each `RATE` tokens complete an entry, which sums `SERIES` times as many."""
+    tokens, each = len(a.positions), 2 * a.SERIES * a.WIDTH * a.projected.element_size()
+    read = tokens * (each + a.SERIES * a.WIDTH * FP32) + size(a.positions, a.starts, a.rows, a.slots)
+    return Cost(read, tokens / a.RATE * a.WIDTH * a.out.element_size())
+
+
+@cost_of("write_kernel")
+def write_streams(a: Any, s: Setting) -> Cost:
+    """Reads the streams, adds to them, and multiplies them by the matrix, in three products of TF32 at half of the rate
+    of bfloat16."""
+    tokens, width = a.num_tokens, a.STREAMS * a.WIDTH
+    streams = tokens * width * a.residual.element_size()
+    added = tokens * a.WIDTH * a.x.element_size() if a.ADD else 0
+    flops = 2.0 * tokens * width * a.NUMBERS
+    return Cost(streams + added + size(a.fn), size(a.parts) + streams * a.ADD, {"bf16": 6 * flops})
+
+
+@cost_of("read_kernel")
+def read_streams(a: Any, s: Setting) -> Cost:
+    tokens = len(a.out)
+    streams = tokens * a.STREAMS * a.WIDTH * a.residual.element_size()
+    return Cost(streams + size(a.parts, a.base, a.scale), size(a.out))
 
 
 # -- the indexer

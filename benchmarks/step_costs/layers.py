@@ -1,7 +1,8 @@
 """The layers of a model by its config.json: their kinds, and the least work of a layer of each kind.
 
-Families: MLA with or without an indexer, GQA with or without windows, gated delta nets (Qwen3-Next); dense layers and
-mixtures. Norms, biases and convolutions are not counted. Bytes are those of the checkpoint: MXFP4 experts count 17
+Families: MLA with or without an indexer, GQA with or without windows, gated delta nets (Qwen3-Next), windows beside
+compressed entries (DeepSeek V4); dense layers and mixtures. Norms, biases and convolutions are not counted. Bytes are
+those of the checkpoint: MXFP4 experts count 17
 bytes for 32 numbers, integers of 4 bits 18, whatever an engine makes of them.
 """
 
@@ -13,14 +14,18 @@ from itertools import groupby
 from typing import Any
 
 from benchmarks.step_work import mla_work
+from moe_engine.models.config_compressed import compressed_attention, parse_deepseek_v4
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.table import parse_format
 
 BF16, FP32 = 2, 4
 MXFP4 = 17 / 32
 """Bytes of a number, with its share of the scale."""
-LINEAR, WINDOWED, FULL = "linear", "windowed", "full"
-_KINDS = {"linear_attention": LINEAR, "sliding_attention": WINDOWED, "full_attention": FULL}
+LINEAR, WINDOWED, FULL, SELECTED, HEAVY = "linear", "windowed", "full", "selected", "compressed"
+_KINDS = {
+    "linear_attention": LINEAR, "sliding_attention": WINDOWED, "full_attention": FULL,
+    "compressed_sparse_attention": SELECTED, "heavily_compressed_attention": HEAVY,
+}  # fmt: skip
 LAYER_TYPES = {kind: name for name, kind in _KINDS.items()}
 """Names of mixers in `layer_types`."""
 INDEX_SCALE = 4
@@ -39,7 +44,7 @@ class Layer:
     dense: float
     """Elements of the dense MLP or the shared expert, likewise."""
     gate: float
-    """Elements of the router, in bfloat16, which each rank reads."""
+    """Elements in bfloat16 that each rank reads: of the router, and of what V4 computes entries and streams from."""
     expert: float = 0.0
     """Elements of a routed expert; 0: a dense layer."""
     record: float = 0.0
@@ -50,6 +55,10 @@ class Layer:
     prefill_flops: float = 0.0
     most: int | None = None
     """Tokens that a query token sees at most: a window, or an indexer's selection."""
+    rate: int = 0
+    """Tokens of an entry, which has the record of a token; 0: no entries."""
+    entries: int | None = None
+    """Entries that a query token sees at most."""
     indexed: float = 0.0
     """Bytes of index keys of a context token."""
     index_flops: float = 0.0
@@ -59,7 +68,12 @@ class Layer:
     """Operations of a token on the state."""
 
     def seen(self, context: float) -> float:
-        return context if self.most is None else min(context, self.most)
+        """Records that a query token reads."""
+        own = context if self.most is None else min(context, self.most)
+        if not self.rate:
+            return own
+        entries = context // self.rate
+        return own + (entries if self.entries is None else min(entries, self.entries))
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
@@ -78,7 +92,9 @@ def num_fused(config: Mapping[str, Any]) -> int:
     """Those stored as the routed ones are, which take slots after them."""
     if not num_shared(config):
         return 0
-    format = parse_format(Fields(config, "config.json"))
+    fields = Fields(config, "config.json")
+    compressed = config["model_type"] == "deepseek_v4"
+    format = parse_deepseek_v4(fields, {}).weight_format if compressed else parse_format(fields)
     parts = (f"model.layers.{_LATER}.mlp.{name}.down_proj" for name in ("experts.0", "shared_experts"))
     return num_shared(config) if len({format.kernel_format(part) for part in parts}) == 1 else 0
 
@@ -95,6 +111,8 @@ def bytes_of(config: Mapping[str, Any]) -> tuple[float, float]:
     if method == "compressed-tensors":  # experts only, as Kimi K2 is published
         weights = section["config_groups"]["group_0"]["weights"]
         return weights["num_bits"] / 8 + BF16 / weights["group_size"], BF16
+    if config.get("expert_dtype") == "fp4":
+        return MXFP4, 1
     return (1, 1) if method == "fp8" else (BF16, BF16)
 
 
@@ -140,8 +158,9 @@ def layers_of(config: Mapping[str, Any]) -> list[tuple[int, Layer]]:
     alone = len({mixer for mixer, _ in kinds}) == 1
     made = []
     for (mixer, moe), alike in groupby(sorted(kinds)):
-        mixing = _mixing(config, mixer)
-        made.append((len(list(alike)), Layer(name_of(mixer, moe, alone), **mixing, **_feed_forward(config, moe))))
+        mixing, mlp = _mixing(config, mixer), _feed_forward(config, moe)
+        mlp["gate"] += mixing.pop("plain", 0)
+        made.append((len(list(alike)), Layer(name_of(mixer, moe, alone), **mixing, **mlp)))
     return made
 
 
@@ -160,6 +179,8 @@ def _mixing(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
         return _delta(config)
     if "kv_lora_rank" in config:
         return _mla(config)
+    if config["model_type"] == "deepseek_v4":
+        return _entries(config, mixer)
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     width = config.get("head_dim") or hidden // heads
     queries = 2 * heads if "linear_num_value_heads" in config else heads  # a gate beside each query
@@ -182,6 +203,29 @@ def _mla(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention": weights, "record": work.kv_elements * BF16, "flops": work.decode_flops,
         "prefill_flops": work.prefill_flops,
     }  # fmt: skip
+
+
+def _entries(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
+    """DeepSeek V4. Ranks divide heads and groups of heads. `plain`: elements that each rank reads in bfloat16."""
+    a, hidden = compressed_attention(Fields(config, "config.json")), config["hidden_size"]
+    layer = [_KINDS[kind] for kind in config["layer_types"]].index(mixer)
+    streams = config["hc_mult"]
+    heads = a.num_heads * a.head_dim
+    found: dict[str, Any] = {
+        "attention": hidden * (a.q_lora_rank + a.head_dim) + heads * (a.q_lora_rank + a.output_rank)
+        + a.output_groups * a.output_rank * hidden,
+        "plain": hidden * sum(a.projected_widths(layer)) + 2 * 2 * streams * hidden * (2 * streams + streams**2),
+        "record": a.head_dim * BF16, "flops": 4 * heads, "prefill_flops": 4 * heads, "most": a.window,
+        "rate": a.rate(layer),
+    }  # fmt: skip
+    if a.selects(layer):
+        found["attention"] += a.q_lora_rank * a.index_heads * a.index_width
+        found["plain"] += hidden * a.index_heads
+        found |= {
+            "entries": a.top_k, "indexed": a.index_width * BF16 / a.selected_rate,
+            "index_flops": 2 * a.index_heads * a.index_width / a.selected_rate,
+        }  # fmt: skip
+    return found
 
 
 def _delta(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,6 +87,30 @@ MODELS["v3.2"] = MODELS["v3"] | {
     "index_head_dim": 128,
 }  # fmt: skip
 
+MODELS["v4-flash"] = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": 4096,
+    "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512,
+    "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128,
+    "layer_types": ["sliding_attention"] * 2
+    + ["compressed_sparse_attention", "heavily_compressed_attention"] * 20 + ["compressed_sparse_attention"],
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "num_hash_layers": 3, "hc_mult": 4,
+    "hc_sinkhorn_iters": 20, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 6, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0, "vocab_size": 129280, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 10000,
+    "compress_rope_theta": 160000, "max_position_embeddings": 1048576, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1, "expert_dtype": "fp4",
+    "rope_scaling": {
+        "type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536,
+    },
+    "quantization_config": _BLOCK_FP8 | {"scale_fmt": "ue8m0"},
+}  # fmt: skip
+MODELS["v4-pro"] = MODELS["v4-flash"] | {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16,
+    "layer_types": ["heavily_compressed_attention"] * 2
+    + ["compressed_sparse_attention", "heavily_compressed_attention"] * 29 + ["compressed_sparse_attention"],
+    "index_topk": 1024, "moe_intermediate_size": 3072, "n_routed_experts": 384, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
 MODELS["glm-4.6"] = {
     "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 5120, "num_hidden_layers": 92,
     "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,

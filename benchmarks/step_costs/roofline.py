@@ -101,8 +101,7 @@ def prefill(config: Mapping[str, Any], form: Form, hardware: Hardware, tokens: i
     step = _products(config, form, hardware, tokens)
     flops = 0.0
     for count, layer in layers_of(config):
-        most = min(tokens, layer.most or tokens)
-        pairs = most * (most + 1) / 2 + (tokens - most) * most
+        pairs = sum(map(layer.seen, range(1, tokens + 1)))
         every = tokens * (tokens + 1) / 2
         seen = layer.prefill_flops / form.tp * pairs + layer.index_flops * every
         flops += count * (seen + layer.token_flops * tokens / form.tp)

@@ -191,12 +191,13 @@ def _target_ranks(case: Case) -> float:
 
 def _flags(case: Case, folder: Path) -> list[Any]:
     most, per_request = case.batch, case.prefill or case.context
-    tokens = most * (-(-(per_request + SPARE) // 64) * 64 + 64)
+    page = 128 if case.config["model_type"] == "deepseek_v4" else 64  # or a divisor of it
+    tokens = most * (-(-(per_request + SPARE) // page) * page + page)
     form = case.form
     flags = [
         "--model-path", folder, "--load-format", "dummy", "--device", "cuda", "--skip-tokenizer-init",
         "--max-running-requests", most * form.dp, "--max-total-tokens", tokens, "--context-length",
-        per_request + 2048, "--chunked-prefill-size", (case.prefill or max(64, most)) * form.dp,
+        per_request + 2048, "--chunked-prefill-size", (case.prefill or max(page, most)) * form.dp,
         "--disable-cuda-graph",
     ]  # fmt: skip
     if case.prefill:

@@ -52,6 +52,11 @@ def rms_norm_quantize(a: Any, s: Setting) -> Cost:
     return Cost(size(a.x, a.weight) + other + residual, size(a.out, a.scales) + residual + kept)
 
 
+@cost_of("lookup_kernel")
+def lookup(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.ids, a.out), size(a.out))
+
+
 @cost_of("silu_and_mul_kernel")
 def silu_and_mul(a: Any, s: Setting) -> Cost:
     return Cost(size(a.gate_up), size(a.out))
@@ -88,17 +93,27 @@ def sum_parts(a: Any, s: Setting) -> Cost:
 def _all_reduce(a: Any, s: Setting, sent: float, received: float) -> Cost:
     """sent: rows over NVLink, received: rows read from this rank's symmetric memory, both per input row."""
     assert s.hardware is not None
-    rows, residual = size(a.x), size(given(a.residual))
+    x, residual = size(a.x), size(given(a.residual))
+    rows = residual or x
     results = size(given(a.out), given(a.quantized), given(a.scales))
     return Cost(
-        (1 + received) * rows + residual + size(given(a.weight)), residual + results, nvlink=sent * rows,
+        x + received * rows + residual + size(given(a.weight)), residual + results, nvlink=sent * rows,
         link_us=s.hardware.custom_all_reduce_us(rows, a.RANKS),
     )  # fmt: skip
 
 
 @cost_of("one_shot_kernel")
 def one_shot(a: Any, s: Setting) -> Cost:
-    return _all_reduce(a, s, a.RANKS - 1, a.RANKS)
+    """Experts' rows are read before anything is sent, by one program for each token."""
+    cost = _all_reduce(a, s, a.RANKS - 1, a.RANKS)
+    if not a.TOP_K:
+        return cost
+    assert s.hardware is not None
+    rows = min(a.positions.numel(), s.routing.rows) * a.WIDTH * a.x.element_size()
+    read = rows + size(given(a.add), a.positions, a.router_weights)
+    turns = -(-a.num_rows // a.grid[0]) / a.num_rows
+    more_us = read * turns / s.hardware["program_bytes_per_s"] * 1e6
+    return replace(cost, read=cost.read - size(a.x) + read, link_us=cost.link_us + more_us)
 
 
 @cost_of("two_shot_kernel")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ MAX_WASTE = 1.125
 MIN_TILES = 2
 """Min tiles of a segment: below this its partial result costs more than the split saves."""
 
+WHOLE_TILES = 4
+"""Windows that touch at most this many tiles are not cut: a launch that merges costs more than the cuts save."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -41,6 +45,13 @@ class Split:
     block_n: int
     num_programs: int
     fixed_tiles: int | None = None
+
+    def keeps_whole(self, query_len: int, window: int | None) -> bool:
+        """True if no block of requests of up to `query_len` query tokens is cut, because its window touches few
+        tiles."""
+        if window is None or self.fixed_tiles is not None:
+            return False
+        return _touched(window + query_len - 1, self.block_n) <= WHOLE_TILES
 
 
 @dataclass(frozen=True)
@@ -81,15 +92,18 @@ class ScheduleBuffers:
 
     @classmethod
     def for_decodes(
-        cls, num_requests: int, query_len: int, rows_per_token: int, split: Split, device: torch.device
-    ) -> ScheduleBuffers:
+        cls, num_requests: int, query_len: int, rows_per_token: int, split: Split, device: torch.device,
+        window: int | None = None,
+    ) -> ScheduleBuffers:  # fmt: skip
         """Buffers large enough for any schedule of `num_requests` requests of `query_len` query tokens each, whose
-        context lengths may be upper bounds.
+        context lengths may be upper bounds. window: as in `schedule`.
 
         A cut inside a block adds one segment; each cut of the `num_programs` programs adds at most two partial
         results.
         """
         blocks = -(-query_len * rows_per_token // split.block_m)
+        if split.keeps_whole(query_len, window):
+            return cls(num_requests * blocks, 0, 0, device, query_len)
         programs = max(1, split.num_programs)
         return cls(num_requests * blocks + programs, programs, 2 * programs, device, query_len)
 
@@ -164,14 +178,15 @@ def cut(
     first_row = first_block * split.block_m // rows_per_token
     if window is not None and bounds:
         seen = window + last_row // rows_per_token - first_row  # positions that the band sees, at any offset in a tile
-        end = np.minimum(end, ((seen + split.block_n - 2) // split.block_n + 1) * split.block_n)
+        end = np.minimum(end, _touched(seen, split.block_n) * split.block_n)
     elif window is not None:
         seen = np.maximum(0, (contexts - queries)[request] + first_row - (window - 1))
         unit = split.fixed_tiles or 1
         skipped = seen // (split.block_n * unit) * unit
     tiles = -(-end // split.block_n) - skipped
 
-    band, begin, stop = _cut_bands(tiles, split, lanes)
+    whole = split.keeps_whole(max(query_lens, default=0), window)
+    band, begin, stop = _cut_bands(tiles, split, lanes, whole)
     order = np.argsort(begin - stop, kind="stable")
     pieces = np.bincount(band, minlength=len(tiles))  # segments of a band
     nth = np.arange(len(band)) - (np.cumsum(pieces) - pieces)[band]
@@ -215,15 +230,24 @@ def _lanes(blocks: np.ndarray, contexts: np.ndarray) -> int:
     return 1
 
 
-def _cut_bands(tiles: np.ndarray, split: Split, lanes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts bands of `tiles` each: (band, first tile, end tile) of every segment, ordered by band."""
+def _touched(positions: Any, block_n: int) -> Any:
+    """Most tiles that adjacent positions touch, at any offset in a tile."""
+    return (positions + block_n - 2) // block_n + 1
+
+
+def _cut_bands(
+    tiles: np.ndarray, split: Split, lanes: int, whole: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Cuts bands of `tiles` each: (band, first tile, end tile) of every segment, ordered by band. whole: no cuts."""
     ends = np.cumsum(tiles)
     starts = ends - tiles
     total = int(ends[-1]) if len(ends) else 0
     if total == 0:
         empty = np.zeros(0, dtype=np.int64)
         return empty, empty, empty
-    if split.fixed_tiles is not None:
+    if whole:
+        cuts = starts
+    elif split.fixed_tiles is not None:
         inside = -(-tiles // split.fixed_tiles)
         nth = np.arange(int(inside.sum())) - np.repeat(np.cumsum(inside) - inside, inside)
         cuts = np.repeat(starts, inside) + nth * split.fixed_tiles

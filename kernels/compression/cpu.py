@@ -6,7 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import kind_of
 from moe_engine.kernels.ops.protocol import RotaryTable
@@ -18,9 +18,12 @@ class _Compression(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int64)
-            for name in ("tokens", "rate", "series", "width", "rotary", "table_row", "interleaved")
+            for name in ("tokens", "rate", "series", "width", "rotary", "table_row", "interleaved", "each", "block")
         ),
-        *((name, ctypes.c_void_p) for name in ("positions", "rows", "table", "slots", "bias", "norm", "angles")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("positions", "starts", "rows", "table", "slots", "bias", "norm", "angles")
+        ),
         ("eps", ctypes.c_float),
     )
 
@@ -34,23 +37,27 @@ class CpuCompression:
         self._lib = library or load()
 
     def compress(
-        self, projected: Tensor, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens, out: Tensor
-    ) -> None:
+        self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
+        out: Tensor,
+    ) -> None:  # fmt: skip
         width, channels = len(weights.norm), weights.series * len(weights.norm)
-        fits = projected.shape[1] == 2 * channels and out.shape[1] == width and rotary.width <= width
-        fits &= projected.dtype == out.dtype and projected.stride(1) == out.stride(1) == tokens.table.stride(1) == 1
+        fits = projected.shape[1] == kept.rows.shape[1] == 2 * channels
+        fits &= out.shape[1] == width and rotary.width <= width and projected.dtype == kept.rows.dtype == out.dtype
+        fits &= all(rows.stride(1) == 1 for rows in (projected, kept.rows, out, tokens.table))
         if not fits:
             raise ValueError(
                 f"projections {list(projected.shape)} {projected.dtype} and entries {list(out.shape)} {out.dtype} do "
                 f"not fit {weights.series} series of {width} channels, or a row is not contiguous"
             )
-        positions, rows, slots = tokens.positions.long(), tokens.rows.int(), tokens.slots.long()
+        positions, starts, slots = tokens.positions.long(), tokens.starts.long(), tokens.slots.long()
+        rows = tokens.rows.int()
         struct = _Compression(
             len(positions), weights.rate, weights.series, width, rotary.width, tokens.table.stride(0),
-            rotary.interleaved, positions.data_ptr(), rows.data_ptr(), tokens.table.data_ptr(), slots.data_ptr(),
-            weights.bias.data_ptr(), weights.norm.data_ptr(), rotary.cos_sin.data_ptr(), weights.eps,
+            rotary.interleaved, kept.each, kept.block, positions.data_ptr(), starts.data_ptr(), rows.data_ptr(),
+            tokens.table.data_ptr(), slots.data_ptr(), weights.bias.data_ptr(), weights.norm.data_ptr(),
+            rotary.cos_sin.data_ptr(), weights.eps,
         )  # fmt: skip
         self._lib.moe_compress(
-            kind_of(out.dtype), ctypes.byref(struct), projected.data_ptr(), projected.stride(0), out.data_ptr(),
-            out.stride(0),
+            kind_of(out.dtype), ctypes.byref(struct), projected.data_ptr(), projected.stride(0),
+            kept.rows.data_ptr(), kept.rows.stride(0), out.data_ptr(), out.stride(0),
         )  # fmt: skip

@@ -9,6 +9,8 @@ entry is, for each channel and in float32:
 With overlap a token has two series of values and gates: an entry sums the first series of the window before (of window
 0: nothing) and the second series of its own window.
 
+Projections of a step's tokens are the kernel's input; of tokens before they are in `Kept` rows.
+
 Legend: T tokens, W channels of an entry, S series (2 with overlap, else 1), N rows of projections, R rotary width.
 Source: DeepSeek-V4 technical report (CSA: overlap, HCA: none); `inference/model.py` of its release.
 """
@@ -46,9 +48,26 @@ class CompressedTokens(NamedTuple):
     """The tokens of a step: the same in all layers of a cache group."""
 
     positions: Tensor  # [T] int64; of padding: 0, which completes no window
+    starts: Tensor  # [T] int64: first position of each token's request in the step; its tokens are adjacent
     rows: Tensor  # [T] int32: row in `table` of each token's request
-    table: Tensor  # [max_rows, max_context] int32: row in the projections of each position of a request
-    slots: Tensor  # [T] int64: KV slot of each token
+    table: Tensor  # [max_rows, max_context] int32: slot of each position of a request, by which its row is kept
+    slots: Tensor  # [T] int64: KV slot of each token, by which its entry is written
+
+
+class Kept(NamedTuple):
+    """Projections of tokens before a step. `each` rows are a ring: of a block of `block` slots, or of a request
+    (`block` 0), behind the first ring, which is for padding. A ring holds at least the tokens that an entry reads and
+    those of a step's drafts, or all of a block."""
+
+    rows: Tensor  # [N, 2 S W]
+    each: int
+    block: int
+
+    def places(self, positions: Tensor, requests: Tensor, slots: Tensor) -> Tensor:
+        """The rows [T] int64 of tokens; requests [T] by row of the slot table, slots [T] of `table`."""
+        if self.block:
+            return (slots // self.block * self.each + slots % self.block % self.each).long()
+        return (requests + 1).long() * self.each + positions % self.each
 
 
 class CompressionKernel(Protocol):
@@ -57,17 +76,18 @@ class CompressionKernel(Protocol):
     name: str
 
     def compress(
-        self, projected: Tensor, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens, out: Tensor
-    ) -> None:
+        self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
+        out: Tensor,
+    ) -> None:  # fmt: skip
         """out[slots[t] // rate] = the entry of each window that a token t of the step completes.
 
         Other rows of `out` do not change. Positions before the last S windows are not read, so that `table` may name
-        any row there. An entry does not depend on the other tokens of the step.
+        any slot there. An entry does not depend on the other tokens of the step.
 
         Args:
             rotary: of interleaved pairs.
-            projected: [N, 2 S W] (rows may be strided): S W values, then S W gates, of the step's tokens and of those
-                before that their windows contain.
+            projected: [T, 2 S W] (rows may be strided): S W values, then S W gates, of the step's tokens.
+            kept: those of tokens before that their windows contain, in the dtype of `projected`.
             out: [M, W] (rows may be strided), in the dtype of `projected`.
 
         Raises:

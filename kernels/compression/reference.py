@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.reference import rotate_
 
@@ -19,20 +19,25 @@ class TorchCompression:
     name = "torch"
 
     def compress(
-        self, projected: Tensor, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens, out: Tensor
-    ) -> None:
+        self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
+        out: Tensor,
+    ) -> None:  # fmt: skip
         rate, width = weights.rate, len(weights.norm)
         last = ((tokens.positions + 1) % rate == 0).nonzero().squeeze(1)  # [E]
         if not len(last):
             return
         ends = tokens.positions[last] + 1
-        rows = tokens.table[tokens.rows[last].long()]
+        requests, starts = tokens.rows[last].long()[:, None], tokens.starts[last][:, None]
         values, gates = [], []
         for series in range(weights.series):
             windows_before = weights.series - 1 - series
             first = ends - (windows_before + 1) * rate
             places = first.unsqueeze(1) + torch.arange(rate, device=ends.device)  # [E, rate]
-            found = projected[rows.gather(1, places.clamp(min=0)).long()]  # [E, rate, 2 S W]
+            own = kept.places(places, requests, tokens.table[requests, places.clamp(min=0)])
+            in_step = last[:, None] - (ends[:, None] - 1 - places)
+            found = torch.where(
+                (places >= starts)[..., None], projected[in_step.clamp(min=0)], kept.rows[own.clamp(min=0)]
+            )  # [E, rate, 2 S W]
             value, gate = found.unflatten(2, (2, weights.series, width))[:, :, :, series].float().unbind(2)
             absent = places.unsqueeze(2) < 0  # window 0 has none before
             bias = weights.bias.view(rate, weights.series, width)[:, series]

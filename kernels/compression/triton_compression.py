@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
@@ -26,16 +26,17 @@ _TILE = 4096
 
 @dependent_jit(do_not_specialize_on_alignment=[*UNALIGNED, "rows"])
 def compress_kernel(
-    projected, bias, norm, cos_sin, positions, rows, table, slots, out, stride, table_stride, out_stride, eps,
-    RATE: tl.constexpr, SERIES: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    projected, kept, bias, norm, cos_sin, positions, starts, rows, table, slots, out, stride, kept_stride,
+    table_stride, out_stride, eps, RATE: tl.constexpr, SERIES: tl.constexpr, WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr, EACH: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[slots[t] // RATE] = the entry of token t's window, if it completes one. Grid (T,)."""
+    """out[slots[t] // RATE] = the entry of token t's window, if it completes one. SLOTS: `Kept.block`. Grid (T,)."""
     wait_for_inputs()
     token = tl.program_id(0)
     end = tl.load(positions + token) + 1
     if end % RATE == 0:
-        table_row = table + tl.load(rows + token).to(tl.int64) * table_stride
+        start, request = tl.load(starts + token), tl.load(rows + token).to(tl.int64)
+        table_row = table + request * table_stride
         channel, inner = tl.arange(0, BLOCK), tl.arange(0, TOKENS)
         top = tl.full([BLOCK], _LOWEST, tl.float32)
         total, mixed = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -44,18 +45,30 @@ def compress_kernel(
                 place = begin + inner
                 position = end - (SERIES - series) * RATE + place
                 live = (place < RATE) & (position >= 0)  # window 0 has none before
-                line = tl.load(table_row + position, live, 0).to(tl.int64) * stride
-                inside = live[:, None] & (channel < WIDTH)[None, :]
+                before = live & (position < start)
+                if SLOTS:
+                    slot = tl.load(table_row + position, before, 0).to(tl.int64)
+                    line = slot // SLOTS * EACH + slot % SLOTS % EACH
+                else:
+                    line = (request + 1) * EACH + position % EACH
+                own = kept + (line * kept_stride)[:, None]
+                new = projected + ((token - (end - 1) + position) * stride)[:, None]
                 column = series * WIDTH + channel[None, :]
-                value = tl.load(projected + line[:, None] + column, inside, 0.0).to(tl.float32)
-                gate = tl.load(projected + line[:, None] + SERIES * WIDTH + column, inside, 0.0).to(tl.float32)
+                inside = live[:, None] & (channel < WIDTH)[None, :]
+                old, young = inside & before[:, None], inside & (live & (position >= start))[:, None]
+                value = tl.load(new + column, young, 0.0).to(tl.float32)
+                value += tl.load(own + column, old, 0.0).to(tl.float32)
+                column += SERIES * WIDTH
+                gate = tl.load(new + column, young, 0.0).to(tl.float32)
+                gate += tl.load(own + column, old, 0.0).to(tl.float32)
+                column -= SERIES * WIDTH
                 gate += tl.load(bias + place[:, None] * (SERIES * WIDTH) + column, inside, 0.0)
                 gate = tl.where(inside, gate, float("-inf"))
-                new = tl.maximum(top, tl.max(gate, 0))
-                decay, weight = tl.exp(top - new), tl.exp(gate - new[None, :])
+                higher = tl.maximum(top, tl.max(gate, 0))
+                decay, weight = tl.exp(top - higher), tl.exp(gate - higher[None, :])
                 total = total * decay + tl.sum(weight, 0)
                 mixed = mixed * decay + tl.sum(weight * value, 0)
-                top = new
+                top = higher
         entry = mixed / tl.where(channel < WIDTH, total, 1.0)
         scale = tl.rsqrt(tl.sum(entry * entry) / WIDTH + eps)
         entry *= scale * tl.load(norm + channel, channel < WIDTH, 0.0)
@@ -74,34 +87,43 @@ class TritonCompression:
     name = "triton"
 
     def compress(
-        self, projected: Tensor, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens, out: Tensor
-    ) -> None:
-        if not rotary.interleaved or projected.stride(1) != 1 or out.stride(1) != 1:
+        self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        if not rotary.interleaved or {projected.stride(1), kept.rows.stride(1), out.stride(1)} != {1}:
             raise ValueError("compression needs contiguous rows and a rotary table of interleaved pairs")
         if len(tokens.positions):
             compress_kernel[(len(tokens.positions),)](
-                projected, weights.bias, weights.norm, rotary.cos_sin, tokens.positions, tokens.rows, tokens.table,
-                tokens.slots, out, row_stride(projected), row_stride(tokens.table), row_stride(out), weights.eps,
-                **_constants(weights.rate, weights.series, len(weights.norm), rotary.width), num_warps=8,
+                projected, kept.rows, weights.bias, weights.norm, rotary.cos_sin, tokens.positions, tokens.starts,
+                tokens.rows, tokens.table, tokens.slots, out, row_stride(projected), row_stride(kept.rows),
+                row_stride(tokens.table), row_stride(out), weights.eps,
+                **_constants(weights.rate, weights.series, len(weights.norm), rotary.width, kept.each, kept.block),
+                num_warps=8,
             )  # fmt: skip
 
 
-def _constants(rate: int, series: int, width: int, rotary: int) -> dict[str, Any]:
+def _constants(rate: int, series: int, width: int, rotary: int, each: int, slots: int) -> dict[str, Any]:
     block = next_power_of_2(width)
     tokens = min(next_power_of_2(rate), max(1, _TILE // block))
-    return {"RATE": rate, "SERIES": series, "WIDTH": width, "ROTARY": rotary, "TOKENS": tokens, "BLOCK": block}
+    return {
+        "RATE": rate, "SERIES": series, "WIDTH": width, "ROTARY": rotary, "EACH": each, "SLOTS": slots,
+        "TOKENS": tokens, "BLOCK": block,
+    }  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
     """DeepSeek V4: CSA, its indexer, and HCA."""
     cases = []
-    for label, sizes in (("csa", (4, 2, 512, 64)), ("index", (4, 2, 128, 64)), ("hca", (128, 1, 512, 64))):
+    for label, sizes in (
+        ("csa", (4, 2, 512, 64, 8, 128)), ("index", (4, 2, 128, 64, 8, 128)), ("hca", (128, 1, 512, 64, 128, 0)),
+    ):  # fmt: skip
         for dtype in (torch.bfloat16, torch.float32):
             kind = f"*{element(dtype)}"
             signature = {
-                "projected": kind, "bias": "*fp32", "norm": "*fp32", "cos_sin": "*fp32", "positions": "*i64:1",
-                "rows": "*i32:1", "table": "*i32", "slots": "*i64:1", "out": kind, "stride": "i32:16",
-                "table_stride": "i32:16", "out_stride": "i32:16", "eps": "fp32",
+                "projected": kind, "kept": kind, "bias": "*fp32", "norm": "*fp32", "cos_sin": "*fp32",
+                "positions": "*i64:1", "starts": "*i64:1", "rows": "*i32:1", "table": "*i32", "slots": "*i64:1",
+                "out": kind, "stride": "i32:16", "kept_stride": "i32:16", "table_stride": "i32:16",
+                "out_stride": "i32:16", "eps": "fp32",
             }  # fmt: skip
             name = f"compression_{label}_{element(dtype)}"
             cases.append(AotCase(name, compress_kernel, signature, _constants(*sizes), 8, 3, False))

@@ -98,6 +98,8 @@ class PackedExperts(Protocol):
     @property
     def limit(self) -> float: ...
     @property
+    def alpha(self) -> float: ...
+    @property
     def num_experts(self) -> int: ...
     @property
     def width(self) -> int: ...
@@ -199,12 +201,12 @@ def fuse_mla(library: Library, layer: MLALayer) -> FusedMLA | None:
 
 def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
     """None if a weight is not packed in panels of one dtype, or the shared expert cannot run in one call, or experts
-    have biases."""
+    have biases, or their activation."""
     shared = [] if layer.shared is None else list(layer.shared)
     panels = layer.experts.data
     of_experts = panels.kind if isinstance(panels, ExpertPanels) else None
     kind = common_kind([of_experts, *([kind_of_weights(shared)] if shared else [])])
-    if layer.experts.bias is not None:
+    if layer.experts.bias is not None or layer.experts.alpha:
         return None
     if kind is None or layer.gate.dtype not in KIND or not layer.gate.is_contiguous():
         return None

@@ -290,12 +290,12 @@ def delta_cases(label: str, shape: DeltaShape, between: Between, dtype: torch.dt
 
 
 def aot_cases() -> list[AotCase]:
-    """Qwen3-Next on one GPU and on four, and Kimi-Linear on one and on four."""
+    """Qwen3-Next on one GPU and on four, Kimi-Linear on one and on four, and Ling on one."""
     return [
         *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4), (768, 768, 4, 4)),
         *delta_cases("qwen3_next_tp4", DeltaShape(4, 8, 128, 128, 4), (768, 768, 4, 4)),
         *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4), (768, 768, 4, 4), torch.float32),
         *delta_cases("kimi_linear", DeltaShape(32, 32, 128, 128, 4, 128, sigmoid=True), (384, 128, 1, 128)),
         *delta_cases("kimi_linear_tp4", DeltaShape(8, 8, 128, 128, 4, 128, sigmoid=True), (384, 128, 1, 128)),
-        *delta_cases("ling3", DeltaShape(32, 32, 128, 128, 4, 128, -5.0, True), (384, 128, 1, 128)),
+        *delta_cases("ling3", DeltaShape(32, 32, 128, 128, 4, 128, -5.0, True), (640, 640, 1, 640)),
     ]

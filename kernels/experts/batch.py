@@ -78,8 +78,10 @@ class ExpertBiases:
 @dataclass
 class ExpertWeights:
     """The experts of one layer on this rank, filled expert by expert while loading. `data` is private to the kernel.
-    `bias`: only for kernels whose capabilities have `biases`. `limit`: gate is at most `limit` and up within +-limit
-    (DeepSeek V4), only for kernels whose capabilities have `clamps`; 0: no clamp."""
+    `bias`: only for kernels whose capabilities have `biases`. `alpha`, also only for these: the activation of
+    `ExpertBiases` with `limit`, without biases (MiniMax-M3); 0: SiLU. `limit`: gate is at most `limit` and up within
+    +-limit (DeepSeek V4), or as in `Ops.silu_and_mul` if it is negative (Ling), only for kernels whose capabilities
+    have `clamps`; 0: no clamp."""
 
     num_experts: int
     hidden: int
@@ -88,3 +90,4 @@ class ExpertWeights:
     num_bytes: int
     bias: ExpertBiases | None = None
     limit: float = 0.0
+    alpha: float = 0.0

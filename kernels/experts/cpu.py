@@ -14,7 +14,7 @@ from moe_engine.kernels.cpu.huge_pages import huge_bytes
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, kind_of, rows
 from moe_engine.kernels.decoder.layers import fuse_moe
-from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.quantization.codes import Coded, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
@@ -27,9 +27,11 @@ class _Biases(ctypes.Structure):
     ]
 
 
-def biases_struct(bias: ExpertBiases) -> _Biases:
-    """The C struct of biases, which must live as long as it."""
-    return _Biases(bias.gate_up.data_ptr(), bias.down.data_ptr(), bias.alpha, bias.limit)
+def biases_struct(weights: ExpertWeights) -> _Biases | None:
+    """The C struct of biases, which must live as long as it, or of their activation alone; None: neither."""
+    if (bias := weights.bias) is not None:
+        return _Biases(bias.gate_up.data_ptr(), bias.down.data_ptr(), bias.alpha, bias.limit)
+    return _Biases(None, None, weights.alpha, weights.limit) if weights.alpha else None
 
 
 class CpuExperts:
@@ -121,7 +123,7 @@ class CpuExperts:
             offsets, counts, capacity = None, sizes.data_ptr(), x.shape[1]
         else:
             raise ValueError(f"unknown layout {batch.layout!r}")
-        biases = None if weights.bias is None else biases_struct(weights.bias)
+        biases = biases_struct(weights)
         self._lib.moe_experts(
             kind_of(x.dtype), x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden,
             weights.width, data.address, out.data_ptr(), data.form, data.down_form,
@@ -146,7 +148,7 @@ class CpuExperts:
         if add is not None and (add.dtype != x.dtype or add.shape != x.shape or add.stride(-1) != 1):
             add = add.to(x.dtype).expand(x.shape).contiguous()
         out = torch.empty((tokens, weights.hidden), dtype=x.dtype)
-        biases = None if weights.bias is None else biases_struct(weights.bias)
+        biases = biases_struct(weights)
         self._lib.moe_routed(
             kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
             weights.num_experts, weights.hidden, weights.width, data.address,

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
+from moe_engine.kernels.gated_activation import activate
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Groups, Operand
-from moe_engine.kernels.ops.reference import clamped
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
@@ -276,9 +275,7 @@ class DeepGemmExperts:
         if layer.down.scales is not None:
             return self._gemm.silu_mul(middle, layer.power_of_two, weights.limit)
         gate, up = middle.chunk(2, dim=-1)
-        if weights.limit:
-            gate, up = clamped(gate, up, weights.limit)
-        return F.silu(gate).mul_(up)
+        return activate(gate, up, weights.limit)
 
     def _padded(self, batch: ExpertBatch, counts: Tensor, weights: ExpertWeights) -> Tensor:
         """[E, capacity, D]; rows after the counts are neither read nor written."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities
-from moe_engine.kernels.ops.reference import clamped
+from moe_engine.kernels.gated_activation import activate, clamped
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
@@ -52,9 +52,7 @@ class TorchExperts:
                 target.copy_(_biased(rows, gate_up[expert], down[expert], weights.bias, expert))
                 continue
             gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
-            if weights.limit:
-                gate, up = clamped(gate, up, weights.limit)
-            target.copy_(F.linear(F.silu(gate).mul_(up), down[expert]))
+            target.copy_(F.linear(activate(gate, up, weights.limit, weights.alpha), down[expert]))
         return out
 
     def run_routed(

@@ -14,7 +14,7 @@ from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP,
 @dataclass(frozen=True)
 class ExpertModel:
     """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `clamped`:
-    with `ExpertWeights.limit`. `format`: of weights in 4 bits."""
+    with `ExpertWeights.limit`. `shifted`: with `ExpertWeights.alpha`. `format`: of weights in 4 bits."""
 
     name: str
     num_experts: int
@@ -25,6 +25,7 @@ class ExpertModel:
     biased: bool = False
     format: GroupCodes | None = None
     clamped: bool = False
+    shifted: bool = False
 
     def part(self, ranks: int) -> ExpertModel:
         """What one of `ranks` has of each expert."""
@@ -73,6 +74,7 @@ class ExpertShape:
 
 DEEPSEEK_V3 = ExpertModel("deepseek-v3", 256, 8, 7168, 2048, fp8=True)
 DEEPSEEK_V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
+MINIMAX_M3 = ExpertModel("minimax-m3", 128, 4, 6144, 3072, fp8=False, shifted=True)
 GPT_OSS_20B = ExpertModel("gpt-oss-20b", 32, 4, 2880, 2880, fp8=False, biased=True)
 MXFP4 = GroupCodes(4, MXFP4_GROUP, values=FP4)
 GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, name="gpt-oss-20b-mxfp4", format=MXFP4)

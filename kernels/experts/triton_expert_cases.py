@@ -15,6 +15,7 @@ from moe_engine.kernels.experts.shapes import (
     GPT_OSS_20B,
     GPT_OSS_20B_MXFP4,
     KIMI_K2,
+    MINIMAX_M3,
     ExpertModel,
 )
 from moe_engine.kernels.experts.tiles import FOUR_BITS, MXFP4, tiles_of
@@ -62,7 +63,8 @@ def cases_of(
         signature["bias"] = "*fp32"
     else:
         none["bias"] = None
-    constants = constants_of(groups, model.width, model.hidden, stored, first, first.tma, model.biased, model.format)
+    shifted = model.biased or model.shifted
+    constants = constants_of(groups, model.width, model.hidden, stored, first, first.tma, shifted, model.format)
     constants |= gathering_constants(1 if padded else model.top_k, layout == "grouped", False, model.clamped)
     more = {"out": f"*{kind}", "alpha": "fp32", "limit": "fp32"} | dict.fromkeys(
         ("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32"
@@ -98,7 +100,8 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    for model, mean_rows in (*product((GPT_OSS_20B,), (8, 512)), *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
+    plain = product((GPT_OSS_20B, MINIMAX_M3), (8, 512))
+    for model, mean_rows in (*plain, *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
         found |= {case.name: case for case in cases_of(model, 32, mean_rows, False)}
     for model in FOUR_BIT_MODELS:
         dtype = torch.float16 if model.format == AWQ else torch.bfloat16

@@ -44,7 +44,7 @@ from moe_engine.kernels.linear.triton_four_bits import constants_of as four_bits
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
-from moe_engine.kernels.triton.clamped_gate import clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import clamp_gate_up, silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _HALF = tl.constexpr(HALF)
@@ -137,18 +137,15 @@ def gate_up_tile(
         gate *= whole_factor(whole + 2 * expert, x)
         up *= whole_factor(whole + 2 * expert + 1, x)
     if BIASED:
-        place = bias + expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
-        gate_bias, up_bias = tl.load(place), tl.load(place + WIDTH)
-        if SWAP_AB:
-            gate, up = gate + gate_bias[:, None], up + up_bias[:, None]
-        else:
-            gate, up = gate + gate_bias[None, :], up + up_bias[None, :]
+        if bias is not None:
+            place = bias + expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
+            axis: tl.constexpr = 1 if SWAP_AB else 0
+            gate += tl.expand_dims(tl.load(place), axis)
+            up += tl.expand_dims(tl.load(place + WIDTH), axis)
         gate, up = clamp_gate_up(gate, up, limit)
         inner = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
     else:
-        if CLAMP:
-            gate, up = clamp_gate_up(gate, up, limit)
-        inner = gate * tl.sigmoid(gate) * up
+        inner = silu_mul(gate, up, limit, CLAMP)
     if SWAP_AB:
         inner = tl.trans(inner)
     inside = rows < end
@@ -177,8 +174,8 @@ def gate_up_kernel(
     CLAMP: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
-    [E, 2 * WIDTH] and the activation of `ExpertBiases`. CLAMP: without biases gate is at most `limit`, up within
-    +-limit.
+    [E, 2 * WIDTH] (None: zeros) and the activation of `ExpertBiases`. CLAMP: without biases gate is at most `limit`, up
+    within +-limit.
     FORM: of 4 bits, weight and its scales are in the memory of `triton_four_bits`; empty: not of 4 bits. whole: of
     NVFP4, float32 [E, 2].
 
@@ -309,6 +306,7 @@ def gate_up(
     format: GroupCodes | None = None,
     whole: Tensor | None = None,
     limit: float = 0.0,
+    alpha: float = 0.0,
 ) -> Tensor | QuantizedRows:
     """The first product: [M, I] in x's dtype, or quantized if x is.
 
@@ -316,7 +314,7 @@ def gate_up(
         x: [M, D], or with `source` [T, D], or padded [E, C, D]; `QuantizedRows` with FP8 weights.
         weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights. Of
             weights in 4 bits with a `format`, `whole` float32 [E, 2] of NVFP4 too, see `triton_four_bits`.
-        limit: that of `ExpertWeights`.
+        limit, alpha: those of `ExpertWeights`.
         source: int32 [M] pairs; row m is token source[m] // top_k. None with groups of pairs: token m // top_k.
 
     Rows outside all groups are unspecified.
@@ -334,9 +332,9 @@ def gate_up(
     if grid:
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, whole, out.data, _scales(out), groups.capacity,
-            _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias, limit),
-            **constants_of(groups, width, hidden, weight.dtype, tiles, tma, bias is not None, format),
-            **gathering_constants(top_k, source is not None, power_of_two, limit > 0),
+            _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias, limit, alpha),
+            **constants_of(groups, width, hidden, weight.dtype, tiles, tma, bias is not None or alpha > 0, format),
+            **gathering_constants(top_k, source is not None, power_of_two, limit != 0),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options_of(format),
         )  # fmt: skip
     return out
@@ -381,8 +379,8 @@ def _grid(groups: Groups, tiles: Tiles, width: int, weights: int, x: Tensor, wei
     return num_programs(most, tiles, rows, groups.tiles.block_k, x.itemsize, x.device)
 
 
-def _bias_args(bias: ExpertBiases | None, limit: float) -> tuple[Tensor | None, float, float]:
-    return (None, 0.0, limit) if bias is None else (bias.gate_up, bias.alpha, bias.limit)
+def _bias_args(bias: ExpertBiases | None, limit: float, alpha: float) -> tuple[Tensor | None, float, float]:
+    return (None, alpha, limit) if bias is None else (bias.gate_up, bias.alpha, bias.limit)
 
 
 def _scales(x: Tensor | QuantizedRows) -> Tensor | None:

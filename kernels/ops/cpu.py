@@ -112,13 +112,14 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
         gate_up = rows(gate_up)
         count, width = gate_up.shape
         out = torch.empty((count, width // 2), dtype=gate_up.dtype)
         self._lib.moe_silu_and_mul(
-            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2, limit
-        )
+            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2, limit,
+            alpha,
+        )  # fmt: skip
         return out
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:

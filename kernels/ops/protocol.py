@@ -160,7 +160,7 @@ class Gates:
     """Gates by sigmoid, in one launch each; product and sigmoid are rounded to the dtype of their argument."""
 
     heads: Callable[[Tensor, Tensor], Tensor]
-    """(x, gate) [T, H, Dh]: x * sigmoid(gate), in place if x is contiguous."""
+    """(x [T, H, Dh], gate [T, H, Dh] or [T, H, 1]): x * sigmoid(gate), in place if x is contiguous."""
 
     rows: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(rows, x, weight): rows [T, D] *= sigmoid(x @ weight.T), in place; x [T, D], weight [1, D]."""
@@ -200,6 +200,9 @@ class OpsCapabilities:
 
     gates: Gates | None = None
 
+    lookup: Callable[[Tensor, Tensor, int], Tensor] | None = None
+    """(ids, weight, first): [T, D], weight[ids - first] of ids [T] and weight [W, D], contiguous; 0 for other ids."""
+
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
 
@@ -218,9 +221,10 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; returns rms_norm(residual). x and residual [T, D]."""
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
         """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]. With a limit gate is at most `limit` and up within
-        +-limit."""
+        +-limit; with a negative one silu(gate) is at most -limit instead (Ling). With an alpha the activation of
+        `ExpertBiases`: gate * sigmoid(alpha * gate) * (up + 1)."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place.

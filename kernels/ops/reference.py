@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.gated_activation import activate
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
@@ -31,11 +32,9 @@ class TorchOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        if limit:
-            gate, up = clamped(gate, up, limit)
-        return F.silu(gate).mul_(up)
+        return activate(gate, up, limit, alpha)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         rotate_(x[..., x.shape[-1] - table.width :], positions, table, inverse)
@@ -146,11 +145,6 @@ def rotate_(x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = Fa
     rotated = a * cos - b * sin, a * sin + b * cos
     first.copy_(rotated[0])
     second.copy_(rotated[1])
-
-
-def clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """gate at most `limit`, up within +-limit."""
-    return gate.clamp(max=limit), up.clamp(-limit, limit)
 
 
 def with_padding(ids: Tensor, real: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.permutation.protocol import ExpertRows
+from moe_engine.kernels.permutation.triton_permute import weighted_sum
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
     UNQUANTIZED,
@@ -37,19 +38,14 @@ def combine_norm_kernel(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, W_STRIDE: tl.constexpr, ADD_STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_ADD: tl.constexpr, KEEP: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """One token per program: residual[t] += add[t] + sum_k weights[t, k] * rows[positions[t, k]], summed as
-    `combine_kernel` sums; KEEP: normed[t] = its norm; QUANTIZE: the norm as e4m3 in `out`, with scales."""
+    """One token per program: residual[t] += add[t] + sum_k weights[t, k] * rows[positions[t, k]]; KEEP: normed[t] = its
+    norm; QUANTIZE: the norm as e4m3 in `out`, with scales."""
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = cols < WIDTH
-    total = tl.zeros((BLOCKS, _BLOCK), tl.float32)
-    for k in tl.static_range(TOP_K):
-        row = tl.load(positions + token * TOP_K + k).to(tl.int64)
-        value = tl.load(rows + row * WIDTH + cols, mask=cols < tl.where(row >= 0, WIDTH, 0), other=0.0)
-        weight = tl.load(weights + token * W_STRIDE + k)
-        total += value.to(tl.float32) * tl.where(row >= 0, weight, 0.0)
+    total = weighted_sum(rows, positions, weights, token, cols, TOP_K, WIDTH, W_STRIDE, True)
     if HAS_ADD:
         total += tl.load(add + token * ADD_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
     stream = residual + token * WIDTH + cols

@@ -21,6 +21,7 @@ from moe_engine.kernels.ops.protocol import Gates, OpsCapabilities, QuantizedNor
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
 from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
 from moe_engine.kernels.ops.triton_grouped import grouped_rows
+from moe_engine.kernels.ops.triton_lookup import lookup
 from moe_engine.kernels.ops.triton_norm_route import add_norm_route
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
@@ -54,7 +55,8 @@ class TritonOps:
         return OpsCapabilities(
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
-            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), mix_streams=triton_streams.mix,
+            grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), lookup=lookup,
+            mix_streams=triton_streams.mix,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,8 +95,8 @@ class TritonOps:
         assert isinstance(normed, QuantizedActivation)
         return normed
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0) -> Tensor:
-        return triton_norm.silu_and_mul(gate_up, limit)
+    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
+        return triton_norm.silu_and_mul(gate_up, limit, alpha)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table, inverse)

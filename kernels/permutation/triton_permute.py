@@ -147,25 +147,33 @@ def permute_kernel(
             tl.store(scales + row * scale_row + blocks * scale_column, scale, mask=inside)
 
 
+@triton.jit
+def weighted_sum(
+    rows, positions, weights, token, cols, TOP_K: tl.constexpr, WIDTH: tl.constexpr, W_STRIDE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Channels `cols` of sum_k weights[token, k] * rows[positions[token, k]], in float32 and in the order of k."""
+    total = tl.zeros(cols.shape, tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(positions + token * TOP_K + k).to(tl.int64)
+        value = tl.load(rows + row * WIDTH + cols, mask=cols < tl.where(row >= 0, WIDTH, 0), other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            value *= tl.where(row >= 0, tl.load(weights + token * W_STRIDE + k), 0.0)
+        total += value
+    return total
+
+
 @dependent_jit(do_not_specialize_on_alignment=["weights"])
 def combine_kernel(
     rows, positions, weights, add, out,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, W_STRIDE: tl.constexpr, ADD_STRIDE: tl.constexpr, TILE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_ADD: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = add[t] + sum_k weights[t, k] * rows[positions[t, k]], in float32 and in the order of k."""
+    """out[t] = add[t] + sum_k weights[t, k] * rows[positions[t, k]]."""
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    total = tl.zeros((TILE,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        row = tl.load(positions + token * TOP_K + k).to(tl.int64)
-        width = tl.where(row >= 0, WIDTH, 0)
-        value = tl.load(rows + row * WIDTH + cols, mask=cols < width, other=0.0).to(tl.float32)
-        if HAS_WEIGHTS:
-            weight = tl.load(weights + token * W_STRIDE + k)
-            value *= tl.where(row >= 0, weight, 0.0)
-        total += value
+    total = weighted_sum(rows, positions, weights, token, cols, TOP_K, WIDTH, W_STRIDE, HAS_WEIGHTS)
     inside = cols < WIDTH
     if HAS_ADD:
         total += tl.load(add + token * ADD_STRIDE + cols, mask=inside, other=0.0).to(tl.float32)

@@ -16,7 +16,7 @@ from moe_engine.kernels.quantization.groups import RowGroups, empty_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile, store_scale
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.clamped_gate import clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -42,8 +42,8 @@ def groups_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, GATED: tl.constexpr, QUANTIZE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = x; GATED: silu(x[:, :WIDTH]) * x[:, WIDTH:], with CLAMP the first at most `limit`, the second
-    within +-limit; WEIGHTED: * weights [M]. QUANTIZE: as e4m3.
+    """out [M, WIDTH] = x; GATED: silu(x[:, :WIDTH]) * x[:, WIDTH:], with CLAMP and `limit` as in
+    `Ops.silu_and_mul`; WEIGHTED: * weights [M]. QUANTIZE: as e4m3.
 
     Scale of row m of group g and block b: scales[g * scale_skip + m + b * scale_column], or an
     exponent (`store_scale`).
@@ -64,9 +64,7 @@ def groups_kernel(
         tile = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         if GATED:
             up = tl.load(place + WIDTH, mask=mask, other=0.0).to(tl.float32)
-            if CLAMP:
-                tile, up = clamp_gate_up(tile, up, limit)
-            tile = tile * tl.sigmoid(tile) * up
+            tile = silu_mul(tile, up, limit, CLAMP)
         if WEIGHTED:
             tile *= tl.load(weights + line, mask=inside, other=0.0)[:, None]
         target = out + line[:, None] * WIDTH + cols[None, :]
@@ -91,7 +89,7 @@ def silu_mul_quantize_groups(
     """See `groups.silu_mul_quantize_groups`."""
     width = gate_up.shape[-1] // 2
     rows = empty_rows(gate_up, width, exponents)
-    constants = _constants(groups, width, gated=True, power_of_two=power_of_two, clamps=limit > 0)
+    constants = _constants(groups, width, gated=True, power_of_two=power_of_two, clamps=limit != 0)
     _launch(gate_up, groups, rows, constants, limit=limit)
     return rows
 
@@ -100,7 +98,7 @@ def silu_mul_groups(gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> T
     """See `groups.silu_mul_groups`."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _launch(gate_up, groups, out, _constants(groups, width, gated=True, quantize=False, clamps=limit > 0), limit=limit)
+    _launch(gate_up, groups, out, _constants(groups, width, gated=True, quantize=False, clamps=limit != 0), limit=limit)
     return out
 
 

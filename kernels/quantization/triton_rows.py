@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, QuantizedRows
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.clamped_gate import clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -76,8 +76,8 @@ def silu_mul_quantize_kernel(
     gate_up, out, scales, num_rows, scale_stride, limit,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128). CLAMP: gate
-    is at most `limit`, up within +-limit."""
+    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128). CLAMP:
+    `limit` as in `Ops.silu_and_mul`."""
     wait_for_inputs()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
@@ -88,9 +88,7 @@ def silu_mul_quantize_kernel(
     source = gate_up + line * X_STRIDE + cols[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    if CLAMP:
-        gate, up = clamp_gate_up(gate, up, limit)
-    quantized, scale = quantize_tile(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
+    quantized, scale = quantize_tile(silu_mul(gate, up, limit, CLAMP), POWER_OF_TWO)
     tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
     store_scale(scales, block, rows, scale_stride, scale, inside)
 
@@ -173,7 +171,7 @@ def silu_mul_quantize(
     if m:
         silu_mul_quantize_kernel[_tiles(m, width)](
             gate_up, rows.data, rows.scales, m, rows.scale_stride, limit, WIDTH=width, X_STRIDE=_stride(gate_up),
-            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, CLAMP=limit > 0, num_warps=4,
+            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, CLAMP=limit != 0, num_warps=4,
         )  # fmt: skip
     return rows
 

@@ -66,14 +66,15 @@ class Arenas:
 
 @dataclass(frozen=True)
 class CompiledShape:
-    """A model on `num_ranks` ranks, for ahead-of-time compilation."""
+    """A model on `num_ranks` ranks, for ahead-of-time compilation. top_k: experts of a token, shared ones included."""
 
     name: str
     num_ranks: int
     width: int
+    top_k: int
 
 
-SHAPES = (CompiledShape("v3_tp8", 8, 7168), CompiledShape("v2_lite_tp2", 2, 2048))
+SHAPES = (CompiledShape("v3_tp8", 8, 7168, 9), CompiledShape("v2_lite_tp2", 2, 2048, 8))
 
 
 def why_not(num_ranks: int, width: int, item_bytes: int) -> str | None:

@@ -20,6 +20,7 @@ from moe_engine.kernels.quantization.protocol import (
     Activation,
     ActivationFormat,
     QuantizedActivation,
+    QuantizedRows,
 )
 from moe_engine.kernels.symm_mem.regions import RETURNED, SENT, Regions
 from moe_engine.kernels.symm_mem.tiles import TILES
@@ -183,11 +184,42 @@ class SymmMemExchange:
 
     def sum(self, num_tokens: int, dtype: torch.dtype, number: int) -> Tensor:
         """Sums over the ranks, after waiting for all of them."""
-        regions, slot = self._regions, self._slots[number]
-        out = torch.empty(num_tokens, regions.hidden, dtype=dtype, device=self._memory.device)
-        sum_kernel[(min(self._programs, max(num_tokens, 1)),)](
-            self._targets[number], out, self._peers, self._state[number], self._failed, self._lost, num_tokens,
-            self._rank, regions.max_tokens, self._limit_ns, slot.returned, slot.flags[RETURNED],
-            **sum_constants(regions.hidden, regions.num_ranks), num_warps=TILES.row_warps, **COOPERATIVE,
-        )  # fmt: skip
+        out = torch.empty(num_tokens, self._regions.hidden, dtype=dtype, device=self._memory.device)
+        self._sum(number, num_tokens, None, None, None, out, None, 0.0, None)
         return out
+
+    def sum_rms_norm(
+        self, format: ActivationFormat, other: Tensor | None, residual: Tensor, weight: Tensor, eps: float, number: int
+    ) -> Activation:
+        """residual [T, D] += `sum` (+ other), in place; its RMSNorm in `format`. In the dtype of the rows, contiguous.
+
+        Raises:
+            ValueError: residual is not contiguous.
+        """
+        if not residual.is_contiguous():
+            raise ValueError("sum_rms_norm needs a contiguous residual")
+        count, hidden = residual.shape
+        other = None if other is None else other.contiguous()
+        normed = torch.empty_like(residual) if format.unquantized else None
+        rows = None
+        if format.rows:
+            rows = QuantizedRows.empty(count, hidden, residual.device, exponents=format.exponents)
+        self._sum(number, count, other, residual, weight, normed, rows, eps, format)
+        if rows is not None:
+            return QuantizedActivation(rows, normed, residual.dtype)
+        assert normed is not None
+        return normed
+
+    def _sum(
+        self, number: int, num_tokens: int, other: Tensor | None, residual: Tensor | None, weight: Tensor | None,
+        out: Tensor | None, rows: QuantizedRows | None, eps: float, format: ActivationFormat | None,
+    ) -> None:  # fmt: skip
+        regions, slot = self._regions, self._slots[number]
+        data, scales, stride = (None, None, 0) if rows is None else (rows.data, rows.scales, rows.scale_stride)
+        sum_kernel[(min(self._programs, max(num_tokens, 1)),)](
+            self._targets[number], other, residual, weight, out, data, scales, self._peers, self._state[number],
+            self._failed, self._lost, num_tokens, stride, self._rank, regions.max_tokens, eps, self._limit_ns,
+            slot.returned, slot.flags[RETURNED],
+            **sum_constants(regions.hidden, regions.num_ranks, other is not None, format), num_warps=TILES.row_warps,
+            **COOPERATIVE,
+        )  # fmt: skip

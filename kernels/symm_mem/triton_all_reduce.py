@@ -1,6 +1,6 @@
 """All-reduce of rows in Triton over symmetric memory, alone or fused with residual add, RMSNorm and quantization.
 
-    one_shot: sends each row to all ranks, waits for theirs, sums
+    one_shot: sends each row to all ranks, waits for theirs, sums; the row may be the weighted sum of experts' rows
     two_shot: sends each row to one rank, which sums it (reduce-scatter) and sends the sum to all (all-gather)
 
 A rank writes into its peers' memory and reads its own. Sums are float32, in rank order, rounded once to the rows'
@@ -15,6 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from moe_engine.kernels.permutation.triton_permute import weighted_sum
 from moe_engine.kernels.quantization.protocol import BLOCK
 from moe_engine.kernels.quantization.triton_rows import quantize_tile, store_scale
 from moe_engine.kernels.symm_mem.all_reduce_layout import PROGRAMS, SHAPES, Arenas
@@ -75,15 +76,16 @@ def _finish(
         tl.store(out + line, summed, mask=inside)
 
 
-@dependent_jit(do_not_specialize=_UNSPECIALIZED)
+@dependent_jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["router_weights"])
 def one_shot_kernel(
-    x, residual, weight, out, quantized, scales, peers, epochs, failed, lost,
+    x, positions, router_weights, add, residual, weight, out, quantized, scales, peers, epochs, failed, lost,
     num_rows, scale_stride, rank, eps, limit_ns: tl.int64,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PROGRAMS: tl.constexpr,
     ARENAS_AT: tl.constexpr, HALF_BYTES: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, TOP_K: tl.constexpr, W_STRIDE: tl.constexpr, HAS_ADD: tl.constexpr,
 ):  # fmt: skip
-    """x [T, WIDTH], partial sums -> their sum over the ranks, see `_finish`. Grid (<= PROGRAMS,).
+    """x [T, WIDTH], partial sums -> their sum over the ranks, see `_finish`. Grid (<= PROGRAMS,). With TOP_K the
+    partial sums are those of `combine_kernel` of x [M, WIDTH], by `positions` and `router_weights`.
 
     epochs int64 [2, PROGRAMS]: the epoch of each program; and 1 after a wait that ended early. Such a program sends
     nothing more: peers must not take rows of later epochs for earlier ones.
@@ -98,7 +100,15 @@ def one_shot_kernel(
     for row in range(program, num_rows, tl.num_programs(0)):
         epoch += 1
         half = ARENAS_AT + (program * 2 + (epoch & 1)) * HALF_BYTES
-        value = tl.load(x + tl.cast(row, tl.int64) * WIDTH + cols, mask=inside, other=0.0)
+        if TOP_K:
+            total = weighted_sum(
+                x, positions, router_weights, tl.cast(row, tl.int64), cols, TOP_K, WIDTH, W_STRIDE, True
+            )
+            if HAS_ADD:
+                total += tl.load(add + tl.cast(row, tl.int64) * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+            value = total.to(x.dtype.element_ty)
+        else:
+            value = tl.load(x + tl.cast(row, tl.int64) * WIDTH + cols, mask=inside, other=0.0)
         added_to, gains = value, value
         if NORM:  # read before the wait
             added_to = tl.load(residual + tl.cast(row, tl.int64) * WIDTH + cols, mask=inside, other=0.0)
@@ -196,6 +206,11 @@ def form_constants(norm: bool, quantize: bool, keep: bool, power_of_two: bool) -
     return {"NORM": norm, "QUANTIZE": quantize, "KEEP": keep, "POWER_OF_TWO": power_of_two}
 
 
+def rows_constants(top_k: int = 0, weights_stride: int = 0, has_add: bool = False) -> dict[str, Any]:
+    """Constants of a one-shot launch that sums experts' rows first. top_k = 0: the rows are sums."""
+    return {"TOP_K": top_k, "W_STRIDE": weights_stride, "HAS_ADD": has_add}
+
+
 def warps_of(width: int) -> int:
     """About 16 elements of a row per thread."""
     return min(16, max(1, triton.next_power_of_2(triton.cdiv(width, BLOCK)) // 4))
@@ -205,6 +220,7 @@ _POINTERS = {
     "x": "*bf16", "residual": "*bf16", "weight": "*fp32", "out": "*bf16", "quantized": "*fp8e4nv", "scales": "*fp32",
     "peers": "*i64", "epochs": "*i64", "failed": "*i64", "lost": "*i32",
 }  # fmt: skip
+_ROWS = {"positions": "*i32", "router_weights": "*fp32:1"}
 _FORMS: tuple[tuple[str, dict[str, bool], tuple[str, ...]], ...] = (
     ("sum", form_constants(False, False, True, False), ("residual", "weight", "quantized", "scales")),
     ("norm", form_constants(True, False, True, False), ("quantized", "scales")),
@@ -214,21 +230,23 @@ _FORMS: tuple[tuple[str, dict[str, bool], tuple[str, ...]], ...] = (
 
 
 def aot_cases() -> list[AotCase]:
-    """Both kernels in every form of the result."""
+    """Both kernels in every form of the result; one-shot with a norm also of experts' rows."""
     sizes = {"num_rows": "i32", "scale_stride": "i32", "rank": "i32", "eps": "fp32", "limit_ns": "i64"}
     found = []
     for shape in SHAPES:
         arenas = Arenas(shape.num_ranks, shape.width, 2)
+        plain = rows_constants() | dict.fromkeys((*_ROWS, "add"))
+        of_rows = rows_constants(shape.top_k, shape.top_k) | {"add": None}
         for form, constants, absent in _FORMS:
-            signature = {name: kind for name, kind in (_POINTERS | sizes).items() if name not in absent}
-            for kernel, name in ((one_shot_kernel, "one_shot"), (two_shot_kernel, "two_shot")):
-                if name == "two_shot" and shape.num_ranks == 2:  # never launched
+            kinds = {name: kind for name, kind in (_POINTERS | sizes).items() if name not in absent}
+            for kernel, name, more, rows in (
+                (one_shot_kernel, "one_shot", {}, plain), (one_shot_kernel, "one_shot_rows", _ROWS, of_rows),
+                (two_shot_kernel, "two_shot", {}, {}),
+            ):  # fmt: skip
+                never = shape.num_ranks == 2 if name == "two_shot" else name == "one_shot_rows" and form == "sum"
+                if never:
                     continue
-                fixed = constants_of(arenas, name == "one_shot") | constants | dict.fromkeys(absent)
-                found.append(
-                    AotCase(
-                        f"all_reduce_{name}_{form}_{shape.name}", kernel, signature, fixed, warps_of(shape.width), 3,
-                        False,
-                    )
-                )  # fmt: skip
+                fixed = constants_of(arenas, name != "two_shot") | constants | dict.fromkeys(absent) | rows
+                case = f"all_reduce_{name}_{form}_{shape.name}"
+                found.append(AotCase(case, kernel, kinds | more, fixed, warps_of(shape.width), 3, False))
     return found

@@ -8,7 +8,25 @@ import triton.language as tl
 
 @triton.jit
 def clamp_gate_up(gate, up, limit):
-    """gate at most `limit`, up within +-limit; NaN stays."""
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, up)
-    return gate, tl.where(up < -limit, -limit, up)
+    """gate at most `limit` if it is positive, up within +-limit; NaN stays."""
+    bound = tl.abs(limit)
+    gate = tl.where((limit > 0) & (gate > bound), bound, gate)
+    up = tl.where(up > bound, bound, up)
+    return gate, tl.where(up < -bound, -bound, up)
+
+
+@triton.jit
+def bound_silu(active, limit):
+    """silu(gate) at most -limit if `limit` is negative; NaN stays."""
+    return tl.where((limit < 0) & (active > -limit), -limit, active)
+
+
+@triton.jit
+def silu_mul(gate, up, limit, CLAMP: tl.constexpr):
+    """silu(gate) * up. CLAMP: with `limit` as in `Ops.silu_and_mul`."""
+    if CLAMP:
+        gate, up = clamp_gate_up(gate, up, limit)
+    active = gate * tl.sigmoid(gate)
+    if CLAMP:
+        active = bound_silu(active, limit)
+    return active * up

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.compression.protocol import CompressorWeights
+from moe_engine.kernels.compression.protocol import CompressorWeights, Kept
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
@@ -58,10 +58,12 @@ class Compressor:
         """Tokens of an entry."""
         return self._weights.rate
 
-    def update(self, hidden: Activation, step: CompressedStep, projected: Tensor, entries: Tensor) -> None:
-        """Writes what the tokens contribute to projected [N, n], and the entries [E, W] that they complete."""
-        projected.index_copy_(0, step.slots, self._project(hidden).to(projected.dtype))
-        self._kernel.compress(projected, self._weights, self._rotary, step.tokens, entries)
+    def update(self, hidden: Activation, step: CompressedStep, kept: Kept, entries: Tensor) -> None:
+        """Writes the entries [E, W] that the tokens complete, and then what they contribute to later ones: both may
+        have the same rows."""
+        projected = self._project(hidden).to(kept.rows.dtype)
+        self._kernel.compress(projected, kept, self._weights, self._rotary, step.tokens, entries)
+        step.kept[self.rate].keep(projected, kept)
 
 
 class EntryIndexer:
@@ -99,7 +101,7 @@ class EntryIndexer:
     ) -> None:
         """Writes the index keys of new entries; sets the step's selection [T, K], if it has one."""
         assert cache.index_keys is not None
-        self._compressor.update(hidden, step, cache.projected[1], cache.index_keys.squeeze(1))
+        self._compressor.update(hidden, step, cache.kept[1], cache.index_keys.squeeze(1))
         if (selection := step.selection) is None:
             return
         q = self._q(latent).view(-1, self._heads, self._width)
@@ -182,12 +184,12 @@ class CompressedAttention:
 
     def forward(self, hidden: Activation, batch: ForwardBatch, step: CompressedStep | None = None) -> Tensor:
         a, cache = self._attention, self.cache_of(batch)
-        step = self._steps.of(batch, cache) if step is None else step
+        step = self._steps.of(batch) if step is None else step
         down = self._down(hidden)
         latent = self._q_norm(down[:, : a.q_lora_rank])
         self._write(down[:, a.q_lora_rank :], batch.positions, step.slots, cache)
         if self._compressor is not None:
-            self._compressor.update(hidden, step, cache.projected[0], cache.entries)
+            self._compressor.update(hidden, step, cache.kept[0], cache.entries)
         if self._indexer is not None:
             self._indexer.update(hidden, latent, batch.positions, step, cache)
         q = self._head_norm(self._q(latent).view(-1, a.num_heads, a.head_dim))

@@ -8,7 +8,7 @@ Legend: T tokens, R requests, W tokens of a window, K rows of a query token, E e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
-from moe_engine.kernels.compression.protocol import CompressedTokens
+from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.layers.compressed_rows import (
     AttendedRows,
     CompressedStep,
     EntrySelection,
+    KeptTokens,
     entry_columns,
     entry_slots,
     window_rows,
@@ -62,8 +64,9 @@ class _Selecting:
         most, top_k = queries.slot_table.shape[1] // rate, attention.top_k
         starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
         lens = memory.take("visible entries", (tokens,), device)
-        entries = memory.take("entries", (queries.num_requests, most), device)
-        self.queries = PagedQueries([1] * tokens, [most] * tokens, numbers.int(), starts, lens, entries, 1)
+        rows = memory.take("rows of requests", (tokens,), device)
+        table = queries.slot_table
+        self.queries = PagedQueries([1] * tokens, [most] * tokens, rows, starts, lens, table, 1, rate=rate)
         slots, counts = (memory.take(f"chosen {name}", shape, device) for name, shape in
                          (("slots", (tokens, top_k)), ("counts", (tokens,))))  # fmt: skip
         self.chosen = Selected(slots, [top_k] * tokens, counts)
@@ -71,10 +74,10 @@ class _Selecting:
         """None: its launches cannot be captured."""
         self._attention, self._rate, self._top_k = attention, rate, top_k
 
-    def of(self, table: Tensor, requests: Tensor, lens: Tensor, width: int, first_entry: int) -> EntrySelection:
-        """The step's selection for rows of `width` columns. table: of full contexts; lens [T]."""
+    def of(self, requests: Tensor, lens: Tensor, width: int, first_entry: int) -> EntrySelection:
+        """The step's selection for rows of `width` columns. requests [T]: row of each token's request; lens [T]."""
         own = self.queries
-        own.slot_table.copy_(entry_slots(table, requests, self._rate, own.slot_table.shape[1]))
+        own.rows.copy_(requests)
         visible = lens // self._rate
         torch.clamp(visible, min=1, out=own.context_lens_device)  # a token that sees none selects one, which is unused
         torch.clamp(own.context_lens_device, max=self._top_k, out=self.chosen.counts_device)
@@ -102,7 +105,7 @@ class StepInPlace:
 
     @classmethod
     def of(
-        cls, attention: CompressedConfig, rates: Sequence[int], queries: PagedQueries, sparse: SparseAttention,
+        cls, attention: CompressedConfig, rates: Collection[int], queries: PagedQueries, sparse: SparseAttention,
         indexer: IndexerKernel | None, memory: FixedMemory,
     ) -> StepInPlace | None:  # fmt: skip
         """None if one of the kernels cannot be captured, and for a draft tree."""
@@ -142,14 +145,21 @@ class StepInPlace:
                 rows.selected.counts[:] = counts
                 rows.plan.renew()
 
-    def step(self, batch: ForwardBatch, first_entry: int) -> CompressedStep:
+    def step(self, batch: ForwardBatch, first_entry: int, caches: Mapping[int, CompressedCache]) -> CompressedStep:
         """The rows of a step with these numbers of requests and tokens, in memory that the next step overwrites; no
-        host read. first_entry: as in `EntrySelection`."""
+        host read.
+
+        Args:
+            first_entry: as in `EntrySelection`.
+            caches: of a layer of each rate.
+        """
         a, queries = self._attention, batch.attention.decode
         assert queries is not None
         full = queries.slot_table
         table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
-        tokens = CompressedTokens(batch.positions, queries.rows[self._numbers], table, batch.slots)
+        starts = batch.positions.view(queries.num_requests, -1)[:, :1].expand(-1, queries.query_lens[0]).flatten()
+        tokens = CompressedTokens(batch.positions, starts, queries.rows[self._numbers], table, batch.slots)
+        kept = {rate: _kept(cache.kept[0], tokens, slots, batch.real) for rate, cache in caches.items() if rate}
         lens = (batch.positions + 1).int()
         window = window_rows(tokens, lens, a.window, min(a.window, full.shape[1]))
         of_window, selection = lens.clamp(max=a.window), None
@@ -161,14 +171,20 @@ class StepInPlace:
                 continue
             if rate == a.selected_rate and self._selecting is not None:
                 width = selected.slots.shape[1]
-                selection = self._selecting.of(full, queries.rows, lens, width, first_entry)
+                selection = self._selecting.of(tokens.rows, lens, width, first_entry)
                 selected.slots.copy_(pad(window, (0, a.top_k), value=-1))
                 visible.clamp_(max=a.top_k)
             else:
                 entries = entry_slots(full, queries.rows, rate, full.shape[1] // rate)[self._numbers] + first_entry
                 selected.slots.copy_(with_entries(window, entries, lens, a.window, rate))
             torch.add(of_window, visible, out=selected.counts_device)
-        return CompressedStep(slots, tokens, {**self._attended}, selection)
+        return CompressedStep(slots, tokens, {**self._attended}, kept, selection)
+
+
+def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, real: Tensor | None) -> KeptTokens:
+    """All tokens of a step, no more of a request than a ring has rows; those of padding are in row 0."""
+    places = kept.places(tokens.positions, tokens.rows, slots)
+    return KeptTokens(None, places if real is None else places.masked_fill(real == 0, 0))
 
 
 def _most_entries(attention: CompressedConfig, rate: int, tokens: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.compression.protocol import CompressedTokens
+from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
 from moe_engine.kernels.queries import PagedQueries
 
 
@@ -43,12 +43,27 @@ class EntrySelection:
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """Tokens of a step whose contributions to entries later steps read."""
+
+    tokens: Tensor | None  # [n] int64: their numbers in the step; None: all of them
+    places: Tensor  # [n] int64: their rows of `Kept`
+
+    def keep(self, projected: Tensor, kept: Kept) -> None:
+        """Stores the rows of projected [T, *]."""
+        own = projected if self.tokens is None else projected.index_select(0, self.tokens)
+        kept.rows.index_copy_(0, self.places, own)
+
+
+@dataclass(frozen=True)
 class CompressedStep:
-    """Inputs of all layers. `rows`: by rate of the layer; `selection`: None if each token sees all its entries."""
+    """Inputs of all layers. `rows`, `kept`: by rate of the layer; `selection`: None if each token sees all its
+    entries."""
 
     slots: Tensor  # [T] int64: of the tokens, in the cache of the window
     tokens: CompressedTokens
     rows: dict[int, AttendedRows]
+    kept: dict[int, KeptTokens]
     selection: EntrySelection | None
 
 

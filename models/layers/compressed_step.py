@@ -7,7 +7,7 @@ Legend: T tokens, R requests, W tokens of a window, E entries of a request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from moe_engine.kernels.attention.protocol import MLABackend
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.compression.protocol import CompressedTokens
+from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import upload
@@ -28,6 +28,7 @@ from moe_engine.models.layers.compressed_rows import (
     AttendedRows,
     CompressedStep,
     EntrySelection,
+    KeptTokens,
     entry_columns,
     entry_slots,
     window_rows,
@@ -39,57 +40,63 @@ class StepRows:
     """Builds `CompressedStep`s.
 
     Args:
-        rates: of the model's layers, each once.
+        layers: a layer of each rate.
     """
 
     def __init__(
-        self, attention: CompressedConfig, rates: Sequence[int], backend: MLABackend, indexer: IndexerKernel | None
+        self, attention: CompressedConfig, layers: Mapping[int, int], backend: MLABackend, indexer: IndexerKernel | None
     ) -> None:
         sparse = backend.capabilities.sparse
         if sparse is None:
             raise ValueError(f"attention backend {backend.name} has no sparse attention")
-        self._attention, self._rates, self._sparse, self._indexer = attention, rates, sparse, indexer
+        self._attention, self._layers, self._sparse, self._indexer = attention, layers, sparse, indexer
         self._memory = FixedMemory()
 
     def plan_in_place(self, batch: AttentionBatch) -> StepInPlace | None:
         """The plan of captured decodes; None if one of the kernels cannot be captured."""
         assert batch.decode is not None
-        return StepInPlace.of(self._attention, self._rates, batch.decode, self._sparse, self._indexer, self._memory)
+        return StepInPlace.of(self._attention, self._layers, batch.decode, self._sparse, self._indexer, self._memory)
 
-    def of(self, batch: ForwardBatch, cache: CompressedCache) -> CompressedStep:
-        """cache: of any layer."""
+    def of(self, batch: ForwardBatch) -> CompressedStep:
+        caches: dict[int, CompressedCache] = {rate: batch.kv[layer] for rate, layer in self._layers.items()}
+        first_entry = next(iter(caches.values())).num_slots
         if isinstance(batch.attention_plan, StepInPlace):
-            return batch.attention_plan.step(batch, cache.num_slots)
+            return batch.attention_plan.step(batch, first_entry, caches)
         groups = [group for group in (batch.attention.decode, batch.attention.prefill) if group is not None]
         for group in groups:
             group.refuse_tree("compressed")
         device = batch.positions.device
         if not groups:
-            none = CompressedTokens(batch.positions, batch.slots.int(), batch.slots.int()[None], batch.slots)
-            return CompressedStep(batch.slots, none, {}, None)
-        seen = np.concatenate([_context_lens(group) for group in groups])  # [T]
+            no = batch.positions
+            nothing = CompressedTokens(no, no, no.int(), no.int()[None], no)
+            return CompressedStep(no, nothing, {}, dict.fromkeys(caches, KeptTokens(None, no)), None)
+        counts = np.concatenate([group.query_lens for group in groups])  # [R]
+        ends = np.repeat(np.concatenate([group.context_lens for group in groups]), counts)  # [T]
+        seen = ends - np.repeat(counts.cumsum(), counts) + np.arange(1, len(ends) + 1)  # [T]
         requests = torch.cat([group.rows for group in groups])  # [R]
-        numbers = _numbers([count for group in groups for count in group.query_lens], device)  # [T]
+        numbers = upload(np.repeat(np.arange(len(counts)), counts), device)  # [T]
+        starts = upload(ends - np.repeat(counts, counts), device)  # [T]
         full = groups[0].slot_table
         table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
-        tokens = CompressedTokens(batch.positions, requests[numbers], table, batch.slots)
+        tokens = CompressedTokens(batch.positions, starts, requests[numbers], table, batch.slots)
+        kept = {rate: _kept(cache.kept[0], tokens, slots, seen, ends) for rate, cache in caches.items() if rate}
         lens = upload(seen.astype(np.int32), device)
         of_window = np.minimum(seen, self._attention.window)
         window = window_rows(tokens, lens, self._attention.window, int(of_window.max()))
         rows, selection = dict[int, AttendedRows](), None
-        for rate in self._rates:
+        for rate in self._layers:
             if not rate:
                 rows[0] = self._attended(window, of_window)
                 continue
             most = int(seen.max() // rate)
             entries = entry_slots(full, requests, rate, most)
             if rate == self._attention.selected_rate and most > self._attention.top_k:
-                rows[rate], selection = self._with_selection(window, entries, numbers, seen, lens, cache.num_slots)
+                rows[rate], selection = self._with_selection(window, entries, numbers, seen, lens, first_entry)
             else:
-                own = entries[numbers] + cache.num_slots
+                own = entries[numbers] + first_entry
                 all_ = with_entries(window, own, lens, self._attention.window, rate)
                 rows[rate] = self._attended(all_, of_window + seen // rate)
-        return CompressedStep(slots, tokens, rows, selection)
+        return CompressedStep(slots, tokens, rows, kept, selection)
 
     def _attended(self, rows: Tensor, counts: np.ndarray) -> AttendedRows:
         selected = Selected(rows, counts.tolist(), upload(counts.astype(np.int32), rows.device))
@@ -122,12 +129,18 @@ class StepRows:
         return attended, EntrySelection(queries, chosen, plan, places.clamp_(max=a.top_k - 1), is_entry, first_entry)
 
 
-def _context_lens(queries: PagedQueries) -> np.ndarray:
-    """Tokens that each query token sees, [T] int64."""
-    pairs = zip(queries.query_lens, queries.context_lens)
-    return np.concatenate([np.arange(context - count + 1, context + 1) for count, context in pairs])
+def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, seen: np.ndarray, ends: np.ndarray) -> KeptTokens:
+    """The tokens that are the last ones of a ring's rows.
 
-
-def _numbers(query_lens: list[int], device: torch.device) -> Tensor:
-    """The number of each query token's request, [T] int64."""
-    return upload(np.repeat(np.arange(len(query_lens)), query_lens), device)
+    Args:
+        slots: [T], of `tokens.table`.
+        seen, ends: [T], tokens that each token sees, and that its request has.
+    """
+    last = ends - seen < kept.each
+    if kept.block:
+        last |= (seen - 1) % kept.block + kept.each >= kept.block
+    places = kept.places(tokens.positions, tokens.rows, slots)
+    if last.all():
+        return KeptTokens(None, places)
+    chosen = upload(last.nonzero()[0], places.device)
+    return KeptTokens(chosen, places.index_select(0, chosen))

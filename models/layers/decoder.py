@@ -84,7 +84,7 @@ class Decoder:
         self.parallel = parallel
         positions = max_positions or config.context_length
         self.rotary_tables = {rope: make_rotary_table(rope, positions, reader.device) for rope in config.ropes}
-        self.embedding = Embedding(config, reader, parallel)
+        self.embedding = Embedding(config, reader, backends.ops, parallel)
         names = [f"model.layers.{i}" for i in range(config.num_layers)]
         norms = [self.make_norm(reader, f"{name}.input_layernorm") for name in names]
         norms.append(self.make_norm(reader, "model.norm"))
@@ -183,7 +183,7 @@ class Decoder:
         return (f"{prefix}.",)
 
     def _make_embedding(self, reader: WeightSource) -> Embedding:
-        return Embedding(self.config, reader, self.parallel)
+        return Embedding(self.config, reader, self.backends.ops, self.parallel)
 
     def _make_head_again(self, reader: WeightSource) -> Head | Pooler:
         tied = self.config.tie_word_embeddings
@@ -319,6 +319,6 @@ class Decoder:
             hidden = yield from layer.stages(hidden, residual, *args)
         return hidden
 
-    def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """hidden [S, D] -> [S, V] float32; for a pooled model the vectors of pooled states."""
-        return self.head(hidden, sizes)
+    def logits(self, hidden: Tensor, sizes: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
+        """hidden [S, D] -> [S, V] float32; for a pooled model the vectors of pooled states. `out`: see `Model`."""
+        return self.head(hidden, sizes) if isinstance(self.head, Pooler) else self.head(hidden, sizes, out)

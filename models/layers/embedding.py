@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
+from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.quantization.codes import GroupCodes, PlainWeight
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
@@ -32,17 +33,21 @@ class Embedding:
     """ids [T] -> [T, D], new memory (the residual stream is added to in place)."""
 
     def __init__(
-        self, config: ModelConfig, reader: WeightSource, parallel: ParallelContext = SINGLE, name: str = EMBEDDING
-    ) -> None:
+        self, config: ModelConfig, reader: WeightSource, ops: Ops, parallel: ParallelContext = SINGLE,
+        name: str = EMBEDDING,
+    ) -> None:  # fmt: skip
         self._group = parallel.attn_tp
         self.weight = load_vocabulary(partial(reader.tensor, name), reader, config, self._group)  # [W, D]
         self._first = self._group.rank * len(self.weight)
+        self._lookup = ops.capabilities.lookup
         all_reduce = parallel.all_reduce  # of all ranks, as one attention group is
         self._sum = partial(sum_over, self._group) if all_reduce is None else all_reduce.sum
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return F.embedding(ids, self.weight)
+        if self._lookup is not None:
+            return self._sum(self._lookup(ids, self.weight, self._first))
         local = ids - self._first
         held = local.clamp(0, len(self.weight) - 1)
         rows = F.embedding(held, self.weight)
@@ -98,14 +103,21 @@ class Head:
         """This rank's rows of the vocabulary."""
         return self._linear.weight
 
-    def __call__(self, hidden: Tensor, step: StepSizes | None = None) -> Tensor:
+    def __call__(self, hidden: Tensor, step: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
+        """`out`: memory for the result, contiguous; None: new memory."""
         if self._group.size == 1:
-            return self._linear(hidden).float()
+            logits = self._linear(hidden)
+            return logits.float() if out is None else out.copy_(logits)
         parts = self._of_all(hidden, step) if self._spans else self._of_group(hidden)
-        ranks, rows, width = parts.shape
-        logits = torch.empty(rows, ranks, width, dtype=torch.float32, device=parts.device)
-        logits.copy_(parts.transpose(0, 1))  # order and dtype in one pass over memory
-        return logits.flatten(1)[:, : self._vocab_size].contiguous()
+        _, rows, width = parts.shape
+        if out is None:
+            out = torch.empty(rows, self._vocab_size, dtype=torch.float32, device=parts.device)
+        whole, rest = divmod(self._vocab_size, width)  # the last ranks may have padding
+        ordered, end = parts.transpose(0, 1), whole * width
+        out[:, :end].unflatten(1, (whole, width)).copy_(ordered[:, :whole])  # order and dtype in one pass over memory
+        if rest:
+            out[:, end:].copy_(ordered[:, whole, :rest])
+        return out
 
     def _of_group(self, hidden: Tensor) -> Tensor:
         """[R, S, W]."""

@@ -1,4 +1,5 @@
-"""Kimi Delta Attention: a gated delta net with a decay for each channel of a key (Kimi Linear, arXiv 2510.26692).
+"""Kimi Delta Attention: a gated delta net with a decay for each channel of a key (arXiv 2510.26692). Decays and output
+gates come from products of low rank (Kimi Linear), or each from a whole matrix (Ling).
 
 Legend: T tokens, D hidden, H heads of this rank, Dk width of a head's key and value, K taps.
 """
@@ -9,65 +10,69 @@ import torch
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaWeights
-from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
+from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers.gated_delta_net import GatedDeltaNet, read_taps
-from moe_engine.models.layers.linear import Projection, format_for, load_linear, load_stacked
+from moe_engine.models.layers.delta_layer import DeltaLayer, read_taps
+from moe_engine.models.layers.linear import Linear, Projection, load_linear
+from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share
 
 
-class KimiDeltaAttention(GatedDeltaNet):
-    """hidden [T, D] -> [T, D]. On several ranks each has some heads, and all have the first matrices of the products
-    from which decays and output gates come."""
+class KimiDeltaAttention(DeltaLayer):
+    """A delta net whose heads have q, k and v of one width. Of products of low rank each rank has the whole first
+    matrices."""
 
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, parallel: ParallelContext
     ) -> None:
-        whole, kernel, hidden = config.delta, backends.delta, config.hidden_size
-        assert whole is not None and kernel is not None
-        self._layer_index, self._kernel, linear = layer_index, kernel, backends.linear
+        whole, hidden, linear = config.delta, config.hidden_size, backends.linear
+        assert whole is not None
         share, key, width = Share.of(parallel.attn_tp), whole.key, whole.key_heads * whole.key
         heads, prefix = share.width(whole.key_heads), f"model.layers.{layer_index}.{whole.block}"
-        self._shape = DeltaShape(heads, heads, key, key, whole.taps, decays=key, sigmoid=True)
-        first = share.rank * heads
+        own = range(share.rank * heads, (share.rank + 1) * heads)
         wide = [
             Projection(f"{prefix}.{name}_proj", (width, hidden), Cut(slice(head * key, (head + 1) * key)))
-            for head in range(first, first + heads)
-            for name in "qkv"
+            for head in own
+            for name in ("qkv" if whole.low_rank else "qkvgf")
         ]
-        narrow = [Projection(f"{prefix}.{name}_a_proj", (key, hidden)) for name in "fg"]
+        narrow = [Projection(f"{prefix}.{name}_a_proj", (key, hidden)) for name in "fg" if whole.low_rank]
         narrow.append(Projection(f"{prefix}.b_proj", (whole.key_heads, hidden), Cut(share.cut(whole.key_heads))))
-        plain = all(format_for(linear.capabilities.quantized, reader, rows) is None for rows in (wide, narrow))
-        self._qkvz = load_stacked(linear, reader, [*wide, *narrow] if plain else wide)
-        """q, k and v of each head, with the rows of `_ba`, unless one of both stays quantized."""
-        self._ba = None if plain else load_stacked(linear, reader, narrow)
-        self._num_ba = 2 * key + heads
-        self._decay, self._gate = (
-            load_linear(linear, reader, [f"{prefix}.{name}_b_proj"], [width], key, out_shares=[share]) for name in "fg"
-        )
-        self._out = load_linear(linear, reader, [f"{prefix}.o_proj"], [hidden], width, in_share=share)
-        a_log = reader.tensor(f"{prefix}.A_log", (1, 1, whole.key_heads, 1), dtype=torch.float32)
-        bias = reader.tensor(f"{prefix}.dt_bias", (width,), Cut(share.cut(width)), dtype=torch.float32)
-        norm = reader.tensor(f"{prefix}.o_norm.weight", (key,), dtype=torch.float32)
-        conv = [(f"{prefix}.{name}_conv1d.weight", (width, 1, whole.taps), 0, width) for name in "qkv"]
-        taps, own = read_taps(reader, conv, heads, share), a_log.flatten()[first : first + heads].clone()
-        self._set_weights(DeltaWeights(taps, own, bias, norm, config.norm_eps))
-
-    @property
-    def input_format(self) -> ActivationFormat:
-        """Activation format of the hidden states."""
-        formats = [part.input_format for part in (self._qkvz, self._ba) if part is not None]
-        return formats[0] if len(formats) == 1 else common_format(*formats)
+        self._load_inputs(linear, reader, wide, narrow)
+        self._decay: Linear | None = None
+        self._gate: Linear | None = None
+        """The second matrices of decays and gates; None: their rows are with q, k and v."""
+        if whole.low_rank:
+            self._decay, self._gate = (
+                load_linear(linear, reader, [f"{prefix}.{name}_b_proj"], [width], key, out_shares=[share])
+                for name in "fg"
+            )
+        out = load_linear(linear, reader, [f"{prefix}.o_proj"], [hidden], width, in_share=share)
+        shape = DeltaShape(heads, heads, key, key, whole.taps, decays=key, bound=whole.bound, sigmoid=True)
+        weights = _weights(whole, reader, prefix, own, share, config.norm_eps)
+        super().__init__(layer_index, backends, shape, weights, out)
 
     def _inputs(self, hidden: Activation) -> DeltaInputs:
-        wide, shape = self._qkvz(hidden), self._shape
-        if self._ba is None:
-            wide, narrow = wide[:, : -self._num_ba], wide[:, -self._num_ba :]
-        else:
-            narrow = self._ba(hidden)
-        decay, gate, b = narrow.split((shape.key, shape.key, shape.key_heads), 1)
-        mixed, z, a = (x.unflatten(1, (shape.key_heads, -1)) for x in (wide, self._gate(gate), self._decay(decay)))
+        (wide, narrow), shape = self._project(hidden), self._shape
+        heads, key = shape.key_heads, shape.key
+        if self._decay is None or self._gate is None:
+            mixed, z, a = wide.unflatten(1, (heads, -1)).split((shape.mixed, key, key), 2)
+            return DeltaInputs(mixed, z, narrow.unsqueeze(2), a)
+        decay, gate, b = narrow.split((key, key, heads), 1)
+        mixed, z, a = (x.unflatten(1, (heads, -1)) for x in (wide, self._gate(gate), self._decay(decay)))
         return DeltaInputs(mixed, z, b.unsqueeze(2), a)
+
+
+def _weights(
+    whole: DeltaConfig, reader: WeightSource, prefix: str, own: range, share: Share, eps: float
+) -> DeltaWeights:
+    """The kernel's weights of this rank's heads `own`."""
+    width = whole.key_heads * whole.key
+    a_log = reader.tensor(f"{prefix}.A_log", whole.a_log_shape, dtype=torch.float32)
+    bias = reader.tensor(f"{prefix}.dt_bias", (width,), Cut(share.cut(width)), dtype=torch.float32)
+    norm = reader.tensor(f"{prefix}.o_norm.weight", (whole.key,), dtype=torch.float32)
+    conv = [(f"{prefix}.{name}_conv1d.weight", (width, 1, whole.taps), 0, width) for name in "qkv"]
+    taps = read_taps(reader, conv, len(own), share)
+    return DeltaWeights(taps, a_log.flatten()[own.start : own.stop].clone(), bias, norm, eps)

@@ -215,24 +215,31 @@ class MLAAttention:
         return mla_chunks.cut(attention, self._backend, plan, *self._limits, self._capabilities, expanded)
 
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
-        mla, cache = self._mla, self.cache_of(batch)
+        cache = self.cache_of(batch)
         chunks = self.chunks(batch) if chunks is None else chunks
         fused, absorbed = self.fused, len(chunks) == 1 and chunks[0].absorbed
         if fused is not None and absorbed and len(hidden) <= MAX_TOKENS and not self._adapted:
             queries, plan = chunks[0].queries, chunks[0].plan
             # `input_format` has no rows, so that `hidden` is a tensor
             return fused.run(hidden, batch.positions, batch.slots, cache, queries, plan)  # type: ignore[arg-type]
-        if absorbed:
+        if absorbed and self._values_quantized is not None:
+            return self.after(self.attend(self.before(hidden, batch.positions, batch.slots, cache), batch, chunks))
+        return self._o(self._values(hidden, batch, chunks).flatten(1))
+
+    def _values(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:
+        """hidden [T, D] -> the result of the heads [T, H, V]; writes the tokens' cache rows."""
+        mla, cache = self._mla, self.cache_of(batch)
+        if len(chunks) == 1 and chunks[0].absorbed:
             query = self.before(hidden, batch.positions, batch.slots, cache)
             values = self._values_at_once(query, cache, chunks[0])
-            return self.after(self.attend(query, batch, chunks)) if values is None else self._o(values.flatten(1))
+            return self._values_of(self.attend(query, batch, chunks)) if values is None else values
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         if len(chunks) == 1 and not chunks[0].context_chunks and chunks[0].tokens == slice(0, len(q)):
-            return self._o(self._expanded(q, cache, chunks[0]).flatten(1))
+            return self._expanded(q, cache, chunks[0])
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
             self._attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
-        return self._o(out.flatten(1))
+        return out
 
     def _values_at_once(self, query: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor | None:
         """[T, H, C+R] -> [T, H, V], if the kernels multiply few tokens by W_UV themselves."""
@@ -284,11 +291,15 @@ class MLAAttention:
         """[T, H, C] -> [T, D]."""
         if self._values_quantized is not None and not self._adapted:
             return self._o(self._values_quantized(mixed))
-        values = self._linear.run_heads(mixed, self._w_uv)
-        self._adapt_values(values, mixed)
-        return self._o(values.flatten(1))
+        return self._o(self._values_of(mixed).flatten(1))
 
     # -- internals
+
+    def _values_of(self, mixed: Tensor) -> Tensor:
+        """[T, H, C] -> [T, H, V]."""
+        values = self._linear.run_heads(mixed, self._w_uv)
+        self._adapt_values(values, mixed)
+        return values
 
     def _enter(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """hidden [T, D] -> rotated q [T, H, N+R]; writes the tokens' rows to cache[slots]."""

@@ -27,7 +27,7 @@ class MLP:
         width: of the unsharded MLP.
         share: this rank's part of the width; the result is then a partial sum.
         tokens: input tokens.
-        limit: clamp of the activation (`Ops.silu_and_mul`); 0: none.
+        limit, alpha: of the activation (`Ops.silu_and_mul`); 0: none.
     """
 
     def __init__(
@@ -41,16 +41,17 @@ class MLP:
         share: Share = WHOLE,
         tokens: TokenLayout = TokenLayout.ALL,
         limit: float = 0.0,
+        alpha: float = 0.0,
     ) -> None:
         kernel = backends.linear
         self.tokens = tokens
         gate_up = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias, [share, share])
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
-        self._silu_and_mul, self._limit = backends.ops.silu_and_mul, limit
+        self._silu_and_mul, self._activation = backends.ops.silu_and_mul, (limit, alpha)
         self.input_format = self._gate_up.input_format
         """Activation format of x."""
-        self._fused = kernel.fuse_mlp(self._gate_up.weight, self._down.weight, limit)
+        self._fused = None if alpha else kernel.fuse_mlp(self._gate_up.weight, self._down.weight, limit)
         self.adapters: StepAdapters | None = None
         """LoRA adapters of the step; None without LoRA."""
 
@@ -74,13 +75,18 @@ class MLP:
         hidden: int,
         width: int,
         bias: bool = False,
+        activation: tuple[float, float] = (0.0, 0.0),
     ) -> MLP:
-        """The MLP of a dense layer: sharded over all ranks, or replicated, depending on the topology."""
+        """The MLP of a dense layer: sharded over all ranks, or replicated, depending on the topology. `activation`:
+        limit and alpha."""
+        limit, alpha = activation
         if parallel.topology.cuts_dense:
-            return cls(backends, reader, prefix, hidden, width, bias, Share.of(parallel.world))
-        return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE)
+            return cls(
+                backends, reader, prefix, hidden, width, bias, Share.of(parallel.world), limit=limit, alpha=alpha
+            )
+        return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE, limit=limit, alpha=alpha)
 
     def forward(self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None) -> Tensor:
         if self._fused is not None and (self.adapters is None or not self.adapters.active):
             return self._fused(as_format(x, self.input_format))
-        return self._down(self._silu_and_mul(self._gate_up(x), self._limit))
+        return self._down(self._silu_and_mul(self._gate_up(x), *self._activation))

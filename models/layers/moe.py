@@ -6,7 +6,7 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
 from moe_engine.parallel.experts import DispatchedExperts, LocalExperts, make_routed_experts
+from moe_engine.parallel.overlap import InlineStream
 from moe_engine.parallel.share import WHOLE, Share
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ class MoE:
         shared = f"{prefix}.{names.shared}"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
         group = width_group(config, BlockFP8 in backends.experts.capabilities.quantized)
-        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group)
+        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group, layer_index)
+        self._activates_alike = moe.activation(layer_index) == moe.activation(layer_index, shared=True)
         num_shared = self._num_fused(moe, backends, parallel, reader)
         self._spec = router_spec(moe, num_shared, Share.of(parallel.ep))
         if self._spec.shared_gate:
@@ -149,7 +151,8 @@ class MoE:
             if moe.shared_gate:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
             else:
-                self._shared = MLP(*of_mlp, share=share, limit=moe.limit if moe.clamped else 0.0)
+                limit, alpha = moe.activation(layer_index, shared=True)
+                self._shared = MLP(*of_mlp, share=share, limit=limit, alpha=alpha)
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
         self._route_int64 = backends.ops.capabilities.route_int64
@@ -167,7 +170,7 @@ class MoE:
         """Number of shared experts in slots of their own after the routed ones: all of them, or 0."""
         able = backends.ops.capabilities.routes_shared and backends.experts.capabilities.takes_shared
         in_order = parallel.dispatcher is None and parallel.experts is None
-        wanted = moe.num_shared_slots(parallel.ep_size)
+        wanted = moe.num_shared_slots(parallel.ep_size) if self._activates_alike else 0
         if not (able and in_order and wanted and backends.fuse_shared_experts):
             return 0
         return self.stored.num_fusible(reader)
@@ -184,7 +187,7 @@ class MoE:
         fuse = kernel.capabilities.fuse_layer
         if fuse is None or self._tables is not None or self._table is not None or parallel.dispatcher is not None:
             return None
-        if self.weights.num_experts < self._spec.num_experts:
+        if self.weights.num_experts < self._spec.num_experts or not self._activates_alike:
             return None
         plain = self._shared is not None and not isinstance(self._shared, GatedMLP)
         shared = self._shared.weights if self._shared is not None and plain else None
@@ -302,21 +305,26 @@ class MoE:
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, shared)
 
-    def addends(
-        self, x: Activation, phase: Phase, tokens: RoutedTokens | None = None, chosen: Choice | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """`forward` as the routed and the shared experts' results, for a norm that sums them; the second is None if
-        `forward` adds them at no cost."""
+    def before_norm(
+        self, norm: RMSNorm, x: Activation, residual: Tensor, phase: Phase, tokens: RoutedTokens | None = None,
+        chosen: Choice | None = None,
+    ) -> Any:  # fmt: skip
+        """residual [T, D] += `forward` in place; the norm of it, whose launch also adds the shared experts' result and
+        sums over the ranks, where the dispatcher supports it. For a norm that `adds_pairs`."""
         routed, overlap = self._routed, self._overlap
-        if self._shared is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase, tokens, chosen), None
+        if not isinstance(routed, DispatchedExperts):
+            return norm.add(self.forward(x, phase, tokens, chosen), residual)
         weights, ids = chosen or self._choose(x, tokens, phase)
+        shared, stream = self._shared, InlineStream() if overlap is None else overlap.comm_stream
         if overlap is not None and overlap.shared_expert:
-            sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
-            shared = self._shared.forward(x)
-            return routed.compute(overlap.comm_stream, sent, weights).wait(), shared
-        shared = self._shared.forward(x)
-        return routed.run(as_format(x, routed.input_format), weights, ids, None, phase), shared
+            sent = routed.send(stream, x, weights, ids, phase)
+            other = None if shared is None else shared.forward(x)
+        else:
+            other, stream = None if shared is None else shared.forward(x), InlineStream()
+            sent = routed.dispatched(x, weights, ids, phase)
+        if routed.norms_sums(phase):
+            return norm.add_sum(routed.compute_norm(stream, sent, weights), residual, other)
+        return norm.add(routed.compute(stream, sent, weights).wait(), residual, other)
 
     # -- an unrecorded pass over experts in their own slots, split before the experts; `before` takes tensors only
 

@@ -20,6 +20,7 @@ from moe_engine.models.weights import WeightSource
 
 if TYPE_CHECKING:
     from moe_engine.parallel.all_reduce.custom import CustomAllReduce
+    from moe_engine.parallel.dispatch.protocol import NormedSum
 
 
 class RMSNorm:
@@ -57,7 +58,7 @@ class RMSNorm:
             self.feed(self._format, UNQUANTIZED)
 
     def sum_over(self, all_reduce: CustomAllReduce) -> None:
-        """From now on `add` gets partial sums of the ranks' rows, and sums them in the same launch."""
+        """From now on `add` and `add_rows` get partial sums of the ranks' rows, and sum them in the same launch."""
         self._all_reduce = all_reduce
         self._choose_add()
 
@@ -65,6 +66,7 @@ class RMSNorm:
         self._add_rms_norm = self._plain
         if self._all_reduce is not None:
             self._add_rms_norm = partial(self._all_reduce.add_rms_norm, self._plain, self._format)
+            self._add_rows = partial(self._all_reduce.add_rows_rms_norm, self._plain, self._format)
 
     def __call__(self, x: Tensor) -> Any:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""
@@ -88,6 +90,10 @@ class RMSNorm:
     def adds_pairs(self) -> bool:
         """True if `add` takes a second addend."""
         return self._add_pair is not None
+
+    def add_sum(self, sum: NormedSum, residual: Tensor, other: Tensor | None = None) -> Any:
+        """`add` of a sum over ranks, by the launch that computes it."""
+        return sum(self._format, other, residual, self.weight, self.eps)
 
     @property
     def adds_rows(self) -> bool:

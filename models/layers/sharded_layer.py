@@ -58,6 +58,10 @@ class ShardedLayer:
         self._pairs = self._moe is not None and next_norm.adds_pairs and not comm.gathers_for_ffn and self.shares_out
         """True if `next_norm` sums routed and shared experts, since the result is not communicated."""
 
+        sums = comm.norms_sum is not None and next_norm.adds_rows
+        self._leaves_rows = sums and self._moe is not None and self._moe.leaves_rows
+        """True if `next_norm` sums the experts' rows."""
+
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
         return finish(self.stages(hidden, residual, batch, *more, staged=False))
 
@@ -78,17 +82,20 @@ class ShardedLayer:
             hidden = comm.gather(self.post_norm.add(mixed, rows), step)
         if self.deepstack is not None:
             self.deepstack.add(residual, batch)  # of whose rows `rows` is a view
-        other: Tensor | None = None
+        if self._leaves_rows and self._moe is not None:
+            return self.next_norm.add_rows(self._moe.expert_rows(hidden, batch.routed, chosen), rows)
+        if self._pairs and self._moe is not None and not staged:
+            return comm.to_attention(
+                self._moe.before_norm(self.next_norm, hidden, rows, step.phase, batch.routed, chosen), step
+            )
         if staged and self._moe is not None:
             mixed = yield from self._moe.stages(hidden, step.phase, batch.routed, chosen)
-        elif self._pairs and self._moe is not None:
-            mixed, other = self._moe.addends(hidden, step.phase, batch.routed, chosen)
         elif self._moe is not None:
             mixed = self._moe.forward(hidden, step.phase, batch.routed, chosen)
         else:
             mixed = self.feed_forward.forward(hidden, step.phase, batch.routed)
         mixed = comm.reduce(mixed, step)
-        return comm.to_attention(self.next_norm.add(mixed, rows, other), step)
+        return comm.to_attention(self.next_norm.add(mixed, rows), step)
 
     def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
         """The residual stream [T, D] after this layer; collective in the attention group if its ranks share it."""

@@ -40,12 +40,12 @@ def cut(
         return [
             AttentionChunk(tokens, decode, plan.attention, absorbed=True, selected=plan.selected, index_plan=plan.index)
         ]
-    if not any(_exceeds(queries, top_k) for queries in (decode, prefill)):
+    if not any(exceeds(queries, top_k) for queries in (decode, prefill)):
         return mla_chunks.cut(batch, backend, plan, *limits, capabilities)
     chunks: list[AttentionChunk] = []
     if decode is not None and decode.num_tokens:
         tokens = slice(0, decode.num_tokens)
-        if _exceeds(decode, top_k):
+        if exceeds(decode, top_k):
             chunks.append(_sparse(decode, tokens, indexer, top_k, capabilities))
         else:
             chunks.append(AttentionChunk(tokens, decode, plan, absorbed=True))
@@ -53,7 +53,7 @@ def cut(
     if prefill is None or not prefill.num_tokens:
         return chunks
     prefill.refuse_tree("expanded")
-    for queries, is_sparse in _by_form(prefill, top_k, limits[1]):
+    for queries, is_sparse in by_form(prefill, top_k, limits[1]):
         stop = start + queries.num_tokens
         if is_sparse:
             chunks.append(_sparse(queries, slice(start, stop), indexer, top_k, capabilities))
@@ -82,7 +82,8 @@ class SharedSelection:
         return [replace(own, selected=first.selected, plan=first.plan, selects=False) for first, own in pairs]
 
 
-def _exceeds(queries: PagedQueries | None, top_k: int) -> bool:
+def exceeds(queries: PagedQueries | None, top_k: int) -> bool:
+    """True if a context is longer than `top_k`."""
     return queries is not None and max(queries.context_lens, default=0) > top_k
 
 
@@ -95,7 +96,7 @@ def _sparse(
     return AttentionChunk(tokens, queries, plan, absorbed=True, selected=selected, index_plan=indexer.plan(queries))
 
 
-def _by_form(prefill: PagedQueries, top_k: int, max_tokens: int) -> Iterator[tuple[PagedQueries, bool]]:
+def by_form(prefill: PagedQueries, top_k: int, max_tokens: int) -> Iterator[tuple[PagedQueries, bool]]:
     """Neighboring requests of one form; sparse requests at most `max_tokens` query tokens at a time."""
     numbers = range(prefill.num_requests)
     for is_sparse, run in groupby(numbers, lambda i: prefill.context_lens[i] > top_k):

@@ -41,13 +41,14 @@ class StoredExperts:
 
     def __init__(
         self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share,
-        shared: str = "", group: int = 1,
+        shared: str = "", group: int = 1, layer: int = 0,
     ) -> None:  # fmt: skip
         self.kernel = kernel
         self._prefix, self._names, self._shared, self._moe = prefix, names, shared, moe
         self._num_experts, self._hidden, self._whole, self._shared_width = (
             moe.num_experts, hidden, moe.width, moe.shared_width
         )  # fmt: skip
+        self._activation = moe.activation(layer)
         self._cut = part.cut_in_groups(moe.width, group)
         self._width = moe.width if self._cut is None else self._cut.stop - self._cut.start
 
@@ -70,8 +71,7 @@ class StoredExperts:
             kept = self.kernel.capabilities.quantized[type(format)]
             make = kept.allocate if down == format or kept.of_two is None else partial(kept.of_two, down)
             weights = make(*sizes, reader.device, format)
-        if self._moe.clamped:
-            weights.limit = self._moe.limit
+        weights.limit, weights.alpha = self._activation
         if self._moe.biased:
             weights.bias = empty_biases(self._moe, len(held), self._width, self._hidden, reader.device)
             weights.num_bytes += sum(part.nbytes for part in weights.bias.memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_engine.models.config import PoolingConfig
+from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.models.vision_config import VisionConfig
 
 

@@ -51,8 +51,11 @@ def step_bytes(given: SizingInput) -> int:
     """Activations of the largest step. A draft model runs when the model's activations are freed; its draft extend may
     cover the tokens of several steps. MTP layers read the model's hidden states."""
     limits, size = given.limits, given.dtype_bytes
-    tokens = limits.forward_tokens * given.parallel.topology.attn_dp_size
-    step = sizes.largest_step_activation_bytes(given.local_model, tokens, size, num_requests=limits.running)
+    own = limits.forward_tokens
+    tokens = own * given.parallel.topology.attn_dp_size
+    step = sizes.largest_step_activation_bytes(
+        given.local_model, tokens, size, num_requests=limits.running, own_tokens=own
+    )
     if given.head is not None:
         return step + _head_step_bytes(given, given.head, tokens)
     if given.draft is not None:

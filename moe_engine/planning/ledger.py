@@ -13,10 +13,11 @@ BUFFERS_ROW = "weight buffers"
 GRAPHS_ROW = "CUDA graphs"
 WINDOWS_ROW = "KV of windows"
 STATES_ROW = "request states"
+KEPT_ROW = "unfinished entries"
 LORA_ROW = "LoRA slots"
 LORA_HOST_ROW = "LoRA adapters"
 WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
-STATIC_ROWS = (*WEIGHT_ROWS, BUFFERS_ROW, WINDOWS_ROW, STATES_ROW, LORA_ROW)
+STATIC_ROWS = (*WEIGHT_ROWS, BUFFERS_ROW, WINDOWS_ROW, STATES_ROW, KEPT_ROW, LORA_ROW)
 """Rows that --mem-fraction-static counts besides the KV cache."""
 
 SLOT_TOKEN_BYTES = 4
@@ -128,3 +129,8 @@ def tokens_that_fit(num_bytes: int, bytes_per_token: int, page_size: int) -> int
 def slot_table_bytes(max_running_requests: int, row_width: int) -> int:
     """int32 [rows, width]: the KV slot of every position of every running request."""
     return max_running_requests * row_width * 4
+
+
+def slot_tables(windows: bool, drafts: bool) -> tuple[str, ...]:
+    """Contents of the tables of `slot_table_bytes` each. windows: layers with a window have a pool of their own."""
+    return "slots", *["window slots"] * windows, *["tokens"] * drafts

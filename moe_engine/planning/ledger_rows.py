@@ -8,7 +8,7 @@ from moe_engine.planning.attention_memory import draft_workspace_rows, workspace
 from moe_engine.planning.dispatch_memory import exchange_rows
 from moe_engine.planning.draft_memory import count, draft_rows, step_bytes
 from moe_engine.planning.images import image_rows
-from moe_engine.planning.ledger import LedgerRow, gb, slot_table_bytes
+from moe_engine.planning.ledger import LedgerRow, gb, slot_table_bytes, slot_tables
 from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_lora import lora_rows
 from moe_engine.planning.sizing_input import SizingInput
@@ -133,7 +133,7 @@ def _table_row(given: SizingInput) -> LedgerRow:
     the token ids, and positions for drafts."""
     limits = given.limits
     detail = f"{limits.running} requests x {limits.context_len} positions"
-    tables = ["slots"] + ["window slots"] * bool(given.num_window_slots) + ["tokens"] * given.drafts
+    tables = slot_tables(bool(given.num_window_slots), given.drafts)
     if len(tables) > 1:
         detail += f", {' and '.join(tables)}"
     return LedgerRow("slot tables", len(tables) * slot_table_bytes(limits.running, limits.row_width), detail)

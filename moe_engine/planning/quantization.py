@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 
 KERNEL_NAMES = {"moe_wna16": ("awq", "gptq")}
 """Values of the flag that name kernels, with the formats that they multiply."""
+COPIES = ("fp8", "int8", "int4")
+"""Formats of `moe-engine quantize`, which begin the names for quantizing while loading."""
 
 
 def with_quantization(model: ModelConfig, args: EngineArgs) -> ModelConfig:
@@ -30,9 +33,11 @@ def with_quantization(model: ModelConfig, args: EngineArgs) -> ModelConfig:
     if not asked or asked == method or declared.name in (asked, *KERNEL_NAMES.get(asked, ())):
         return model
     if declared != PLAIN and not declared.name:
+        alternating = isinstance(declared, FusedExpertsFormat) and declared.alternating  # gpt-oss
+        copy = "mxfp4" if alternating else next((name for name in COPIES if asked.startswith(name)), "int8")
         raise ConfigError(
             f"--quantization {asked}: the experts of this model are in common tensors of a layer, which are not "
-            "quantized while loading; leave the flag out, or serve a quantized checkpoint"
+            f"quantized while loading; leave the flag out, or serve a copy by moe-engine quantize --format {copy}"
         )
     if declared != PLAIN:
         raise ConfigError(

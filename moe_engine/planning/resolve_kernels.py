@@ -68,6 +68,12 @@ def resolve_kernels(
     placed = parallel.topology.moe_tp_size, dispatch is not None, dispatch is not None and dispatch.row.fused
     need = replace(need, chains=chains, trees=trees, experts=expert_widths(model, *placed))
     pages = (given,) if given else tuple(page for page in _page_sizes(need, model) if _fits(args, page))
+    if not pages:
+        raise ConfigError(
+            f"{model.source} has entries of {model.page_multiple} tokens, and pages of a multiple of it do not fit "
+            "--chunked-prefill-size, --max-prefill-tokens, or --max-total-tokens with --max-running-requests; use "
+            f"multiples of {model.page_multiple}, and at least as many tokens for each running request"
+        )
     forms = kv_forms(args, kv_dtype, model, draft, deterministic)
     plan = _plan(machine, need, asked, pages, captured, forms)
     page, kv_dtype = plan.need.page_size, plan.need.kv_dtype
@@ -94,12 +100,19 @@ def asked_backends(args: EngineArgs) -> dict[str, str]:
 
 
 def _check_entries(model: ModelConfig, dtype: str) -> None:
-    """Raises ConfigError for entries whose bytes cannot be divided over their tokens, as copies of pages need."""
+    """Raises ConfigError for entries, or kept contributions, whose bytes cannot be divided over their tokens, as copies
+    of pages need."""
     for rate, widths in map(model.entry_parts, range(model.num_layers)):
         if any(DTYPE_BYTES[dtype] * width % rate for width in widths):
             raise ConfigError(
                 f"--dtype {dtype}: entries of {rate} tokens with {min(widths)} channels ({model.source}) have less "
                 "than one byte for each token; use float32"
+            )
+    for kept in filter(None, map(model.kept_rows, range(model.num_layers))):
+        if kept.block and any(DTYPE_BYTES[dtype] * width % kept.block for width in kept.widths):
+            raise ConfigError(
+                f"--dtype {dtype}: contributions of {min(kept.widths)} channels to entries ({model.source}) cannot be "
+                f"divided over blocks of {kept.block} tokens; use float32"
             )
 
 

@@ -13,7 +13,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.tables import DispatchRow, FixedSizes
 from moe_engine.planning.dispatch_memory import dispatch_bytes
-from moe_engine.planning.ledger import gb, slot_table_bytes
+from moe_engine.planning.ledger import gb, slot_table_bytes, slot_tables
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_graphs import largest_size
@@ -102,17 +102,17 @@ def resolve_limits(
     launch = _Launch(args, model, machine, parallel, page_size, dtype_bytes)
     groups = parallel.topology.attn_dp_size
     chunk = _chunk(args, machine, page_size, groups)
-    running = _running(args, model, machine, groups, page_size, context_len)
     limits = StepLimits(
         chunk.value,
         args.memory.max_prefill_tokens,
-        running.value,
+        1,
         context_len,
-        running_reason=running.reason,
         **StepLimits.of_speculation(speculation, model),
         ranks=parallel.topology.attn_tp_size,
         low_latency=_low_latency(parallel),
     )
+    running = _running(launch, limits, groups)
+    limits = replace(limits, running=running.value, running_reason=running.reason)
     if limits.low_latency != "never":
         limits = _with_capacity(launch, limits, chunk, running)
         if limits.low_latency == "always":
@@ -132,18 +132,18 @@ def _low_latency(parallel: ParallelPlan) -> LowLatency:
     return "always" if modes == {"low_latency"} else "decode"
 
 
-def _running(
-    args: EngineArgs, model: ModelConfig, machine: Machine, groups: int, page_size: int, context_len: int
-) -> _Size:
-    """Max requests of a step of one attention group, before the size of the KV cache is known."""
-    memory = args.memory
+def _running(launch: _Launch, limits: StepLimits, groups: int) -> _Size:
+    """Max requests of a step of one attention group, before the size of the KV cache is known. limits: of one."""
+    memory, machine, page_size = launch.args.memory, launch.machine, launch.page_size
     if memory.max_running_requests:
         return _Size(max(1, memory.max_running_requests // groups), asked=True)
     cap, reason = max(1, (CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING) // groups), ""
     if machine.device != "cpu":
-        row = slot_table_bytes(1 + bool(model.windowed_layers), context_len)
+        windows = bool(launch.model.windowed_layers) and not memory.disable_hybrid_swa_memory
+        row = len(slot_tables(windows, limits.drafts)) * slot_table_bytes(1, limits.row_width)
         if (most := max(1, int(SLOT_TABLE_SHARE * machine.total_bytes) // row)) < cap:
-            cap, reason = most, f"slot tables of {context_len} positions take {SLOT_TABLE_SHARE:.0%} of the memory"
+            cap = most
+            reason = f"slot tables of {limits.context_len} positions take {SLOT_TABLE_SHARE:.0%} of the memory"
     if memory.max_total_tokens is not None and (most := max(1, memory.max_total_tokens // max(2, page_size))) < cap:
         cap, reason = most, ""
     return _Size(cap, reason)

@@ -80,13 +80,18 @@ class SizingInput:
         """KV bytes of a token on one rank, without those of windowed layers that have a pool of their own."""
         drafted = self.draft.kv_bytes_per_token(self.kv_dtype) if self.draft is not None else 0
         windowed = self.window_bytes_per_token if self.num_window_slots else 0
-        return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted - windowed
+        return self.model_bytes_per_token + drafted - windowed
 
     @property
     def window_bytes_per_token(self) -> int:
         """KV bytes of a token in all windowed layers, on one rank."""
         model = self.local_model
-        return model.kv_bytes_of(model.windowed_layers, self.kv_dtype)
+        return model.kv_bytes_of(model.windowed_layers, self.kv_dtype, self.limits.draft_slots)
+
+    @property
+    def model_bytes_per_token(self) -> int:
+        """KV bytes of a token in all layers of the model, on one rank, with those of windowed layers."""
+        return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp, self.limits.draft_slots)
 
     @property
     def weight_format(self) -> WeightFormat:

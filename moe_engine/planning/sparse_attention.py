@@ -1,4 +1,5 @@
-"""Models with an indexer (DeepSeek sparse attention): the flags that they exclude, before a weight is read."""
+"""Models with an indexer (DeepSeek sparse attention, MiniMax-M3's blocks): the flags that they exclude, before a weight
+is read."""
 
 from __future__ import annotations
 
@@ -8,12 +9,17 @@ from dataclasses import replace
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.kv_format.formats import E4M3, E5M2
-from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.planning.resolution_log import Record
 
 
 def has_indexer(model: ModelConfig) -> bool:
     return isinstance(model.attention, MLAConfig) and model.attention.indexer is not None
+
+
+def has_blocks(model: ModelConfig) -> bool:
+    """True for block-sparse attention."""
+    return isinstance(model.attention, GQAConfig) and model.attention.blocks is not None
 
 
 FP8_KEYS = frozenset({("cuda", "bfloat16"), ("cuda", "float16")})
@@ -43,12 +49,17 @@ def check_sparse(args: EngineArgs, models: Sequence[ModelConfig], device: str, t
     Raises:
         ConfigError: with the flag and what works instead.
     """
-    sparse = next(filter(has_indexer, models), None)
+    sparse = next((model for model in models if has_indexer(model) or has_blocks(model)), None)
     if sparse is None:
         return
-    if args.memory.kv_cache_dtype == E5M2:
+    if args.memory.kv_cache_dtype == E5M2 and has_indexer(sparse):
         raise ConfigError(
             f"--kv-cache-dtype {E5M2}: index keys ({sparse.source} has an indexer) need a scale; use {E4M3}, or auto"
+        )
+    if topk > 1 and has_blocks(sparse):
+        raise NotAvailableYet(
+            f"--speculative-eagle-topk {topk}: not available yet: a draft tree's tokens have no blocks of their own; "
+            f"use 1 ({sparse.source} has block-sparse attention)"
         )
     for complaint in _not_yet(args, device, topk):
         raise NotAvailableYet(f"{complaint} ({sparse.source} has sparse attention)")

@@ -56,14 +56,7 @@ def _of_tokenizer(args: EngineArgs, folder: Path, asked: Mapping[str, str]) -> M
 
 
 def _of_template(args: EngineArgs, folder: Path, own: str | dict[str, str] | None) -> dict[str, str | None]:
-    from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
-    from moe_engine.tokenizer.deepseek_messages import DeepseekChat
-    from moe_engine.tokenizer.template_formats import reasoning_format, tool_format
+    from moe_engine.tokenizer.chat_template import load_chat_template
 
     template = load_chat_template(args.model.chat_template, own, {}, folder if folder.is_dir() else folder.parent)
-    if template is None:
-        return {}
-    if isinstance(template, DeepseekChat):
-        return dict(zip(_NAMES, template.parsers))
-    assert isinstance(template, ChatTemplate)
-    return {"reasoning_parser": reasoning_format(template.text), "tool_call_parser": tool_format(template.text)}
+    return {} if template is None else dict(zip(_NAMES, template.parsers))

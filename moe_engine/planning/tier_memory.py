@@ -21,7 +21,7 @@ COPIED_STATES = 3
 def tier_bytes_per_token(given: SizingInput) -> int:
     """KV of a token in the tier, on one rank, without that of windowed layers with a pool of their own. A draft model
     recomputes its KV; the KV of an EAGLE head is kept."""
-    own = given.local_model.kv_bytes_per_token(given.kv_dtype, given.uses_mtp)
+    own = given.model_bytes_per_token
     own -= given.window_bytes_per_token if given.num_window_slots else 0
     return own + (given.draft.kv_bytes_per_token(given.kv_dtype) if given.head is not None and given.draft else 0)
 

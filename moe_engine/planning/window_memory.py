@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.planning.ledger import SLOT_TOKEN_BYTES, WINDOWS_ROW, LedgerRow, slot_table_bytes
+from moe_engine.planning.ledger import KEPT_ROW, SLOT_TOKEN_BYTES, WINDOWS_ROW, LedgerRow, slot_table_bytes
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.types.row_sizes import window_pool_tokens
 
@@ -62,7 +62,20 @@ def _other_bytes(given: SizingInput) -> int:
 
 
 def window_rows(given: SizingInput) -> list[LedgerRow]:
-    """The ledger row of the pool of windowed layers, if they have one."""
+    """The ledger rows of the pool of windowed layers, if they have one, and of contributions to entries."""
+    return [*_pool_rows(given), *_kept_rows(given)]
+
+
+def _kept_rows(given: SizingInput) -> list[LedgerRow]:
+    limits = given.limits
+    each = given.local_model.kept_bytes_of_request(given.kv_dtype, limits.draft_slots)
+    if not each:
+        return []
+    detail = f"{limits.running} requests x {each} B of tokens behind their last entries, and a row for padding"
+    return [LedgerRow(KEPT_ROW, (limits.running + 1) * each, detail)]
+
+
+def _pool_rows(given: SizingInput) -> list[LedgerRow]:
     if not given.num_window_slots:
         return []
     each, model, slots = given.window_bytes_per_token, given.local_model, given.num_window_slots

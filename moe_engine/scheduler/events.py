@@ -150,6 +150,7 @@ class SchedulerStats:
     """Requests in the queue after a retraction."""
     num_retractions_total: int
     num_preemptions_total: int
+    """Running requests that left their rows to a more urgent one."""
     prompt_tokens_total: int
     cached_tokens_total: int
     generation_tokens_total: int
@@ -167,6 +168,13 @@ class SchedulerStats:
     """1 while a storage that hangs is not read."""
     host_used_tokens: int = 0
     host_total_tokens: int = 0
+    num_incoming_transfers: int = 0
+    """Open transfers of KV from a prefill server, and to decode servers."""
+    num_outgoing_transfers: int = 0
+    transferred_tokens_total: int = 0
+    """Tokens whose KV arrived from prefill servers."""
+    failed_transfers_total: int = 0
+    """Transfers without a result, except those of aborted requests; their prompts were computed here."""
     speculation: SpecStats | None = None
     prefill_delayer: dict[str, Any] | None = None
     """Decisions and waits (`PrefillDelayer.state`), with ``--enable-prefill-delayer``."""

@@ -73,6 +73,10 @@ def snapshot(
         storage_paused=int(kv_cache.storage is not None and kv_cache.storage.pause.is_on),
         host_used_tokens=connector.num_stored if connector is not None else 0,
         host_total_tokens=connector.num_places if connector is not None else 0,
+        num_incoming_transfers=len(getattr(connector, "incoming", ())),
+        num_outgoing_transfers=len(getattr(connector, "outgoing", ())),
+        transferred_tokens_total=getattr(connector, "num_transferred_tokens", 0),
+        failed_transfers_total=getattr(connector, "num_failed_transfers", 0),
         speculation=speculation,
         prefill_delayer=prefill_delayer,
     )

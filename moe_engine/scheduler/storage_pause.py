@@ -20,7 +20,6 @@ RETRY_SECONDS = (30.0, 600.0)
 class StoragePause:
     def __init__(self) -> None:
         self.is_on = False
-        self.num_pauses = 0
         self._silent = 0.0
         self._checked = self._began = self._next_try = 0.0
         self._retry = RETRY_SECONDS[0]
@@ -32,7 +31,6 @@ class StoragePause:
         if self.is_on or self._silent < HANG_SECONDS:
             return False
         self.is_on, self._began = True, now
-        self.num_pauses += 1
         self._next_try = now + self._retry
         logger.warning(
             "KV storage: no read has answered for %.0f s: prompts are computed without it, next try in %.0f s",

@@ -71,6 +71,8 @@ _GAUGES = {
     "kv_cache_memory_usage_gb": "Memory of the KV pool, GB.",
     "hicache_host_used_tokens": "Tokens in the host-RAM tier of the KV cache.",
     "hicache_storage_paused": "Schedulers that do not read their storage because it hangs.",
+    "num_decode_transfer_queue_reqs": "Requests whose KV is on its way from a prefill server.",
+    "num_prefill_inflight_queue_reqs": "Requests whose KV is on its way to a decode server.",
     "hicache_host_total_tokens": "Size of the host-RAM tier of the KV cache in tokens; 0 without it.",
 }
 _FROM_STATE = {
@@ -84,6 +86,8 @@ _FROM_STATE = {
     "hicache_host_used_tokens": "host_used_tokens",
     "hicache_host_total_tokens": "host_total_tokens",
     "hicache_storage_paused": "storage_paused",
+    "num_decode_transfer_queue_reqs": "num_incoming_transfers",
+    "num_prefill_inflight_queue_reqs": "num_outgoing_transfers",
     "is_cuda_graph": "is_cuda_graph",
     "compilations_after_ready": "compilations_after_ready",
 }
@@ -94,6 +98,10 @@ _TOTALS_FROM_STATE = {
     "num_retracted_requests_total": (
         "num_retractions_total",
         "Number of retractions of running requests to the queue.",
+    ),
+    "num_preemptions_total": (
+        "num_preemptions_total",
+        "Number of running requests returned to the queue for a more urgent one.",
     ),
     "num_waiting_timeouts_total": (
         "waiting_timeouts_total",
@@ -114,6 +122,14 @@ _TOTALS_FROM_STATE = {
     "hicache_storage_backed_up_tokens_total": (
         "storage_backed_up_tokens_total",
         "Tokens written to the storage below the host-RAM tier.",
+    ),
+    "kv_transferred_tokens_total": (
+        "transferred_tokens_total",
+        "Tokens whose KV arrived from prefill servers.",
+    ),
+    "num_transfer_failed_reqs_total": (
+        "failed_transfers_total",
+        "Transfers of KV that failed; the prompts were computed by the decode server.",
     ),
 }
 

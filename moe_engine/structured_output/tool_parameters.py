@@ -70,7 +70,7 @@ def _parameter(
         shared = {word: whole[word] for word in DEFINITIONS if word in whole}
         schema = {**schema, **{word: {**whole[word], **schema.get(word, {})} for word in shared}}
     return OneParameter(
-        begin=f"{syntax.before}{name}{behind}", schema=schema, is_text=text, end=syntax.after,
+        begin=f"{syntax.before}{name}{behind}", schema=schema, is_text=text, end=syntax.end_of(name),
         required=required and strict,
     )  # fmt: skip
 

@@ -20,7 +20,11 @@ class ChatEncoder(Protocol):
 
     @property
     def reads_parts(self) -> bool:
-        """Whether it reads content parts other than text."""
+        """Whether it loops over the parts of a message; else it gets their text joined."""
+
+    @property
+    def parsers(self) -> tuple[str | None, str | None]:
+        """Names of the parsers of reasoning and of tool calls in answers; None: no known format."""
 
     def render(
         self,
@@ -29,7 +33,16 @@ class ChatEncoder(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> str: ...
+    ) -> str:
+        """The prompt of a conversation.
+
+        Args:
+            add_generation_prompt: False leaves out the opening of an answer at the end.
+            kwargs: template arguments, such as `thinking` or `enable_thinking`.
+
+        Raises:
+            InputError: the conversation is refused, or a template argument that the server sets.
+        """
 
     def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
         """The text of an unfinished answer, an assistant's message with text, behind the prompt that opens it."""

@@ -30,6 +30,7 @@ from moe_engine.tokenizer.chat_messages import (
 )
 from moe_engine.tokenizer.deepseek_v4 import load_deepseek_v4
 from moe_engine.tokenizer.deepseek_v32 import load_deepseek_v32
+from moe_engine.tokenizer.template_formats import reasoning_format, tool_format
 
 _LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s([^%]*?(\.content|\[['\"]content['\"]\])|content\s*-?%)")
 
@@ -52,7 +53,7 @@ class GenerationTag(jinja2.ext.Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class ChatTemplate:
+class ChatTemplate(ChatEncoder):
     """A compiled template, or several by name ("default", and "tool_use" for requests with tools).
 
     Args:
@@ -75,13 +76,12 @@ class ChatTemplate:
 
     @property
     def reads_parts(self) -> bool:
-        """Whether it loops over the parts of a message; else it gets their text joined."""
         return all(self._wants_parts.values())
 
     @property
-    def text(self) -> str:
-        """The sources of all templates."""
-        return "\n".join(self._sources.values())
+    def parsers(self) -> tuple[str | None, str | None]:
+        text = "\n".join(self._sources.values())
+        return reasoning_format(text), tool_format(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self._sources, self._special_tokens)
@@ -94,11 +94,6 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation.
-
-        Raises:
-            InputError: the template rejects the conversation or cannot render it.
-        """
         refuse_reserved(kwargs)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         context = {

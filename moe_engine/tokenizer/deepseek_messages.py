@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moe_engine.errors import ConfigError, InputError
-from moe_engine.tokenizer.chat_messages import prepare_message, refuse_reserved
+from moe_engine.tokenizer.chat_messages import ChatEncoder, prepare_message, refuse_reserved
 from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
 from moe_engine.tokenizer.tool_calls.tagged import DSML
 
@@ -29,7 +29,7 @@ _PROMPTS = ("system", "developer", "user")
 
 
 @dataclass(frozen=True)
-class DeepseekChat(ABC):
+class DeepseekChat(ChatEncoder, ABC):
     """Writes prompts as a chat template does. Turns are prepared messages, with their `index` in the request.
 
     Args:
@@ -41,8 +41,6 @@ class DeepseekChat(ABC):
     eos: str = EOS
     reads_parts = False
     model: ClassVar[str]
-    parsers: ClassVar[tuple[str, str]]
-    """Names of the parsers of reasoning and of tool calls in answers."""
     calls_tag: ClassVar[str]
     """Around the tool calls of an answer."""
 
@@ -54,12 +52,8 @@ class DeepseekChat(ABC):
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation.
-
-        Args:
-            add_generation_prompt: False leaves out the opening of an answer at the end.
-            kwargs: `thinking` (or `enable_thinking`): the answer begins inside the reasoning. Other arguments have no
-            effect, except those of `begin`.
+        """See `ChatEncoder`. With `thinking` (or `enable_thinking`) in `kwargs` the answer begins inside the reasoning.
+        Other arguments have no effect, except those of `begin`.
 
         Raises:
             InputError: an unknown role, arguments that are no object, a result without a call (V3.2).

@@ -11,6 +11,7 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt-oss", ("<|channel|>", "<|message|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("solar_open", ("<|tool_call:begin|>",)),
+    ("minimax-m3", ("]<]minimax[>[", "<tool_call>")),
     ("minimax-m2", ("<minimax:tool_call>",)),
     ("deepseekv4", ("｜DSML｜", "<tool_result>")),
     ("deepseekv32", ("｜DSML｜",)),
@@ -46,6 +47,8 @@ def reasoning_format(template: str) -> str | None:
     tools = tool_format(template)
     if tools in ("gpt-oss", "solar_open"):
         return tools
+    if tools == "minimax-m3":
+        return tools if "</mm:think>" in template else None
     if "◁think▷" in template:
         return "kimi"
     if "[THINK]" in template and "[/THINK]" in template:

@@ -19,11 +19,11 @@ class DeviceIntTable:
         self._stream = stream
         self._host = stream.host_view(self._flat)
 
-    def take(self, index: Tensor) -> Tensor:
-        """values.flat[index] as int64, new memory of the shape of `index`."""
+    def take(self, index: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        """values.flat[index] in a dtype, new memory of the shape of `index`."""
         if self._host is not None:
-            return torch.from_numpy(self._host[index.numpy()].astype(np.int64, copy=False))
-        return self._flat.index_select(0, index.flatten()).long().view(index.shape)
+            return torch.from_numpy(self._host[index.numpy()]).to(dtype)
+        return self._flat.index_select(0, index.flatten()).to(dtype).view(index.shape)
 
     def put(self, index: Any, values: Any) -> None:
         """values.flat[index] = values, tensors of one shape, or `DeviceStream.arrays`; indices must be unique."""

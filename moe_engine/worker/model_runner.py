@@ -207,7 +207,7 @@ class ModelRunner:
         prompts, states = self._prompt_logprobs(plan, batch, hidden), self._hidden_states(plan, batch, hidden)
         if not len(batch.sampled.rows):
             if self.speculation is not None:
-                self.speculation.advance_plain(plan, batch.sampled, self._empty)
+                self.speculation.advance_plain(plan, batch.sampled, batch.input_ids[:0])
             if sizes is not None:
                 self.sampler.passes.join(self._logits, hidden[:0], sizes)
             return PendingStep(plan.number, [], HostCopy([self._empty]), prompts=prompts, hidden=states)

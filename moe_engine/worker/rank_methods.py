@@ -17,7 +17,7 @@ from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
 from moe_engine.worker.memory_usage import memory_usage
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.profiler import ProfileArgs, Profiler
-from moe_engine.worker.read_ahead import FilesArgs, ReadAhead
+from moe_engine.worker.read_ahead import FilesArgs, PageCacheReads
 from moe_engine.worker.weight_groups import GroupName, JoinArgs, ReceiveArgs
 from moe_engine.worker.weight_read import ReadArgs
 from moe_engine.worker.weight_update import CheckpointArgs, TensorArgs, WeightUpdate
@@ -45,7 +45,7 @@ class RankMethod:
 
 def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpdate | None) -> dict[str, RankMethod]:
     """All methods. They run on the worker's thread, between steps."""
-    profiler, files = Profiler(runner, runner.shared.parallel.world_rank), ReadAhead()
+    profiler, files = Profiler(runner, runner.shared.parallel.world_rank), PageCacheReads()
     return {
         "memory_usage": RankMethod(lambda _: memory_usage(runner)),
         "read_ahead": RankMethod(files.is_reading, FilesArgs),

@@ -27,7 +27,9 @@ class FilesArgs(msgspec.Struct, forbid_unknown_fields=True):
     headers_only: bool = False
 
 
-class ReadAhead:
+class PageCacheReads:
+    """Readings by their ids; the loader of weights has its own (`models.read_ahead`)."""
+
     def __init__(self) -> None:
         self._threads: dict[str, threading.Thread] = {}
 

@@ -107,16 +107,17 @@ class StepOutputs:
             self._tapped[: len(states)].copy_(states)
 
     def _store(self, hidden: Tensor, sizes: StepSizes | None) -> None:
-        """Copies hidden [T, D], and its logits, out of the memory pool, which the next graph overwrites."""
+        """Copies hidden [T, D] out of the memory pool, which the next graph overwrites; logits are computed outside."""
         if self._hidden is None:
             self._hidden = torch.empty_like(hidden)
         self._hidden[: len(hidden)].copy_(hidden)
         if len(hidden) > self._max_logits:
             return
-        logits = self._model.logits(hidden, sizes)
         if self._logits is None:
-            self._logits = torch.empty_like(logits)
-        self._logits[: len(logits)].copy_(logits)
+            logits = self._model.logits(hidden, sizes)
+            self._logits = torch.empty_like(logits).copy_(logits)
+        else:
+            self._model.logits(hidden, sizes, self._logits[: len(hidden)])
 
     def of(self, captured: int, num_tokens: int) -> tuple[Tensor, Tensor | None]:
         """Hidden states [t, D] and logits [t, V] of the first tokens of a step captured for `captured` tokens; logits

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.permutation.protocol import ExpertRows
+from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.kernels.symm_mem.all_reduce import SymmMemAllReduce
 from moe_engine.kernels.symm_mem.all_reduce_layout import MAX_BYTES, Arenas
@@ -33,6 +35,7 @@ class CustomAllReduce:
         arenas = Arenas(group.size, width, dtype.itemsize)
         shared = self._shared = memory.allocate(group, arenas.num_bytes)  # kept alive for the addresses
         self._lost = memory.words_for_host(group.size)
+        self._permutation = TritonPermutation()
         self._kernels = SymmMemAllReduce(arenas, group.rank, shared.own, shared.addresses, self._lost, group.timeout_s)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -58,9 +61,22 @@ class CustomAllReduce:
         """
         if x.nbytes > MAX_BYTES:
             return plain(self._group.all_reduce(x), residual, weight, eps)
-        if format.rows:
-            return self._kernels.add_rms_norm_quantized(format, x, residual, weight, eps)
-        return self._kernels.add_rms_norm(x, residual, weight, eps)
+        return self._kernels.add_rms_norm(format, x, residual, weight, eps)
+
+    def add_rows_rms_norm(
+        self,
+        plain: Callable[[Tensor, Tensor, Tensor, float], Any],
+        format: ActivationFormat,
+        rows: ExpertRows,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> Any:
+        """`add_rms_norm` of the experts' sums; few are summed by the same launch."""
+        if residual.nbytes <= MAX_BYTES and self._kernels.sums_rows(len(residual)):
+            return self._kernels.add_rms_norm(format, rows, residual, weight, eps)
+        x = self._permutation.combine(rows.rows, rows.positions, rows.weights, rows.add)
+        return self.add_rms_norm(plain, format, x, residual, weight, eps)
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if a kernel has reported a timeout on a peer; never waits."""

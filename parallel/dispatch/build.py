@@ -31,6 +31,7 @@ from moe_engine.parallel.dispatch.protocol import (
     Exchange,
     Layout,
     Mode,
+    NormedSum,
     Phase,
 )
 from moe_engine.parallel.dispatch.shared_memory import SharedMemory
@@ -166,6 +167,15 @@ class PhasedDispatcher:
         """See `Dispatcher.start_combine`; with the dispatcher of the handle."""
         dispatcher, inner = handle
         return dispatcher.start_combine(rows, topk_weights, inner)
+
+    def norms_sums(self, phase: Phase) -> bool:
+        """See `Dispatcher.norms_sums`."""
+        return self._by_phase[phase].norms_sums
+
+    def start_combine_norm(self, rows: Tensor, topk_weights: Tensor, handle: tuple[Dispatcher, Any]) -> NormedSum:
+        """See `Dispatcher.start_combine_norm`; with the dispatcher of the handle."""
+        dispatcher, inner = handle
+        return dispatcher.start_combine_norm(rows, topk_weights, inner)
 
     def check_peers(self) -> None:
         """See `Dispatcher.check_peers`; for all phases, at the end of a step when its results are available."""

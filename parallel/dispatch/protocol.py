@@ -116,6 +116,16 @@ class Layout(Protocol):
         """rows from the kernel -> [N, D]: sum_k weights[n, k] * rows[positions[n, k]], 0 without any."""
 
 
+class NormedSum(Protocol):
+    """The second half of a combine, whose sum goes into a residual stream."""
+
+    def __call__(
+        self, format: ActivationFormat, other: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> Activation:
+        """residual [T, D] += the sum (+ other), in place, contiguous; its RMSNorm in `format`. Sums are rounded as by
+        `OpsCapabilities.add_pair_rms_norm`."""
+
+
 class Dispatcher(Protocol):
     """The interface to the routed experts, and base class of its implementations. All ranks of the group make the same
     calls in the same order."""
@@ -125,6 +135,9 @@ class Dispatcher(Protocol):
 
     reads_int64: bool = False
     """True if `dispatch` copies ids that are not int64."""
+
+    norms_sums: bool = False
+    """True if `start_combine_norm` is supported."""
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
@@ -170,6 +183,10 @@ class Dispatcher(Protocol):
         """Likewise for `combine`; the handle is pending until the returned call."""
         result = self.combine(rows, topk_weights, handle)
         return lambda: result
+
+    def start_combine_norm(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> NormedSum:
+        """`start_combine` for a sum that a norm follows: one launch does both, if the backend `norms_sums`."""
+        raise TypeError(f"{type(self).__name__} leaves no sum to a norm")
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if a kernel has reported a timeout on a peer; never waits. Overridden where kernels wait

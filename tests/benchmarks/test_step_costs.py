@@ -409,13 +409,14 @@ def test_streams_overlap_between_the_events_that_they_wait_for() -> None:
 def test_layers_that_run_stand_for_the_others() -> None:
     for name in MODELS:
         short, repeats = shortened(MODELS[name])
-        assert len(repeats) == short["num_hidden_layers"] <= 4
+        assert len(repeats) == short["num_hidden_layers"] <= 6
         assert sum(repeats) == MODELS[name]["num_hidden_layers"]
         assert set(names_of(short)) == set(names_of(MODELS[name]))
     assert shortened(MODELS["v3"])[1] == [1, 2, 1, 57]
     assert shortened(MODELS["v2-lite"])[1] == [1, 1, 25]
     assert shortened(MODELS["gpt-oss-120b"])[1] == [1, 1, 17, 17]
     assert shortened(MODELS["qwen3-next"])[1] == [1, 35, 1, 11]
+    assert shortened(MODELS["v4-flash"])[1] == [1, 1, 1, 1, 20, 19]
 
 
 @pytest.mark.parametrize(
@@ -426,6 +427,8 @@ def test_layers_that_run_stand_for_the_others() -> None:
         ("gpt-oss-120b", 5.1e9, 117e9),
         ("qwen3-next", 3e9, 80e9),
         ("kimi-k2", 32e9, 1.03e12),
+        ("v4-flash", 13e9, 284e9),
+        ("v4-pro", 49e9, 1.6e12),
     ],
 )
 def test_layers_have_the_published_numbers_of_parameters(name: str, active: float, total: float) -> None:
@@ -442,7 +445,7 @@ def test_layers_have_the_published_numbers_of_parameters(name: str, active: floa
 
 
 def test_the_roofline_of_windows_states_and_selections() -> None:
-    """By hand: 32 requests after 8,192 tokens on 4 ranks (gpt-oss, Qwen3-Next), and on 8 (V3.2)."""
+    """By hand: 32 requests after 8,192 tokens on 4 ranks (gpt-oss, Qwen3-Next), and on 8 (V3.2, V4)."""
     four, eight = roofline.FORMS["tp4"], roofline.FORMS["dp8ep8"]
     oss = roofline.decode(MODELS["gpt-oss-120b"], four, H200, 32, 8192)
     assert oss.kv_bytes == 18 * 32 * (128 + 8192) * 2 * 2 * 64 * 2  # two of eight KV heads
@@ -462,6 +465,13 @@ def test_the_roofline_of_windows_states_and_selections() -> None:
     assert with_less.kv_bytes - whole.kv_bytes == 61 * 32 * 1024 * 132
     added = 1536 * 64 * 128 + 7168 * (128 + 64)
     assert with_less.weight_bytes - whole.weight_bytes == 61 * added
+    # V4-Flash: a window of 128 in 43 layers, 512 entries of 4 tokens and their index keys in 21, 64 of 128 tokens in 20
+    entries = roofline.decode(MODELS["v4-flash"], eight, H200, 32, 8192)
+    rows = 43 * 128 + 21 * 512 + 20 * 64
+    assert entries.kv_bytes == 32 * (rows * 512 * 2 + 21 * 8192 / 4 * 128 * 2)
+    assert entries.attention_flops == 32 * (rows * 64 * 4 * 512 + 21 * 8192 / 4 * 64 * 2 * 128)
+    few = roofline.decode(MODELS["v4-flash"], eight, H200, 32, 1024)
+    assert few.kv_bytes == 32 * ((43 * 128 + 21 * 256 + 20 * 8) * 512 * 2 + 21 * 1024 / 4 * 128 * 2)
 
 
 def test_the_constants_allow_the_rooflines_work_at_their_rates() -> None:

@@ -365,6 +365,21 @@ def test_exactly_the_sizes_that_fit_resolve(models, tp, attn_dp, ep, dense, back
 # -- sizes per rank
 
 
+def test_activations_of_attention_are_those_of_the_own_group(resolved) -> None:
+    """The groups' tokens meet in the experts and in the residual; attention of one group is the largest part here."""
+    model = {**SMALL, "num_attention_heads": 64, "num_key_value_heads": 64}
+    flags = {"max_running_requests": 8, "context_length": 256, "dtype": "float32"}
+    one = resolved(model, chunked_prefill_size=128, **flags)
+    two = resolved(
+        model, tp=2, dp=2, enable_dp_attention=True, chunked_prefill_size=256, **flags | {"max_running_requests": 16}
+    )
+    assert one.limits.forward_tokens == two.limits.forward_tokens == 128
+    first, second = (
+        next(row.num_bytes for row in config.ledger.rows if row.name == "activations") for config in (one, two)
+    )
+    assert second - first == 3 * 128 * one.model.hidden_size * 4
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -10,7 +10,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.planning.explain import explain_text
 from moe_engine.planning.launch_flags import launch_flags
 from tests.config.conftest import machine
-from tests.config.test_speculation import LLAMA, standalone  # noqa: F401  # a fixture
+from tests.config.test_speculation import LLAMA, NGRAM, rows_of, standalone  # noqa: F401  # a fixture
 
 MISTRAL: dict[str, Any] = {
     **LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512,
@@ -51,6 +51,18 @@ def test_layers_of_two_windows_are_captured(resolved) -> None:
 
 
 FEW = {"max_running_requests": 2, "chunked_prefill_size": 64}
+
+
+@pytest.mark.parametrize("drafts", [{}, NGRAM])
+@pytest.mark.parametrize("bounded", [True, False])
+def test_slot_tables_of_long_contexts_bound_running_requests(resolved, bounded, drafts) -> None:
+    """Those that the ledger counts: 2 % of a GPU's memory."""
+    model = ALTERNATING | {"max_position_embeddings": 1 << 20}
+    config = resolved(model, on=machine(60, 80, "cuda"), disable_hybrid_swa_memory=not bounded, **drafts)
+    row = rows_of(config)["slot tables"]
+    assert bool(config.num_window_slots) == bounded and ("window slots" in row.detail) == bounded
+    most, requests = 0.02 * 80 * 2**30, config.max_running_requests
+    assert most * requests / (requests + 1) < row.num_bytes <= most
 
 
 @pytest.mark.parametrize(("model", "windowed"), [(MISTRAL, 2), (ALTERNATING, 1)])

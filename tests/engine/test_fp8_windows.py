@@ -29,26 +29,80 @@ FORMS: dict[str, dict[str, Any]] = {
     "torch": {"attention_backend": "torch_native", "disable_overlap_schedule": True},
     "host tier": {"enable_hierarchical_cache": True, "hicache_size": 1},
 }
+LAST_BITS = 1e-6
+"""Difference of the engine's keys and values from transformers', as a share of a row's largest number."""
+EXACT = 1e-3
+"""Largest error of a log-probability without a number rounded the other way, or with small ones only."""
 
 
-def round_rows(kind: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' models of this kind attend to keys and values as a cache of the format has them."""
-    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    attend, e4m3 = modeling.eager_attention_forward, kv_dtype == "fp8_e4m3"
+class RoundedRows:
+    """transformers' models of a kind attend to keys and values as a cache of the format has them.
 
-    def rounded(rows: Tensor) -> Tensor:
-        if not e4m3:
-            return rows.to(torch.float8_e5m2).float()
-        scale = rows.abs().amax(-1, keepdim=True) / 448
-        return (rows / scale).to(torch.float8_e4m3fn).float() * scale
+    The engine's numbers differ from transformers' in their last bits, and one between two numbers of the format may be
+    rounded to either: a step of up to a quarter, which all later tokens see if it is in a shared prefix.
 
-    def attend_to_rounded(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return attend(module, query, rounded(key), rounded(value), *args, **kwargs)
+    Attributes:
+        ties: numbers that may be rounded to either, of the last forward pass: (tensor, index).
+        other: those that are rounded the other way.
+    """
 
-    monkeypatch.setattr(modeling, "eager_attention_forward", attend_to_rounded)
+    def __init__(self, kind: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ties: list[tuple[int, int]] = []
+        self.other: tuple[tuple[int, int], ...] = ()
+        self._tensors = 0
+        self._e4m3 = kv_dtype == "fp8_e4m3"
+        modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        attend = modeling.eager_attention_forward
+
+        def attend_to_rounded(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return attend(module, query, self._rounded(key), self._rounded(value), *args, **kwargs)
+
+        monkeypatch.setattr(modeling, "eager_attention_forward", attend_to_rounded)
+
+    def begin(self, other: tuple[tuple[int, int], ...] = ()) -> None:
+        """Before each forward pass."""
+        self.ties, self.other, self._tensors = [], other, 0
+
+    def _rounded(self, rows: Tensor) -> Tensor:
+        largest = rows.abs().amax(-1, keepdim=True)
+        scale = largest / 448 if self._e4m3 else 1.0
+        dtype = torch.float8_e4m3fn if self._e4m3 else torch.float8_e5m2
+        low, out, high = (((rows + d * largest) / scale).to(dtype).float() * scale for d in (-LAST_BITS, 0, LAST_BITS))
+        numbers, either = out.flatten(), (low + high - out).flatten()
+        for index in (low != high).flatten().nonzero()[:, 0].tolist():
+            self.ties.append((self._tensors, index))
+            if self.ties[-1] in self.other:
+                numbers[index] = either[index]
+        self._tensors += 1
+        return numbers.view_as(rows)
 
 
-@pytest.mark.drawn(4)
+def log_probabilities(model: torch.nn.Module, tokens: list[int]) -> Tensor:
+    """Of each token but the first, given those before it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0]
+    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def least_errors(model: torch.nn.Module, rows: RoundedRows, tokens: list[int], got: Tensor) -> Tensor:
+    """Errors of the last tokens, with the numbers that may be rounded to either as they fit best."""
+
+    def errors(other: tuple[tuple[int, int], ...]) -> Tensor:
+        rows.begin(other)
+        return (got - log_probabilities(model, tokens)[-len(got) :]).abs()
+
+    best = errors(())
+    while best.max() > EXACT:
+        chosen, ties = rows.other, rows.ties
+        tries = {tie: errors((*chosen, tie)) for tie in ties if tie not in chosen}
+        nearest = min(tries, key=lambda tie: float(tries[tie].sum()), default=None)
+        if nearest is None or tries[nearest].sum() >= best.sum():
+            break
+        best = errors((*chosen, nearest))
+    return best
+
+
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("kind", MODELS)
@@ -65,20 +119,12 @@ def test_answers_are_those_of_rounded_rows(
         answers = engine.run(script)
     finally:
         engine.close()
-    errors = {}
-    for rounds in (False, True):
-        if rounds:
-            round_rows(kind, kv_dtype, monkeypatch)
-        model, found = load(path), []
-        for item in script:
-            tokens = item.prompt_ids + answers[item.rid].token_ids
-            with torch.inference_mode():
-                logits = model(torch.tensor([tokens])).logits[0]
-            wanted = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-            got = torch.tensor([entry.logprob for entry in answers[item.rid].logprobs])
-            if item.logprob:
-                found.append((got - wanted[len(item.prompt_ids) - 1 :]).abs())
-        errors[rounds] = torch.cat(found)
-    # a number between two of the format may be rounded to either, and moves its request's log-probabilities a little
-    assert errors[True].quantile(0.75) < errors[False].median() / 100
-    assert errors[True].max() < 0.1, errors[True]
+    asked = [item for item in script if item.logprob]
+    texts = {item.rid: item.prompt_ids + answers[item.rid].token_ids for item in asked}
+    got = {item.rid: torch.tensor([entry.logprob for entry in answers[item.rid].logprobs]) for item in asked}
+    model = load(path)
+    unrounded = [(got[r] - log_probabilities(model, texts[r])[-len(got[r]) :]).abs() for r in texts]
+    rows = RoundedRows(kind, kv_dtype, monkeypatch)
+    errors = torch.cat([least_errors(model, rows, texts[rid], got[rid]) for rid in texts])
+    assert errors.quantile(0.75) < torch.cat(unrounded).median() / 100
+    assert errors.max() < torch.cat(unrounded).median() / 2, errors

@@ -24,7 +24,7 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "one rank": {},
-    "bounded windows": {"chunked_prefill_size": 24, "page_size": 8, "max_running_requests": 2},
+    "bounded windows": {"chunked_prefill_size": 32, "page_size": 16, "max_running_requests": 2},
     "tp": {"tp_size": 2},
     "dp attention": {"tp_size": 2, "attn_dp_size": 2},
     "tokens that travel": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},

@@ -17,6 +17,7 @@ from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from tests.kernels.cpu.formulas import (
     NAN,
     attend,
+    bounded_silu,
     close,
     filled_cache,
     normal,
@@ -127,14 +128,24 @@ def check_silu_of_extreme_values(ops: Ops) -> None:
 
 
 def check_clamped_silu(ops: Ops, dtype: torch.dtype) -> None:
-    """gate is at most the limit, up within both; NaN stays."""
+    """gate is at most the limit, or silu(gate) is, up within both; NaN stays."""
     x = normal(5, 90, dtype=dtype, scale=4.0)
     x[1, 0] = x[2, 45] = NAN
     gate, up = x.double().chunk(2, -1)
-    want = silu(gate.clamp(max=1.5)) * up.clamp(-1.5, 1.5)
-    got = ops.silu_and_mul(x, 1.5)
-    assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2
-    close(got.nan_to_num(), want.nan_to_num(), 2)
+    for limit in (1.5, -1.5):
+        want = bounded_silu(gate, up, limit)
+        got = ops.silu_and_mul(x, limit)
+        assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2
+        close(got.nan_to_num(), want.nan_to_num(), 2)
+
+
+def check_shifted_silu(ops: Ops, dtype: torch.dtype) -> None:
+    """gate * sigmoid(alpha * gate) * (up + 1), with and without a clamp."""
+    x = normal(5, 90, dtype=dtype, scale=4.0)
+    for limit in (0.0, 1.5):
+        gate, up = x.double().chunk(2, -1)
+        gate, up = (gate.clamp(max=limit), up.clamp(-limit, limit)) if limit else (gate, up)
+        close(ops.silu_and_mul(x, limit, 1.702), (up + 1) * gate / (1 + torch.exp(-1.702 * gate)), 3)
 
 
 def check_given_experts(ops: Ops, dtype: torch.dtype) -> None:

@@ -38,6 +38,7 @@ KINDS = (
     "qwen3_5",
     "qwen3_5_moe",
     "kimi_linear",
+    "bailing_hybrid",
 )
 MORE_KINDS = (
     "dots1",
@@ -51,6 +52,8 @@ MORE_KINDS = (
     "solar_open",
 )
 """Families that differ little from those of `KINDS`."""
+BLOCK_SPARSE = "minimax_m3"
+"""The kind with block-sparse attention, whose config.json has the text model in `text_config`."""
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """Kinds with sparse attention: contexts exceed `index_topk`."""
 
@@ -204,6 +207,20 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GQA, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3}
         | {"intermediate_size": 32, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
     ),
+    BLOCK_SPARSE: (
+        "MiniMaxM3",
+        {**_GQA, "head_dim": 24, "rotary_dim": 12, "partial_rotary_factor": 0.5, "hidden_act": "swigluoai"}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "n_shared_experts": 1}
+        | {"shared_intermediate_size": 32, "dense_intermediate_size": 96, "routed_scaling_factor": 2.0}
+        | {"swiglu_alpha": 1.702, "swiglu_limit": 1.5, "use_gemma_norm": True, "qk_norm_type": "per_head"}
+        | {"moe_layer_freq": [0, 1, 1], "scoring_func": "sigmoid", "use_routing_bias": True}
+        | {
+            "sparse_attention_config": {"use_sparse_attention": True, "sparse_num_index_heads": 2}
+            | {"sparse_index_dim": 16, "sparse_block_size": 8, "sparse_topk_blocks": 3, "sparse_local_block": 1}
+            | {"sparse_init_block": 0, "sparse_score_type": "max"}
+            | {"sparse_attention_freq": [0, 1, 1], "sparse_disable_index_value": [0, 1, 1]}
+        },
+    ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {**_GQA, **_DEEPSEEK_MOE, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16, "rms_norm_eps": 1e-5}
@@ -256,6 +273,15 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_attn_config": {"head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4}
             | {"full_attn_layers": [2], "kda_layers": [1, 3]}
         },
+    ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "intermediate_size": 96, "head_dim": 20}
+        | {"num_experts": 16, "num_experts_per_tok": 4, "num_shared_experts": 1, "moe_intermediate_size": 32}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
+        | {"layer_group_size": 3, "short_conv_kernel_size": 4, "kda_safe_gate": True, "kda_lower_bound": -5.0}
+        | {"rope_theta": 10000.0},
     ),
     "dots1": (
         "Dots1",
@@ -336,6 +362,10 @@ def make_checkpoint(
     if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP
         dense = ".0.block_sparse_moe."
         tensors = {name.replace(dense, ".0.mlp."): t for name, t in tensors.items()}
+    if kind == "bailing_hybrid" and dialect == "hub":  # the published name of delta attention's output projection
+        delta = {name.removesuffix("f_proj.weight") for name in tensors if name.endswith(".f_proj.weight")}
+        renamed = {f"{prefix}dense.weight": f"{prefix}o_proj.weight" for prefix in delta}
+        tensors = {renamed.get(name, name): t for name, t in tensors.items()}
     if num_mtp_layers and not deepseek_names:
         tensors = _with_own_names(kind, tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if num_mtp_layers and kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
@@ -381,14 +411,18 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     transformers.utils.logging.disable_progress_bar()
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    text = "Text" if family.startswith("Qwen3_5") else ""
-    config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
-    model_class = getattr(transformers, f"{family}ForCausalLM")
+    if family == "MiniMaxM3":
+        config, model_class = _with_small_tower(fields), transformers.MiniMaxM3SparseForConditionalGeneration
+    else:
+        text = "Text" if family.startswith("Qwen3_5") else ""
+        config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
+        model_class = getattr(transformers, f"{family}ForCausalLM")
     transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)  # of Mistral4, which is not
     model = model_class(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
-            less = family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name  # stored less 1
+            stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "MiniMaxM3"))
+            less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("A_log"):
             tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
@@ -407,8 +441,22 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     torch.random.set_rng_state(state)
 
 
+def _with_small_tower(fields: dict[str, Any]) -> Any:
+    """MiniMax-M3's config; the text model's fields are `fields`."""
+    import transformers
+
+    tower = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.MiniMaxM3VLConfig(
+        text_config=copy.deepcopy(fields),
+        vision_config=tower | {"patch_size": 4, "image_size": 32},
+        projector_hidden_size=fields["hidden_size"],
+        image_token_index=fields["vocab_size"] - 1,
+        video_token_index=fields["vocab_size"] - 2,
+    )
+
+
 def _with_own_names(kind: str, tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """The MTP layer under the names that Hy3 and ERNIE publish, instead of DeepSeek's."""
+    """The MTP layer under the names that Hy3, ERNIE and Ling publish, instead of DeepSeek's."""
     if kind == "hy_v3":
         parts = {"shared_head.norm.": "final_layernorm.", "shared_head.head.": "shared_head."}
         names = {name: f"{layer}{_swapped(name.removeprefix(layer), parts)}" for name in tensors if layer in name}
@@ -417,6 +465,10 @@ def _with_own_names(kind: str, tensors: dict[str, Tensor], layer: str) -> dict[s
         parts = {"enorm.": "mtp_emb_norm.0.", "hnorm.": "mtp_hidden_norm.0.", "eh_proj.": "mtp_linear_proj.0."}
         parts[""] = "mtp_block.0."
         names = {name: f"model.{_swapped(name.removeprefix(layer), parts)}" for name in tensors if layer in name}
+    elif kind == "bailing_hybrid":
+        copies = (f"{layer}embed_tokens.", f"{layer}shared_head.head.")
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(copies)}
+        names = {f"{layer}shared_head.norm.weight": f"{layer}final_layernorm.weight"}
     else:
         return tensors
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
@@ -441,8 +493,10 @@ def _add_mtp_layer(
     for name in [name for name in tensors if name.startswith(source)]:
         tensor = tensors[name]
         tensors[name.replace(source, target)] = (tensor.float() + 0.1 * noise(*tensor.shape)).to(tensor.dtype)
-    tensors[target + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    ling = "model.word_embeddings.weight"
+    embedding = ling if ling in tensors else "model.embed_tokens.weight"
+    tensors[target + "embed_tokens.weight"] = tensors[embedding].clone()
+    head = "lm_head.weight" if "lm_head.weight" in tensors else embedding
     tensors[target + "shared_head.head.weight"] = tensors[head].clone()
     tensors[target + "eh_proj.weight"] = (0.15 * noise(hidden, 2 * hidden)).to(like.dtype)
     for name in ("enorm", "hnorm", "shared_head.norm"):
@@ -519,6 +573,13 @@ def _write_config(
     path: Path, fields: dict[str, Any], dtype: torch.dtype, num_mtp_layers: int, fp8: bool, dialect: str
 ) -> None:
     config = json.loads((path / "config.json").read_text())
+    if "text_config" in config and dialect == "hub":  # as published
+        own = {key: value for key, value in fields.items() if key not in ("initializer_range", "pad_token_id")}
+        config["text_config"] = {"model_type": config["text_config"]["model_type"], **own}
+        config["torch_dtype"] = config.pop("dtype")
+        (path / "config.json").write_text(json.dumps(config, indent=1))
+    if "text_config" in config:
+        return
     config["num_nextn_predict_layers"] = num_mtp_layers
     if not num_mtp_layers and not config["model_type"].startswith(("qwen3_next", "qwen3_5")):  # their default is 1
         del config["num_nextn_predict_layers"]

@@ -65,3 +65,20 @@ KIMI_LINEAR: dict[str, Any] = {
         "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
     },
 }  # fmt: skip
+LING_FLASH: dict[str, Any] = {
+    "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 2560,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768,
+    "num_hidden_layers": 42, "layer_group_size": 6, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "qk_head_dim": 192, "v_head_dim": 128, "rotary_dim": 64, "partial_rotary_factor": 0.5, "rope_interleave": True,
+    "rope_theta": 6000000, "rope_scaling": None, "num_experts": 512, "num_experts_per_tok": 8, "num_shared_experts": 1,
+    "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2,
+    "score_function": "sigmoid", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True, "gated_attention_proj_granularity_type": "head_wise", "no_kda_lora": True,
+    "use_kda_lora": False, "use_mla_nope": False, "kda_safe_gate": True, "kda_lower_bound": -5,
+    "short_conv_kernel_size": 4, "group_norm_size": 1, "linear_silu": True, "mtp_use_kda": False,
+    "num_kv_heads_for_linear_attn": 0, "num_nextn_predict_layers": 1, "use_bias": False, "use_qkv_bias": False,
+    "use_qk_norm": True, "tie_word_embeddings": False, "max_position_embeddings": 131072, "vocab_size": 157184,
+    "eos_token_id": 156895, "pad_token_id": 156892, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16",
+}  # fmt: skip
+"""Without its limits of activations."""

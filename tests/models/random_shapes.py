@@ -33,11 +33,12 @@ EXPERTS = {
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
+    "bailing_hybrid": "num_experts",
 }  # fmt: skip
 CHOSEN = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token"}
 WIDTHS = {"hunyuan_v1_moe": "intermediate_size", "mixtral": "intermediate_size"}
 WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size")
-MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear")
+MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "bailing_hybrid")
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 GROUPED = (
     "deepseek_v3",
@@ -48,13 +49,14 @@ GROUPED = (
     "glm4_moe_lite",
     "solar_open",
     "mimo_v2_flash",
+    "bailing_hybrid",
 )
 """Routers that choose groups of experts."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = ("kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense")
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_TIE = ("qwen3_next", "kimi_linear")
+NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid")
 DROPPED = (
     "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
     "topk_method", "scoring_func", "rope_scaling", "rope_interleave", "moe_layer_freq",
@@ -108,6 +110,12 @@ def draw(kind: str, rng: random.Random) -> Shape:
             "full_attn_layers": full, "kda_layers": [i for i in range(1, layers + 1) if i not in full],
             "head_dim": rng.choice((8, 12, 20, 40)), "num_heads": rng.choice((1, 2, 3)),
             "short_conv_kernel_size": rng.choice((2, 3, 4)),
+        }  # fmt: skip
+    if kind == "bailing_hybrid":
+        fields |= {
+            "layer_group_size": rng.choice([size for size in range(1, layers + 1) if layers % size == 0]),
+            "head_dim": rng.choice((8, 12, 20, 40)), "short_conv_kernel_size": rng.choice((2, 3, 4)),
+            "kda_safe_gate": rng.random() < 0.7, "kda_lower_bound": rng.choice((-5.0, -2.5)), "q_lora_rank": None,
         }  # fmt: skip
     if kind not in OWN_ROPE and kind not in HYBRID:
         fields["rope_scaling"] = _rope(rng, kind)
@@ -171,7 +179,8 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
         fields |= {"n_group": groups, "topk_group": kept}
         fields |= {"routed_scaling_factor": rng.choice((1.0, 2.5))}
         fields["norm_topk_prob"] = rng.random() < 0.7 and kind != "deepseek_v2"  # which transformers does not follow
-        fields["n_shared_experts"] = rng.choice((1, 2)) if kind != "mimo_v2_flash" else None
+        shared = "num_shared_experts" if kind == "bailing_hybrid" else "n_shared_experts"
+        fields[shared] = rng.choice((1, 2)) if kind != "mimo_v2_flash" else None
     if kind in ("qwen3_moe", "qwen3_next"):
         fields["norm_topk_prob"] = rng.random() < 0.5
     if kind == "deepseek_v2":

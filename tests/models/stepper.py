@@ -19,7 +19,7 @@ from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model
-from moe_engine.models.needs import index_widths
+from moe_engine.models.needs import block_index_widths, index_widths
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.startup.kernel_choice import build_backends
@@ -29,6 +29,7 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
     """The given row of every family. Raises ValueError if it cannot run here."""
     need = Need(
         dtype=dtype, attention=config.attention.kind, page_size=page_size, index=index_widths(config),
+        blocks=block_index_widths(config),
         delta=config.delta is not None, varlen=config.vision is not None,
         compression=isinstance(config.attention, CompressedConfig),
     )  # fmt: skip
@@ -81,7 +82,7 @@ class Stepper:
         self.slot_table = slots.to(device=device, dtype=torch.int32)
         self.row_of = torch.randperm(max_rows, generator=generator).tolist()
         self.num_slots = num_pages * page_size
-        self.kv = make_kv(config, self.num_slots, dtype, device)
+        self.kv = make_kv(config, self.num_slots, dtype, device, max_rows=max_rows)
         states = StatePool(config.state_groups, max_rows, dtype, DeviceStream(device)).layers
         self.kv = [states.get(layer, cache) for layer, cache in enumerate(self.kv)]
         self.lengths = [0] * max_rows
@@ -154,8 +155,9 @@ class Stepper:
 
 
 def make_kv(
-    config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu", num_mtp_layers: int = 0
-) -> list[Any]:
+    config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu", num_mtp_layers: int = 0,
+    max_rows: int = 8,
+) -> list[Any]:  # fmt: skip
     """Caches of every layer, or of the MTP layers behind them, filled with NaN: unwritten slots must have no
     influence."""
     name = str(dtype).removeprefix("torch.")
@@ -165,7 +167,7 @@ def make_kv(
 
     def caches(layer: int) -> Any:
         if isinstance(config.attention, CompressedConfig):
-            return CompressedCache.of_layer(config, layer, num_slots, empty)
+            return CompressedCache.of_layer(config, layer, num_slots, max_rows, empty)
         found = tuple(empty(num_slots, *part) for part in config.kv_parts(layer, name))
         return found[0] if len(found) == 1 else found
 

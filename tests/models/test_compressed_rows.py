@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.compression.protocol import Kept
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models import sizes
@@ -50,7 +51,7 @@ def config(top_k: int) -> CompressedConfig:
 def steps_of(attention: CompressedConfig) -> StepRows:
     sparse = SparseAttention(Plan, None, Plan, sinks=True)  # type: ignore[arg-type]
     backend: Any = SimpleNamespace(name="stub", capabilities=SimpleNamespace(sparse=sparse))
-    return StepRows(attention, RATES, backend, Indexer())
+    return StepRows(attention, {rate: i for i, rate in enumerate(RATES)}, backend, Indexer())
 
 
 def decodes(lens: list[int], count: int, table: Tensor, windows: Tensor) -> ForwardBatch:
@@ -98,7 +99,9 @@ def select(step: CompressedStep, attention: CompressedConfig, seed: int) -> None
 @pytest.mark.parametrize("count", [1, 3])
 def test_captured_rows_equal_those_of_the_host(count: int, top_k: int) -> None:
     """Steps of several lengths with one plan, the second size over the memory of the first; padded requests."""
-    attention, cache = config(top_k), SimpleNamespace(num_slots=400)
+    attention, rows = config(top_k), torch.empty(0)
+    rings = (), (Kept(rows, 8 + count, 16),), (Kept(rows, 8 + count, 0),)
+    caches = [SimpleNamespace(num_slots=400, kept=kept) for kept in rings]
     steps = steps_of(attention)
     table = torch.randperm(100 * WIDTH)[: 6 * WIDTH // 8].mul_(8).view(6, -1, 1).add(torch.arange(8)).view(6, WIDTH)
     table, windows = table.int().contiguous() % 3200, torch.randint(400, (6, WIDTH), dtype=torch.int32)
@@ -107,21 +110,28 @@ def test_captured_rows_equal_those_of_the_host(count: int, top_k: int) -> None:
         for round_ in range(4):
             longest = (WIDTH, 12, 50, 30)[round_]
             lens = [random.randint(count, longest) for _ in range(size)]
-            batch = decodes(lens, count, table, windows)
+            batch = replace(decodes(lens, count, table, windows), kv=caches)
             if plan is None:
                 plan = steps.plan_in_place(batch.attention)
                 assert isinstance(plan, StepInPlace) and plan.on_device
             queries = plan._queries
             queries.context_lens[:] = lens
             plan.renew()
-            captured = steps.of(replace(batch, attention_plan=plan), cache)  # type: ignore[arg-type]
-            eager = steps.of(batch, cache)  # type: ignore[arg-type]
+            captured = steps.of(replace(batch, attention_plan=plan))
+            eager = steps.of(batch)
             seed = random.randrange(1 << 30)
             select(captured, attention, seed)
             select(eager, attention, seed)
             assert attended(captured) == attended(eager), lens
             assert torch.equal(captured.slots, eager.slots)
-            assert torch.equal(captured.tokens.rows, eager.tokens.rows)
+            assert all(map(torch.equal, captured.tokens, eager.tokens))
+            for rate, kept in captured.kept.items():
+                assert kept.tokens is None is eager.kept[rate].tokens
+                assert torch.equal(kept.places, eager.kept[rate].places)
+            real = torch.ones(size * count, dtype=torch.int32)
+            real[-count:] = 0
+            padded = steps.of(replace(batch, attention_plan=plan, real=real))
+            assert [kept.places[-count:].tolist() for kept in padded.kept.values()] == [[0] * count] * 2
             for rate, rows in captured.rows.items():
                 assert rows.selected.counts == eager.rows[rate].selected.counts
 
@@ -154,7 +164,7 @@ def test_memory_is_in_the_ledger() -> None:
     of = partial(sizes._compressed_bytes, attention, num_tokens=tokens, dtype_bytes=2)
     table = torch.zeros(tokens, width, dtype=torch.int32)
     assert steps.plan_in_place(decodes([40] * tokens, 1, table, table).attention)
-    assert 0.9 * tokens * width * (4 / 8 + 4 / 4) < steps._memory.num_bytes < (
+    assert 0.9 * tokens * width * 4 / 8 < steps._memory.num_bytes < (
         of(width, num_requests=tokens) - of(0, num_requests=tokens)
     )
     # the tokens of a prompt share the slots of its entries

@@ -25,7 +25,7 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
-from tests.models.published import KIMI_LINEAR, LLAMA, QWEN3_NEXT, V2_LITE
+from tests.models.published import KIMI_LINEAR, LING_FLASH, LLAMA, QWEN3_NEXT, V2_LITE
 from tests.models.published import YARN_V3 as V3
 
 
@@ -134,6 +134,38 @@ def test_kimi_linear(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             parse(tmp_path, KIMI_LINEAR | wrong)
+
+
+def test_ling(tmp_path: Path) -> None:
+    config = parse(tmp_path, LING_FLASH)
+    assert sizes.num_parameters(config) == pytest.approx(124.6e9, rel=5e-3)
+    assert num_active_parameters(config) == pytest.approx(5.1e9, rel=2e-2)
+    (group,) = config.state_groups
+    assert config.kv_layers == (5, 11, 17, 23, 29, 35, 41) and config.kv_bytes_per_token("bfloat16") == 7 * 576 * 2
+    assert group.num_bytes("bfloat16") == 35 * (32 * 128 * 128 * 4 + 3 * 4096 * 3 * 2)
+    facts = model_facts(LING_FLASH)
+    norms_and_small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
+    assert 0 <= norms_and_small < 3e6 and facts.mtp_layers == 1
+    moe = parse(tmp_path, LING_FLASH | {"expert_swiglu_limit_list": [0] * 40 + [None, 7]}).moe
+    assert moe is not None and moe.clamped and config.moe is not None and not config.moe.clamped
+    found = [moe.activation(layer, shared) for layer, shared in ((40, False), (41, False), (41, True), (42, False))]
+    assert found == [(0.0, 0.0), (-7.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    for wrong, message in (
+        ({"layer_group_size": 5}, "layer_group_size 5 does not divide the 42 layers; give layer_types"),
+        ({"kda_lower_bound": 5.0}, "kda_lower_bound must be negative"),
+        ({"no_kda_lora": False}, "no_kda_lora is false"),
+        ({"use_mla_nope": True}, "use_mla_nope is set"),
+        ({"gated_attention_proj_granularity_type": "element_wise"}, "'element_wise' is not supported"),
+        ({"score_function": "softmax"}, "score_function 'softmax' is not supported"),
+        ({"num_kv_heads_for_linear_attn": 8}, "num_kv_heads_for_linear_attn 8 is not supported"),
+        ({"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias is false"),
+        ({"expert_swiglu_limit_list": [7] + [0] * 41}, "expert_swiglu_limit_list has a limit of a layer without exp"),
+        ({"share_expert_swiglu_limit_list": [0] * 41 + [-7]}, "share_expert_swiglu_limit_list must have numbers of at"),
+        ({"expert_swiglu_limit_list": 7}, "expert_swiglu_limit_list must be a list with a number for each layer"),
+        ({"architectures": ["BailingMoeV2_5ForCausalLM"]}, "BailingMoeV2_5ForCausalLM is not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(tmp_path, LING_FLASH | wrong)
 
 
 QWEN3_5: dict[str, Any] = {
@@ -441,7 +473,8 @@ def test_rotary_base_of_scaled_positions_without_one() -> None:
         text: Any = CONFIG_MAPPING[kind].sub_configs.get("text_config", CONFIG_MAPPING[kind])
         for name in {kind, getattr(text, "model_type", "") or kind}:
             found = with_defaults({"model_type": name, "rope_scaling": {"type": "linear", "factor": 2.0}})
-            assert found.get("rope_theta", 1e4) == getattr(text, "default_theta", 1e4), name
+            expected = getattr(text, "rope_theta", getattr(text, "default_theta", 1e4))  # a field of some classes
+            assert found.get("rope_theta", 1e4) == expected, name
 
 
 def test_activation_estimate_grows(tmp_path: Path) -> None:

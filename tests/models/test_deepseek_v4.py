@@ -28,7 +28,7 @@ from tests.models.test_parity import assert_close, whole
 from tests.models.v4_checkpoints import CSA, FIELDS, HCA, PUBLISHED_RATES, SLIDING, load_v4, make_v4
 
 every_row = pytest.mark.parametrize("row", all_rows())
-PAGE = 8
+PAGE = 16
 TIE = 1e-4
 """Relative difference of index scores below which other kernels may select another entry."""
 
@@ -139,23 +139,26 @@ def test_memory_is_what_the_ledger_says(made: Made) -> None:
     counted = sizes.weight_bytes(model.config, 4)
     assert model.model.weight_bytes == pytest.approx(counted, rel=0.01)  # type: ignore[attr-defined]
     config = model.config
-    for window_slots in (0, 64):
+    for window_slots, drafts, rows in ((0, 0, 3), (64, 2, 5)):
         windowed = config.windowed_layers if window_slots else ()
         pool = KVPool(
-            kv_spec(config, "bfloat16"), 160, PAGE, DeviceStream("cpu"), windowed=windowed,
-            num_window_slots=window_slots,
+            kv_spec(config, "bfloat16", draft_slots=drafts), 160, PAGE, DeviceStream("cpu"), windowed=windowed,
+            num_window_slots=window_slots, max_rows=rows,
         )  # fmt: skip
-        of_windows = config.kv_bytes_of(config.windowed_layers, "bfloat16")
-        entries = config.kv_bytes_per_token("bfloat16") - of_windows
-        assert pool.num_bytes == (160 + PAGE) * entries + ((window_slots or 160) + PAGE) * of_windows
+        of_windows = config.kv_bytes_of(config.windowed_layers, "bfloat16", drafts)
+        entries = config.kv_bytes_per_token("bfloat16", draft_slots=drafts) - of_windows
+        of_requests = (rows + 1) * config.kept_bytes_of_request("bfloat16", drafts)
+        assert pool.num_bytes == (160 + PAGE) * entries + ((window_slots or 160) + PAGE) * of_windows + of_requests
         assert sum(pool.row_widths) + sum(pool.window_widths) == entries + of_windows
 
 
 def test_pages_have_whole_entries(made: Made, tmp_path: Path) -> None:
-    assert prepare(EngineArgs.from_kwargs(model_path=str(made.path))).page_size == 8
-    assert prepare(EngineArgs.from_kwargs(model_path=str(made.path), page_size=16)).page_size == 16
-    with pytest.raises(ConfigError, match=r"--page-size 4: .* has entries of 8 tokens; use a multiple"):
-        prepare(EngineArgs.from_kwargs(model_path=str(made.path), page_size=4))
+    assert prepare(EngineArgs.from_kwargs(model_path=str(made.path))).page_size == 16
+    assert prepare(EngineArgs.from_kwargs(model_path=str(made.path), page_size=32)).page_size == 32
+    with pytest.raises(ConfigError, match=r"--page-size 8: .* has entries of 16 tokens; use a multiple"):
+        prepare(EngineArgs.from_kwargs(model_path=str(made.path), page_size=8))
+    with pytest.raises(ConfigError, match=r"do not fit --chunked-prefill-size, .* multiples of 16"):
+        prepare(EngineArgs.from_kwargs(model_path=str(made.path), chunked_prefill_size=24))
     narrow = make_v4(tmp_path, tokenizer=False, **PUBLISHED_RATES)
     with pytest.raises(ConfigError, match=r"--dtype bfloat16: entries of 128 tokens with 32 channels .* use float32"):
         prepare(EngineArgs.from_kwargs(model_path=str(narrow), dtype="bfloat16"))
@@ -202,7 +205,7 @@ def test_both_dialects_of_the_config_are_read(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"o_groups": 3}, "o_groups 3 does not divide the 4 heads"),
-        ({"sliding_window": 7}, "sliding_window 7 is less than the 8 tokens"),
+        ({"sliding_window": 15}, "sliding_window 15 is less than the 16 tokens"),
         ({"index_head_dim": 4}, "index_head_dim 4 is less than the rotated width 8"),
         ({"layer_types": ["full_attention"] * 5}, "layer_types needs 5 of"),
         ({"layer_types": None, "compress_ratios": [0, 3, 4, 8, 4]}, "compress_ratios needs 5 of"),

@@ -24,7 +24,8 @@ PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
 every_row = pytest.mark.parametrize("row", all_rows())
 MakeOracle = Callable[..., "Oracle"]
 FAMILIES = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "hy_v3": "HYV3", "ernie4_5_moe": "Ernie4_5_Moe"}
-OWN_NAMES = ("hy_v3", "ernie4_5_moe")
+FAMILIES |= {"bailing_hybrid": "BailingHybrid"}
+OWN_NAMES = ("hy_v3", "ernie4_5_moe", "bailing_hybrid")
 """Their MTP layers have names that transformers does not know."""
 every_family = pytest.mark.parametrize("kind", FAMILIES)
 
@@ -76,7 +77,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
             path = make_checkpoint(kind, folder / "own", 3, num_mtp_layers=num_mtp_layers, **options)
             plain = dequantized_copy(path, folder / "plain") if options.get("fp8") else path
             if kind in OWN_NAMES:
-                more = {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}
+                more = {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"], "mtp_layer_types": ["full_attention"]}
                 plain = make_checkpoint(kind, folder / "plain", 3, num_mtp_layers=1, deepseek_names=True, **options)
                 config = json.loads((plain / "config.json").read_text())
                 (plain / "config.json").write_text(json.dumps(config | more))

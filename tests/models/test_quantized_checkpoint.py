@@ -259,7 +259,8 @@ def test_fp8_has_whole_blocks_only(tmp_path: Path, experts: int) -> None:
     assert "model.layers.0.self_attn.q_b_proj.weight" in quantized
     section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     named = section["modules_to_not_convert"]
-    assert "model.layers.2.self_attn.q_a_proj" in named and ("model.layers.1.mlp.experts" in named) != whole
+    assert {f"model.layers.2.self_attn.{name}" for name in ("q_a_proj", "fused_qkv_a_proj")} <= set(named)
+    assert ("model.layers.1.mlp.experts" in named) != whole
     assert logits_of(tmp_path / "out").isfinite().all()
 
 

@@ -36,7 +36,7 @@ class StreamsDrafter(Drafter):
     """Hidden states are the residual's streams after the model's last layer."""
 
     def __init__(self, path: Path, row: str, seed: int = 0) -> None:
-        super().__init__(path, row, page_size=8, seed=seed)
+        super().__init__(path, row, page_size=16, seed=seed)
         self._taps = self.main.model.taps = HiddenTaps((self.config.num_layers,))  # type: ignore[attr-defined]
 
     def step(self, tokens: list[int], start: int, stop: int, decode: bool = False, sequence: int = 0) -> Tensor:

@@ -25,7 +25,7 @@ FIELDS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 2,
     "o_lora_rank": 16, "sliding_window": 16, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 4,
-    "compress_rates": {CSA: 4, HCA: 8}, "layer_types": [SLIDING, HCA, CSA, HCA, CSA], "num_hash_layers": 2,
+    "compress_rates": {CSA: 4, HCA: 16}, "layer_types": [SLIDING, HCA, CSA, HCA, CSA], "num_hash_layers": 2,
     "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
     "rope_scaling": {
         "type": "yarn", "factor": 8, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64,

@@ -189,9 +189,9 @@ def test_a_storage_that_hangs_is_paused_and_tried_again(policy: str, caplog: pyt
         assert request.first_scheduled is not None and request.cached_tokens == 0
         waits.append(request.first_scheduled - arrived)
         wait(1.0)
-    assert pause.is_on and pause.num_pauses == 1 and max(waits[8:]) < 0.5
+    assert pause.is_on and max(waits[8:]) < 0.5
     assert sim.scheduler.stats().storage_paused == 1
-    assert "KV storage: no read has answered" in caplog.text
+    assert caplog.text.count("KV storage: no read has answered") == 1
     num_open = sim.storage_tier.num_open
     wait(40.0)
     assert pause.is_on and sim.storage_tier.num_open == num_open + 1, "one try, which hangs"

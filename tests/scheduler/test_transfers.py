@@ -199,11 +199,15 @@ def test_servers_with_other_weights_refuse_each_other() -> None:
             request = make_request(str(number), [number] * 60, 2, ignore_eos=True)
             request.bootstrap = ("host", 1, number)
             server.add(request)
+        outgoing, incoming = prefill.scheduler.stats(), decode.scheduler.stats()
+        assert outgoing.num_outgoing_transfers == incoming.num_incoming_transfers == 1
         run_both(prefill, decode, network)
         state = network.rooms[number].receiving
         named = f"weights: prefill server {ours}, decode server {theirs or 'those of its start'}"
         assert state is not None and state.reason == (named if ours != theirs else "")
-    assert decode.tier.num_transferred_tokens == 59 and decode.tier.num_failed_transfers == 2
+    stats = decode.scheduler.stats()
+    assert stats.transferred_tokens_total == 59 and stats.failed_transfers_total == 2
+    assert stats.num_incoming_transfers == prefill.scheduler.stats().num_outgoing_transfers == 0
 
 
 def test_states_travel_with_their_prompts() -> None:

@@ -13,7 +13,7 @@ from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.frontend.client_api import NO_ARGS, CallArgs, DirectReader, EngineInfo, GroupAnswers, Health, values_of
 from moe_engine.frontend.inbox import is_plain
-from moe_engine.models.config import PoolingConfig
+from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.types import PackedLogprobs
 from tests.logprobs import Entry, pack
 from tests.tokenizer.tiny_tokenizer import SPECIALS, make_tokenizer
@@ -77,6 +77,9 @@ class FakeClient:
             "cache_hit_rate": 0.25,
             "num_retracted": 3,
             "num_retractions_total": 5,
+            "num_preemptions_total": 4,
+            "num_incoming_transfers": 6,
+            "failed_transfers_total": 7,
             "waiting_timeouts_total": 3,
             "running_timeouts_total": 2,
         }

@@ -129,6 +129,8 @@ async def test_metrics():
     assert values["sglang:num_running_reqs"] == 3
     assert values["sglang:num_waiting_timeouts_total"] == 3 and values["sglang:num_running_timeouts_total"] == 2
     assert values["sglang:num_retracted_reqs"] == 3 and values["sglang:num_retracted_requests_total"] == 5
+    assert values["sglang:num_preemptions_total"] == 4 and values["sglang:num_decode_transfer_queue_reqs"] == 6
+    assert values["sglang:num_transfer_failed_reqs_total"] == 7
     assert values["sglang:num_queue_reqs"] == 2
     assert values["sglang:token_usage"] == 0.5
     assert values["sglang:gen_throughput"] == 12.5

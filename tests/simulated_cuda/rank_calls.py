@@ -138,7 +138,7 @@ def exchanged(rank: int, kinds: tuple[bool, ...]) -> list[list[float]]:
     device_of(0)
     from tests.distributed.dispatch import test_symm_mem_gpu
 
-    return [test_symm_mem_gpu.run(rank, fp8, 2) for fp8 in kinds]
+    return [test_symm_mem_gpu.run(rank, fp8, 3) for fp8 in kinds]
 
 
 def summed(rank: int, two_shot: bool) -> list[float]:

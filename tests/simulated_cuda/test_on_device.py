@@ -35,7 +35,7 @@ def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path)
     command = [*PYTEST, *map(str, files), "--durations=12"]
     trained = {}
     if ENGINES not in files:  # processes with simulated devices cannot train
-        make_pair("eagle3", tmp_path / "eagle3", 150, 8, head_dim=64)
+        make_pair("eagle3", tmp_path / "eagle3", 80, 4, head_dim=64)
         trained["TRAINED_EAGLE3"] = str(tmp_path / "eagle3")
     # programs started by these tests have no simulated devices
     code, out, errors = device_server.run(command, tmp_path, 890.0, PYTHONPATH=str(ROOT), **trained)

@@ -26,7 +26,7 @@ def agreeing_checkpoint(kind: str, directory: Path, seed: int, **fields: Any) ->
     file = path / "model.safetensors"
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(seed)
-    vocab_size, width = tensors["model.embed_tokens.weight"].shape
+    vocab_size, width = next(t.shape for name, t in tensors.items() if name.endswith("embed_tokens.weight"))
     embedding = torch.randn(vocab_size, width, generator=generator)
     head = torch.randn(vocab_size, width, generator=generator) * 3 * width**-0.5
     for name, tensor in tensors.items():

@@ -33,6 +33,7 @@ FORMS = (
     "deepseekv32",
     "deepseekv4",
     "minimax-m2",
+    "minimax-m3",
     "pythonic",
     "hunyuan",
     "hy_v3",
@@ -136,6 +137,9 @@ CALLS = {
     "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
     "minimax-m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">%s</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
+    "minimax-m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="weather">]<]minimax[>[<city>%s'
+    "]<]minimax[>[</city>"
+    "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "deepseekv32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
     '<｜DSML｜parameter name="city" string="true">%s'
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
@@ -170,8 +174,16 @@ def test_markers_in_strings_are_text() -> None:
         syntax = TOOL_FORMATS[form].syntax
         assert syntax.parameters is not None
         one, text = syntax.parameters, json.dumps(value)
-        call = syntax.before_arguments("f") + one.before + "list" + one.after_name + text + one.after + one.between
-        call += one.before + "n" + one.after_name + "-1.5e3" + one.after + syntax.after_arguments
+        call = (
+            syntax.before_arguments("f")
+            + one.before
+            + "list"
+            + one.after_name
+            + text
+            + one.end_of("list")
+            + one.between
+        )
+        call += one.before + "n" + one.after_name + "-1.5e3" + one.end_of("n") + syntax.after_arguments
         whole = syntax.begin + syntax.after_begin + call + syntax.end
         for size in (1, 5, len(whole)):
             assert parse(whole, form, {"f": schema}, size) == ("", [("f", {"list": value, "n": -1500.0})]), form

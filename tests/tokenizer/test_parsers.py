@@ -53,7 +53,13 @@ def test_other_tags():
     form = REASONING_FORMATS["kimi"]
     assert reason("◁think▷a◁/think▷b", 3, inside=False, form=form) == ("a", "b")
     assert reason("[THINK]a[/THINK]b", 3, inside=False, form=REASONING_FORMATS["mistral"]) == ("a", "b")
+    m3 = REASONING_FORMATS["minimax-m3"]
+    assert reason("<mm:think>a</mm:think>b", 3, inside=False, form=m3) == ("a", "b")
+    assert reason("a]<]minimax[>[<tool_call>x", 3, inside=True, form=m3) == ("a", "]<]minimax[>[<tool_call>x")
+    assert starts_inside("minimax-m3", "]~b]ai\n<mm:think>", {}) and not starts_inside("minimax-m3", "]~b]ai\n", {})
     assert not starts_inside("qwen3", "<|im_start|>assistant\n", {})
+    assistant = "<role>ASSISTANT</role>\n<think>"  # Ling's prompts open the reasoning, or close it
+    assert starts_inside("ling3", assistant, {}) and not starts_inside("ling3", f"{assistant}</think>", {})
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -73,7 +79,8 @@ def test_calls_end_the_reasoning(size):
         "<tool_call>x",
     )
     assert reason("why</think>\n<tool_call>x", size, inside=True, form=form) == ("why", "<tool_call>x")
-    for name, begin in (("kimi_k2", "<|tool_calls_section_begin|>"), ("glm45", "<tool_call>")):
+    begins = {"kimi_k2": "<|tool_calls_section_begin|>", "glm45": "<tool_call>", "ling3": "<tool_call>"}
+    for name, begin in begins.items():
         assert reason(f"why{begin}x", size, inside=True, form=REASONING_FORMATS[name]) == ("why", f"{begin}x")
 
 

@@ -44,6 +44,11 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "Qwen3.5": (CODER + SWITCHED, "qwen3", "qwen3_coder"),
     "GLM-4.5": ("<tool_call>{{ name }}\n<arg_key>" + SWITCHED, "glm45", "glm"),
     "MiniMax-M2": ("<minimax:tool_call>" + BACK + ASK + "<think>", "minimax", "minimax-m2"),
+    "MiniMax-M3": (
+        "{%- set ns = ']<]minimax[>[' -%}{{ ns ~ '<tool_call>' }}<mm:think></mm:think>" + ASK,
+        "minimax-m3",
+        "minimax-m3",
+    ),
     "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "gpt-oss", "gpt-oss"),
     "Mistral": ("[AVAILABLE_TOOLS][TOOL_CALLS]", None, "mistral"),
     "Ministral 3 Reasoning": ("[AVAILABLE_TOOLS][THINK]{{ block }}[/THINK][TOOL_CALLS]", "mistral", "mistral"),

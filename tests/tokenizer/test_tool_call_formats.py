@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def hunyuan(text: str, suffix: str = "") -> str:
 
 def solar(call_id: str, name: str, arguments: str) -> str:
     return f"<|tool_call:begin|>{call_id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>"
+
+
+def minimax_m3(text: str) -> str:
+    """Every tag behind its mark; other brackets have a space behind them."""
+    return re.sub(r"<(?=[a-z/])", "]<]minimax[>[<", text)
 
 
 HUNYUAN = (
@@ -101,9 +107,18 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "<arg_key>a</arg_key>\n<arg_value>2.5</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>", "",
      [("f", {"s": "12", "e": "1", "a": 2.5}), ("g", {})]),
     ("glm47", "<tool_call>g<arg_key>x</arg_key><arg_value>word</arg_value></tool_call>b", "b", [("g", {"x": "word"})]),
+    ("ling3", "a<tool_call>f\n<arg_key>n</arg_key><arg_value>5</arg_value></tool_call><tool_call>g</tool_call>", "a",
+     [("f", {"n": 5}), ("g", {})]),
     ("minimax-m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"a": null}</parameter>\n'
      '<parameter name="b">null</parameter>\n</invoke>\n</minimax:tool_call>', "",
      [("f", {"o": {"a": None}, "b": None})]),
+    ("minimax-m3", "a " + minimax_m3('<tool_call>\n<invoke name="f"><s>x > 1\n</s><n>5</n><b>null</b><e>1</e>'
+     "<o><k><item>1</item><item><u>v</u></item></k></o></invoke>\n<invoke name=\"g\"></invoke>\n</tool_call>"), "a ",
+     [("f", {"s": "x > 1\n", "n": 5, "b": None, "e": "1", "o": {"k": [1, {"u": "v"}]}}), ("g", {})]),
+    ("minimax-m3", minimax_m3('<invoke name="g"><l><item>a</item></l><m>]<]mini 2.5</m></invoke></tool_call>') + "b",
+     "b", [("g", {"l": ["a"], "m": "]<]mini 2.5"})]),
+    ("minimax-m3", minimax_m3('<tool_call><invoke name="f"><o></o><a>2.5</a></tool_call>'), "",
+     [("f", {"o": {}, "a": 2.5})]),
     ("hunyuan", HUNYUAN, "a\n", HUNYUAN_CALLS),
     ("hunyuan", "<tool_call>g<arg_key>x</arg_key><arg_value>word</arg_value></tool_call>b", "b",
      [("g", {"x": "word"})]),
@@ -216,6 +231,8 @@ NO_CALLS = [
     ("mistral", '[TOOL_CALLS] [{"nam": "f", "arguments": {}}] b'),
     ("mistral", "a[TOOL_CALLS]g[CALL_ID]xyz[AR"),
     ("minimax-m2", '<minimax:tool_call><invoke name=""></minimax:tool_call>'),
+    ("minimax-m3", "a ]<]minimax[>[<tool_call>"),
+    ("minimax-m3", "]<]minimax[>[ b"),
     ("hunyuan", "<tool_calls>\n[5]</tool_calls>"),
     ("hunyuan", "a <tool_calls>\n<tool_call>f"),
     ("hunyuan_a13b", '<tool_calls>[{"name": 5}]</tool_calls> b'),

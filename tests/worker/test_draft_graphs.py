@@ -58,9 +58,10 @@ class Counting:
             after = torch.where(after % self.wrong == 0, 0, after)
         return after[:, None].float()
 
-    def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, sizes: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
         self.sizes.append(("head", None if sizes is None else sizes.logits))
-        return -((hidden - torch.arange(VOCABULARY)) ** 2)
+        logits = -((hidden - torch.arange(VOCABULARY)) ** 2)
+        return logits if out is None else out.copy_(logits)
 
     def prepare(self, states: Tensor) -> Tensor:
         return states

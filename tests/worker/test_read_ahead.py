@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from moe_engine.models.safetensors_header import read_header
 from moe_engine.worker import read_ahead
-from moe_engine.worker.read_ahead import FilesArgs, ReadAhead
+from moe_engine.worker.read_ahead import FilesArgs, PageCacheReads
 from tests.waiting import until
 
 MB = 1 << 20
@@ -48,7 +48,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
 
 
 def read(args: FilesArgs) -> None:
-    files = ReadAhead()
+    files = PageCacheReads()
     until(lambda: not files.is_reading(args))
 
 
@@ -95,7 +95,7 @@ def test_headers_only(folder: Path, seen: dict[str, list[tuple[int, int]]]) -> N
 def test_a_reading_that_hangs_does_not_delay_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted, config = threading.Event(), str(folder / "config.json")
     monkeypatch.setattr(read_ahead, "_read", lambda path, headers: path == config or mounted.wait(60))
-    files, hanging, other = ReadAhead(), FilesArgs("1", str(folder)), FilesArgs("2", config)
+    files, hanging, other = PageCacheReads(), FilesArgs("1", str(folder)), FilesArgs("2", config)
     assert files.is_reading(hanging)
     until(lambda: not files.is_reading(other))
     assert files.is_reading(hanging)

@@ -50,10 +50,13 @@ class Counting:
         self.batches.append(batch)
         return batch.input_ids[:, None].float()
 
-    def logits(self, hidden: torch.Tensor, sizes: StepSizes | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, sizes: StepSizes | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if sizes is not None:
             self.heads.append(sizes.logits)
-        return -((hidden + 1 - torch.arange(64)) ** 2)
+        logits = -((hidden + 1 - torch.arange(64)) ** 2)
+        return logits if out is None else out.copy_(logits)
 
 
 def _runner(

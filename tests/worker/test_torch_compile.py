@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_created_is_named_with_the_flag(tmp_path: Path) 
         region_setup.start_regions(CompileSettings(4, str(folder)))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("kind", "drafts", "regions"), [("deepseek_v3", 2, 6), ("qwen3 drafted by llama", 2, 6)])
 def test_compiled_decodes_make_the_same_tokens(
     kind: str, drafts: int, regions: int, traced_only: None, tmp_path: Path
@@ -178,7 +178,7 @@ print(json.dumps(torch_regions.loaded_and_compiled()))
 """
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("start", "regions"),
     [(_START_OF_A_FUNCTION, 1), pytest.param(_START, 2, marks=pytest.mark.exhaustive)],

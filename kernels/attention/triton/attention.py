@@ -117,7 +117,7 @@ class PlanInPlace(GroupPlan):
     def __init__(self, queries: PagedQueries, rows_per_token: int, split: Split) -> None:
         count = max(queries.query_lens)
         buffers = ScheduleBuffers.for_decodes(
-            queries.num_requests, count, rows_per_token, split, queries.slot_table.device
+            queries.num_requests, count, rows_per_token, split, queries.slot_table.device, queries.window
         )
         super().__init__(queries, buffers)
         self._key = (rows_per_token, split)

@@ -8,9 +8,11 @@ namespace moe {
 
 struct Compression {
   int64_t tokens, rate, series, width, rotary, table_row, interleaved;
+  int64_t each, block;       // of the kept rows: protocol.py
   const int64_t* positions;  // [T]
+  const int64_t* starts;     // [T]
   const int32_t* rows;       // [T]
-  const int32_t* table;      // table[rows[t] * table_row + position]: row of projections
+  const int32_t* table;      // table[rows[t] * table_row + position]: slot
   const int64_t* slots;      // [T]
   const float* bias;         // [rate, S W]
   const float* norm;         // [W]
@@ -39,17 +41,31 @@ INLINE void sum_tokens(const T* const* values, const T* const* gates, const floa
   for (int i = 0; i < N; i++) store_some(out + i * LANES, mixed[i] / total[i], i + 1 == N ? last : LANES);
 }
 
+// Rows of projections, `row` numbers apart: of the step's tokens, and those that are kept.
 template <class T>
-void entry_of(const Compression& c, int64_t token, const T* projected, int64_t row, T* out) {
+struct Projections {
+  const T* rows;
+  int64_t row;
+};
+
+// The kept row of a request's token at position p.
+int64_t kept_row(const Compression& c, int64_t request, int64_t p) {
+  if (!c.block) return (request + 1) * c.each + p % c.each;
+  const int64_t slot = c.table[request * c.table_row + p];
+  return slot / c.block * c.each + slot % c.block % c.each;
+}
+
+template <class T>
+void entry_of(const Compression& c, int64_t token, Projections<T> own, Projections<T> kept, T* out) {
   const int64_t end = c.positions[token] + 1, most = c.series * c.rate, channels = c.series * c.width;
   const int64_t begin = std::max<int64_t>(end - most, 0);  // window 0 has none before
-  const int32_t* places = c.table + c.rows[token] * c.table_row;
   const T** values = scratch<const T*>(ROWS, 2 * most);
   const T** gates = values + most;
   const float** biases = scratch<const float*>(KEYS, most);
   for (int64_t p = begin; p < end; p++) {
     const int64_t series = c.series - 1 - (end - 1 - p) / c.rate, first = series * c.width;
-    values[p - begin] = projected + places[p] * row + first;
+    values[p - begin] = first + (p < c.starts[token] ? kept.rows + kept_row(c, c.rows[token], p) * kept.row
+                                                     : own.rows + (token - (end - 1 - p)) * own.row);
     gates[p - begin] = values[p - begin] + channels;
     biases[p - begin] = c.bias + p % c.rate * channels + first;
   }
@@ -78,8 +94,8 @@ void entry_of(const Compression& c, int64_t token, const T* projected, int64_t r
 }  // namespace
 }  // namespace moe
 
-API void moe_compress(int is_bf16, const moe::Compression* compression, const void* projected, int64_t row, void* out,
-                      int64_t out_row) {
+API void moe_compress(int is_bf16, const moe::Compression* compression, const void* projected, int64_t row,
+                      const void* kept, int64_t kept_row, void* out, int64_t out_row) {
   using namespace moe;
   const Compression& c = *compression;
   int64_t* last = scratch<int64_t>(SHARED_INDEX, c.tokens + 1);
@@ -90,9 +106,11 @@ API void moe_compress(int is_bf16, const moe::Compression* compression, const vo
   }
   parallel(count, [&](int64_t task) {
     const int64_t token = last[task], to = c.slots[token] / c.rate * out_row;
-    if (is_bf16)
-      entry_of(c, token, static_cast<const bf16*>(projected), row, static_cast<bf16*>(out) + to);
-    else
-      entry_of(c, token, static_cast<const float*>(projected), row, static_cast<float*>(out) + to);
+    const auto run = [&](auto* target) {
+      using T = std::remove_pointer_t<decltype(target)>;
+      const Projections<T> own{static_cast<const T*>(projected), row}, before{static_cast<const T*>(kept), kept_row};
+      entry_of(c, token, own, before, target + to);
+    };
+    is_bf16 ? run(static_cast<bf16*>(out)) : run(static_cast<float*>(out));
   });
 }

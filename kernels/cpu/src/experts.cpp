@@ -13,8 +13,12 @@ namespace moe {
 // Biases of the products and a clamped activation: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up
 // within +-limit.
 struct ExpertBiases {
-  const float *gate_up, *down;  // [E, 2I], gate first, and [E, D]
+  const float *gate_up, *down;  // [E, 2I], gate first, and [E, D]; both null: the activation without biases
   float alpha, limit;
+
+  const float* of_gate(int64_t expert, int64_t width, int64_t column) const {
+    return gate_up ? gate_up + expert * 2 * width + column : nullptr;
+  }
 };
 
 struct Shape {
@@ -24,7 +28,7 @@ struct Shape {
   int64_t expert_units;
   const Coding *up_form, *down_form;  // null: plain panels
   const ExpertBiases* biases = nullptr;
-  float limit = 0;  // of the activation without biases: gate at most `limit`, up within +-limit; 0: none
+  float limit = 0;  // of the activation without biases (`clamped_silu`)
 };
 
 template <class T>
@@ -69,9 +73,8 @@ static INLINE void activate(const float* gate, const float* up, int64_t ldc, int
                             T* out, int64_t ldo) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j += LANES) {
-      F16 g = load(gate + i * ldc + j), u = load(up + i * ldc + j);
-      if (limit > 0) clamp(g, u, limit);
-      store_some(out + i * ldo + j, silu(g) * u, columns - j);
+      const F16 g = load(gate + i * ldc + j), u = load(up + i * ldc + j);
+      store_some(out + i * ldo + j, clamped_silu(g, limit, u), columns - j);
     }
 }
 
@@ -81,7 +84,8 @@ static INLINE void activate_biased(const float* gate, const float* up, int64_t l
                                     const ExpertBiases& b, const float* bias, int64_t width, T* out, int64_t ldo) {
   const F16 limit = set1(b.limit), alpha = set1(b.alpha), one = set1(1.f);
   for (int64_t j = 0; j < columns; j += LANES) {
-    const F16 gate_bias = load_some(bias + j, columns - j), up_bias = load_some(bias + width + j, columns - j);
+    const F16 gate_bias = bias ? load_some(bias + j, columns - j) : zero();
+    const F16 up_bias = bias ? load_some(bias + width + j, columns - j) : zero();
     for (int64_t i = 0; i < rows; i++) {
       const F16 g = min(load(gate + i * ldc + j) + gate_bias, limit);
       const F16 u = max(min(load(up + i * ldc + j) + up_bias, limit), zero() - limit);
@@ -130,7 +134,7 @@ class Passes {
       T* to = hidden_ + unit.begin * stride_ + column;
       if (s_.biases)
         activate_biased(gate, up, GROUP * LANES, unit.rows, columns, *s_.biases,
-                        s_.biases->gate_up + unit.expert * 2 * s_.width + column, s_.width, to, stride_);
+                        s_.biases->of_gate(unit.expert, s_.width, column), s_.width, to, stride_);
       else
         activate(gate, up, GROUP * LANES, unit.rows, columns, s_.limit, to, stride_);
     }
@@ -152,7 +156,7 @@ class Passes {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
       product<T>(x, stride, unit.rows, s_.width, w, p, here, p + here, c, GROUP * LANES);
       const int64_t columns = std::min(here * LANES, s_.hidden - column);
-      if (s_.biases) {
+      if (s_.biases && s_.biases->down) {
         const float* bias = s_.biases->down + unit.expert * s_.hidden + column;
         for (int64_t i = 0; i < unit.rows; i++)
           for (int64_t j = 0; j < columns; j += LANES) {

@@ -352,6 +352,14 @@ INLINE void clamp(F16& gate, F16& up, float limit) {
   up = max(set1(-limit), min(set1(limit), up));
 }
 
+// silu(gate) * up, clamped by a positive limit. By a negative one silu(gate) is at most -limit, not gate. 0: no clamp.
+INLINE F16 clamped_silu(F16 gate, float limit, F16 up) {
+  if (limit > 0) clamp(gate, up, limit);
+  const F16 active = silu(gate);
+  if (limit >= 0) return active * up;
+  return min(set1(-limit), active) * max(set1(limit), min(set1(-limit), up));
+}
+
 template <class T>
 void to_floats(const T* from, int64_t count, float* to) {
   parallel_ranges(count, 0.3, [&](int64_t begin, int64_t end) {

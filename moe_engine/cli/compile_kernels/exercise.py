@@ -57,8 +57,8 @@ def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSiz
     load = LoadOptions(config.dtype, META, "dummy")
     model = load_model(config.model_path, cut, load, backends, parallel, max_positions=config.context_len)
     local = local_config(cut, parallel)
-    kv = _caches(local, config.kv_cache_dtype, config.dtype)
     requests = config.max_running_requests
+    kv = _caches(local, config.kv_cache_dtype, config.dtype, requests)
     tensors = StepTensors(META, requests, config.context_len, config.page_size)
     chunk = config.limits.prompt_tokens
     speculation = config.speculation
@@ -97,7 +97,7 @@ def _parameters(tensors: StepTensors, count: int) -> tuple[SamplingParameters, T
     return SamplingParameters(np.full(count, 4, np.uint8), temperature, top_p, min_p, top_k, True), uniform
 
 
-def _caches(model: ModelConfig, kv_dtype: str, activations: str) -> list[Any]:
+def _caches(model: ModelConfig, kv_dtype: str, activations: str, max_rows: int) -> list[Any]:
     """`ForwardBatch.kv` of the model."""
     dtype = getattr(torch, STORED[kv_dtype][0])
 
@@ -105,7 +105,7 @@ def _caches(model: ModelConfig, kv_dtype: str, activations: str) -> list[Any]:
         return torch.empty(*shape, dtype=dtype, device=META)
 
     if isinstance(model.attention, CompressedConfig):
-        return [CompressedCache.of_layer(model, i, SLOTS, new) for i in range(model.num_layers)]
+        return [CompressedCache.of_layer(model, i, SLOTS, max_rows, new) for i in range(model.num_layers)]
 
     def parts(layer: int) -> tuple[Tensor, ...]:
         return tuple(new(SLOTS, *part) for part in model.kv_parts(layer, kv_dtype))

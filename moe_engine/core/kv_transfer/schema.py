@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_engine.models.config import GQAConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.weights_identity import weights_identity
@@ -27,6 +28,8 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "layers": str(layers),
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
         "states": _of_states(config),
+        "contributions to entries": _of_entries(config),
+        "index keys": _of_index(config),
         "EAGLE head": "none" if head is None else _of_head(head, config),
         "cache": f"{model.attention.kind} {' '.join(parts)}{scaled}",
         "--kv-cache-dtype": config.kv_cache_dtype,
@@ -37,6 +40,14 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
     }
 
 
+def _of_entries(config: ResolvedConfig) -> str:
+    """What pages have of the tokens before the next entry, which depends on the number of drafts."""
+    drafts, model = config.limits.draft_slots, config.model
+    kept = filter(None, (model.kept_rows(i, drafts) for i in range(model.num_layers)))
+    of_blocks = sorted({(rows.each, rows.block) for rows in kept if rows.block})
+    return ", ".join(f"of {each} tokens in {block}" for each, block in of_blocks) or "none"
+
+
 def _of_states(config: ResolvedConfig) -> str:
     """States of prefixes. A rank receives them from the rank with its own number, at the end of a page."""
     parts = [(part.shape, part.dtype) for group in config.model.state_groups for part in group.parts]
@@ -44,6 +55,14 @@ def _of_states(config: ResolvedConfig) -> str:
         return "none"
     ranks = config.parallel.topology.attn_tp_size
     return f"{parts} on {ranks} rank{'s' * (ranks > 1)}, --page-size {config.page_size}"
+
+
+def _of_index(config: ResolvedConfig) -> str:
+    """Index keys beside KV heads: all ranks have them, so that a rank receives whole rows from one with its number."""
+    attention, ranks = config.model.attention, config.parallel.topology.attn_tp_size
+    if not isinstance(attention, GQAConfig) or attention.blocks is None:
+        return "none"
+    return f"on {ranks} rank{'s' * (ranks > 1)}"
 
 
 def _of_head(head: HeadConfig, config: ResolvedConfig) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from moe_engine.tokenizer.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from moe_engine.tokenizer.harmony import MARKERS as HARMONY_MARKERS
 from moe_engine.tokenizer.reasoning import HY3_SUFFIX
+from moe_engine.tokenizer.tool_calls import nested
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 from moe_engine.tokenizer.tool_calls.harmony import parse_harmony
 from moe_engine.tokenizer.tool_calls.named import (
@@ -46,12 +47,17 @@ SOLAR_MARKERS = (
 QWEN_MARKERS = (QWEN_BEGIN, QWEN_END)
 
 
+NAME = "\0name"
+"""Stands for the name of a parameter."""
+
+
 @dataclass(frozen=True)
 class ParameterSyntax:
     """Arguments written one by one: `before`, name, `after_name`, value, `after`; `between` separates them.
 
-    Values are JSON; plain texts (`is_plain_text`) follow `before_text` unchanged; None: they are JSON too. `value_end`:
-    end of a text, as read by the parser. `trims`: the parser removes line ends at a text's beginning and end.
+    `after` may contain `NAME`, which is the parameter's name. Values are JSON; plain texts (`is_plain_text`) follow
+    `before_text` unchanged; None: they are JSON too. `value_end`: end of a text, as read by the parser. `trims`:
+    the parser removes line ends at a text's beginning and end.
     """
 
     before: str
@@ -61,6 +67,10 @@ class ParameterSyntax:
     value_end: str = ""
     between: str = ""
     trims: bool = False
+
+    def end_of(self, name: str) -> str:
+        """`after` of one parameter."""
+        return self.after.replace(NAME, name)
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,15 @@ _MINIMAX_M2 = ToolFormat(
         ),
     ),
 )  # fmt: skip
+_MINIMAX_M3 = ToolFormat(
+    nested.parse_nested,
+    (nested.MARK, nested.BEGIN, nested.END),
+    CallSyntax(
+        nested.BEGIN, "\n", nested.END, "", nested.INVOKE, nested.NAME_END, f"{nested.INVOKE_END}\n",
+        also_begins=nested.INVOKE,
+        parameters=ParameterSyntax(f"{nested.MARK}<", ">", ">", f"{nested.MARK}</{NAME}>", nested.MARK),
+    ),
+)  # fmt: skip
 _PYTHONIC = ToolFormat(
     parse_pythonic,
     (PYTHON_BEGIN, PYTHON_END),
@@ -231,7 +250,9 @@ TOOL_FORMATS = {
     "glm": _GLM,
     "glm45": _GLM,
     "glm47": _GLM,
+    "ling3": _GLM,
     "minimax-m2": _MINIMAX_M2,
+    "minimax-m3": _MINIMAX_M3,
     "dots": ToolFormat(DOTS.parse, (DOTS.begin, DOTS.end), replace(_MINIMAX_M2.syntax, begin=DOTS.begin, end=DOTS.end)),
     "solar_open": ToolFormat(
         SOLAR_OPEN.parse,

@@ -164,14 +164,14 @@ class TaggedFormat:
         if self.trims:
             yield from reader.take("\n")
         if types == {"string"}:
-            text = _JsonString(reader.arguments, self.trims)
+            text = JsonString(reader.arguments, self.trims)
             whole = yield from self._until_end(reader, text.push)
             text.finish(whole)
             return
         parts: list[str] = []
         yield from self._until_end(reader, parts.append)
         value = "".join(parts)
-        reader.arguments(_json(value.removesuffix("\n") if self.trims else value, types))
+        reader.arguments(json_of(value.removesuffix("\n") if self.trims else value, types))
 
     def _until_end(self, reader: CallReader, sink: Callable[[str], None]) -> Wait[bool]:
         """Whether the value has an end."""
@@ -183,10 +183,10 @@ class TaggedFormat:
         return bool(marker)
 
 
-class _JsonString:
+class JsonString:
     """A value as a JSON string, in pieces."""
 
-    def __init__(self, sink: Callable[[str], None], trims: bool) -> None:
+    def __init__(self, sink: Callable[[str], None], trims: bool = False) -> None:
         self._sink, self._trims = sink, trims
         self._held = ""
         sink('"')
@@ -211,13 +211,14 @@ def _types(schema: Any, key: str, attributes: str) -> frozenset[str] | None:
     if 'string="true"' in attributes:
         return frozenset({"string"})
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    found = _declared(properties.get(key), 0) if isinstance(properties, Mapping) else None
+    found = declared_types(properties.get(key)) if isinstance(properties, Mapping) else None
     if 'string="false"' in attributes:
         return None if found is None else found - {"string"}
     return found
 
 
-def _declared(schema: Any, depth: int) -> frozenset[str] | None:
+def declared_types(schema: Any, depth: int = 0) -> frozenset[str] | None:
+    """The JSON types that a schema allows; None if they are unknown."""
     if not isinstance(schema, Mapping) or depth > 8:
         return None
     kind = schema.get("type")
@@ -229,7 +230,7 @@ def _declared(schema: Any, depth: int) -> frozenset[str] | None:
         return frozenset(_type_of(one) for one in schema["enum"])
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            parts = [_declared(part, depth + 1) for part in schema[word]]
+            parts = [declared_types(part, depth + 1) for part in schema[word]]
             known = [part for part in parts if part is not None]
             return frozenset().union(*known) if len(known) == len(parts) else None
     return None
@@ -240,7 +241,7 @@ def _type_of(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _json(text: str, types: frozenset[str] | None) -> str:
+def json_of(text: str, types: frozenset[str] | None) -> str:
     """A value as JSON. It is a string if it is no other value that the schema allows."""
     value = _read(text.strip())
     if value is not None:

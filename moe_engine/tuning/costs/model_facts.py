@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.config_bailing import bailing_fields
 from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_families import qwen_moe_layers
@@ -18,22 +19,28 @@ from moe_engine.models.config_fields import Fields, text_fields
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_mimo import mimo_fields
+from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
 from moe_engine.models.config_mixtures import ernie_moe_fields, gpt_oss_fields
 from moe_engine.tuning.costs.form import KV_BYTES
 
 _COMPLETED = {
     "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
-    "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
+    "bailing_hybrid": bailing_fields, "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip
 """Families whose files may leave out the kinds of their layers, or name fields differently, by `model_type`."""
 
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
 
-GROUPED, LATENT, INDEXER, LINEAR, MLP, ROUTED = 6, 8, 5, 6, 3, 5
+GROUPED, LATENT, INDEXER, GATE, LINEAR, MLP, ROUTED = 6, 8, 5, 2, 6, 3, 5
 """Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
-MLA, the indexer of sparse attention beside MLA, Gated DeltaNet, dense layer or shared experts, routed experts with
-their router."""
+MLA, the indexer of sparse attention beside MLA, MLA's output gate, Gated DeltaNet, dense layer or shared experts,
+routed experts with their router."""
+
+BLOCK_INDEXER = 8
+"""More kernels of block-sparse attention: index queries and keys, their norms, rotations and places, scores of blocks,
+and the selection."""
 
 STREAMS, ENTRIES, ENTRY_INDEXER = 7, 3, 13
 """More kernels of DeepSeek V4: residual streams with what attention to windows has beside MLA, compressed entries, and
@@ -216,11 +223,13 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     kinds = _kinds(fields, layers)
     window = fields.integer("sliding_window", 0, minimum=0)
     full = grouped = sum(kind == "full_attention" for kind in kinds)
-    sliding = sum(kind == "sliding_attention" for kind in kinds)
-    linear = len(kinds) - full - sliding
+    sliding, blocks = kinds.count("sliding_attention"), kinds.count(SPARSE)
+    linear = len(kinds) - full - sliding - blocks
     found = []
     if grouped:
         found.append(_grouped(fields, hidden, grouped, 0, "num_key_value_heads"))
+    if blocks:
+        found.append(_block_sparse(fields, hidden, blocks))
     if sliding:
         own = "swa_num_key_value_heads" if fields.has("swa_num_key_value_heads") else "num_key_value_heads"
         found.append(_grouped(fields, hidden, sliding, window, own))
@@ -248,12 +257,13 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     index_heads = _first(fields, "index_n_heads")
     key = nope + rope
     indexer = index * (hidden + index_heads * (query or hidden)) if limit else 0
-    sharded = heads * key * (query or hidden) + latent * heads * (nope + value) + heads * value * hidden
+    gate = heads * hidden if fields.has("gated_attention_proj_granularity_type") else 0
+    sharded = heads * key * (query or hidden) + latent * heads * (nope + value) + heads * value * hidden + gate
     return AttentionFacts(
         layers=layers,
         sharded=sharded,
         replicated=hidden * (latent + rope) + (hidden * query if query else 0) + indexer,
-        kernels=LATENT + INDEXER * bool(limit),
+        kernels=LATENT + INDEXER * bool(limit) + GATE * bool(gate),
         kv_width=latent + rope,
         decode_flops=2.0 * heads * (2 * latent + rope),
         prefill_flops=2.0 * heads * (key + value),
@@ -322,6 +332,21 @@ def _grouped(fields: Fields, hidden: int, layers: int, window: int, kv_heads: st
     )
 
 
+def _block_sparse(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
+    """MiniMax-M3: an index head for each KV head selects blocks of the context."""
+    plain, width = _grouped(fields, hidden, layers, 0, "num_key_value_heads"), fields.integer("index_head_dim")
+    heads = fields.integer("index_n_heads")
+    return replace(
+        plain,
+        sharded=plain.sharded + hidden * heads * width,
+        replicated=hidden * width,
+        kernels=GROUPED + BLOCK_INDEXER,
+        limit=fields.integer("index_block_size") * fields.integer("index_topk_blocks"),
+        index_flops=2.0 * width * heads,
+        index_bytes=2 * width,
+    )
+
+
 def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     """Layers with a state of fixed size (Gated DeltaNet): key heads x key width, value heads x value width."""
     if not fields.has("linear_num_value_heads"):
@@ -339,10 +364,13 @@ def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
 
 
 def _by_channel(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
-    """Kimi Delta Attention: `_linear` whose decays and output gates come from products of low rank."""
+    """Kimi Delta Attention: `_linear` whose decays and output gates come from products of low rank, or each from a
+    whole matrix."""
     plain, key = _linear(fields, hidden, layers), fields.integer("linear_key_head_dim")
     width = fields.integer("linear_num_key_heads") * key
     heads = fields.integer("linear_num_key_heads")
+    if fields.raw.get("no_kda_lora"):
+        return replace(plain, sharded=hidden * (6 * width + heads))
     return replace(
         plain,
         sharded=hidden * (4 * width + heads) + 2 * width * key,

@@ -55,8 +55,8 @@ class WindowTable:
         return WindowSlots(self._slots.take(flat), self.table)
 
     def _mapped(self, slots: Tensor) -> Tensor:
-        """Slots of the full pool -> slots of the window pool, [n] int64."""
-        page = self._page_size
+        """Slots of the full pool -> slots of the window pool, [n] int32 as in the table."""
+        page, pages = self._page_size, self._window_page_of
         if page == 1:
-            return self._window_page_of.take(slots)
-        return self._window_page_of.take(slots // page) + slots % page
+            return pages.take(slots, torch.int32)
+        return pages.take(slots // page, torch.int32) + (slots % page).to(torch.int32)

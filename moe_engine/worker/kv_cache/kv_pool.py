@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.compression.protocol import Kept
 from moe_engine.kernels.kv_format.formats import STORED
-from moe_engine.models.compressed_cache import CompressedCache
+from moe_engine.models.compressed_cache import CompressedCache, num_kept
+from moe_engine.models.compressed_config import KeptRows
 from moe_engine.models.config import ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -34,6 +36,8 @@ class KVSpec:
     dtype: torch.dtype
     entries: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Tokens of an entry (0: none) and channels of its tensors, by layer; (): no layer has entries."""
+    kept: tuple[KeptRows | None, ...] = ()
+    """What is kept of contributions to entries, by layer; (): no layer has entries."""
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
@@ -51,23 +55,35 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        entries = sum(sum(widths) * self.dtype.itemsize // rate for rate, widths in self.entries if rate)
-        return sum(math.prod(part) for parts in self.layers for part in parts) * self.dtype.itemsize + entries
+        each = self.dtype.itemsize
+        entries = sum(sum(widths) * each // rate for rate, widths in self.entries if rate)
+        entries += sum(rows.each * sum(rows.widths) * each // rows.block for rows in self.kept if rows and rows.block)
+        return sum(math.prod(part) for parts in self.layers for part in parts) * each + entries
 
     def entry_of(self, layer: int) -> tuple[int, tuple[int, ...]]:
         """`entries` of a layer."""
         return self.entries[layer] if self.entries else (0, ())
 
+    def kept_of(self, layer: int) -> KeptRows | None:
+        """`kept` of a layer."""
+        return self.kept[layer] if self.kept else None
 
-def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0, head: ModelConfig | None = None) -> KVSpec:
+
+def kv_spec(
+    config: ModelConfig, kv_dtype: str, num_further_layers: int = 0, head: ModelConfig | None = None,
+    draft_slots: int = 0,
+) -> KVSpec:  # fmt: skip
     """KV cache layout of a model, in a format of `kv_format`; further layers (MTP) follow the model's own, and then the
-    layers of an EAGLE head."""
+    layers of an EAGLE head. `draft_slots`: KV slots for drafts of a request during a step."""
     layers = [config.kv_parts(i, kv_dtype) for i in range(config.num_layers + num_further_layers)]
     if head is not None:
         layers += [head.kv_parts(i, kv_dtype) for i in range(head.num_layers)]
     entries = [config.entry_parts(i) for i in range(len(layers))]
-    found = tuple(entries) if any(rate for rate, _ in entries) else ()
-    return KVSpec(tuple(layers), getattr(torch, STORED[kv_dtype][0]), found)
+    dtype = getattr(torch, STORED[kv_dtype][0])
+    if not any(rate for rate, _ in entries):
+        return KVSpec(tuple(layers), dtype)
+    kept = tuple(config.kept_rows(i, draft_slots) for i in range(len(layers)))
+    return KVSpec(tuple(layers), dtype, tuple(entries), kept)
 
 
 class KVPool:
@@ -79,6 +95,7 @@ class KVPool:
         num_slots: tokens for requests; the tensors have one more page, the dummy page 0.
         windowed: layers whose KV is bounded by their window: they have `num_window_slots` slots, numbered separately.
         states: its tensors are the entries of layers without KV.
+        max_rows: rows of requests, for what is kept of each request.
     """
 
     def __init__(
@@ -91,6 +108,7 @@ class KVPool:
         windowed: Collection[int] = (),
         num_window_slots: int = 0,
         states: StatePool | None = None,
+        max_rows: int = 0,
     ) -> None:
         for slots in (num_slots, num_window_slots) if windowed else (num_slots,):
             if slots <= 0 or page_size <= 0 or slots % page_size:
@@ -107,16 +125,23 @@ class KVPool:
             [stream.lazy_zeros((count, *part), spec.dtype) for count, part in self._shapes(layer, rows[layer])]
             for layer in rows
         ]
+        self._kept = [
+            tuple(
+                Kept(stream.lazy_zeros((num_kept(found, rows[layer], max_rows), width), spec.dtype), *found[:2])
+                for width in found.widths
+            ) if (found := spec.kept_of(layer)) is not None else ()
+            for layer in rows
+        ]  # fmt: skip
         if self.num_bytes <= TOUCHED_AT_ONCE_BYTES:
-            for parts in self._tensors:
-                for tensor in parts:
-                    tensor.zero_()
+            for tensor in self.tensors():
+                tensor.zero_()
         self._raw: list[Tensor] = []
         self._raw_windows: list[Tensor] = []
         for layer, parts in enumerate(self._tensors):
             own = self._raw_windows if layer in bounded else self._raw
             num_parts = len(spec.layers[layer])
             own += [_bytes(tensor[: rows[layer]], rows[layer]) for tensor in parts[:num_parts]]
+            own += [_bytes(kept.rows, rows[layer]) for kept in self._kept[layer] if kept.block]
             if spec.entry_of(layer)[0]:
                 entries = (parts[0][rows[layer] :], *parts[num_parts:])
                 self._raw += [_bytes(tensor, num_slots + page_size) for tensor in entries]
@@ -139,17 +164,18 @@ class KVPool:
         if self.spec.entries:
             num_parts = len(self.spec.layers[layer])
             keys = parts[num_parts] if len(parts) > num_parts else None
-            return CompressedCache(parts[0], rows, tuple(parts[1:num_parts]), keys)
+            return CompressedCache(parts[0], rows, self._kept[layer], keys)
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     @property
     def num_bytes(self) -> int:
         """Address space; on the CPU a large pool commits memory at the first write of each page."""
-        return sum(tensor.nbytes for parts in self._tensors for tensor in parts)
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the layers."""
-        return [tensor for parts in self._tensors for tensor in parts]
+        kept = [kept.rows for layer in self._kept for kept in layer]
+        return [tensor for parts in self._tensors for tensor in parts] + kept
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies slots source [n] to slots target [n] in every layer; reads everything before writing."""
@@ -176,6 +202,11 @@ class KVPool:
             f"{layer}.{part}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
             for layer, parts in enumerate(self._tensors)
             for part, tensor in enumerate(parts)
+        ] + [
+            f"{layer}: {kept.rows.shape[1]} of {kept.each} tokens of {kept.block}"
+            for layer, found in enumerate(self._kept)
+            for kept in found
+            if kept.block
         ]
 
     def read_rows(self, slots: Tensor) -> Tensor:
@@ -201,7 +232,7 @@ class KVPool:
 
 
 def _bytes(tensor: Tensor, slots: int) -> Tensor:
-    """The bytes of each slot [slots, n]; an entry's are divided over its tokens."""
+    """The bytes of each slot [slots, n]; those of an entry, and of a block's kept rows, are divided over its tokens."""
     return tensor.flatten().view(torch.uint8).view(slots, -1)
 
 

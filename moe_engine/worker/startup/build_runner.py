@@ -81,7 +81,7 @@ def build_runner(
     loaded = time.perf_counter()
     if weight_stream is not None:
         note_offload(weight_stream, model)
-    pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream, parallel)
+    pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), num_drafts, rows, stream, parallel)
     form = form_policy(
         config.attention,
         deterministic=options.enable_deterministic_inference,
@@ -157,6 +157,7 @@ def _make_pools(
     local: ModelConfig,
     dtype: torch.dtype,
     num_mtp: int,
+    num_drafts: int,
     rows: RequestRows,
     stream: DeviceStream,
     parallel: ParallelContext,
@@ -166,10 +167,11 @@ def _make_pools(
         nodes = 0 if options.speculation is None else options.speculation.num_draft_tokens
         rows.states = StatePool(local.state_groups, options.max_rows, dtype, stream, options.num_snapshots, nodes)
     head = None if options.draft_head is None else local_config(options.draft_head.layer, parallel)
+    spec = kv_spec(local, options.kv_dtype, num_mtp, head, num_drafts)
     pool = KVPool(
-        kv_spec(local, options.kv_dtype, num_mtp, head), options.num_slots, options.kernels.page_size, stream,
+        spec, options.num_slots, options.kernels.page_size, stream,
         windowed=local.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,
-        states=rows.states,
+        states=rows.states, max_rows=options.max_rows,
     )  # fmt: skip
     if options.num_window_slots:
         rows.bound_windows(pool.num_slots, pool.page_size)
@@ -180,8 +182,7 @@ def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> No
     """Warms up, so that nothing compiles, loads or starts while serving; collective on several ranks."""
     warm_up(runner, num_tokens=min(NUM_TOKENS, options.shapes.tokens or NUM_TOKENS))
     if runner.stream.asynchronous:  # CPU kernels are not compiled per size
-        index = options.kernels.model.need.index
-        warm_sizes(runner, options.shapes.tokens, 0 if index is None else index.top_k)
+        warm_sizes(runner, options.shapes.tokens, options.kernels.model.need.most_selected)
     compile_kernels(backends, options.shapes)
 
 

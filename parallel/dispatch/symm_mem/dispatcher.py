@@ -23,7 +23,7 @@ from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
 from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.parallel.collectives import Group, PeerLost
 from moe_engine.parallel.dispatch.buffers import Slots
-from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Dispatcher, DispatchShape
+from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Dispatcher, DispatchShape, NormedSum
 from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,6 +61,8 @@ class SymmMemDispatcher(Dispatcher):
     Raises:
         ValueError: the kernels do not support these sizes, or ranks cannot access each other's memory.
     """
+
+    norms_sums = True
 
     def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricMemory) -> None:
         reason = why_not(shape)
@@ -122,6 +124,19 @@ class SymmMemDispatcher(Dispatcher):
     def _sum(self, handle: PeerHandle, dtype: torch.dtype) -> Tensor:
         self._slots.release(handle.slot)
         out = self._exchange.sum(handle.num_tokens, dtype, handle.slot)
+        self.check_peers()
+        return out
+
+    def start_combine_norm(self, rows: Tensor, topk_weights: Tensor, handle: PeerHandle) -> NormedSum:
+        self.start_combine(rows, topk_weights, handle)
+        return partial(self._sum_norm, handle)
+
+    def _sum_norm(
+        self, handle: PeerHandle, format: ActivationFormat, other: Tensor | None, residual: Tensor, weight: Tensor,
+        eps: float,
+    ) -> Activation:  # fmt: skip
+        self._slots.release(handle.slot)
+        out = self._exchange.sum_rms_norm(format, other, residual, weight, eps, handle.slot)
         self.check_peers()
         return out
 

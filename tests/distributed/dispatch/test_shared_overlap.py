@@ -75,6 +75,12 @@ def test_symmetric_memory_waits_as_late_as_possible(monkeypatch: pytest.MonkeyPa
     calls.append("other work")
     back.wait()
     assert calls == ["send", "other work", "receive", "experts", "combine_send", "other work", "sum"]
+    calls.clear()
+    assert experts.norms_sums("decode")
+    normed = experts.compute_norm(InlineStream(), experts.dispatched(x, ids.float(), ids, "decode"), ids.float())
+    calls.append("other work")
+    normed(UNQUANTIZED, None, x, x[0], 1e-6)
+    assert calls == ["send", "receive", "experts", "combine_send", "other work", "sum_rms_norm"]
     made.dispatch(x, ids, ids.float())
     made.dispatch(x, ids, ids.float())
     with pytest.raises(RuntimeError, match="are pending"):

@@ -31,6 +31,7 @@ def brought(rank: int, step: int, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 def run(rank: int, fp8: bool, steps: int) -> list[float]:
     """The worst error of every step, relative to the largest value: eager steps first, then replays."""
+    from moe_engine.kernels.quantization.protocol import UNQUANTIZED
     from moe_engine.parallel.collectives import DistributedGroup
     from moe_engine.parallel.dispatch.build import Groups, build
     from moe_engine.parallel.dispatch.protocol import DispatchShape
@@ -60,22 +61,32 @@ def run(rank: int, fp8: bool, steps: int) -> list[float]:
         rows = (batch.x * own).bfloat16()
         return Started(stream.run(dispatcher.start_combine, rows, weights, handle)).wait()
 
+    def in_norm() -> Tensor:
+        """The sum as it enters a residual stream."""
+        batch, handle = dispatcher.dispatch(x, ids, weights, "decode")
+        normed = dispatcher.start_combine_norm((batch.x * own).bfloat16(), weights, handle)
+        residual = torch.zeros(len(x), HIDDEN, dtype=torch.bfloat16, device="cuda")
+        normed(UNQUANTIZED, None, residual, torch.ones(HIDDEN, device="cuda"), 1e-6)
+        return residual
+
+    calls = (layer, halves, in_norm)
     layer()  # compiles
+    in_norm()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layer()
-        replayed = halves()
+        replayed = [halves(), in_norm()]
     errors = []
     for step in range(2 * steps):
         new_x, new_ids, new_weights, expected = brought(rank, step, num_experts)
         for old, new in ((x, new_x), (ids, new_ids), (weights, new_weights)):
             old.copy_(new)
         if step < steps:
-            out = halves() if step % 2 else layer()
+            out = calls[step % 3]()
         else:
             graph.replay()
-            out = replayed
+            out = replayed[step % 2]
         torch.cuda.synchronize()
         errors.append(float((out.cpu().double() - expected).abs().max() / expected.abs().max()))
     return errors

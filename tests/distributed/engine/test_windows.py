@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_engine import Engine
-from tests.engine.test_fp8_windows import MODELS, round_rows
+from tests.engine.test_fp8_windows import MODELS, RoundedRows
 from tests.engine.test_greedy_parity import NUM_TOKENS, check_greedy
 from tests.engine.test_windows import ALTERNATING, FLAGS, load
 from tests.models.checkpoints import make_checkpoint
@@ -62,7 +62,7 @@ def test_rows_in_eight_bits(kind: str, form: dict[str, Any], tmp_path: Path, mon
     with Engine(model_path=str(path), device="cpu", kv_cache_dtype="fp8_e4m3", **FLAGS, **form) as engine:
         assert 0 < engine.config.num_window_slots < engine.config.max_total_num_tokens
         outputs: Any = engine.generate(input_ids=prompts, sampling_params=sampling)
-    round_rows(kind, "fp8_e4m3", monkeypatch)
+    RoundedRows(kind, "fp8_e4m3", monkeypatch)
     oracle = load(path)
     for prompt, output in zip(prompts, outputs):
         tokens = output["output_ids"]

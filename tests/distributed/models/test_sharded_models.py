@@ -39,6 +39,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2, "mlp_bias": True},  # one KV head, repeated
     "qwen3_moe": {},  # a dense layer between MoE layers
     "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
+    "minimax_m3": {},  # selections of two KV heads, repeated on four ranks
     "mimo_v2_flash": {
         "num_hidden_layers": 2,
         "layer_types": ["full_attention", "sliding_attention"],
@@ -53,6 +54,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
     "kimi_linear": {},  # states beside a latent cache, products of low rank
+    "bailing_hybrid": {
+        "num_hidden_layers": 2,
+        "layer_group_size": 2,
+        "num_mtp_layers": 1,
+        "expert_swiglu_limit_list": [0, 0.3],
+    },  # gates, grouped experts, one layer's bounded
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
@@ -164,8 +171,8 @@ def test_sparse_attention_with_mtp(world: World, alone: Any, checkpoint: Checkpo
     run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "hy_v3", "ernie4_5_moe"])
-def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
+@pytest.mark.parametrize("name", ["glm4_moe", "hy_v3", "ernie4_5_moe", "bailing_hybrid"])
+def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     some = ("tp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather")
     path = checkpoint(name)
     run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
@@ -175,7 +182,7 @@ def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, name: st
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "kimi_linear", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash",
+        "kimi_linear", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
@@ -189,7 +196,7 @@ def test_deepseek_v4(world: World, alone: Any, checkpoint: Checkpoint, name: str
     """Ranks exchange the token ids that layers choose experts by."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
     path = checkpoint(name)
-    run_all(world, alone, [Case(path, t, "cpu", page_size=8) for key, t in topologies(world).items() if key in some])
+    run_all(world, alone, [Case(path, t, "cpu", page_size=16) for key, t in topologies(world).items() if key in some])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3"])

@@ -47,8 +47,8 @@ class Meeting:
         assert (sums == sums[0]).all(), "the ranks run different steps"
         return self.model.forward(batch)
 
-    def logits(self, hidden: Any, sizes: Any = None) -> Any:
-        return self.model.logits(hidden, sizes)
+    def logits(self, hidden: Any, sizes: Any = None, out: Any = None) -> Any:
+        return self.model.logits(hidden, sizes, out)
 
 
 @dataclass

@@ -56,10 +56,16 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float = 0.0) -> Tensor:
-    """x [M, D], gate and up [I, D], down [D, I]; with a limit gate is at most `limit`, up within +-limit."""
-    x, limit = x.double(), limit or torch.inf
-    first, second = (x @ gate.double().T).clamp(max=limit), (x @ up.double().T).clamp(-limit, limit)
-    return (silu(first) * second) @ down.double().T
+    """x [M, D], gate and up [I, D], down [D, I]; limit: as in `bounded_silu`."""
+    x = x.double()
+    return bounded_silu(x @ gate.double().T, x @ up.double().T, limit) @ down.double().T
+
+
+def bounded_silu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(gate) * up, up within +-limit and gate at most the limit, or silu(gate) if it is negative; 0: no limit."""
+    bound = abs(limit) or torch.inf
+    active = silu(gate).clamp(max=bound) if limit < 0 else silu(gate.clamp(max=bound))
+    return active * up.clamp(-bound, bound)
 
 
 def biased(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: ExpertBiases, expert: int) -> Tensor:

@@ -45,7 +45,7 @@ def _want(x: Tensor, weights: Tensor, ids: Tensor, parts: Parts, limit: float = 
 
 @pytest.mark.parametrize(("hidden", "width"), [(64, 32), (50, 23), (128, 80)])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 120])
-@pytest.mark.parametrize("limit", [0.0, 0.9])
+@pytest.mark.parametrize("limit", [0.0, 0.9, -0.4])
 def test_routed(any_library: Library, dtype: torch.dtype, hidden: int, width: int, tokens: int, limit: float) -> None:
     kernel = CpuExperts(any_library)
     weights, parts = _experts(kernel, 6, hidden, width, dtype)
@@ -83,6 +83,13 @@ def test_biases(any_library: Library, dtype: torch.dtype, hidden: int, width: in
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     grouped = [biased(part, *parts[e], bias, e) for e, part in enumerate(rows.split(counts))]
     close(kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights), torch.cat(grouped), 3)
+    weights.bias, weights.alpha, weights.limit = None, bias.alpha, bias.limit
+    none = ExpertBiases(torch.zeros(5, 2 * width), torch.zeros(5, hidden), bias.alpha, bias.limit)
+    grouped = [biased(part, *parts[e], none, e) for e, part in enumerate(rows.split(counts))]
+    got = kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights)
+    close(got, torch.cat(grouped), 3)
+    weights.bias = none
+    assert torch.equal(kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights), got)
 
 
 def test_ids_of_other_ranks_contribute_nothing(library: Library, dtype: torch.dtype) -> None:
@@ -93,7 +100,7 @@ def test_ids_of_other_ranks_contribute_nothing(library: Library, dtype: torch.dt
     close(kernel.run_routed(x, topk, ids, weights), _want(x, topk, ids, parts), 2)
 
 
-@pytest.mark.parametrize(("hidden", "width", "limit"), [(64, 32, 0.0), (50, 23, 0.9)])
+@pytest.mark.parametrize(("hidden", "width", "limit"), [(64, 32, 0.0), (50, 23, 0.9), (50, 23, -0.4)])
 def test_grouped_and_padded(any_library: Library, dtype: torch.dtype, hidden: int, width: int, limit: float) -> None:
     kernel = CpuExperts(any_library)
     weights, parts = _experts(kernel, 5, hidden, width, dtype)

@@ -57,7 +57,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(any_library: Library, dtype: t
 
 
 @pytest.mark.parametrize("tokens", [1, 13, 210])
-@pytest.mark.parametrize("limit", [0.0, 0.7])
+@pytest.mark.parametrize("limit", [0.0, 0.7, -0.4])
 def test_mlp(any_library: Library, dtype: torch.dtype, tokens: int, limit: float) -> None:
     linear = CpuLinear(any_library)
     hidden, width = 72, 112

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.registry import Choice
 from tests.models.rows import cpu_rows_of
@@ -64,37 +65,45 @@ class Case:
                 self.entries.append(found[0, 0])
 
     def run(self, row: Any, steps: list[list[int]]) -> list[Tensor]:
-        """The entries of each request after steps of some tokens of each; projections are written before a step, and
-        those before the last S windows are overwritten after it."""
-        total, longest = sum(self.lens) + 3, max(self.lens)
-        memory = torch.full((total, self.projected[0].shape[1] + 5), NAN, dtype=self.dtype)
-        projected = memory[:, 2:-3]
-        places = iter(torch.randperm(total).tolist())
-        table = torch.zeros(len(self.lens) + 2, longest, dtype=torch.int32)
-        requests = torch.randperm(len(self.lens) + 2)[: len(self.lens)].tolist()
-        for request, count in zip(requests, self.lens):
-            table[request, :count] = torch.tensor([next(places) for _ in range(count)], dtype=torch.int32)
+        """The entries of each request after steps of some tokens of each. Projections are kept after a step in rings of
+        a random size: of requests, or with two series of blocks."""
+        size, longest, channels = len(self.lens), max(self.lens), self.projected[0].shape[1]
+        reach = self.weights.series * self.rate
+        block = reach * random.randint(1, 3) if self.weights.series == 2 else 0
+        each = reach + random.randint(0, (block or 9 + reach) - reach)
+        blocks = -(-longest // block) if block else 1
+        memory = torch.full(((1 + (size + 2) * blocks) * each, channels + 5), NAN, dtype=self.dtype)
+        kept = Kept(memory[:, 2:-3], each, block)
+        table, requests = torch.zeros(size + 2, longest, dtype=torch.int32), torch.randperm(size + 2)[:size].tolist()
+        if block:
+            own = torch.randperm(size * blocks).view(size, blocks, 1) * block + block + torch.arange(block)
+            for request, slots in zip(requests, own.view(size, -1)):
+                table[request] = slots[:longest]
         pages = -(-longest // self.rate)
         out = torch.full((pages * len(self.lens) + 1, self.width + 4), NAN, dtype=self.dtype)[:, 1:-3]
         pages_of = torch.randperm(pages * len(self.lens)).view(len(self.lens), pages)
         done = [0] * len(self.lens)
         for counts in steps:
-            positions, rows, slots = [0, 0], [0, 0], [0, 0]  # padding first
+            positions, starts, rows, slots = [0, 0], [0, 0], [0, 0], [0, 0]  # padding first
+            projected = [torch.full((2, channels), NAN)]
             for i, count in enumerate(counts):
                 begin, end = done[i], done[i] + count
-                where = table[requests[i], begin:end].long()
-                projected[where] = self.projected[i][begin:end].to(self.dtype)
+                projected.append(self.projected[i][begin:end])
+                starts += [begin] * count
                 positions += range(begin, end)
                 rows += [requests[i]] * count
                 slots += [int(pages_of[i, p // self.rate]) * self.rate + p % self.rate for p in range(begin, end)]
                 done[i] = end
             tokens = CompressedTokens(
-                torch.tensor(positions), torch.tensor(rows, dtype=torch.int32), table, torch.tensor(slots)
-            )
-            row.compress(projected, self.weights, self.table, tokens, out)
-            for i, end in enumerate(done):
-                first_read = (end // self.rate + 1 - self.weights.series) * self.rate
-                projected[table[requests[i], : max(0, first_read)].long()] = NAN
+                torch.tensor(positions), torch.tensor(starts), torch.tensor(rows, dtype=torch.int32), table,
+                torch.tensor(slots),
+            )  # fmt: skip
+            strided = torch.full((len(positions), channels + 3), NAN, dtype=self.dtype)[:, 1:-2]
+            strided.copy_(torch.cat(projected))
+            row.compress(strided, kept, self.weights, self.table, tokens, out)
+            places = kept.places(tokens.positions, tokens.rows, table[tokens.rows.long(), tokens.positions])
+            for token, place in enumerate(places.tolist()[2:], 2):  # one after the other: a ring's last ones stay
+                kept.rows[place] = strided[token]
         assert done == self.lens
         assert out.isnan().all(1).sum() == len(out) - sum(count // self.rate for count in self.lens)
         return [out[pages_of[i, : count // self.rate]] for i, count in enumerate(self.lens)]

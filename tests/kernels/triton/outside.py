@@ -23,6 +23,7 @@ from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.linear import triton_heads
 from moe_engine.kernels.ops import (
     triton_absorb,
+    triton_lookup,
     triton_norm,
     triton_norm_route,
     triton_rotary,
@@ -77,6 +78,7 @@ def launch(count: int) -> None:
     fp8, stream = ActivationFormat(True, True, True), there(count, 7168)
     norm = there(7168, dtype=torch.float32)
     ops.add_norm_route(fp8, hidden, stream, norm, 1e-6, gate, bias, triton_router.V3, real, True)
+    ops.capabilities.lookup(positions, there(16160, 7168), 16160)  # type: ignore[misc]
     streams, residual = stream_weights(24, 4096), there(count, 4 * 4096 + 20)
     ops.capabilities.mix_streams(None, residual, streams)
     ops.capabilities.mix_streams(there(count, 4096), residual, streams)
@@ -99,6 +101,7 @@ def expected() -> list[AotCase]:
     """The cases of `launch(1)` to `launch(16)`."""
     bf16, int64 = torch.bfloat16, torch.int64
     return [
+        triton_lookup.aot_cases()[0],
         triton_norm.norm_case("v3", 7168, 1, False),
         triton_norm.norm_case("v3", 1536, 1, False),
         triton_norm.norm_case("v3", 7168, 1, True),

@@ -11,7 +11,8 @@ import sys
 import torch
 from triton import knobs
 
-from moe_engine.kernels.quantization.protocol import ActivationFormat
+from moe_engine.kernels.permutation.protocol import ExpertRows
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 from moe_engine.kernels.symm_mem import triton_all_reduce, triton_combine, triton_dispatch
 from moe_engine.kernels.symm_mem.all_reduce import SymmMemAllReduce
 from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas
@@ -22,6 +23,7 @@ from moe_engine.kernels.triton.absent_device import absent_device
 from moe_engine.kernels.triton.aot import compile_case
 
 ARCH = 90
+ROWS, BOTH = ActivationFormat.fp8(False), ActivationFormat(True, True)
 SHAPE = next(shape for shape in SHAPES if shape.name == "v2_lite_ep2")
 
 
@@ -35,6 +37,9 @@ def launch(max_tokens: int, sizes: tuple[int, ...]) -> None:
         ids = torch.empty(tokens, SHAPE.top_k, dtype=torch.int32, device="meta")
         arrival = exchange.dispatch(x, ids, ids.float(), number % 2)
         exchange.combine(torch.empty_like(arrival.rows), tokens, number % 2)
+        weight = torch.empty(SHAPE.hidden, device="meta")
+        for format, other in ((UNQUANTIZED, None), (UNQUANTIZED, x), (ROWS, None), (ROWS, x), (BOTH, x)):
+            exchange.sum_rms_norm(format, other, x, weight, 1e-6, number % 2)
 
 
 def launch_sums(sizes: tuple[int, ...]) -> None:
@@ -46,9 +51,11 @@ def launch_sums(sizes: tuple[int, ...]) -> None:
     for rows in sizes:
         x = torch.empty(rows, SHAPE.hidden, dtype=torch.bfloat16, device="meta")
         ranks.sum(x)
-        ranks.add_rms_norm(x, x, weight, 1e-6)
-        for unquantized in (True, False):
-            ranks.add_rms_norm_quantized(ActivationFormat(unquantized, True), x, x, weight, 1e-6)
+        positions = torch.empty(rows, 8, dtype=torch.int32, device="meta")
+        of_experts = ExpertRows(x, positions, positions.float())
+        for format in (UNQUANTIZED, ROWS, BOTH):
+            ranks.add_rms_norm(format, x, x, weight, 1e-6)
+            ranks.add_rms_norm(format, of_experts, x, weight, 1e-6)
 
 
 def main() -> None:

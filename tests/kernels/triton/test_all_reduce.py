@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
+from moe_engine.kernels.permutation.protocol import ExpertRows
+from moe_engine.kernels.permutation.triton_permute import TritonPermutation
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, QuantizedActivation
 from moe_engine.kernels.symm_mem import all_reduce_layout
 from moe_engine.kernels.symm_mem.all_reduce import SymmMemAllReduce
 from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas, why_not
@@ -113,9 +115,7 @@ def test_with_residual_norm_and_quantization(
     streams = [residual.clone() for _ in range(num_ranks)]
 
     def call(own: SymmMemAllReduce, rank: int) -> Any:
-        if format is None:
-            return own.add_rms_norm(parts[rank], streams[rank], weight, EPS)
-        return own.add_rms_norm_quantized(format, parts[rank], streams[rank], weight, EPS)
+        return own.add_rms_norm(format or UNQUANTIZED, parts[rank], streams[rank], weight, EPS)
 
     found = made.run(call, random.randrange(1 << 20))
     stream = rounded(rounded(parts.double().sum(0), torch.bfloat16) + residual.double(), torch.bfloat16)
@@ -132,6 +132,44 @@ def test_with_residual_norm_and_quantization(
         for value, bound in zip(reversed(numbers), (0.02, 0.07) if len(numbers) == 2 else (0.07,)):
             error = (value.double() - normed).norm() / normed.norm()
             assert error < (0.02 if format is None else bound)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("format", [UNQUANTIZED, QUANTIZED, ROWS_ALONE], ids=["plain", "fp8 and plain", "fp8"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_experts_rows_are_summed_first(shared: bool, format: ActivationFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `Permutation.combine` before; more rows than programs, and few."""
+    for module in ("all_reduce", "triton_all_reduce", "all_reduce_layout"):
+        monkeypatch.setattr(f"moe_engine.kernels.symm_mem.{module}.PROGRAMS", 3)
+    num_ranks, weight, top_k = 3, 1 + 0.1 * torch.randn(WIDTH), random.randint(1, 5)
+    made, combine = world(num_ranks, torch.bfloat16), TritonPermutation().combine
+    for tokens in (1, 4):
+        residual = torch.randn(tokens, WIDTH).bfloat16()
+        of_ranks = []
+        for _ in range(num_ranks):
+            pairs = tokens * top_k
+            positions = torch.randperm(pairs, dtype=torch.int32).view(tokens, top_k)
+            positions[torch.rand(tokens, top_k) < 0.3] = -1  # experts of other ranks
+            add = torch.randn(tokens, WIDTH).bfloat16() if shared else None
+            rows = torch.randn(pairs, WIDTH).bfloat16()
+            of_ranks.append(ExpertRows(rows, positions, torch.rand(tokens, top_k), add))
+        sums = [combine(x.rows, x.positions, x.weights, x.add) for x in of_ranks]
+
+        def both(own: SymmMemAllReduce, rank: int) -> list[Any]:
+            found = []
+            for x in (of_ranks[rank], sums[rank]):  # noqa: B023
+                stream = residual.clone()  # noqa: B023
+                found.append((own.add_rms_norm(format, x, stream, weight, EPS), stream))
+            return found
+
+        assert made.ranks[0].sums_rows(tokens)
+        for (fused, stream), (apart, expected) in made.run(both, random.randrange(1 << 20)):
+            assert torch.equal(stream, expected)
+            if format.rows:
+                assert torch.equal(fused.rows.data.float(), apart.rows.data.float())
+                assert torch.equal(fused.rows.scales, apart.rows.scales)
+                fused, apart = fused.unquantized, apart.unquantized
+            assert (fused is None) == (apart is None) and (fused is None or torch.equal(fused, apart))
 
 
 def test_a_row_has_the_same_bits_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +250,9 @@ def test_large_rows_are_summed_by_the_group(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(found.sum(x), 2 * x)
     plain = found.add_rms_norm(lambda x, *rest: (x, *rest), QUANTIZED, x, "residual", "weight", EPS)
     assert torch.equal(plain[0], 2 * x) and plain[1:] == ("residual", "weight", EPS)
+    rows = ExpertRows(x, torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 3.0), x)
+    plain = found.add_rows_rms_norm(lambda x, *rest: (x, *rest), QUANTIZED, rows, x, "weight", EPS)
+    assert torch.equal(plain[0], 8 * x) and plain[2:] == ("weight", EPS)
 
 
 def test_a_late_rank_is_an_error_on_the_host() -> None:

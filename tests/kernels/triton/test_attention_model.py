@@ -21,12 +21,12 @@ PROMPTS = {0: 9, 1: 5, 2: 26}
 NUM_STEPS = 2
 
 
-def greedy(path: Path, attention: object | None, indexer: object | None = None) -> tuple[list[list[int]], torch.Tensor]:
+def greedy(path: Path, attention: object | None, **more: object) -> tuple[list[list[int]], torch.Tensor]:
     """Tokens of each step and all logits: chunked prompts beside decodes, then steps of one and of three tokens."""
     config = load_model_config(path)
     backends = make_backends(config, page_size=4)
     if attention is not None:
-        backends = replace(backends, attention=attention, indexer=indexer)
+        backends = replace(backends, attention=attention, **more)
     model = load_model(path, config, LoadOptions("float32"), backends)
     stepper = Stepper(model, config, backends, page_size=4)
     generator = torch.Generator().manual_seed(3)
@@ -66,7 +66,22 @@ def test_a_sparse_model_equals_the_torch_rows(tmp_path: Path) -> None:
 
     path = make_checkpoint("deepseek_v32", tmp_path, seed=13, index_head_dim=16)
     expected_tokens, expected = greedy(path, None)
-    tokens, logits = greedy(path, triton_attention.TritonMLA(num_programs=5), TritonIndexer())
+    tokens, logits = greedy(path, triton_attention.TritonMLA(num_programs=5), indexer=TritonIndexer())
+    assert tokens == expected_tokens
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_block_sparse_model_equals_the_torch_rows(tmp_path: Path) -> None:
+    """MiniMax-M3 beyond its blocks: Triton indexer, and Triton attention over the slots of each KV head."""
+    from moe_engine.kernels.block_index.triton_blocks import TritonBlockIndex
+
+    own = {"sparse_num_index_heads": 2, "sparse_index_dim": 16, "sparse_block_size": 4, "sparse_topk_blocks": 2}
+    sparse = own | {"sparse_attention_freq": [0, 1]}
+    path = make_checkpoint(
+        "minimax_m3", tmp_path, 13, num_hidden_layers=2, moe_layer_freq=[0, 0], sparse_attention_config=sparse
+    )
+    expected_tokens, expected = greedy(path, None)
+    tokens, logits = greedy(path, triton_attention.TritonGQA(num_programs=5), block_index=TritonBlockIndex())
     assert tokens == expected_tokens
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 

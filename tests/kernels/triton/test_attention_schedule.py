@@ -95,14 +95,17 @@ def test_an_empty_step() -> None:
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 3000), min_size=1, max_size=24), st.integers(1, 5), st.integers(1, 140),
-    st.sampled_from([16, 64]), st.integers(1, 40),
+    st.sampled_from([16, 64]), st.integers(1, 40), st.sampled_from([None, 1, 30, 46, 500]),
 )  # fmt: skip
-def test_room_for_decodes_is_room_for_every_context(befores, count, per_token, block_m, programs) -> None:
-    """`fill` raises if a schedule does not fit."""
+def test_room_for_decodes_is_room_for_every_context(befores, count, per_token, block_m, programs, window) -> None:
+    """`fill` raises if a schedule does not fit. A window of at most four tiles is not cut."""
     split, device = Split(block_m, 16, programs), torch.device("cpu")
-    buffers = ScheduleBuffers.for_decodes(len(befores), count, per_token, split, device)
+    buffers = ScheduleBuffers.for_decodes(len(befores), count, per_token, split, device, window)
     contexts = [before + count for before in befores]
-    made = schedule([count] * len(befores), contexts, per_token, split, device, buffers=buffers)
-    segments, merges, _ = cut([count] * len(befores), contexts, per_token, split)
+    made = schedule([count] * len(befores), contexts, per_token, split, device, window=window, buffers=buffers)
+    segments, merges, _ = cut([count] * len(befores), contexts, per_token, split, window=window, bounds=True)
+    if window is not None and window + count - 1 <= 49:  # the last token of a tile, and three tiles
+        assert not len(merges) and made.num_partials == 0
+        assert ((segments[:, 6] - segments[:, 5]) <= 4 * 16).all()
     assert (made.segments[: len(segments)].numpy() == segments).all() and not made.segments[len(segments) :].any()
     assert (made.merges[: len(merges)].numpy() == merges).all() and not made.merges[len(merges) :].any()

@@ -20,7 +20,7 @@ def experts(arch: int) -> DeepGemmExperts:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("limit", [0.0, 0.4])
+@pytest.mark.parametrize("limit", [0.0, 0.4, -0.3])
 def test_results_equal_those_of_deep_gemm(fp8: bool, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds also after an expert moved, because both kernels read the same memory."""
     kernel = experts(9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight
-from tests.kernels.cpu.formulas import NAN, biased, block_product, gated, silu
+from tests.kernels.cpu.formulas import NAN, biased, block_product, bounded_silu, gated
 
 KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0"]
 # of the largest result: sums in float32; a bf16 inner value and result; rounding ties of the inner FP8 cast
@@ -54,7 +56,7 @@ class Experts:
 
     def clamp(self) -> None:
         """Clamps activations from now on."""
-        self.weights.limit = 0.6
+        self.weights.limit = random.choice((0.6, -0.3))
 
     def apply(self, x: Tensor, expert: int) -> Tensor:
         """x [M, D] through one expert in float64, quantized as in the kernel's contract."""
@@ -63,8 +65,7 @@ class Experts:
             return gated(x, *parts, self.weights.limit)
         quantized = reference.quantize_rows(x, self.power_of_two)
         gate, up = (block_product(quantized, part) for part in parts[:2])
-        limit = self.weights.limit or torch.inf
-        inner = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        inner = bounded_silu(gate, up, self.weights.limit)
         inner = reference.quantize_rows(inner.float(), self.power_of_two)
         return block_product(inner, parts[2])
 
@@ -111,6 +112,10 @@ def test_biases(kind: str, tokens: int) -> None:
         if count:
             rows = padded[expert, :count]
             experts.check(got[expert, :count], biased(rows, *experts.parts[expert], bias, expert))
+    experts.weights.bias, experts.weights.alpha, experts.weights.limit = None, bias.alpha, bias.limit
+    alone = kernel.run_routed(x, topk, ids, experts.weights)
+    experts.weights.bias = ExpertBiases(torch.zeros(4, 144), torch.zeros(4, 160), bias.alpha, bias.limit)
+    assert torch.equal(alone, kernel.run_routed(x, topk, ids, experts.weights)), "no biases are biases of 0"
 
 
 @pytest.mark.each_value

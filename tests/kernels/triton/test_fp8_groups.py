@@ -49,6 +49,7 @@ def test_quantized_groups(layout: str, power_of_two: bool, exponents: bool) -> N
         ("quantize_groups", 200, 1, {}),
         ("silu_mul_quantize_groups", 136, 2, {}),
         ("silu_mul_quantize_groups", 136, 2, {"limit": 0.8}),
+        ("silu_mul_quantize_groups", 136, 2, {"limit": -0.5}),
     ]
     for name, width, factor, more in cases:
         x, groups, valid = batch(layout, width * factor)
@@ -65,7 +66,7 @@ def test_quantized_groups(layout: str, power_of_two: bool, exponents: bool) -> N
 def test_unquantized_groups(layout: str) -> None:
     x, groups, valid = batch(layout, 2 * 136)
     with poisoned_memory():
-        for limit in (0.0, 0.8):
+        for limit in (0.0, 0.8, -0.5):
             got = triton_groups.silu_mul_groups(x, groups, limit)
             close(got[valid], reference.silu_mul_groups(x, groups, limit)[valid].double(), 2)
             assert got[~valid].isnan().all()

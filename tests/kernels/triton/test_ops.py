@@ -127,6 +127,7 @@ def test_silu_of_extreme_values(ops):
 
 def test_clamped_silu(ops, dtype):
     row_checks.check_clamped_silu(ops, dtype)
+    row_checks.check_shifted_silu(ops, dtype)
 
 
 @pytest.mark.parametrize("most", [256, 0], ids=["one launch", "two"])
@@ -573,6 +574,18 @@ def test_grouped_rows_refuse_other_caches() -> None:
         )
 
 
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1500), (9, 40), (0, 8)])
+def test_ids_of_other_ranks_have_no_row(ops, dtype, tokens: int, width: int, kind: torch.dtype) -> None:
+    """The parts of three ranks sum up to the embedding."""
+    weight = normal(24, width, dtype=dtype)
+    ids = torch.randint(24, (tokens + 1,), dtype=kind)[1:]
+    parts = [ops.capabilities.lookup(ids, part, 8 * rank) for rank, part in enumerate(weight.split(8))]
+    assert torch.equal(sum(parts), torch.nn.functional.embedding(ids, weight))
+    for rank, part in enumerate(parts):
+        assert not part[ids // 8 != rank].any()
+
+
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 4, 256), (7, 3, 40), (0, 2, 8)])
 def test_gates_equal_the_separate_operations(ops, dtype, tokens: int, heads: int, width: int) -> None:
     """Gates of heads lie beside the queries; rows are gated by the product of a strided input."""
@@ -583,6 +596,9 @@ def test_gates_equal_the_separate_operations(ops, dtype, tokens: int, heads: int
     want = x.double() * gate.sigmoid().double()
     assert gates.heads(x, gate) is x
     close(x, want)
+    number = normal(tokens, heads, dtype=dtype).unsqueeze(2)  # of a head
+    want = x.double() * number.sigmoid().double()
+    close(gates.heads(x, number), want)
     hidden = normal(tokens, 2 * width, dtype=dtype)[:, width:]
     rows, weight = normal(tokens, width, dtype=dtype), normal(1, width, dtype=dtype, scale=width**-0.5)
     want = rows.double() * (hidden.double() @ weight.double().T).sigmoid()

@@ -3,6 +3,7 @@ tests them over processes that wait for each other."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_suite.exchange import Load, RanksHere, error_of
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 from moe_engine.kernels.symm_mem.regions import ALIGNMENT
 from tests.kernels.triton import beside
 
@@ -75,6 +77,43 @@ def test_programs_of_all_ranks_wait_for_each_other(load, monkeypatch):
         chosen[idle] = False
         assert torch.equal((rows != 0xFF).any(2), chosen)
     assert not ranks.lost.any()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("pair", [True, False])
+@pytest.mark.parametrize("format", [UNQUANTIZED, ActivationFormat(True, True), ActivationFormat.fp8(True)])
+def test_a_sum_goes_into_the_residual_and_its_norm(format, pair, monkeypatch):
+    """As the separate operations do, on every rank; an idle rank waits."""
+    monkeypatch.setattr(exchange, "resident_programs", lambda device: 2)
+    load = replace(SMALL, dtype=torch.bfloat16, hidden=200, tokens=5)
+    ranks, idle = RanksHere(load, "cpu"), random.randrange(load.num_ranks)
+    residual, other = torch.randn(2, load.num_ranks, load.tokens, load.hidden).bfloat16()
+    weight = 1 + 0.1 * torch.randn(load.hidden)
+
+    def whole(rank: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        own, few = ranks.ranks[rank], slice(0) if rank == idle else slice(None)
+        arrival = own.dispatch(ranks.x[rank, few], ranks.ids[rank, few], ranks.weights[rank, few], 1)
+        own.combine_send(ranks.experts(rank, arrival), 1)
+        stream = residual[rank, few].clone()
+        normed = own.sum_rms_norm(format, other[rank, few] if pair else None, stream, weight, 1e-6, 1)
+        return normed, stream, own.sum(len(stream), load.dtype, 1)
+
+    for rank, (normed, stream, total) in enumerate(
+        beside.run_ranks([lambda r=r: whole(r) for r in range(load.num_ranks)], kernels(), random.randrange(1 << 20))
+    ):
+        if rank == idle:
+            assert len(total) == len(stream) == 0
+            continue
+        added = (total + other[rank] if pair else total) + residual[rank]
+        assert torch.equal(stream, added)
+        expected = torch.nn.functional.rms_norm(added.double(), (load.hidden,), weight.double(), 1e-6)
+        if format.rows:
+            scales = normed.rows.scales.repeat_interleave(128, dim=1)[:, : load.hidden]
+            torch.testing.assert_close(normed.rows.data.double() * scales, expected, rtol=0.1, atol=0.02)
+            assert (normed.unquantized is not None) == format.unquantized
+        if format.unquantized:
+            values = normed.unquantized if format.rows else normed
+            torch.testing.assert_close(values.double(), expected, rtol=2e-2, atol=1e-2)
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):

@@ -29,11 +29,11 @@ from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, comp
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}
 FIELDS: dict[str, Any] = {
-    "num_hidden_layers": 2, "layer_types": [HCA, CSA], "num_hash_layers": 1, "sliding_window": 4,
-    "compress_rates": {CSA: 2, HCA: 4}, "index_topk": 3, "index_n_heads": 4, "n_routed_experts": 4,
+    "num_hidden_layers": 2, "layer_types": [HCA, CSA], "num_hash_layers": 1, "sliding_window": 8,
+    "compress_rates": {CSA: 2, HCA: 8}, "index_topk": 3, "index_n_heads": 4, "n_routed_experts": 4,
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
-    "decodes": {}, "bounded windows": {"chunked_prefill_size": 4, "max_total_tokens": 256}, "n-gram drafts": NGRAM,
+    "decodes": {}, "bounded windows": {"chunked_prefill_size": 8, "max_total_tokens": 256}, "n-gram drafts": NGRAM,
     "MTP drafts": CHAIN,
 }  # fmt: skip
 
@@ -45,18 +45,18 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
     no waits."""
     monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
     path = make_agreeing(tmp_path / "model", random.randrange(1 << 30), **FIELDS)
-    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5]
+    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
     requests = [
         Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
         Scripted("r0", [*prefix, 7, 5], 4, 0, sampling=GREEDY),
         Scripted("r1", [*prefix, 5], 2, 5, sampling=GREEDY),
     ]
-    both = {"page_size": 4, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96} | FORMS[form]
+    both = {"page_size": 8, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96} | FORMS[form]
     found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
     replayed = [step for step in found.steps if step.cuda_graph]
     assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
     lens = {start + 1 for step in replayed for start in step.plan.starts}
-    assert min(lens) < 4 < 12 < max(lens)
+    assert min(lens) < 8 < max(lens)
     if "drafts" in form:
         assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
     launched = set(kernels.launches)
@@ -73,10 +73,10 @@ def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = make_v4(tmp_path, dtype=torch.bfloat16, tokenizer=False, **fields)
     config = load_model_config(path)
     asked = dict.fromkeys(("attention", "experts", "ops", "indexer", "compression"), "triton")
-    need = need_of_model(config, "bfloat16", page_size=8)
+    need = need_of_model(config, "bfloat16", page_size=16)
     backends = build_backends(plan_kernels(Device("cuda", "a GPU", (9, 0)), need, asked))
     model: Any = load_model(path, config, LoadOptions("bfloat16", device="cuda"), backends)
-    stepper = Stepper(model, config, backends, torch.bfloat16, page_size=8, device="cuda")
+    stepper = Stepper(model, config, backends, torch.bfloat16, page_size=16, device="cuda")
     stepper.lengths = [90] * 8
     graph, begins = torch.cuda.CUDAGraph(), list[int]()
     names: list[str] = graph.names  # type: ignore[attr-defined]

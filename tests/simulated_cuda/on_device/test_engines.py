@@ -184,6 +184,24 @@ def test_sparse_decodes_are_captured(tmp_path: Path) -> None:
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel"}
 
 
+def test_block_sparse_decodes_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniMax-M3 in this project's kernels, with contexts within the selected blocks and beyond them: the tokens of the
+    CPU, replayed decodes, no waits."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    own = {"sparse_num_index_heads": 2, "sparse_index_dim": 16, "sparse_block_size": 4, "sparse_topk_blocks": 2}
+    fields = {"num_hidden_layers": 2, "moe_layer_freq": [0, 0]}
+    sparse = own | {"sparse_attention_freq": [0, 1]}
+    path = agreeing_checkpoint("minimax_m3", tmp_path / "model", 5, sparse_attention_config=sparse, **fields)
+    requests = [Scripted("short", [9, 5, 7], 4, 0, sampling=GREEDY), *script([GREEDY, GREEDY])]
+    more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "moe_runner_backend": "triton"}
+    found = compared(path, tmp_path, requests, {}, **more)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs == 2 and len(replayed) > 4 and found.waits == []
+    lens = {start + 1 for step in replayed for start in step.plan.starts}
+    assert min(lens) <= 8 < max(lens)
+    assert set(kernels.launches) >= {"block_scores_kernel", "select_blocks_kernel", "paged_kernel"}
+
+
 def test_index_keys_in_fp8_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek V3.2 with the index keys of a GPU, records beside latents: the tokens of the CPU with such keys. Decodes
     beyond the top-k are replayed, prefixes are cached."""
@@ -247,11 +265,20 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.exhaustive
-def test_captured_steps_of_decays_by_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kimi Linear: the same beside MLA, all of whose tokens have position 0."""
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("kimi_linear", {"num_experts": 4, "num_experts_per_token": 2}),
+        ("bailing_hybrid", {"num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}),
+    ],
+)
+def test_captured_steps_of_decays_by_channel(
+    kind: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi Linear: the same beside MLA, all of whose tokens have position 0. Ling: beside MLA with a gate."""
     monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
     monkeypatch.setattr(triton_delta, "SHORT", 3)
-    path = make_checkpoint("kimi_linear", tmp_path / "model", 5, num_experts=4, num_experts_per_token=2)
+    path = make_checkpoint(kind, tmp_path / "model", 5, **sizes)
     requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
     flags = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
     found = compared(path, tmp_path, requests, flags, cuda_graph_bs_decode="2", **FEW)
@@ -337,7 +364,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 ALTERNATING: dict[str, Any] = {
     "num_hidden_layers": 2, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
-    "mlp_layer_types": ["dense", "sparse"],
+    "mlp_layer_types": ["dense", "dense"],
 }  # fmt: skip
 """Of MiMo-V2-Flash, whose layers with a window have other KV heads: captured plans of both kinds stay apart."""
 

@@ -1,0 +1,1 @@
+"""Selection of blocks of the context for sparse grouped-query attention."""

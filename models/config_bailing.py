@@ -1,0 +1,128 @@
+"""config.json of Ling 3.0 (`bailing_hybrid`) -> ModelConfig. Imports no torch.
+
+Published files and those that transformers saves name fields differently: both are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.config_families import parse_deepseek
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds
+from moe_engine.models.ling_names import quantization_names
+from moe_engine.models.state_config import DeltaConfig, StateGroup
+
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+_UNSUPPORTED = (
+    "mtp_use_kda", "pregate_inference", "scale_router_input", "up_proj_norm", "use_bias", "use_kda_lora",
+    "use_mla_nope", "use_nGPT", "use_qkv_bias", "value_norm",
+)  # fmt: skip
+"""Switches of published files that no released model sets."""
+_HEAD_WISE = "head_wise"
+
+
+def bailing_fields(fields: Fields) -> Fields:
+    """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
+    names = PUBLISHED | {"num_mtp_layers": "num_nextn_predict_layers", "score_function": "scoring_func"}
+    raw = {names.get(name, name): value for name, value in fields.present().items()}
+    heads = fields.integer("linear_num_heads", None) or fields.integer("num_attention_heads")
+    # transformers saves the rotary width as head_dim
+    width = fields.integer("linear_head_dim", None) or fields.integer("head_dim", 128)
+    taps = fields.integer("short_conv_kernel_size", None, minimum=2)
+    raw |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
+    raw |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width)
+    raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
+    raw = {"no_kda_lora": True, "gated_attention_proj_granularity_type": _HEAD_WISE} | raw
+    raw["layer_types"] = _kinds(fields, fields.integer("num_hidden_layers"))
+    if (stored := fields.section("quantization_config")) is not None:
+        raw["quantization_config"] = quantization_names(stored.raw)
+    if own := fields.integer("moe_shared_expert_intermediate_size", None):
+        raw["shared_expert_intermediate_size"] = own * Fields(raw, fields.source).integer("n_shared_experts", 1)
+    return Fields(raw, fields.source)
+
+
+def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Ling-3.0: Kimi Delta Attention with gates from whole matrices, MLA with an output gate for each head, a grouped
+    sigmoid router with a bias, an MTP layer, activations bounded in some layers."""
+    _refuse_unsupported(fields)
+    read = bailing_fields(fields)
+    read = Fields({"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | dict(read.raw), fields.source)
+    config = parse_deepseek(read, generation)
+    assert isinstance(config.attention, MLAConfig)
+    moe = config.moe
+    if moe is not None:
+        shared = read.integer("shared_expert_intermediate_size", moe.shared_width, minimum=0)
+        routed, own = (_limits(fields, name, config.moe_layers) for name in _LIMITS)
+        moe = replace(moe, shared_width=shared, layer_limits=routed, shared_limits=own)
+    heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
+    delta = DeltaConfig(
+        heads, heads, width, width, read.integer("linear_conv_kernel_dim"), joined=False, by_channel=True,
+        low_rank=False, bound=_bound(fields),
+    )  # fmt: skip
+    states = tuple(i for i, kind in enumerate(read.raw["layer_types"]) if kind == LINEAR)
+    return replace(
+        config,
+        attention=replace(config.attention, head_gate=True),
+        moe=moe,
+        delta=delta,
+        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        raw=fields.raw,
+    )
+
+
+def _bound(fields: Fields) -> float:
+    """The bound of the log decay; 0: it has none."""
+    if not fields.flag("kda_safe_gate", True):
+        return 0.0
+    bound = float(fields.number("kda_lower_bound", -5.0))
+    if bound >= 0:
+        fields.fail("kda_lower_bound", f"must be negative, found {bound:g}")
+    return bound
+
+
+def _limits(fields: Fields, name: str, moe_layers: tuple[bool, ...]) -> tuple[float, ...]:
+    """`MoEConfig.layer_limits` in a field; () without limits."""
+    found = fields.raw.get(name) or []
+    if not isinstance(found, list):
+        fields.fail(name, f"must be a list with a number for each layer, found {found!r}")
+    numbers = [0 if limit is None else limit for limit in found]
+    if not all(isinstance(limit, int | float) and 0 <= limit < inf for limit in numbers):
+        fields.fail(name, f"must have numbers of at least 0, found {found!r}")
+    if any(limit and not is_moe for limit, is_moe in zip(numbers, moe_layers)):
+        fields.fail(name, "has a limit of a layer without experts; it is not supported")
+    return tuple(map(float, numbers)) if any(numbers) else ()
+
+
+def _kinds(fields: Fields, layers: int) -> list[str]:
+    """The kind of each layer: `layer_types`, or MLA as the last layer of each group."""
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        group = fields.integer("layer_group_size", 6)
+        if layers % group:  # the published code has MLA in the rest, transformers has not
+            fields.fail("layer_group_size", f"{group} does not divide the {layers} layers; give layer_types")
+        kinds = [LINEAR if (i + 1) % group else FULL for i in range(layers)]
+    return checked_kinds(fields, kinds, layers, "layer_types")
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name in _UNSUPPORTED:
+        if fields.raw.get(name):
+            fields.fail(name, "is set; it is not supported in this family")
+    if not fields.flag("no_kda_lora", True):
+        fields.fail("no_kda_lora", "is false: gates from products of low rank are not supported in this family")
+    if not fields.flag("moe_router_enable_expert_bias", True):
+        fields.fail("moe_router_enable_expert_bias", "is false: a router without a bias is not supported")
+    gate = fields.text("gated_attention_proj_granularity_type", _HEAD_WISE)
+    if gate != _HEAD_WISE:
+        fields.fail("gated_attention_proj_granularity_type", f"{gate!r} is not supported; supported: {_HEAD_WISE}")
+    for name in ("scoring_func", "score_function"):
+        if (score := fields.text(name, "sigmoid")) != "sigmoid":
+            fields.fail(name, f"{score!r} is not supported; supported: sigmoid")
+    keys = fields.integer("num_kv_heads_for_linear_attn", 0, minimum=0)
+    if keys not in (0, fields.integer("num_attention_heads")):
+        fields.fail("num_kv_heads_for_linear_attn", f"{keys} is not supported: keys need as many heads as values")
