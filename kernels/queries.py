@@ -53,6 +53,10 @@ class PagedQueries:
     """Sliding window: a query token sees its last `window` positions, its own included; positions before them are
     never read. None: all positions."""
 
+    rate: int = 1
+    """Tokens of an entry. Above 1 the positions of the context are entries (DeepSeek V4), whose slots are those of
+    their first tokens in the slot table, divided by their number; for indexers with `plan_in_place`."""
+
     def __post_init__(self) -> None:
         if self.visible is None:
             return

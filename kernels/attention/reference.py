@@ -151,7 +151,8 @@ def requests_of(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor |
     for row, query_len, context_len, first in zip(rows, queries.query_lens, queries.context_lens, queries.first_seen):
         tokens = slice(start, start + query_len)
         visible = None if queries.visible is None else queries.visible[tokens]
-        yield tokens, queries.slot_table[row, first:context_len], visible
+        rate = queries.rate
+        yield tokens, queries.slot_table[row, first * rate : context_len * rate : rate] // rate, visible
         start += query_len
 
 

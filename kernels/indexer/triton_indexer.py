@@ -100,7 +100,7 @@ class TritonIndexer:
         return IndexPlan.of(queries)
 
     def plan_in_place(self, queries: PagedQueries, heads: int) -> IndexPlan:
-        plan = IndexPlan.of(queries, queries.slot_table.shape[1])
+        plan = IndexPlan.of(queries, queries.slot_table.shape[1] // queries.rate)
         plan.records_for(heads)  # uploaded before the capture
         return plan
 

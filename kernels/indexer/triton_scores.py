@@ -39,9 +39,9 @@ def scores_kernel(
     q, weights, cache, out, rows, starts, lens, table, records, token_stride, head_stride, weight_stride, cache_stride,
     table_stride, out_stride, base,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    FP8: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    FP8: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
-    """out[token - base, position] = score, for all visible positions.
+    """out[token - base, position] = score, for all visible positions. RATE: `PagedQueries.rate`.
 
     records [N, 3]: request, first token, number of tokens. Grid (N, programs of a record).
     """
@@ -65,7 +65,7 @@ def scores_kernel(
     for begin in range(tl.program_id(1) * KEYS, seen, tl.num_programs(1) * KEYS):
         position = begin + inside
         live = position < seen
-        offset = tl.load(table_row + position, live, 0).to(tl.int64) * cache_stride
+        offset = (tl.load(table_row + position * RATE, live, 0) // RATE).to(tl.int64) * cache_stride
         keys = tl.load(cache + offset[:, None] + channel[None, :], live[:, None], 0)
         if FP8:
             keys = keys.to(tl.float8e4nv, bitcast=True)
@@ -95,15 +95,16 @@ def scores(
     scores_kernel[(len(records), programs)](
         q, weights, cache, out, queries.rows, queries.query_starts, queries.context_lens_device, queries.slot_table,
         records, q.stride(0), q.stride(1), weights.stride(0), cache.stride(0), queries.slot_table.stride(0),
-        out.stride(0), base, **_constants(heads, width, q.dtype, fp8), num_warps=8,
+        out.stride(0), base, **_constants(heads, width, q.dtype, fp8, queries.rate),
+        num_warps=8,
     )  # fmt: skip
 
 
-def _constants(heads: int, width: int, dtype: torch.dtype, fp8: bool) -> dict[str, object]:
+def _constants(heads: int, width: int, dtype: torch.dtype, fp8: bool, rate: int = 1) -> dict[str, object]:
     return {
         "NUM_HEADS": heads, "HEADS": next_power_of_2(heads), "WIDTH": width, "TOKENS": tokens_of_a_record(heads),
         "KEYS": KEYS, "FP8": fp8, "SCALE": head_scale_offset(width),
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "RATE": rate,
     }  # fmt: skip
 
 

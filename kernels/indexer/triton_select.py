@@ -57,9 +57,10 @@ def _digit(
 )
 def select_kernel(
     scores, out, request_of, rows, starts, lens, table, first, scores_stride, table_stride, out_stride, width,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
-    """scores [tokens, S] of the tokens from `first` on -> out[token, :width], ascending positions' slots, then -1."""
+    """scores [tokens, S] of the tokens from `first` on -> out[token, :width], ascending positions' slots, then -1.
+    RATE: `PagedQueries.rate`."""
     wait_for_inputs()
     row = tl.program_id(0)
     token = first + row
@@ -93,7 +94,7 @@ def select_kernel(
             chosen = (live & (numbers > bound)) | (same & (order <= ties))
             equal += tl.sum(same.to(tl.int32))
         place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(target + place, tl.load(table_row + position, chosen, 0), chosen)
+        tl.store(target + place, tl.load(table_row + position * RATE, chosen, 0) // RATE, chosen)
         written += tl.sum(chosen.to(tl.int32))
     for begin in range(0, width, BLOCK):
         place = begin + tl.arange(0, BLOCK)
@@ -110,7 +111,8 @@ def select(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int
         return
     select_kernel[(len(scores),)](
         scores, out, request_of, queries.rows, queries.query_starts, queries.context_lens_device, queries.slot_table,
-        first, scores.stride(0), queries.slot_table.stride(0), out.stride(0), out.shape[1], top_k, BLOCK, num_warps=8,
+        first, scores.stride(0), queries.slot_table.stride(0), out.stride(0), out.shape[1], top_k, BLOCK, queries.rate,
+        num_warps=8,
     )  # fmt: skip
 
 
@@ -120,4 +122,5 @@ def aot_cases() -> list[AotCase]:
         "lens": "*i32:1", "table": "*i32", "first": "i32", "scores_stride": "i32", "table_stride": "i32:16",
         "out_stride": "i32:16", "width": "i32",
     }  # fmt: skip
-    return [AotCase("index selection", select_kernel, signature, {"TOP_K": 2048, "BLOCK": BLOCK}, 8, 3, False)]
+    constants = {"TOP_K": 2048, "BLOCK": BLOCK, "RATE": 1}
+    return [AotCase("index selection", select_kernel, signature, constants, 8, 3, False)]

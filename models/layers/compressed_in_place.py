@@ -64,8 +64,9 @@ class _Selecting:
         most, top_k = queries.slot_table.shape[1] // rate, attention.top_k
         starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
         lens = memory.take("visible entries", (tokens,), device)
-        entries = memory.take("entries", (queries.num_requests, most), device)
-        self.queries = PagedQueries([1] * tokens, [most] * tokens, numbers.int(), starts, lens, entries, 1)
+        rows = memory.take("rows of requests", (tokens,), device)
+        table = queries.slot_table
+        self.queries = PagedQueries([1] * tokens, [most] * tokens, rows, starts, lens, table, 1, rate=rate)
         slots, counts = (memory.take(f"chosen {name}", shape, device) for name, shape in
                          (("slots", (tokens, top_k)), ("counts", (tokens,))))  # fmt: skip
         self.chosen = Selected(slots, [top_k] * tokens, counts)
@@ -73,10 +74,10 @@ class _Selecting:
         """None: its launches cannot be captured."""
         self._attention, self._rate, self._top_k = attention, rate, top_k
 
-    def of(self, table: Tensor, requests: Tensor, lens: Tensor, width: int, first_entry: int) -> EntrySelection:
-        """The step's selection for rows of `width` columns. table: of full contexts; lens [T]."""
+    def of(self, requests: Tensor, lens: Tensor, width: int, first_entry: int) -> EntrySelection:
+        """The step's selection for rows of `width` columns. requests [T]: row of each token's request; lens [T]."""
         own = self.queries
-        own.slot_table.copy_(entry_slots(table, requests, self._rate, own.slot_table.shape[1]))
+        own.rows.copy_(requests)
         visible = lens // self._rate
         torch.clamp(visible, min=1, out=own.context_lens_device)  # a token that sees none selects one, which is unused
         torch.clamp(own.context_lens_device, max=self._top_k, out=self.chosen.counts_device)
@@ -170,7 +171,7 @@ class StepInPlace:
                 continue
             if rate == a.selected_rate and self._selecting is not None:
                 width = selected.slots.shape[1]
-                selection = self._selecting.of(full, queries.rows, lens, width, first_entry)
+                selection = self._selecting.of(tokens.rows, lens, width, first_entry)
                 selected.slots.copy_(pad(window, (0, a.top_k), value=-1))
                 visible.clamp_(max=a.top_k)
             else:

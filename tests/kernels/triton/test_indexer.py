@@ -3,6 +3,8 @@ with selections that do not depend on the batch; keys and queries in one launch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,6 +40,19 @@ def test_selection(heads: int, width: int, page_size: int, dtype: torch.dtype, b
         wanted = scores_of(q[part], weights[part], cache[own, 0])
         check_choices(slots[part], wanted, own, causal(count, context), TOP_K)
         start += count
+
+
+def test_entries_are_read_in_the_table_of_their_tokens() -> None:
+    """Scores and selections equal those of a table with a slot for each entry."""
+    queries, size = paged_queries(LENS)
+    cache = filled_cache(queries, size, 1, 16, dtype=torch.float32)
+    q, weights = normal(queries.num_tokens, 5, 16, dtype=torch.float32), torch.randn(queries.num_tokens, 5)
+    table, rate = torch.randint(4 * size, (*queries.slot_table.shape, 4), dtype=torch.int32), 4
+    table[:, :, 0] = queries.slot_table * rate
+    entries = replace(queries, slot_table=table.flatten(1), rate=rate)
+    found = [select(triton_indexer.TritonIndexer(), q, weights, cache, own) for own in (queries, entries)]
+    assert torch.equal(*found)
+    assert torch.equal(select(TorchIndexer(), q, weights, cache, entries), found[0])
 
 
 def test_the_lower_position_wins_a_tie() -> None:
