@@ -265,17 +265,28 @@ def test_large_collectives_move_bytes_near_the_rate_of_nvlink(gpu: Hardware, ope
 
 
 def test_an_all_reduce_reads_the_rows_of_all_ranks() -> None:
-    """Four rows of V3 on eight ranks, followed by the norm: its launch takes the measured time."""
+    """Four rows of V3 on eight ranks, followed by the norm: its launch takes the measured time. Experts' rows are read
+    in addition, by one program for each token."""
     rows, setting = meta(4, 7168), Setting(2048, SETTING.routing, H200)
     given = SimpleNamespace(
-        x=rows, residual=rows, weight=meta(7168, dtype=torch.float32), out=rows, quantized=None, scales=None, RANKS=8
-    )
+        x=rows, residual=rows, weight=meta(7168, dtype=torch.float32), out=rows, quantized=None, scales=None, RANKS=8,
+        TOP_K=0,
+    )  # fmt: skip
     one, two = triton_costs.one_shot(given, setting), triton_costs.two_shot(given, setting)
     assert (one.read, one.written) == (10 * 4 * 14336 + 4 * 7168, 2 * 4 * 14336)
     assert (one.nvlink, two.nvlink) == (7 * 4 * 14336, 7 / 4 * 4 * 14336)
     took = H200.microseconds("stream", one, True)
     assert took == pytest.approx(H200.custom_all_reduce_us(4 * 14336, 8) + H200["graph_node_us"])
     assert 4.15 < took < 4.95 and took < H200.nccl_us("all_reduce", 4 * 14336, 8) / 3
+    experts = {
+        "x": meta(9, 7168), "positions": meta(4, 2, dtype=torch.int32), "router_weights": meta(4, 2), "add": rows,
+        "TOP_K": 2, "WIDTH": 7168, "num_rows": 4, "grid": (4,),
+    }  # fmt: skip
+    routing = replace(SETTING.routing, tokens=4, top_k=2, num_experts=8, local=8, shared=0)
+    summed = triton_costs.one_shot(SimpleNamespace(**vars(given) | experts), Setting(2048, routing, H200))
+    more = (8 + 4) * 14336 + 4 * 2 * (4 + 2)
+    assert summed.read - one.read == more - 4 * 14336
+    assert summed.link_us - one.link_us == pytest.approx(more / 4 / H200["program_bytes_per_s"] * 1e6)
 
 
 def test_time_of_a_launch() -> None:

@@ -31,7 +31,8 @@ FEW: dict[str, Any] = {
 }  # fmt: skip
 TORCH = FEW | {"attention_backend": "torch", "moe_runner_backend": "torch"}
 CASES: dict[str, dict[str, Any]] = {
-    "two ranks, graphs": FEW | {"tp_size": 2, "cuda_graph_max_bs": 1, "moe_runner_backend": "triton"},
+    "two ranks, graphs": FEW
+    | {"tp_size": 2, "cuda_graph_max_bs": 1, "moe_runner_backend": "triton", "ops_backend": "triton"},
     "four ranks": TORCH | {"tp_size": 4},
     "two ranks, weights in host memory": TORCH | {"tp_size": 2, "cpu_offload_gb": 1.0},
     "two ranks, NCCL": TORCH | {"tp_size": 2, "disable_custom_all_reduce": True},

@@ -214,14 +214,15 @@ struct ExpandedSource {
     return view;
   }
 
-  // A part of the keys: row groups in place where rows are contiguous, else copied.
+  // A part of the keys: row groups in place where rows are contiguous and do not share cache sets, else copied.
   static INLINE void put(Keys* keys, int part, const T* base, int64_t row, int64_t width, const int64_t* places,
                          int64_t count, char* copy, int64_t stride) {
     const int64_t size = sizeof(T), piece_rows = row_multiple(T{});
     place<T>(keys, part, copy, stride, steps_of<T>(width));
     for (int64_t first = 0, piece = 0; first < count; first += piece_rows, piece++) {
       const int64_t last = std::min(first + piece_rows, count);
-      if (places[last - 1] - places[first] == last - 1 - first && in_order(places + first, last - first)) {
+      if (row * size % 4096 != 0 && places[last - 1] - places[first] == last - 1 - first &&
+          in_order(places + first, last - first)) {
         keys->data[part][piece] = reinterpret_cast<const char*>(base + places[first] * row);
         keys->stride[part][piece] = row * size;
         continue;
@@ -272,7 +273,7 @@ static void expanded(const T* q, int64_t q_token, int64_t q_head, const T* kv, i
   starts[0] = 0;
   for (int64_t r = 0; r < queries.requests; r++) starts[r + 1] = starts[r] + queries.contexts[r];
   const ExpandedSource<T> source{by_slots ? &queries : nullptr, starts, kv, rope, kv_row, kv_head, rope_row, nope, rotary, value};
-  Attention<T, ExpandedSource<T>>(queries, h, source).run(128);
+  Attention<T, ExpandedSource<T>>(queries, h, source).run(256);
 }
 
 template <class T>

@@ -194,14 +194,14 @@ struct Attention {
 
   // Weights of one block in units [step][padded], and the rescaling factors of older sums. Returns whether any differs
   // from 1. Columns before `seeing` see nothing of the block.
-  bool weigh(const Unit& u, const float* scores, float* masked, int64_t first, int64_t count, int64_t seeing,
-             int64_t padded, int64_t steps, const int32_t* last, const Running& run, float* rescale,
+  bool weigh(const Unit& u, const float* scores, int64_t ldc, float* masked, int64_t first, int64_t count,
+             int64_t seeing, int64_t padded, int64_t steps, const int32_t* last, const Running& run, float* rescale,
              uint32_t* weights) const {
     const F16 scale = set1(heads.scale * 1.44269504f), floor = set1(-1e30f);  // base 2 instead of e
     bool any = false;
     for (int64_t p = seeing; p < padded; p += LANES) {
       const float* s = scores + p;
-      int64_t stride = padded;
+      int64_t stride = ldc;
       F16 top = load(run.high + p);
       const F16 before = top;
       // Without a tree, positions grow with the columns: the first lane sees the fewest keys.
@@ -289,16 +289,16 @@ struct Attention {
     return queries.visible[queries.starts[u.request] + own] >> token & 1;
   }
 
-  // Scores [count][padded] of a block; columns before `seeing` are skipped.
+  // Scores [count][padded] of a block, rows `ldc` apart; columns before `seeing` are skipped.
   void score(const Keys& keys, int64_t count, const uint32_t* panels, int64_t seeing, int64_t padded, float* scores,
-             Ahead* ahead, int64_t share) const {
+             int64_t ldc, Ahead* ahead, int64_t share) const {
     const int64_t key_piece = row_multiple(T{});
     for (int64_t k = 0, piece = 0; k < count; k += key_piece, piece++) {
       ahead->fetch(share);
       for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++]))
         gemm<T>(keys.data[part][piece], keys.stride[part][piece], std::min(key_piece, count - k),
                 panels + seeing * key_steps + done * LANES, key_steps * LANES, (padded - seeing) / LANES,
-                keys.steps[part], scores + k * padded + seeing, padded, part > 0);
+                keys.steps[part], scores + k * ldc + seeing, ldc, part > 0);
     }
   }
 
@@ -327,13 +327,15 @@ struct Attention {
     const bool few = u.columns <= FEW;
     const int64_t whole = last_position(u, u.columns - 1) + 1, at = (u.from / SPLIT + index) * SPLIT;
     const int64_t begin = std::max(at, u.from / BLOCK * BLOCK), end = std::min<int64_t>(at + SPLIT, whole);
-    float* scores = scratch<float>(SCORES, BLOCK * padded + padded + BLOCK * LANES);
-    float *rescale = scores + BLOCK * padded, *masked = rescale + padded;
+    const int64_t ldc = ready ? padded : padded + LANES;  // not a power of two: rows share no cache set
+    float* scores = scratch<float>(SCORES, BLOCK * ldc + padded + BLOCK * LANES);
+    float *rescale = scores + BLOCK * ldc, *masked = rescale + padded;
     uint32_t* weights = scratch<uint32_t>(WEIGHTS, BLOCK * padded);
     uint32_t* values = scratch<uint32_t>(VALUES, (BLOCK + LANES) * value);
     std::fill(run.high, run.high + padded, -INFINITY);
     std::fill(run.total, run.total + padded, 0.f);
-    const int64_t key_piece = row_multiple(T{}), value_panels = value / LANES, value_piece = 4;
+    const int64_t key_piece = row_multiple(T{}), value_panels = value / LANES;
+    const int64_t value_piece = std::min(panels_by_steps(T{}), value_panels);
     int64_t seeing = 0;
     for (int64_t first = begin; first < end; first += BLOCK) {
       const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
@@ -357,10 +359,10 @@ struct Attention {
       const int64_t share = ceil_div(ahead.total(), ceil_div(count, key_piece) + ceil_div(value_panels, value_piece));
       if (ready) {}
       else if (few) score_few(keys, count, panels, u.columns, scores, &ahead, share);
-      else score(keys, count, panels, seeing, padded, scores, &ahead, share);
+      else score(keys, count, panels, seeing, padded, scores, ldc, &ahead, share);
       const bool moved =
           few ? weigh_few(u, scores, masked, first, count, steps, run, rescale, weights)
-              : weigh(u, found, masked, first, count, seeing, padded, steps, last, run, rescale, weights);
+              : weigh(u, found, ldc, masked, first, count, seeing, padded, steps, last, run, rescale, weights);
       if (moved && !fresh)
         for (int64_t c = seeing; c < u.columns; c++) {
           if (rescale[c] == 1.f) continue;
@@ -428,6 +430,7 @@ struct Attention {
     const int32_t* last = last_positions(u);
     Running total = running_at(scratch<float>(TOTAL, running_floats(u.columns)), padded);
     Running here = running_at(scratch<float>(OUTPUT, running_floats(u.columns)), padded);
+    const KeepTiles keep;
     split(u, 0, panels, last, total, next, ready);
     for (int64_t s = 1; s < u.splits; s++) {
       split(u, s, panels, last, here, next, ready);
@@ -471,6 +474,7 @@ struct Attention {
     for (int64_t i = 0; i < count; i++)
       std::fill(unit_of + units[i].partial, unit_of + units[i].partial + units[i].splits, i);
     parallel(partial, [&](int64_t task) {
+      const KeepTiles keep;
       const Unit& u = units[unit_of[task]];
       split(u, task - u.partial, packed_queries(u), last_positions(u),
             running_at(partials + task * floats, panels_of(u.columns) * LANES));

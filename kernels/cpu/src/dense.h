@@ -10,6 +10,7 @@ namespace moe {
 constexpr int64_t K_BLOCK = 512;   // steps of K per pass: GROUP panels of it, and the next, fit the L2 cache
 constexpr int64_t ROW_BLOCK = 96;  // max rows of one task: A's block fits the L2 cache too
 constexpr int64_t GROUP = 4;       // panels processed together
+constexpr int64_t SHARED_PANELS = 512 << 10;  // bytes of the panels that adjacent tasks read again from the L2 cache
 constexpr int64_t FEW_ROWS = 12;   // up to this many: one pass over the weights, no blocking
 
 // A packed matrix: `panels` panels of `steps` steps each, contiguous; with a form, coded panels.
@@ -39,10 +40,20 @@ INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pack
   const uint32_t* b = w.data + first * panel;
   const int64_t block = m <= FEW_ROWS ? steps : K_BLOCK;
   for (int64_t done = 0; done < steps; done += block) {
-    const bool last = done + block >= steps;
-    gemm<T>(a + 4 * done, ldx, m, b + done * LANES, panel, count, last ? steps - done : block, c, ldc, done > 0,
-            last ? w.data + next * panel : b + (done + block) * LANES);
+    const uint32_t* following = done + block < steps ? b + (done + block) * LANES : w.data + next * panel;
+    for (int64_t p = 0; p < count; p += GROUP) {
+      const uint32_t* from = b + p * panel + done * LANES;
+      gemm<T>(a + 4 * done, ldx, m, from, panel, std::min(GROUP, count - p), std::min(block, steps - done),
+              c + p * LANES, ldc, done > 0, p + GROUP < count ? from + GROUP * panel : following);
+    }
   }
+}
+
+// Panels whose products are computed together: of a long K, all of a task, so that each block of the rows is read from
+// the L2 cache by all of them.
+template <class T>
+INLINE int64_t panels_together(const Packed& w, int64_t m, int64_t panels) {
+  return !w.form && m > FEW_ROWS && w.steps > K_BLOCK ? panels : GROUP;
 }
 
 // Rows in the kernel's format: x itself, or a copy padded with zeros if K is not a multiple of the read width.
@@ -72,6 +83,14 @@ struct Rows {
   }
 };
 
+// Brings rows that `finish` will write to this core while their product is computed.
+template <class T>
+INLINE void expect(T* out, int64_t ldo, int64_t m, int64_t columns) {
+  constexpr int64_t LINE = 64 / int64_t(sizeof(T));
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < columns; j += LINE) __builtin_prefetch(out + i * ldo + j, 1, 2);
+}
+
 // out = x w + bias, then rounded.
 template <class T>
 INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, const float* bias, T* out, int64_t ldo) {
@@ -91,6 +110,7 @@ inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes, int64_t othe
   int64_t wanted = ceil_div(4 * threads, std::max<int64_t>(others, 1));
   int64_t most = std::max<int64_t>(ceil_div(panels, wanted), 1);
   int64_t least = std::max<int64_t>((int64_t(48) << 10) / std::max<int64_t>(panel_bytes, 1), 1);
+  if (others > 1) most = std::min(most, std::max<int64_t>(SHARED_PANELS / std::max<int64_t>(panel_bytes, 1), 1));
   return ceil_div(std::max(most, std::min(least, ceil_div(panels, threads))), GROUP) * GROUP;
 }
 

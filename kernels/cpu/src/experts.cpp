@@ -55,11 +55,14 @@ struct Unit {
 // Rows of one task: enough to reuse weights, few enough that the hidden rows stay in cache.
 constexpr int64_t UNIT_ROWS = 96;
 
+// Parts of an expert's rows are similar in size, and all but the last fill the kernel's row blocks.
+template <class T>
 static int64_t add_units(Unit* units, int64_t count, int64_t expert, int64_t begin, int64_t rows, int64_t source) {
-  int64_t parts = ceil_div(rows, UNIT_ROWS);
-  for (int64_t p = 0; p < parts; p++) {
-    int64_t from = rows * p / parts, to = rows * (p + 1) / parts;
-    units[count++] = {expert, begin + from, to - from, source + from};
+  const int64_t parts = ceil_div(rows, UNIT_ROWS), block = row_multiple(T{});
+  for (int64_t p = 0, from = 0; p < parts; p++) {
+    const int64_t to = std::min(ceil_div(rows * (p + 1) / parts, block) * block, rows);
+    if (to > from) units[count++] = {expert, begin + from, to - from, source + from};
+    from = to;
   }
   return count;
 }
@@ -119,6 +122,7 @@ class Passes {
     const int64_t first = task % up_parts_ * up_width_, last = std::min(first + up_width_, s_.width_panels);
     int64_t stride = 0;
     const void* x = rows_of_(unit, &stride);
+    const KeepTiles keep;
     const Packed w{panels_.up + unit.expert * panels_.apart, 2 * s_.width_panels, s_.hidden_steps, s_.up_form};
     float* gate = scratch<float>(PRODUCT, 2 * unit.rows * GROUP * LANES);
     float* up = gate + unit.rows * GROUP * LANES;
@@ -144,6 +148,7 @@ class Passes {
     const int64_t first = task % down_parts_ * down_width_, last = std::min(first + down_width_, s_.hidden_panels);
     const Packed w{panels_.down + unit.expert * panels_.apart, s_.hidden_panels, s_.width_steps, s_.down_form};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
+    const KeepTiles keep;
     int64_t stride = stride_ * int64_t(sizeof(T));
     const void* x = hidden_ + unit.begin * stride_;
     if (s_.down_form) x = coded_rows<T>(*s_.down_form, x, &stride, unit.rows, s_.width, ROWS);
@@ -223,7 +228,7 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
   int64_t count = 0, begin = 0;
   for (int64_t e = 0; e < s.experts; e++) {
     int64_t here = offsets ? offsets[e + 1] - offsets[e] : counts[e];
-    count = add_units(units, count, e, begin, here, offsets ? offsets[e] : e * capacity);
+    count = add_units<T>(units, count, e, begin, here, offsets ? offsets[e] : e * capacity);
     begin += here;
   }
   const int64_t stride = hidden_stride<T>(s);
@@ -253,7 +258,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   Unit* units = scratch<Unit>(SHARED_UNITS, rows / UNIT_ROWS + s.experts + tokens / UNIT_ROWS + 2);
   int64_t count = 0;
   for (int64_t e = 0; e < s.experts; e++)
-    count = add_units(units, count, e, offsets[e], offsets[e + 1] - offsets[e], offsets[e]);
+    count = add_units<T>(units, count, e, offsets[e], offsets[e + 1] - offsets[e], offsets[e]);
   const Shape one = shared ? shape_of<T>(1, s.hidden, shared->width, shared->up_form, shared->down_form, nullptr, s.limit)
                            : s;
   const int64_t stride = hidden_stride<T>(s), one_stride = hidden_stride<T>(one);
@@ -277,7 +282,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   const auto token_out = [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; };
   Panels panels{};
   if (shared) panels = {static_cast<const uint32_t*>(shared->up), static_cast<const uint32_t*>(shared->down), 0};
-  const int64_t shared_count = shared ? add_units(units + count, 0, 0, 0, tokens, 0) : 0;
+  const int64_t shared_count = shared ? add_units<T>(units + count, 0, 0, 0, tokens, 0) : 0;
   const Passes common(units + count, shared_count, one, panels, hidden + rows * stride, one_stride, token_rows,
                       token_out);
   parallel(own.up_tasks + common.up_tasks,
@@ -305,6 +310,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
   parallel(row_tasks * ceil_div(width_panels, up_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * up_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + up_width, width_panels);
+    const KeepTiles keep;
     float* gate = scratch<float>(PRODUCT, 2 * here * GROUP * LANES);
     float* up = gate + here * GROUP * LANES;
     for (int64_t p = begin; p < end; p += GROUP) {
@@ -324,6 +330,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
   parallel(row_tasks * ceil_div(second.panels, down_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * down_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + down_width, second.panels);
+    const KeepTiles keep;
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     int64_t apart = stride * int64_t(sizeof(T));
     const void* a = middle + row * stride;

@@ -19,6 +19,18 @@ template <class T>
 void gemm_by_steps(const uint32_t* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
                    int64_t steps, float* c, int64_t ldc, bool accumulate);
 
+// Panels of B per call of gemm_by_steps: all if each call transposes A, else few.
+int64_t panels_by_steps(bf16);
+inline int64_t panels_by_steps(float) { return 4; }
+
+// While one exists on a thread, that thread's products keep the configuration of the matrix tiles: setting it takes as
+// long as several small products. A task that multiplies has one; no code of others runs within it.
+struct KeepTiles {
+  KeepTiles();
+  ~KeepTiles();
+  KeepTiles(const KeepTiles&) = delete;
+};
+
 // Elements of K read at once: rows of A must be readable, and zero, up to a multiple of this.
 int64_t k_multiple(bf16);
 // Preferred row count of A.

@@ -12,8 +12,19 @@ static bool use_amx = false;
 constexpr int TILE = 16;          // rows of a tile, and steps of one tile product
 constexpr int TILE_BYTES = 64;    // one row of a tile: 16 units
 
+static thread_local int keepers = 0;
+static thread_local int64_t configured = 0;  // rows of both tiles of A; 0: none
+
+static void release() {
+  if (configured != 0) amx_release();
+  configured = 0;
+}
+
 // Tiles 0-3 are C (two rows of two panels, or one row of four), 4-5 A, 6-7 B.
 static void configure(int64_t upper, int64_t lower) {
+  const int64_t wanted = upper * (TILE + 1) + lower;
+  if (configured == wanted) return;
+  configured = wanted;
   TileConfig config;
   for (int t = 0; t < 8; t++) {
     config.column_bytes[t] = TILE_BYTES;
@@ -36,9 +47,9 @@ static void begin(const float* c, int64_t ldc, bool accumulate) {
     amx_zero<C>();
 }
 
-// 17 to 32 rows, two panels (or one): each tile of A and of B serves two products.
+// 17 to 32 rows, two panels (or one): each tile of A and of B serves two products. `ahead`, if given, is prefetched.
 static void tall(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t width, int64_t steps, float* c,
-                 int64_t ldc, bool accumulate) {
+                 int64_t ldc, bool accumulate, const uint32_t* ahead) {
   float* lower = c + TILE * ldc;
   begin<0>(c, ldc, accumulate);
   begin<2>(lower, ldc, accumulate);
@@ -47,16 +58,17 @@ static void tall(const char* a, int64_t lda, const uint32_t* b, int64_t panel, i
     begin<3>(lower + LANES, ldc, accumulate);
   }
   for (int64_t k = 0; k < steps; k += TILE) {
+    if (ahead)
+      for (int64_t n = 0; n < width; n++)
+        for (int line = 0; line < TILE; line++) __builtin_prefetch(ahead + n * panel + (k + line) * LANES);
     amx_load<4>(a + 4 * k, lda);
-    amx_load<5>(a + TILE * lda + 4 * k, lda);
     amx_load<6>(b + k * LANES, TILE_BYTES);
+    amx_load<5>(a + TILE * lda + 4 * k, lda);
+    if (width > 1) amx_load<7>(b + panel + k * LANES, TILE_BYTES);
     amx_dot<0, 4, 6>();
+    if (width > 1) amx_dot<1, 4, 7>();
     amx_dot<2, 5, 6>();
-    if (width > 1) {
-      amx_load<7>(b + panel + k * LANES, TILE_BYTES);
-      amx_dot<1, 4, 7>();
-      amx_dot<3, 5, 7>();
-    }
+    if (width > 1) amx_dot<3, 5, 7>();
   }
   amx_store<0>(c, ldc * 4);
   amx_store<2>(lower, ldc * 4);
@@ -66,17 +78,18 @@ static void tall(const char* a, int64_t lda, const uint32_t* b, int64_t panel, i
   }
 }
 
-// Up to 16 rows, up to four panels: the weights are read once, prefetched well ahead.
+// Up to 16 rows, up to four panels.
 static void flat(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t width, int64_t steps, float* c,
-                 int64_t ldc, bool accumulate) {
+                 int64_t ldc, bool accumulate, const uint32_t* ahead) {
   begin<0>(c, ldc, accumulate);
   if (width > 1) begin<1>(c + LANES, ldc, accumulate);
   if (width > 2) begin<2>(c + 2 * LANES, ldc, accumulate);
   if (width > 3) begin<3>(c + 3 * LANES, ldc, accumulate);
   for (int64_t k = 0; k < steps; k += TILE) {
     const uint32_t* tile = b + k * LANES;
-    for (int64_t n = 0; n < width; n++)
-      for (int line = 0; line < TILE; line++) __builtin_prefetch(tile + n * panel + (4 * TILE + line) * LANES);
+    if (ahead)
+      for (int64_t n = 0; n < width; n++)
+        for (int line = 0; line < TILE; line++) __builtin_prefetch(ahead + n * panel + (k + line) * LANES);
     amx_load<4>(a + 4 * k, lda);
     amx_load<6>(tile, TILE_BYTES);
     amx_dot<0, 4, 6>();
@@ -100,27 +113,44 @@ static void flat(const char* a, int64_t lda, const uint32_t* b, int64_t panel, i
 }
 
 static void gemm_tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
-                       int64_t steps, float* c, int64_t ldc, bool accumulate) {
-  for (int64_t row = 0; row < m; row += 2 * TILE) {
-    int64_t upper = std::min<int64_t>(TILE, m - row), lower = std::min<int64_t>(TILE, m - row - upper);
-    configure(upper, lower);
-    int64_t wide = lower > 0 ? 2 : 4;
+                       int64_t steps, float* c, int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr) {
+  if (m <= 2 * TILE) ahead = b + 4 * TILE * LANES;  // one pass over B, which prefetches itself
+  const int64_t full = m / (2 * TILE) * (2 * TILE), rest = m - full;
+  auto rows = [&](int64_t row, int64_t upper, int64_t lower) {
+    const int64_t wide = lower > 0 ? 2 : 4;
     for (int64_t n = 0; n < np; n += wide) {
       auto run = lower > 0 ? tall : flat;
       run(a + row * lda, lda, b + n * panel, panel, std::min(wide, np - n), steps, c + row * ldc + n * LANES, ldc,
-          accumulate);
+          accumulate, ahead && row == 0 ? ahead + n * panel : nullptr);
     }
+  };
+  if (full > 0) configure(TILE, TILE);
+  for (int64_t row = 0; row < full; row += 2 * TILE) rows(row, TILE, TILE);
+  if (rest > 0) {
+    const int64_t upper = std::min<int64_t>(TILE, rest);
+    configure(upper, rest - upper);
+    rows(full, upper, rest - upper);
   }
-  amx_release();
+  if (keepers == 0) release();
 }
 
+#endif
+
+#if defined(MOE_AMX)
+KeepTiles::KeepTiles() { keepers++; }
+KeepTiles::~KeepTiles() {
+  if (--keepers == 0) release();
+}
+#else
+KeepTiles::KeepTiles() {}
+KeepTiles::~KeepTiles() {}
 #endif
 
 template <>
 void gemm<bf16>(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps,
                 float* c, int64_t ldc, bool accumulate, const uint32_t* ahead) {
 #if defined(MOE_AMX)
-  if (use_amx) return gemm_tiles(static_cast<const char*>(a), lda, m, b, panel, np, steps, c, ldc, accumulate);
+  if (use_amx) return gemm_tiles(static_cast<const char*>(a), lda, m, b, panel, np, steps, c, ldc, accumulate, ahead);
 #endif
   tiles<bf16, false>(static_cast<const char*>(a), lda, m, b, panel, np, steps, c, ldc, accumulate, ahead);
 }
@@ -157,6 +187,13 @@ int64_t k_multiple(bf16) {
   if (use_amx) return 32;
 #endif
   return 2;
+}
+
+int64_t panels_by_steps(bf16) {
+#if defined(MOE_AMX)
+  if (use_amx) return INT64_MAX;
+#endif
+  return 4;
 }
 
 int64_t row_multiple(bf16) {

@@ -23,18 +23,23 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
   if (m <= 0 || n <= 0) return;
   const Packed w{weight, panels_of(n), packed_steps<T>(k), form};
   const Rows<T> rows(x, ldx, m, k, SHARED_ROWS, form);
-  const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
-  const int64_t width = panels_per_task(w.panels, 4 * panel_units<T>(k, form), row_tasks), tasks = ceil_div(w.panels, width);
+  const int64_t most = w.steps > K_BLOCK ? 2 * ROW_BLOCK : ROW_BLOCK;
+  const int64_t row_block = m <= most + ROW_BLOCK / 2 ? m : most, row_tasks = ceil_div(m, row_block);
+  const int64_t panel_bytes = form ? form->panel_bytes(k) : std::min(w.steps, K_BLOCK) * LANES * 4;
+  const int64_t width = panels_per_task(w.panels, panel_bytes, row_tasks), tasks = ceil_div(w.panels, width);
   parallel(row_tasks * tasks, [&](int64_t task) {
+    const KeepTiles keep;
     // Adjacent tasks share their panels: the weights are read from memory once for all rows.
     const int64_t row = task % row_tasks * row_block, first = task / row_tasks * width;
     const int64_t here = std::min(row_block, m - row), last = std::min(first + width, w.panels);
-    float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
-    for (int64_t p = first; p < last; p += GROUP) {
-      const int64_t count = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, p + count, c, GROUP * LANES);
-      finish(c, GROUP * LANES, here, std::min(count * LANES, n - column), bias ? bias + column : nullptr,
-             out + row * ldo + column, ldo);
+    const int64_t together = panels_together<T>(w, here, width), ldc = together * LANES;
+    float* c = scratch<float>(PRODUCT, here * ldc);
+    for (int64_t p = first; p < last; p += together) {
+      const int64_t count = std::min(together, last - p), column = p * LANES, columns = std::min(count * LANES, n - column);
+      T* to = out + row * ldo + column;
+      expect(to, ldo, here, columns);
+      product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, p + count, c, ldc);
+      finish(c, ldc, here, columns, bias ? bias + column : nullptr, to, ldo);
     }
   });
 }
@@ -50,6 +55,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
   const int64_t row_block = std::min<int64_t>(tokens, ROW_BLOCK), row_tasks = ceil_div(tokens, row_block);
   const int64_t width = panels_per_task(panels, 4 * panel, row_tasks * heads), parts = ceil_div(panels, width);
   parallel(heads * row_tasks * parts, [&](int64_t task) {
+    const KeepTiles keep;
     const int64_t head = task / (row_tasks * parts), row = task / parts % row_tasks * row_block;
     const int64_t first = task % parts * width, last = std::min(first + width, panels);
     const int64_t here = std::min(row_block, tokens - row);

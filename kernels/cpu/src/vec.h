@@ -194,9 +194,13 @@ INLINE void store_some(T* p, const F16& x, int64_t n) {
 // Units of 16 columns: `even` and `odd` are the two elements of each unit (for fp32 a unit is `even` alone).
 INLINE void store_units(uint32_t* p, const F16& even, const F16& odd, bf16) {
 #if defined(MOE_AVX512_BF16)
-  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even.v[0]));
-  const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd.v[0]));
-  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  // Lane i of the result: word i of `even`, the lower half of the rounded pair, and word i of `odd`.
+  const __m512i pairs = _mm512_add_epi32(_mm512_set1_epi32(0x00100000),
+                                         _mm512_mullo_epi32(_mm512_set1_epi32(0x00010001),
+                                                            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
+                                                                              13, 14, 15)));
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd.v[0], (__m512)even.v[0]);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(pairs, both));
 #else
   PARTS_LOOP {
     vu unit = (rounded_high(even.v[i]) >> 16) | (rounded_high(odd.v[i]) & 0xffff0000u);
