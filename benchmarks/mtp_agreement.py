@@ -92,7 +92,7 @@ class BatchModel:
             self._model.taps = HiddenTaps((config.num_layers,))
         length = -(-max_len // page) * page
         spec = kv_spec(config, name, self._mtp.num_layers)
-        self._kv = KVPool(spec, sequences * length, page, DeviceStream("cpu")).layers
+        self._kv = KVPool(spec, sequences * length, page, DeviceStream("cpu"), max_rows=sequences).layers
         self._page_size = page
         self._slots = page + torch.arange(sequences * length, dtype=torch.int32).view(sequences, length)
         self._length = 0

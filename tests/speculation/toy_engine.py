@@ -114,8 +114,9 @@ class MarkovTarget:
             out.append(np.stack([seen.token_at(at - 1), seen.token_at(at)], 1))
         return torch.from_numpy(np.concatenate(out))
 
-    def logits(self, hidden: Tensor, sizes: object = None) -> Tensor:
-        return self.table[hidden[:, 0], hidden[:, 1]]
+    def logits(self, hidden: Tensor, sizes: object = None, out: Tensor | None = None) -> Tensor:
+        found = self.table[hidden[:, 0], hidden[:, 1]]
+        return found if out is None else out.copy_(found)
 
 
 class ExactMTP:

@@ -260,7 +260,8 @@ def test_the_tables_of_gpus_agree(name: str):
         ("v3.2", "v3.2-dp8ep8-B8-C8192", "MoE layer", ROUTED + MLP),
         ("glm-4.6", "glm-4.6-tp8ep2-B8", "dense layer", MLP),
         ("glm-4.6", "glm-4.6-tp8ep2-B8", "MoE layer", ROUTED),  # shared experts are slots of the routed ones
-        ("gpt-oss-120b", "gpt-oss-120b-tp4-B8", "full MoE layer", ROUTED),
+        # the all-reduce of few tokens also combines the experts' rows
+        ("gpt-oss-120b", "gpt-oss-120b-tp4-B8", "full MoE layer", ROUTED - 1),
         ("qwen3-next", "qwen3-next-tp4-B8", "full MoE layer", ROUTED),
         ("qwen3-next", "qwen3-next-tp4-B8", "linear MoE layer", ROUTED),
     ],

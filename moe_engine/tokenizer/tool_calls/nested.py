@@ -42,6 +42,8 @@ def parse_nested(reader: CallReader) -> Wait[None]:
             block = ""
         elif marker == BEGIN:
             block = BEGIN
+        elif marker == END and reader.num_calls == 0:
+            reader.plain(END)
         elif not marker:
             return
 
