@@ -133,12 +133,13 @@ def test_weights_are_replaced_in_the_middle_of_answers(checkpoints: dict[str, Pa
     with open_engine(checkpoints["old"]) as engine:
         old: Any = engine.generate(input_ids=PROMPTS, sampling_params=sampling)
         outputs = asyncio.run(paused_in_the_middle(engine, "in_place", work))
-        assert all(output["meta_info"]["weight_version"] == "new" for output in outputs)
         mixed = 0
         for prompt, output, before in zip(PROMPTS, outputs, old):
             tokens = output["output_ids"]
             same = next((i for i, pair in enumerate(zip(tokens, before["output_ids"])) if pair[0] != pair[1]), MANY)
             mixed += 0 < same < MANY
+            # a request that ended before the pause has the old weights only
+            assert output["meta_info"]["weight_version"] == "new" or same == MANY
             first = max(0, same - 1)
             again: Any = engine.generate(
                 input_ids=prompt + tokens[:same], sampling_params={**SAMPLING, "max_new_tokens": MANY - same}

@@ -49,6 +49,7 @@ def test_two_ranks_find_their_states_in_the_storage(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3_next", tmp_path / "model", seed)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     flags = LIMITS | STORED | {"tp_size": 2, "device": "cpu", "hicache_storage_dir": str(tmp_path / "pages")}
+    flags |= {"hicache_storage_prefetch_policy": "wait_complete"}
     texts = [[rng.randrange(250) for _ in range(48)] for _ in range(3)]
     sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 5}
     found = []
