@@ -22,10 +22,10 @@ from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.block_index.rule import MAX_SCORES, BlockRule
 from moe_engine.kernels.block_index.selection import TokenPlaces
 from moe_engine.kernels.queries import PagedQueries
+from moe_engine.kernels.query_records import upload_records
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, with_contiguous_rows
-from moe_engine.kernels.uploads import upload
 
 PRODUCT_ROWS = 64
 """Query rows of a matrix product: KV heads times tokens."""
@@ -131,16 +131,8 @@ class BlockPlan:
     def records_for(self, heads: int) -> tuple[Tensor, np.ndarray]:
         """Device records [N, 3], and the tokens before each of them [N + 1]."""
         if heads not in self.records:
-            most = tokens_of_a_record(heads)
-            lens = np.asarray(self.places.queries.query_lens, dtype=np.int64)
-            count = -(-lens // most)
-            request = np.repeat(np.arange(len(lens)), count)
-            number = np.arange(len(request)) - np.repeat(np.cumsum(count) - count, count)
-            first = np.repeat(np.cumsum(lens) - lens, count) + number * most
-            tokens = np.minimum(lens[request] - number * most, most)
-            table = np.stack((request, first, tokens), 1).astype(np.int32)
-            device = self.places.request_of.device
-            self.records[heads] = upload(table, device), np.append(first, lens.sum())
+            places, most = self.places, tokens_of_a_record(heads)
+            self.records[heads] = upload_records(places.queries, most, places.request_of.device)
         return self.records[heads]
 
 

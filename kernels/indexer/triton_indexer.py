@@ -19,6 +19,7 @@ from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, GateProduct, Prepa
 from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
 from moe_engine.kernels.ops.triton_router import gate_parts
 from moe_engine.kernels.queries import PagedQueries
+from moe_engine.kernels.query_records import upload_records
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 from moe_engine.kernels.uploads import upload
 
@@ -57,15 +58,7 @@ class IndexPlan:
     def records_for(self, heads: int) -> tuple[Tensor, np.ndarray]:
         """Device records [N, 3], and the tokens before each of them [N + 1]."""
         if heads not in self.records:
-            most = tokens_of_a_record(heads)
-            lens = np.asarray(self.queries.query_lens, dtype=np.int64)
-            count = -(-lens // most)
-            request = np.repeat(np.arange(len(lens)), count)
-            number = np.arange(len(request)) - np.repeat(np.cumsum(count) - count, count)
-            first = np.repeat(np.cumsum(lens) - lens, count) + number * most
-            tokens = np.minimum(lens[request] - number * most, most)
-            table = np.stack((request, first, tokens), 1).astype(np.int32)
-            self.records[heads] = upload(table, self.request_of.device), np.append(first, lens.sum())
+            self.records[heads] = upload_records(self.queries, tokens_of_a_record(heads), self.request_of.device)
         return self.records[heads]
 
     @cached_property
