@@ -15,8 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.models.stepper import Chunk, Stepper
+
 MARGIN = 2e-5
 PROMPT_LENGTH = 90
+MIXED_STEPS = (
+    ((0, 3, False), (1, 40, False), (2, 7, False), (3, 2, False)),
+    ((0, 1, True), (1, 3, True), (2, 5, False), (3, 4, False), (4, 60, False)),
+    ((0, 1, True), (3, 1, True), (1, 47, False), (2, 9, False), (4, 5, False)),
+    ((3, 1, True), (0, 3, False)),
+)
+"""Steps of `Stepper.run`: sequences below and beyond a selection in one step, decodes and prompts."""
+
+
+def in_parts(model: Stepper, tokens: list[int]) -> Tensor:
+    """The logits of a prompt in chunks below and beyond a selection, decodes, several tokens of a decode."""
+    ends = [(5, False), (37, False), (60, False), *((end, True) for end in range(61, 81)), (84, True)]
+    got, start = [], 0
+    for end, decode in [*ends, (len(tokens), False)]:
+        got += model.step([Chunk(0, tokens[start:end], decode)])
+        start = end
+    return torch.cat(got)
 
 
 @contextmanager

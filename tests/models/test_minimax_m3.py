@@ -29,7 +29,7 @@ from moe_engine.planning.resolve import resolve
 from moe_engine.planning.sparse_attention import check_sparse
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.config.conftest import machine
-from tests.models import stepper
+from tests.models import sparse, stepper
 from tests.models.checkpoints import BLOCK_SPARSE, make_checkpoint, write_tensors
 from tests.models.conftest import Oracle
 from tests.models.parameters import num_active_parameters
@@ -76,10 +76,7 @@ def test_logits_equal_transformers(oracle: MakeOracle, row: str) -> None:
     want = oracle(BLOCK_SPARSE)
     assert_close(whole(stepper.load(want.path, row), want.tokens), want.logits)
     model, tokens = stepper.load(want.path, row, seed=1, page_size=4), want.tokens
-    got = [whole(model, tokens[:5]), whole(model, tokens[5:37]), whole(model, tokens[37:60])]
-    got += [whole(model, [token], decode=True) for token in tokens[60:80]]
-    got += [whole(model, tokens[80:84], decode=True), whole(model, tokens[84:])]
-    assert_close(torch.cat(got), want.logits)
+    assert_close(sparse.in_parts(model, tokens), want.logits)
 
 
 @every_row
@@ -88,13 +85,7 @@ def test_mixed_batches(oracle: MakeOracle, row: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("moe_engine.models.layers.block_chunks.MAX_TOKENS", 16)
     want = oracle(BLOCK_SPARSE)
     model, tokens = stepper.load(want.path, row, seed=2), want.tokens
-    steps = (
-        ((0, 3, False), (1, 40, False), (2, 7, False), (3, 2, False)),
-        ((0, 1, True), (1, 3, True), (2, 5, False), (3, 4, False), (4, 60, False)),
-        ((0, 1, True), (3, 1, True), (1, 47, False), (2, 9, False), (4, 5, False)),
-        ((3, 1, True), (0, 3, False)),
-    )
-    for got in model.run(tokens, steps):
+    for got in model.run(tokens, sparse.MIXED_STEPS):
         assert_close(got, want.logits[: len(got)])
 
 

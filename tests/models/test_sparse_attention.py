@@ -39,10 +39,7 @@ def test_logits_equal_transformers(oracle: MakeOracle, kind: str, row: str) -> N
     want = oracle(kind)
     assert_close(whole(stepper.load(want.path, row), want.tokens), want.logits)
     model, tokens = stepper.load(want.path, row, seed=1, page_size=4), want.tokens
-    got = [whole(model, tokens[:5]), whole(model, tokens[5:37]), whole(model, tokens[37:60])]
-    got += [whole(model, [token], decode=True) for token in tokens[60:80]]
-    got += [whole(model, tokens[80:84], decode=True), whole(model, tokens[84:])]
-    assert_close(torch.cat(got), want.logits)
+    assert_close(sparse.in_parts(model, tokens), want.logits)
 
 
 @every_row
@@ -51,13 +48,7 @@ def test_mixed_batches(oracle: MakeOracle, kind: str, row: str) -> None:
     """Sequences below and beyond the top-k in one step, decodes and prompts."""
     want = oracle(kind)
     model, tokens = stepper.load(want.path, row, seed=2, max_expanded_tokens=16), want.tokens
-    steps = (
-        ((0, 3, False), (1, 40, False), (2, 7, False), (3, 2, False)),
-        ((0, 1, True), (1, 3, True), (2, 5, False), (3, 4, False), (4, 60, False)),
-        ((0, 1, True), (3, 1, True), (1, 47, False), (2, 9, False), (4, 5, False)),
-        ((3, 1, True), (0, 3, False)),
-    )
-    for got in model.run(tokens, steps):
+    for got in model.run(tokens, sparse.MIXED_STEPS):
         assert_close(got, want.logits[: len(got)])
 
 
