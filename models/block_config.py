@@ -72,10 +72,8 @@ def layer_architecture(file: str, raw: Mapping[str, Any]) -> str:
     """The architecture whose decoder layers the head has. Raises ConfigError: they are not supported."""
     kind = str(raw.get("model_type"))
     if kind not in _LAYERS:
-        raise ConfigError(
-            f"{file}: model_type {kind}: DFlash and DSpark heads have layers of {', '.join(sorted(_LAYERS))}; others are "
-            "not supported"
-        )
+        known = ", ".join(sorted(_LAYERS))
+        raise ConfigError(f"{file}: model_type {kind}: a head that fills in blocks must have layers of {known}")
     return _LAYERS[kind]
 
 

@@ -26,7 +26,7 @@ class BlockForm:
 
     size: int = 5
     markov: str | None = None
-    rank: int = 8
+    rank: int = 24
     layer: str = "qwen3"
     num_layers: int = 2
     tapped: tuple[int, ...] = (0, 2)
@@ -36,7 +36,12 @@ class BlockForm:
 
     @property
     def drafts(self) -> int:
+        """Of a whole block."""
         return self.size if self.markov else self.size - 1
+
+    @property
+    def algorithm(self) -> str:
+        return "DSPARK" if self.markov else "DFLASH"
 
 
 class ReferenceBlockHead(nn.Module):
@@ -121,8 +126,9 @@ class ReferenceBlockHead(nn.Module):
         outputs = outputs[count - depth :]
         return self.target.logits(outputs), outputs
 
-    def distil(self, texts: list[list[int]], steps: int, depth: int) -> None:
+    def distil(self, texts: list[list[int]], steps: int) -> None:
         """Trains the head to continue the target's texts; deterministic."""
+        depth = self.form.drafts
         data = [(text, self.target.states(text, self.form.tapped).float()) for text in texts]
         self.float()
         self.target.model.float()
@@ -130,7 +136,7 @@ class ReferenceBlockHead(nn.Module):
         for step in range(steps):
             text, states = data[step % len(data)]
             loss = torch.zeros(())
-            for place in range(4 + step % 3, len(text) - depth - 1, 7):
+            for place in range(4 + step // len(data) % 7, len(text) - depth - 1, 7):
                 logits, outputs = self.drafts(states[:place], text[place], depth)
                 if self.form.markov is not None:
                     state = torch.zeros(self.form.rank)
