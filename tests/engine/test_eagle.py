@@ -75,7 +75,7 @@ def test_acceptance_equals_an_offline_count_and_tokens_those_without_drafts(
         accepted = [a + b for a, b in zip(accepted, counts[1])]
     stats = engine.scheduler.stats().speculation
     assert stats is not None and (stats.proposed, stats.accepted) == (proposed, accepted)
-    assert 0 < accepted[0] < proposed[0], "acceptance is trivial"
+    assert 0 < sum(accepted) < sum(proposed), "acceptance is trivial"
 
 
 WAYS: dict[str, dict[str, Any]] = {

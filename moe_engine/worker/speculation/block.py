@@ -83,7 +83,7 @@ class BlockDrafter:
 
     def _draw_in_turn(self, task: DraftTask, v: Tensor, markov: MarkovHead) -> Tensor:
         """Drafts [D, S] of which each depends on the one before."""
-        most = max(1, self._sampler.passes.rows_at_once // task.depth)
+        most = max(1, self._sampler.passes.rows_at_once // (task.depth + 2))  # a bias, in two formats, is as large
         out = []
         for begin in range(0, len(task.rows), most):
             part = slice(begin, min(begin + most, len(task.rows)))
