@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.block_index.rule import BlockRule
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
@@ -179,7 +180,8 @@ class MoEConfig:
 
     `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
     and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
-    (from above) and up of all experts (0: no clamp), and an `alpha` gives all MLPs that activation (`shifted`).
+    (from above) and up of all experts (0: no clamp), and an `alpha` or `beta` gives all MLPs, of dense layers too, that
+    `GatedActivation`.
     `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared experts of each
     layer (0: none; layers after the last one have none).
     `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
@@ -201,35 +203,31 @@ class MoEConfig:
     biased: bool = False
     alpha: float = 0.0
     limit: float = 0.0
+    beta: float = 0.0
     shared_gate: bool = False
     hash_layers: int = 0
     layer_limits: tuple[float, ...] = ()
     shared_limits: tuple[float, ...] = ()
 
     @property
-    def shifted(self) -> bool:
-        """True if all MLPs of the model, of dense layers too, have the activation of `biased`, without biases
-        (MiniMax-M3)."""
-        return self.alpha > 0 and not self.biased
+    def of_all(self) -> GatedActivation | None:
+        """The activation of all MLPs, if it is not SiLU (MiniMax-M3, Kimi K3)."""
+        own = GatedActivation(self.limit, self.alpha, self.beta)
+        return None if self.biased or own.is_silu else own
 
     @property
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
-        own = self.limit > 0 and not self.biased and not self.shifted
+        own = self.limit > 0 and not self.biased and self.of_all is None
         return own or any(self.layer_limits) or any(self.shared_limits)
 
-    def activation(self, layer: int, shared: bool = False) -> tuple[float, float]:
-        """Limit and alpha (`Ops.silu_and_mul`) of a layer's routed experts without biases, or of its shared one."""
-        if self.shifted:
-            return self.limit, self.alpha
+    def activation(self, layer: int, shared: bool = False) -> GatedActivation:
+        """Of a layer's routed experts without biases, or of its shared one."""
+        if (own := self.of_all) is not None:
+            return own
         limits = self.shared_limits if shared else self.layer_limits
-        own = -limits[layer] if layer < len(limits) else 0.0
-        return own or (0.0 if self.biased else self.limit), 0.0
-
-    @property
-    def dense_activation(self) -> tuple[float, float]:
-        """Limit and alpha of dense layers."""
-        return (self.limit, self.alpha) if self.shifted else (0.0, 0.0)
+        bound = -limits[layer] if layer < len(limits) else 0.0
+        return GatedActivation(bound or (0.0 if self.biased else self.limit))
 
     def hashes(self, layer: int) -> bool:
         """True if the layer chooses experts by token id."""
@@ -389,6 +387,11 @@ class ModelConfig:
         windows = tuple(None if own is None or (own >= context_len and not kept) else own for own in self.windows)
         model = self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
         return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)
+
+    @property
+    def dense_activation(self) -> GatedActivation:
+        """Of dense layers."""
+        return SILU if self.moe is None else self.moe.of_all or SILU
 
     @property
     def draft_state_width(self) -> int:

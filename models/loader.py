@@ -15,6 +15,7 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.batch import Model
+from moe_engine.models.block_head import BlockHead
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.draft_vocabulary import draft_ids, mapped_head
@@ -111,8 +112,8 @@ def load_head(
     options: LoadOptions,
     backends: Backends,
     max_positions: int,
-) -> EagleHead:
-    """An EAGLE head for a loaded `model`.
+) -> EagleHead | BlockHead:
+    """A draft head for a loaded `model`.
 
     Args:
         target: directory and config of the model, whose LM head a token map reads again.
@@ -121,9 +122,11 @@ def load_head(
         CheckpointError: with file and tensor. ConfigError: an external model.
     """
     if not isinstance(model, Decoder):
-        raise ConfigError(f"{head.path}: EAGLE heads for external models ({type(model).__name__}) are not supported")
+        raise ConfigError(f"{head.path}: draft heads for external models ({type(model).__name__}) are not supported")
     outside = partial(names_outside_head, head)
     with _reading(head.path, head.layer, options, outside, model.parallel, read_head) as reader:
+        if head.block is not None:
+            return BlockHead(head, model, reader, backends, max_positions)
         ids, lm_head = draft_ids(head, reader), None
         if head.num_mapped and ids is not None:
             path, config = target

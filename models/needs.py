@@ -92,7 +92,7 @@ def need_of_model(
         index=index_widths(model),
         blocks=block_index_widths(model),
         sinks=compressed or any(getattr(kind, "sinks", False) for kind in model.attentions),
-        biases=model.moe is not None and (model.moe.biased or model.moe.shifted),
+        biases=model.moe is not None and (model.moe.biased or model.moe.of_all is not None),
         clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,
         compression=compressed,

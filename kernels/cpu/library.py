@@ -79,7 +79,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_fp8_round": (None, [N, P, L, L, L]),
     "moe_rms_norm": (None, [N, N, P, L, P, F, P, L, L]),
     "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
-    "moe_silu_and_mul": (None, [N, P, L, P, L, L, F, F]),
+    "moe_silu_and_mul": (None, [N, P, L, P, L, L, F, F, F]),
     "moe_rotate": (None, [N, P, L, L, P, P, L, N, N, L, L]),
     "moe_write_latent": (None, [N, N, P, L, P, F, P, P, L, N, P, N, N, P, L, L, L, F]),
     "moe_write_kv": (None, [P, L, L, P, L, L, P, N, P, L, P, L, L, L, L, L]),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import with_padding
 from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
@@ -112,13 +113,13 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
         gate_up = rows(gate_up)
         count, width = gate_up.shape
         out = torch.empty((count, width // 2), dtype=gate_up.dtype)
         self._lib.moe_silu_and_mul(
-            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2, limit,
-            alpha,
+            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2,
+            form.limit, form.alpha, form.beta,
         )  # fmt: skip
         return out
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.ops import (
@@ -95,8 +96,8 @@ class TritonOps:
         assert isinstance(normed, QuantizedActivation)
         return normed
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-        return triton_norm.silu_and_mul(gate_up, limit, alpha)
+    def silu_and_mul(self, gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
+        return triton_norm.silu_and_mul(gate_up, form)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table, inverse)

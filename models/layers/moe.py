@@ -151,8 +151,7 @@ class MoE:
             if moe.shared_gate:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
             else:
-                limit, alpha = moe.activation(layer_index, shared=True)
-                self._shared = MLP(*of_mlp, share=share, limit=limit, alpha=alpha)
+                self._shared = MLP(*of_mlp, share=share, activation=moe.activation(layer_index, shared=True))
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
         self._route_int64 = backends.ops.capabilities.route_int64

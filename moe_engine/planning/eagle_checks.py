@@ -1,4 +1,4 @@
-"""Checks an EAGLE head against the model that it drafts for, by both configs, before a weight is read."""
+"""Checks a draft head against the model that it drafts for, by both configs, before a weight is read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ PATH = "--speculative-draft-model-path"
 
 
 def algorithm_of(head: HeadConfig) -> str:
+    if head.block is not None:
+        return head.block.algorithm
     return "EAGLE3" if head.is_eagle3 else "EAGLE"
 
 
@@ -32,13 +34,14 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
     """Raises ConfigError: there is no head, or it was made for another model; both are named."""
     algorithm = args.speculative.speculative_algorithm
     if head is None:
+        kind = {"DFLASH": "a DFlash head", "DSPARK": "a DSpark head"}.get(str(algorithm), "an EAGLE-3 head")
         raise ConfigError(
-            f"--speculative-algorithm {algorithm} needs an EAGLE-3 head for {model.source} in {PATH}; with "
+            f"--speculative-algorithm {algorithm} needs {kind} for {model.source} in {PATH}; with "
             "--speculative-algorithm NEXTN the MTP layers of the model's own checkpoint draft"
         )
-    if algorithm != "NEXTN" and algorithm != algorithm_of(head):
+    if algorithm != algorithm_of(head) and (algorithm != "NEXTN" or head.block is not None):
         raise ConfigError(
-            f"{PATH} {head.path}: an {head.kind}, and --speculative-algorithm is {algorithm}; use {algorithm_of(head)}"
+            f"{PATH} {head.path}: {head.a_kind}, and --speculative-algorithm is {algorithm}; use {algorithm_of(head)}"
         )
     if not registry.is_built_in(model.architecture):
         raise NotAvailableYet(f"{PATH} {head.path}: heads for external models ({model.architecture})")
@@ -68,10 +71,11 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
 
 def check_sharding(head: HeadConfig, topology: Topology) -> None:
     """Raises ConfigError: the ranks that share the model cannot share the head's layers."""
-    if head.layer.num_layers > 1 and topology.attn_dp_size > 1:
+    single = head.kind if head.block is not None else f"head of {head.layer.num_layers} layers"
+    if (head.layer.num_layers > 1 or head.block is not None) and topology.attn_dp_size > 1:
         raise ConfigError(
-            f"{PATH} {head.path}: a head of {head.layer.num_layers} layers needs a single attention group, and "
-            f"--attn-dp-size is {topology.attn_dp_size}"
+            f"{PATH} {head.path}: a {single} needs a single attention group, and --attn-dp-size is "
+            f"{topology.attn_dp_size}"
         )
     try:
         topology.check(widths_of(head.layer))

@@ -83,6 +83,10 @@ class Form:
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def algorithm(self) -> str:
+        return "EAGLE3" if self.eagle3 else "EAGLE"
+
+    @property
     def taps(self) -> tuple[int, ...]:
         return self.tapped if self.eagle3 else ()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import Model
+from moe_engine.models.block_head import BlockHead
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.hidden_taps import HiddenTaps
@@ -18,6 +19,7 @@ from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.speculation.block import BlockDrafter
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Drafter
 from moe_engine.worker.speculation.fused_spec_step import FusedStep
@@ -45,7 +47,7 @@ def add_speculation(
     """Sets a runner's speculative step.
 
     Args:
-        draft_backends: kernels of a separate draft model or EAGLE head; MTP layers use the target's.
+        draft_backends: kernels of a separate draft model or head; MTP layers use the target's.
     """
     rows, stream, pool = runner.rows, runner.stream, runner.kv_pool
     assert rows.history is not None, "RequestRows was created without num_drafts"
@@ -61,8 +63,8 @@ def add_speculation(
         drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, layers.state_width, images)
     elif config.method == "standalone":
         drafter = _standalone(runner, config, options, load, draft_backends)
-    elif config.method == "eagle":
-        drafter = _eagle(runner, options, load, draft_backends)
+    elif config.method in ("eagle", "block"):
+        drafter = _head(runner, options, load, draft_backends)
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
@@ -86,13 +88,17 @@ def draft_bytes(runner: ModelRunner) -> int:
     drafter = runner.speculation.drafter if runner.speculation is not None else None
     if isinstance(drafter, MTPDrafter):
         return drafter.layers.weight_bytes
+    if isinstance(drafter, BlockDrafter):
+        return drafter.head.weight_bytes
     if isinstance(drafter, StandaloneDrafter) and isinstance(drafter.model, Decoder):
         return drafter.model.weight_bytes
     return 0
 
 
-def _eagle(runner: ModelRunner, options: WorkerOptions, load: LoadOptions, backends: Backends | None) -> MTPDrafter:
-    """The drafter of an EAGLE head, whose KV is the last layer of the target's pool."""
+def _head(
+    runner: ModelRunner, options: WorkerOptions, load: LoadOptions, backends: Backends | None
+) -> MTPDrafter | BlockDrafter:
+    """The drafter of a head, whose KV is in the last layers of the target's pool."""
     head, rows, stream, pool = options.draft_head, runner.rows, runner.stream, runner.kv_pool
     assert head is not None and backends is not None
     layers = load_head(head, runner.model, (options.model_path, options.model), load, backends, rows.width)
@@ -102,6 +108,8 @@ def _eagle(runner: ModelRunner, options: WorkerOptions, load: LoadOptions, backe
     form = form_policy(head.layer.attention, deterministic=options.enable_deterministic_inference)
     builder = BatchBuilder(rows, pool.page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
+    if isinstance(layers, BlockHead):
+        return BlockDrafter(layers, batches, runner.sampler)
     size, images = head.layer.hidden_size, _draft_images(runner)
     return MTPDrafter(layers, batches, rows, runner.sampler, stream, size, images)
 
