@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.models.block_head import BlockHead
 from moe_engine.models.markov_head import MarkovHead
 from moe_engine.parallel.step_sizes import StepSizes
@@ -33,18 +32,8 @@ class BlockDrafter:
 
     def __init__(self, head: BlockHead, batches: DraftBatches, sampler: Sampler) -> None:
         self.head = head
-        self._batches = batches
+        self.batches = batches
         self._sampler = sampler
-
-    @property
-    def kv(self) -> Sequence[Any]:
-        """The KV cache of every layer, the target's and the head's."""
-        return self._batches.kv
-
-    @property
-    def attention(self) -> MLABackend | GQABackend:
-        """Attention backend of the head."""
-        return self._batches.attention
 
     def enter(self, new: NewRow) -> None:
         return None
@@ -65,7 +54,7 @@ class BlockDrafter:
         ids[:, 0] = task.roots
         counts = np.full(len(task.rows), count)
         everyone = np.full(len(task.rows) * count, _all_of(count), dtype=np.int64)
-        _, forward = self._batches.runs(task.rows, task.lengths, counts, ids.flatten(), visible=everyone)
+        _, forward = self.batches.runs(task.rows, task.lengths, counts, ids.flatten(), visible=everyone)
         v = self.head.forward(forward).unflatten(0, (-1, count))[:, count - task.depth :]  # [D, S, E]
         if self.head.markov is None:
             tokens = self._draw_at_once(task, v)
