@@ -50,8 +50,9 @@ class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
-    of the index key that is cached beside each token's latent, for sparse attention (0: none). `head_gate`: each head's
-    result is multiplied by the sigmoid of a number, a projection of the layer's input (Ling).
+    of the index key that is cached beside each token's latent, for sparse attention (0: none). `gate_width`: the
+    result of a head is multiplied by the sigmoid of so many numbers, a projection of the layer's input: one (Ling), or
+    one for each channel (Kimi K3).
     """
 
     num_heads: int
@@ -63,7 +64,7 @@ class MLAConfig:
     bias: bool = False
     index_width: int = 0
     indexer: IndexerConfig | None = None
-    head_gate: bool = False
+    gate_width: int = 0
 
     kind = "mla"
 
@@ -185,7 +186,8 @@ class MoEConfig:
     `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared experts of each
     layer (0: none; layers after the last one have none).
     `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
-    first layers choose experts by token id, from a table.
+    first layers choose experts by token id, from a table. `latent`: channels of the routed experts' input and result,
+    if they differ from those of the hidden states; `latent_norm`: the sum of results is normed there (Kimi K3).
     """
 
     num_experts: int
@@ -206,6 +208,8 @@ class MoEConfig:
     beta: float = 0.0
     shared_gate: bool = False
     hash_layers: int = 0
+    latent: int = 0
+    latent_norm: bool = False
     layer_limits: tuple[float, ...] = ()
     shared_limits: tuple[float, ...] = ()
 
@@ -238,7 +242,7 @@ class MoEConfig:
         0: the ranks rather split them. In slots each token uses them `ep_size` times: at most an eighth more work than
         the routed experts'."""
         count, rest = divmod(self.shared_width, self.width)
-        return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
+        return 0 if rest or self.latent or 8 * count * (ep_size - 1) > self.top_k else count
 
 
 @dataclass(frozen=True)
@@ -283,6 +287,9 @@ class ModelConfig:
     """Pooling of a model that serves vectors; None for text generation."""
     streams: StreamsConfig | None = None
     """Streams of the residual; None: one tensor to which every layer adds."""
+    residual_block: int = 0
+    """Layers of a block whose results have a sum of their own; parts of layers read attention over these sums (Kimi
+    K3). 0: one sum of all layers."""
     vision: VisionConfig | None = None
     """The vision tower; None: text alone."""
     latent_scales: tuple[float, ...] = ()
@@ -392,6 +399,16 @@ class ModelConfig:
     def dense_activation(self) -> GatedActivation:
         """Of dense layers."""
         return SILU if self.moe is None else self.moe.of_all or SILU
+
+    @property
+    def residual_rows(self) -> int:
+        """Rows of a token's residual: the embedding, and the sum of each block; 1 without blocks."""
+        return 1 if not self.residual_block else 1 + -(-self.num_layers // self.residual_block)
+
+    @property
+    def routed_size(self) -> int:
+        """Channels of the routed experts' input and result."""
+        return self.hidden_size if self.moe is None else self.moe.latent or self.hidden_size
 
     @property
     def draft_state_width(self) -> int:

@@ -39,9 +39,10 @@ class HiddenTaps:
         finally:
             self.active = False
 
-    def begin(self, residual: Tensor) -> None:
+    def begin(self, stream: Tensor) -> None:
         """Starts a forward with this stream [T, D]."""
-        self._states = residual.new_empty(residual.shape[0], len(self._places) * residual.shape[1])
+        self._stream = stream
+        self._states = stream.new_empty(stream.shape[0], len(self._places) * stream.shape[1])
 
     def copy(self, count: int, layers: Sequence[Any], residual: Tensor, batch: ForwardBatch) -> None:
         """Copies the stream [T, D] after `count` layers, if there is a tap. Collective in an attention
@@ -50,8 +51,8 @@ class HiddenTaps:
         if place is None:
             return
         assert self._states is not None
-        width = residual.shape[1]
-        whole = layers[count - 1].whole_stream(residual, batch) if count else residual
+        whole = layers[count - 1].whole_stream(residual, batch) if count else self._stream
+        width = whole.shape[1]
         self._states[:, place * width : (place + 1) * width].copy_(whole)
 
     def take(self) -> Tensor:
