@@ -20,13 +20,18 @@ from tests.models.v4_mtp import OUTSIDE
 
 STAGES, RANK = 3, 8
 DSPARK: dict[str, Any] = {
-    "dspark_block_size": 4, "dspark_noise_token_id": 9, "dspark_target_layer_ids": [1, 3, 4], "dspark_markov_rank": RANK,
+    "dspark_block_size": 4, "dspark_noise_token_id": 9, "dspark_target_layer_ids": [1, 3, 4],
+    "dspark_markov_rank": RANK,
 }  # fmt: skip
 """Fields of config.json."""
+_ALONE: dict[str, Any] = {"num_hidden_layers": STAGES, "layer_types": [SLIDING] * STAGES, "num_hash_layers": 0}
+"""Fields of a model of the DSpark layers alone."""
 _HEADS = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight")
 
 
-def make_dspark(path: Path, seed: int, agreeing: bool = False, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
+def make_dspark(
+    path: Path, seed: int, agreeing: bool = False, dtype: torch.dtype = torch.float32, **fields: Any
+) -> Path:
     """A checkpoint with DSpark layers under the published names.
 
     Args:
@@ -35,8 +40,7 @@ def make_dspark(path: Path, seed: int, agreeing: bool = False, dtype: torch.dtyp
     make_v4(path, seed, dtype, **fields)
     raw = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
-    layer = {"num_hidden_layers": STAGES, "layer_types": [SLIDING] * STAGES, "compress_ratios": None, "num_hash_layers": 0}
-    own = {key: value for key, value in (raw | layer).items() if value is not None}
+    own = {key: value for key, value in (raw | _ALONE).items() if key != "compress_ratios"}
     for name, tensor in random_tensors(own, seed + 1).items():
         kind, _, rest = name.partition(".")
         if kind == "layers":
@@ -90,11 +94,8 @@ class DSparkOracle:
         self._proj, self._norm = own.pop("0.main_proj.weight"), own.pop("0.main_norm.weight")
         self._w1, self._w2, _ = (own.pop(last + name) for name in _HEADS)
         outside = {name: own.pop(last + name) for name in OUTSIDE}
-        changes = {"num_hidden_layers": STAGES, "layer_types": [SLIDING] * STAGES, "num_hash_layers": 0}
-        fields = {name: raw[name] for name in FIELDS if name in raw} | changes
-        make_v4(
-            folder, tokenizer=False, **fields
-        )
+        fields = {name: raw[name] for name in FIELDS if name in raw} | _ALONE
+        make_v4(folder, tokenizer=False, **fields)
         both = {name: tensors[name].clone() for name in ("embed.weight", "head.weight")}
         write_tensors(folder, {f"layers.{name}": tensor for name, tensor in own.items()} | outside | both)
         self.model, self._drafts = load_v4(path), load_v4(folder)
@@ -105,8 +106,11 @@ class DSparkOracle:
     def states(self, ids: list[int]) -> Tensor:
         """[T, K D]: means of the streams after the tapped layers."""
         seen: list[Tensor] = []
-        layers = self.model.model.layers
-        hooks = [layers[i].register_forward_hook(lambda *call: seen.append(_first(call[-1])[0].mean(1))) for i in self._taps]
+
+        def tap(*call: Any) -> None:
+            seen.append(_first(call[-1])[0].mean(1))
+
+        hooks = [self.model.model.layers[i].register_forward_hook(tap) for i in self._taps]
         self.model(torch.tensor([ids]))
         for hook in hooks:
             hook.remove()
