@@ -23,7 +23,8 @@ _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.
 only."""
 _INNER = {
     "model.language_model.": "model.", "model.visual.": "visual.",
-    "language_model.": "", "vision_tower.encoder.patch_embed.": "visual.patch_embed.", "vision_tower.": "visual.",
+    "language_model.": "", "vision_tower.encoder.patch_embed.": "visual.patch_embed.",
+    "vision_tower.vision_model.": "visual.", "vision_tower.": "visual.",
     "mm_projector.": "visual.mm_projector.", "model.mm_projector.": "visual.mm_projector.",
     "multi_modal_projector.": "visual.projector.", "model.multi_modal_projector.": "visual.projector.",
     "model.vision_tower.": "visual.", "patch_merge_mlp.": "visual.merge_mlp.",

@@ -124,9 +124,18 @@ def test_a_cache_in_fp8_selects_the_same_blocks(oracle: MakeOracle) -> None:
     assert config.kv_parts(1, "fp8_e4m3") == ((2, 28), (2, 28), (1, 32)) and len(config.kv_parts(0, "fp8_e4m3")) == 2
 
 
+def tower_parameters() -> int:
+    """32 blocks of width 1280, and a projector of 6144 channels."""
+    block = 4 * (1280 * 1280 + 1280) + 2 * 1280 * 5120 + 5120 + 1280 + 4 * 1280
+    projector = 6144 * (1280 + 6144 + 4 * 6144 + 6144 + 4)
+    return 32 * block + projector + 1280 * 3 * 2 * 14 * 14 + 2 * 1280
+
+
 def test_the_published_model(tmp_path: Path) -> None:
     config = parse(tmp_path)
     assert sizes.num_parameters(config) == pytest.approx(427e9, rel=5e-3)
+    assert sizes.num_parameters(config) - sizes.num_parameters(replace(config, vision=None)) == tower_parameters()
+    config = replace(config, vision=None)
     assert num_active_parameters(config) - 200064 * 6144 == pytest.approx(23e9, rel=3e-2)
     facts = model_facts(PUBLISHED)
     norms_and_small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
@@ -139,7 +148,7 @@ def test_the_published_model(tmp_path: Path) -> None:
     assert attention.blocks.rule == BlockRule(128, 16, 1) and attention.shared_layers == (0, 1, 2)
     assert config.moe_layers == (False,) * 3 + (True,) * 57 and config.intermediate_size == 12288
     assert (moe.scale, moe.alpha, moe.limit, moe.has_bias, moe.shared_width) == (2.0, 1.702, 7.0, True, 3072)
-    assert config.norm_plus == 1 and config.rope.width == 64 and config.rope.theta == 5e6 and config.vision is None
+    assert config.norm_plus == 1 and config.rope.width == 64 and config.rope.theta == 5e6
     need = need_of_model(config, "bfloat16")
     assert need.biases and not need.clamped and need.most_selected == 2048
     tp8 = sizes.weight_bytes(config, 2, topology=Topology(8, ep_size=8))
