@@ -51,9 +51,8 @@ class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
-    of the index key that is cached beside each token's latent, for sparse attention (0: none). `gate_width`: the
-    result of a head is multiplied by the sigmoid of so many numbers, a projection of the layer's input: one (Ling), or
-    one for each channel (Kimi K3).
+    of the index key that is cached beside each token's latent, for sparse attention (0: none). `gate_width`: numbers
+    from the layer's input whose sigmoid multiplies a head's result: one (Ling), or one for each channel (Kimi K3).
     """
 
     num_heads: int
@@ -183,12 +182,11 @@ class MoEConfig:
     `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
     and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
     (from above) and up of all experts (0: no clamp), and an `alpha` or `beta` gives all MLPs, of dense layers too, that
-    `GatedActivation`.
-    `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared experts of each
-    layer (0: none; layers after the last one have none).
-    `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
-    first layers choose experts by token id, from a table. `latent`: channels of the routed experts' input and result,
-    if they differ from those of the hidden states; `latent_norm`: the sum of results is normed there (Kimi K3).
+    `GatedActivation`. `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared
+    experts of each layer (0: none; layers after the last one have none). `shared_gate`: the shared expert is multiplied
+    by the sigmoid of a projection of its input. `hash_layers`: the first layers choose experts by token id, from a
+    table. `latent`: channels of the routed experts, if not those of the hidden states; `latent_norm`: the sum of their
+    results is normed there (Kimi K3).
     """
 
     num_experts: int
@@ -223,8 +221,7 @@ class MoEConfig:
     @property
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
-        own = self.limit > 0 and not self.biased and self.of_all is None
-        return own or any(self.layer_limits) or any(self.shared_limits)
+        return (self.limit > 0 and not self.biased and self.of_all is None) or any((*self.layer_limits, *self.shared_limits))
 
     def activation(self, layer: int, shared: bool = False) -> GatedActivation:
         """Of a layer's routed experts without biases, or of its shared one."""
@@ -291,8 +288,7 @@ class ModelConfig:
     streams: StreamsConfig | None = None
     """Streams of the residual; None: one tensor to which every layer adds."""
     residual_block: int = 0
-    """Layers of a block whose results have a sum of their own; parts of layers read attention over these sums (Kimi
-    K3). 0: one sum of all layers."""
+    """Layers of a block with a sum of its own; layers read attention over these sums (Kimi K3). 0: no blocks."""
     vision: VisionConfig | None = None
     """The vision tower; None: text alone."""
     latent_scales: tuple[float, ...] = ()
@@ -401,17 +397,17 @@ class ModelConfig:
     @property
     def dense_activation(self) -> GatedActivation:
         """Of dense layers."""
-        return SILU if self.moe is None else self.moe.of_all or SILU
+        return (self.moe and self.moe.of_all) or SILU
 
     @property
     def residual_rows(self) -> int:
-        """Rows of a token's residual: the embedding, and the sum of each block; 1 without blocks."""
-        return 1 if not self.residual_block else 1 + -(-self.num_layers // self.residual_block)
+        """Rows of a token's residual with blocks: the embedding, and the sum of each block."""
+        return 1 + -(-self.num_layers // self.residual_block)
 
     @property
     def routed_size(self) -> int:
         """Channels of the routed experts' input and result."""
-        return self.hidden_size if self.moe is None else self.moe.latent or self.hidden_size
+        return (self.moe is not None and self.moe.latent) or self.hidden_size
 
     @property
     def draft_state_width(self) -> int:
