@@ -16,6 +16,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
+from moe_engine.models.block_config import OwnBlock
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -265,6 +266,8 @@ class ModelConfig:
     weight_format: WeightFormat = PLAIN
     mlp_bias: bool = False
     num_nextn_predict_layers: int = 0
+    own_block: OwnBlock | None = None
+    """The checkpoint's draft layers fill in blocks (DSpark), and are no MTP layers."""
     mtp_like_first: bool = False
     """MTP layers have the feed-forward of layer 0 (ERNIE 4.5: dense), not experts."""
     windows: tuple[int | None, ...] = ()

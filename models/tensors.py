@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
@@ -44,6 +45,8 @@ UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",), **dict.fromkeys(MINIMAX
 """By architecture: begins of the names of MTP layers that are not served."""
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
+_BLOCK_INPUT = ".main_proj.weight"
+"""The same of the first of the layers that fill in blocks."""
 MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
 """Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
 
@@ -153,7 +156,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from (spec.within(f"{_LAYERS}{i}") for spec in layer_tensors(config, is_moe, i))
     if include_mtp:
         for i in range(config.num_layers, config.num_layers + config.num_nextn_predict_layers):
-            yield from (spec.within(f"{_LAYERS}{i}") for spec in mtp_tensors(config))
+            yield from (spec.within(f"{_LAYERS}{i}") for spec in draft_tensors(config, i))
 
 
 def _score_head(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -172,6 +175,37 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     if (streams := config.streams) is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
+
+
+def block_tensors(block: BlockConfig, hidden: int, vocab_size: int) -> Iterator[TensorSpec]:
+    """Tensors of the Markov head; every rank has all of them."""
+    rank = block.markov_rank
+    if not rank:
+        return
+    yield TensorSpec(f"{MARKOV}.markov_w1.weight", (vocab_size, rank), Kind.PLAIN)
+    yield TensorSpec(f"{MARKOV}.markov_w2.weight", (vocab_size, rank), Kind.PLAIN)
+    extra = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
+    if block.markov_head in extra:
+        name, rows, columns = extra[block.markov_head]
+        yield TensorSpec(f"{MARKOV}.{name}.weight", (rows, columns), Kind.PLAIN)
+        yield TensorSpec(f"{MARKOV}.{name}.bias", (rows,), Kind.PLAIN)
+
+
+def draft_tensors(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+    """Tensors of a draft layer of the model's checkpoint, which is `layer` among all."""
+    own, hidden, streams = config.own_block, config.hidden_size, config.streams
+    if own is None:
+        yield from mtp_tensors(config)
+        return
+    assert streams is not None
+    if layer == config.num_layers:
+        yield TensorSpec("main_proj.weight", (hidden, len(own.tapped) * hidden))
+        yield _norm("main_norm", hidden)
+    if layer == config.num_layers + config.num_nextn_predict_layers - 1:
+        yield _norm("shared_head.norm", hidden)
+        yield from _streams(streams, hidden, "shared_head.hc_head", streams.count)
+        yield from block_tensors(own.block, hidden, config.vocab_size)
+    yield from layer_tensors(config, config.is_mtp_moe)
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -380,8 +414,9 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of
     the KV cache.
     """
-    mtp = {layer_index(name) for name in names if name.endswith(MTP_INPUTS)}
-    unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
+    unread = {i for i in mtp_layers(names) if i >= config.num_layers} | set(
+        range(config.num_layers, config.stored_layers)
+    )
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
     ends = (_ROTARY, *KV_SCALES)
@@ -391,8 +426,16 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, *MTP_COPIES, *KV_SCALES)
+    unread = (_ROTARY, *MTP_COPIES, *KV_SCALES, *CONFIDENCE)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
+
+
+def mtp_layers(names: Collection[str]) -> set[int]:
+    """Indices of the MTP layers among the layers with tensors of these names; DSpark layers are those from the first
+    one on, which projects the model's hidden states."""
+    found = {layer_index(name) for name in names if name.endswith(MTP_INPUTS)}
+    first = min((layer_index(name) for name in names if name.endswith(_BLOCK_INPUT)), default=None)
+    return found if first is None else found | {i for i in map(layer_index, names) if i >= first}
 
 
 def layer_index(name: str) -> int:

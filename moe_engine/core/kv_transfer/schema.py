@@ -17,7 +17,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         ConfigError: the checkpoint cannot be read.
     """
     model, speculation, head = config.model, config.speculation, config.draft_head
-    drafts = speculation.method if speculation is not None else "none"
+    own = speculation is not None and speculation.uses_own_layers
     layers = model.num_layers - len(model.state_layers)
     scaled = " scaled" if model.latent_scales else ""
     parts = (str(kind.kv_parts(config.kv_cache_dtype)) for kind in model.attentions)
@@ -25,7 +25,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "version": str(VERSION),
         "architecture": model.architecture,
         "layers": str(layers),
-        "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
+        "draft layers": str(model.num_nextn_predict_layers if own else 0),
         "states": _of_states(config),
         "contributions to entries": _of_entries(config),
         "EAGLE head": "none" if head is None else _of_head(head, config),

@@ -1,4 +1,4 @@
-"""Drafter of heads that fill in blocks (DFlash, DSpark): one forward yields all drafts of a request.
+"""Drafter of layers that fill in blocks (DFlash, DSpark): one forward yields all drafts of a request.
 
 The block is the last token with mask tokens behind it, at the positions that the drafts get. Its keys and values are
 written to the slots of these positions, and replaced when the tokens there have been computed by the target. A draft is
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
-from moe_engine.models.block_head import BlockHead
+from moe_engine.models.block_head import BlockLayers
 from moe_engine.models.markov_head import MarkovHead
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
@@ -31,8 +31,8 @@ from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 class BlockDrafter:
     """The drafter of the module docstring; implements `Drafter`."""
 
-    def __init__(self, head: BlockHead, batches: DraftBatches, sampler: Sampler) -> None:
-        self.head = head
+    def __init__(self, layers: BlockLayers, batches: DraftBatches, sampler: Sampler) -> None:
+        self.layers = layers
         self._batches = batches
         self._sampler = sampler
 
@@ -56,21 +56,21 @@ class BlockDrafter:
         return None
 
     def update_cache(self, computed: Computed) -> None:
-        self.head.remember(computed.hidden, computed.forward)
+        self.layers.remember(computed.hidden, computed.forward)
 
     def propose(self, task: DraftTask) -> Drafts:
-        block = self.head.block
+        block = self.layers.block
         count = block.tokens(task.depth)
         ids = task.roots.new_full((len(task.rows), count), block.mask_id)
         ids[:, 0] = task.roots
         counts = np.full(len(task.rows), count)
-        everyone = np.full(len(task.rows) * count, _all_of(count), dtype=np.int64)
+        everyone = np.full(len(ids) * count, _all_of(count), dtype=np.int64) if self.layers.visible else None
         _, forward = self._batches.runs(task.rows, task.lengths, counts, ids.flatten(), visible=everyone)
-        v = self.head.forward(forward).unflatten(0, (-1, count))[:, count - task.depth :]  # [D, S, E]
-        if self.head.markov is None:
+        v = self.layers.forward(forward).unflatten(0, (-1, count))[:, count - task.depth :]  # [D, S, E]
+        if self.layers.markov is None:
             tokens = self._draw_at_once(task, v)
         else:
-            tokens = self._draw_in_turn(task, v, self.head.markov)
+            tokens = self._draw_in_turn(task, v, self.layers.markov)
         return Drafts(torch.cat((task.roots[:, None], tokens), 1))
 
     def _draw_at_once(self, task: DraftTask, v: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class BlockDrafter:
         rows, steps = np.repeat(task.rows, task.depth), np.tile(np.arange(task.depth), len(task.rows))
         lengths = np.repeat(task.lengths + 1, task.depth) + steps
         sampled = SampledRows(rows, lengths, task.rows_device.repeat_interleave(task.depth))
-        drawn = self._sampler.draw(self.head.logits, v.flatten(0, 1), sampled)
+        drawn = self._sampler.draw(self.layers.logits, v.flatten(0, 1), sampled)
         return drawn.clamp_min(0).view(-1, task.depth)
 
     def _draw_in_turn(self, task: DraftTask, v: Tensor, markov: MarkovHead) -> Tensor:
@@ -88,7 +88,7 @@ class BlockDrafter:
         for begin in range(0, len(task.rows), most):
             part = slice(begin, min(begin + most, len(task.rows)))
             sampled = SampledRows(task.rows, task.lengths + 1, task.rows_device).part(part)
-            logits = self.head.logits(v[part].flatten(0, 1)).unflatten(0, (-1, task.depth))
+            logits = self.layers.logits(v[part].flatten(0, 1)).unflatten(0, (-1, task.depth))
             tokens, state = [task.roots[part]], markov.first_state(len(sampled.rows))
             for step in range(task.depth):
                 bias, state = markov.bias(tokens[-1], v[part, step], state)
