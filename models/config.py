@@ -221,7 +221,8 @@ class MoEConfig:
     @property
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
-        return (self.limit > 0 and not self.biased and self.of_all is None) or any((*self.layer_limits, *self.shared_limits))
+        own = self.limit > 0 and not self.biased and self.of_all is None
+        return own or any(self.layer_limits + self.shared_limits)
 
     def activation(self, layer: int, shared: bool = False) -> GatedActivation:
         """Of a layer's routed experts without biases, or of its shared one."""
@@ -317,8 +318,7 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The layer's rotary embedding."""
-        other = self.other_layers
-        return self.rope if other is None or layer not in other.layers else other.rope
+        return self.rope if (other := self.other_layers) is None or layer not in other.layers else other.rope
 
     @property
     def attentions(self) -> tuple[MLAConfig | GQAConfig | CompressedConfig, ...]:
