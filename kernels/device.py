@@ -90,8 +90,8 @@ class Need:
 
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant,
     bit for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers.
-    `sinks`: attention has sinks. `biases`: routed experts have biases and a clamped activation, or this activation
-    alone. `blocks`: the model's indexer, if it has block-sparse attention. `clamped`: the activation of experts is
+    `sinks`: attention has sinks. `biases`: routed experts have biases, or an activation that is not SiLU's.
+    `blocks`: the model's indexer, if it has block-sparse attention. `clamped`: the activation of experts is
     clamped, without biases. `index`: the model's indexer, if it has sparse attention. `delta`: layers with a gated
     delta rule. `compression`: the KV cache has compressed entries. `chains`: captured decodes draft chains, whose
     lengths only the device knows. `trees`: drafts are trees. `varlen`: a vision tower. `experts` None: not known

@@ -6,14 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 
-def activate(gate: Tensor, up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-    """The activation of gate and up, of one shape, with the limit and alpha of `Ops.silu_and_mul`."""
+
+def activate(gate: Tensor, up: Tensor, form: GatedActivation = SILU) -> Tensor:
+    """The activation of gate and up, of one shape."""
+    limit, alpha = form.limit, form.alpha
+    if form.beta:
+        return _situ(gate.float(), up.float(), form).to(gate.dtype)
     if limit < 0:
         return F.silu(gate).clamp_(max=-limit).mul_(up.clamp(limit, -limit))
     if limit:
         gate, up = clamped(gate, up, limit)
     return (gate * torch.sigmoid(alpha * gate)).mul_(up + 1) if alpha else F.silu(gate).mul_(up)
+
+
+def _situ(gate: Tensor, up: Tensor, form: GatedActivation) -> Tensor:
+    """SiTU of float32 gate and up."""
+    active = torch.tanh(gate / form.beta).mul_(form.beta).mul_(gate.sigmoid())
+    return active.mul_(torch.tanh(up / form.limit).mul_(form.limit) if form.limit else up)
 
 
 def clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:

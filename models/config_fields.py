@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
@@ -34,6 +34,17 @@ def read_json(file: Path, kind: type = dict) -> Any:
     if not isinstance(value, kind):
         raise ConfigError(f"{file}: must hold a JSON {_JSON_KINDS[kind]}, found {type(value).__name__}")
     return value
+
+
+def added_tokens(folder: Path, names: Sequence[str]) -> dict[str, int]:
+    """Ids of these added tokens by the tokenizer's files; without those that they do not list. Raises ConfigError."""
+    ids = dict[Any, int]()
+    if (file := folder / "tokenizer_config.json").is_file():
+        listed = read_json(file).get("added_tokens_decoder") or {}
+        ids = {token.get("content"): int(number) for number, token in listed.items()}
+    if not all(name in ids for name in names) and (file := folder / "tokenizer.json").is_file():
+        ids = {token.get("content"): token.get("id") for token in read_json(file).get("added_tokens") or ()}
+    return {name: ids[name] for name in names if name in ids}
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""config.json of MiniMax-M3 -> ModelConfig: the text model alone. Imports no torch.
+"""config.json of MiniMax-M3 -> ModelConfig. Imports no torch.
 
 Published files have `sparse_attention_config` and lists of 0 and 1 by layer; files that transformers saves have
 `index_*` and lists of names.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.models.config import BlockSelection, GQAConfig, ModelConfig, MoEConfig
 from moe_engine.models.config_families import check_moe, parse_gqa
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_fields import Fields, added_tokens
+from moe_engine.models.vision_config import MINIMAX_M3, VisionConfig
 
 SPARSE = "minimax_m3_sparse"
 """Name of a layer with an indexer in `layer_types`."""
@@ -34,14 +36,18 @@ _SERVED: dict[str, Any] = {
 """Fields that must have this value, or one of these, if they are there."""
 
 
+_ACTIVATION, _AROUND = "gelu", ("]<]start of image[>[", "]<]end of image[>[")
+_SERVED_TOWER: dict[str, Any] = {
+    "projector_hidden_act": _ACTIVATION, "multimodal_projector_bias": True, "patch_merge_bias": True,
+    "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+}  # fmt: skip
+
+
 def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """MiniMax-M3: norms of weights less 1, block-sparse attention behind dense first layers, a shared expert, and the
-    activation of gpt-oss in all MLPs. The vision tower is not served."""
-    for name, served in _SERVED.items():
-        values = served if isinstance(served, tuple) else (served,)
-        if fields.has(name) and fields.raw[name] not in values:
-            listed = ", ".join(map(str, values))
-            fields.fail(name, f"{fields.raw[name]!r} is not supported for this model; supported: {listed}")
+    activation of gpt-oss in all MLPs. Without
+    `vision_config` the text model alone."""
+    _check_served(fields, _SERVED)
     read = Fields({**minimax_m3_fields(fields).raw, "hidden_act": "silu"}, fields.source)
     layers = read.integer("num_hidden_layers")
     moe = MoEConfig(
@@ -65,7 +71,51 @@ def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     if any(sparse):
         blocks = _selection(read, config, tuple(i for i, own in enumerate(sparse) if not own))
         config = replace(config, attention=replace(config.attention, blocks=blocks))
-    return replace(config, norm_plus=1.0, num_nextn_predict_layers=0, raw=fields.raw)
+    section = fields.section("vision_config")
+    vision = None if section is None else _tower(fields, section, config.hidden_size)
+    return replace(config, norm_plus=1.0, num_nextn_predict_layers=0, raw=fields.raw, vision=vision)
+
+
+def _tower(fields: Fields, section: Fields, hidden: int) -> VisionConfig:
+    for part in (fields, section):
+        _check_served(part, _SERVED_TOWER)
+    _check_served(section, {"hidden_act": _ACTIVATION})
+    width, heads = section.integer("hidden_size", 1280), section.integer("num_attention_heads", 16)
+    if width % heads or width // heads < 6:
+        section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of at least 6 channels")
+    rotary = section.section("rope_parameters") or section
+    sizes = section.section("img_token_compression_config") or section
+    image = "image_token_index" if fields.has("image_token_index") else "image_token_id"
+    token = fields.integer(image, 200025, minimum=0)
+    video = "video_token_index" if fields.has("video_token_index") else "video_token_id"
+    around = added_tokens(Path(fields.source).parent, _AROUND)
+    return VisionConfig(
+        tower=MINIMAX_M3,
+        width=width,
+        num_layers=section.integer("num_hidden_layers", 32),
+        num_heads=heads,
+        intermediate=section.integer("intermediate_size", 5120),
+        patch_size=section.integer("patch_size", 14),
+        temporal_patch_size=sizes.integer("temporal_patch_size", 2),
+        channels=section.integer("num_channels", 3),
+        merge=sizes.integer("spatial_merge_size", 2),
+        out_width=hidden,
+        image_token=token,
+        video_token=fields.integer(video, 200026, minimum=0),
+        norm_eps=section.number("layer_norm_eps", 1e-5),
+        theta=rotary.number("rope_theta", 10000.0, above=0),
+        activation=_ACTIVATION,
+        projector_width=fields.integer("projector_hidden_size", hidden),
+        around=(around.get(_AROUND[0], token + 4), around.get(_AROUND[1], token + 5)),
+    )
+
+
+def _check_served(fields: Fields, served: Mapping[str, Any]) -> None:
+    for name, value in served.items():
+        values = value if isinstance(value, tuple) else (value,)
+        if fields.has(name) and fields.raw[name] not in values:
+            listed = ", ".join(map(str, values))
+            fields.fail(name, f"{fields.raw[name]!r} is not supported for this model; supported: {listed}")
 
 
 def minimax_m3_fields(fields: Fields) -> Fields:

@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_deepseek, parse_dense, parse_gqa
-from moe_engine.models.config_fields import Fields, read_json
+from moe_engine.models.config_fields import Fields, added_tokens
 from moe_engine.models.formats.float8 import Float8
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
@@ -121,13 +121,8 @@ def _tower(fields: Fields, section: Fields, config: ModelConfig) -> VisionConfig
 def _row_ends(folder: Path, image_token: int) -> tuple[int, int]:
     """Ids of the tokens behind a row of an image and behind the image. Without a tokenizer those at the distance from
     the image token that published vocabularies have."""
-    names, ids = ("[IMG_BREAK]", "[IMG_END]"), dict[Any, int]()
-    if (file := folder / "tokenizer_config.json").is_file():
-        listed = read_json(file).get("added_tokens_decoder") or {}
-        ids = {token.get("content"): int(number) for number, token in listed.items()}
-    if not all(name in ids for name in names) and (file := folder / "tokenizer.json").is_file():
-        ids = {token.get("content"): token.get("id") for token in read_json(file).get("added_tokens") or ()}
-    return ids.get(names[0], image_token + 2), ids.get(names[1], image_token + 3)
+    found = added_tokens(folder, ("[IMG_BREAK]", "[IMG_END]"))
+    return found.get("[IMG_BREAK]", image_token + 2), found.get("[IMG_END]", image_token + 3)
 
 
 def _scaled(config: ModelConfig, fields: Fields) -> ModelConfig:

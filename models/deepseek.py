@@ -62,7 +62,8 @@ class DeepseekModel(Decoder):
         if is_moe:
             return MoE(config, layer_index, self.backends, reader, self.parallel)
         widths = config.hidden_size, config.intermediate_size
-        return MLP.dense(self.backends, reader, self.parallel, f"model.layers.{layer_index}.mlp", *widths)
+        name, form = f"model.layers.{layer_index}.mlp", config.dense_activation
+        return MLP.dense(self.backends, reader, self.parallel, name, *widths, activation=form)
 
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
         return self.stack_of_layers(first_norm)

@@ -38,5 +38,5 @@ class DenseModel(Decoder):
         if config.is_mtp_moe if is_mtp else config.moe_layers[layer_index]:
             return MoE(config, layer_index, self.backends, reader, self.parallel)
         widths = config.hidden_size, config.intermediate_size
-        activation = (0.0, 0.0) if config.moe is None else config.moe.dense_activation
-        return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, config.mlp_bias, activation)
+        own = config.mlp_bias, config.dense_activation
+        return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, *own)

@@ -15,7 +15,7 @@ The embedding is the target's. The layers' keys and values follow those of the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,23 +24,15 @@ from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import MLAConfig
 from moe_engine.models.draft_layers import embed_next
-from moe_engine.models.eagle_config import LAYER, LAYERS, HeadConfig
+from moe_engine.models.eagle_config import LAYER, HeadConfig
 from moe_engine.models.footprint import held_bytes
-from moe_engine.models.layers.axis_rows import AxisRows
+from moe_engine.models.head_layers import HeadLayers
 from moe_engine.models.layers.decoder import Decoder, Reloadable
-from moe_engine.models.layers.decoder_layer import DecoderLayer
 from moe_engine.models.layers.embedding import Head
-from moe_engine.models.layers.gqa import GQAttention, group_inputs
 from moe_engine.models.layers.linear import load_linear
-from moe_engine.models.layers.mla import MLAAttention
-from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.rope import make_rotary_table
-from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.weights import WeightSource
-from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 
 
@@ -72,9 +64,7 @@ class EagleHead:
         self.config = head
         self.ids = ids
         self._model = model
-        self._backends = backends
         layer, ops, size = head.layer, backends.ops, head.layer.hidden_size
-        self._parallel = parallel = replace(model.parallel, all_reduce=None)  # its own sums end in norms
         self._fc = _load_fc(head, reader, backends)
         self._state_norms = [
             RMSNorm(ops, reader, f"fc_norm.{i}", head.target_hidden, layer.norm_eps)
@@ -88,33 +78,13 @@ class EagleHead:
             self._embedding_norm = RMSNorm(ops, reader, f"{LAYER}.input_layernorm", size, layer.norm_eps)
             self._hidden_norm = RMSNorm(ops, reader, f"{LAYER}.hidden_norm", size, layer.norm_eps)
             self._norm = RMSNorm(ops, reader, "norm", size, layer.norm_eps)
-        self._load_layers(reader, max_positions)
+        self._layers = HeadLayers(layer, model, reader, backends, max_positions, head.attention_input)
         if lm_head is None and head.own_head:
             own = replace(layer, vocab_size=head.own_head, tie_word_embeddings=False)
-            lm_head = Head(own, reader, backends.linear, model.embedding, parallel)
+            lm_head = Head(own, reader, backends.linear, model.embedding, replace(model.parallel, all_reduce=None))
         self._lm_head = lm_head
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the head in addition to the target, in the kernels' layouts."""
-
-    def _load_layers(self, reader: WeightSource, max_positions: int) -> None:
-        layer, ops = self.config.layer, self._backends.ops
-        more = self._model.max_image_tokens if layer.rope.axes else 0
-        rotary = make_rotary_table(layer.rope, max_positions + more, reader.device)
-        self._axis_rows = AxisRows(rotary, max_positions, layer.rope.axes) if more else None
-        form = MLAAttention if isinstance(layer.attention, MLAConfig) else GQAttention
-        names = [f"{LAYERS}.{i}" for i in range(layer.num_layers)]
-        size, widths = layer.hidden_size, (layer.hidden_size, layer.intermediate_size)
-        nexts: list[Any] = [RMSNorm(ops, reader, f"{name}.input_layernorm", size, layer.norm_eps) for name in names[1:]]
-        self._layers: list[DecoderLayer | ShardedLayer] = []
-        for i, (name, last) in enumerate(zip(names, [*nexts, _NoNorm()])):
-            attention = form(
-                layer, self._model.config.num_layers + i, reader, self._backends, self._parallel, rotary,
-                layer_name=name, input_size=None if i else self.config.attention_input,
-            )  # fmt: skip
-            post = RMSNorm(ops, reader, f"{name}.post_attention_layernorm", size, layer.norm_eps)
-            mlp = MLP.dense(self._backends, reader, self._parallel, f"{name}.mlp", *widths, layer.mlp_bias)
-            shared_out = any(layer.shares_out for layer in self._layers)
-            self._layers.append(_join(attention, post, mlp, last, self._parallel, shared_out))
 
     def modules(self) -> Iterator[Reloadable]:
         """Empty: the head is unchanged when the target's weights are replaced."""
@@ -127,7 +97,7 @@ class EagleHead:
 
     @property
     def feed_forwards(self) -> list[Any]:
-        return [layer.feed_forward for layer in self._layers]
+        return [layer.feed_forward for layer in self._layers.layers]
 
     def prepare(self, states: Tensor) -> Tensor:
         """The target's states [T, F] (of several layers side by side) -> [T, D], hidden states of `forward`."""
@@ -154,10 +124,9 @@ class EagleHead:
         Returns:
             v [T, D]: input of `logits`, and hidden state of the next draft step.
         """
-        if self._parallel.world_size > 1:
-            batch = with_sizes(batch, self._parallel)
+        batch = self._layers.place(batch)
         x, stream = self._enter(embed_next(self._model, input_ids, batch), hidden)
-        v = self._run(self._layers, x, stream, self._place(batch))
+        v = self._layers.run(x, stream, batch)
         return self._norm(v) if self._norm is not None and self.config.norms_output else v
 
     def join(self, batch: ForwardBatch) -> Tensor:
@@ -169,27 +138,10 @@ class EagleHead:
         """Only writes the cache, for tokens whose v is not needed. Arguments as in `forward`; `batch` needs no plan
         unless the head `attends_to_extend`."""
         x, stream = self._enter(embed_next(self._model, input_ids, batch), hidden)
-        *first, last = self._layers
-        batch = self._place(batch)
-        if first:
-            if self._parallel.world_size > 1:
-                batch = with_sizes(batch, self._parallel)
-            x = self._run(first, x, stream, batch)
-        last.attention.remember(x, batch)
-
-    def _run(self, layers: Sequence[Any], x: Tensor, stream: Tensor, batch: ForwardBatch) -> Tensor:
-        """x: input of the first layer's attention -> what the norm after the last one makes of the stream."""
-        attention = layers[0].attention
-        if isinstance(attention, MLAAttention):
-            args: Any = attention.chunks(batch)
-        else:
-            args = group_inputs(batch, self.config.layer.cache_groups, self._backends.attention)  # type: ignore[arg-type]
-        for layer in layers:
-            x = layer.forward(x, stream, batch, args)
-        return x
-
-    def _place(self, batch: ForwardBatch) -> ForwardBatch:
-        return batch if self._axis_rows is None else self._axis_rows.place(batch)
+        batch = self._layers.place(batch)
+        if self.attends_to_extend:
+            x = self._layers.run(x, stream, batch, slice(-1))
+        self._layers.layers[-1].attention.remember(x, batch)
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """v [S, D] -> [S, W] float32. `sizes` as in `Model.logits`."""
@@ -208,26 +160,7 @@ class EagleHead:
         return x, normed if self.config.norms_residual else hidden.clone()
 
 
-class _NoNorm:
-    """Replaces the norm after a layer: returns the residual stream itself."""
-
-    adds_rows = adds_pairs = False
-
-    def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Tensor:
-        return residual.add_(x)
-
-
 def _load_fc(head: HeadConfig, reader: WeightSource, backends: Backends) -> Any:
     if not head.has_fc:
         return None
-    size = head.layer.hidden_size
-    width = head.num_states * head.target_hidden if head.is_eagle3 else size + head.target_hidden
-    return load_linear(backends.linear, reader, ["fc"], [size], width, head.has_bias)
-
-
-def _join(
-    attention: Any, post: RMSNorm, mlp: MLP, last: Any, parallel: ParallelContext, shared_out: bool
-) -> DecoderLayer | ShardedLayer:
-    if parallel.world_size == 1:
-        return DecoderLayer(attention, post, mlp, last)
-    return ShardedLayer(attention, post, mlp, last, choose_communication(parallel, mlp.tokens, shared_out))
+    return load_linear(backends.linear, reader, ["fc"], [head.layer.hidden_size], head.joined_width, head.has_bias)

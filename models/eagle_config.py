@@ -1,8 +1,9 @@
-"""EAGLE heads: fields of config.json and headers of a published head, and the tensors that it has. Imports no torch.
+"""Draft heads: fields of config.json and headers of a published head, and the tensors that it has. Imports no torch.
 
 A head drafts from hidden states of the model that it was trained for (the target). EAGLE-1 and -2 (arXiv 2401.15077,
 2406.16858) read the last hidden state, EAGLE-3 (2503.01840) those of three layers, joined by `fc`. Names of tensors are
-those of the authors' repository and of SpecForge, with or without ``model.`` before them.
+those of the authors' repository and of SpecForge, with or without ``model.`` before them. Heads that fill in blocks
+(`models.block_config`) read the states of several layers too.
 
 Legend: D hidden, F width of the states that `fc` reads, V vocabulary, W draft vocabulary.
 """
@@ -17,12 +18,20 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import registry
+from moe_engine.models.block_config import (
+    UNREAD,
+    BlockConfig,
+    block_taps,
+    is_block_head,
+    layer_architecture,
+    read_block,
+)
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.config_vision import rotary_axes
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import KV_SCALES, Kind, TensorSpec, layer_tensors
+from moe_engine.models.tensors import KV_SCALES, Kind, TensorSpec, block_tensors, layer_tensors
 
 LAYERS = "model.layers"
 """Prefix of the head's decoder layers, under the names of `checkpoint_files.read_head`."""
@@ -37,14 +46,14 @@ _UNREAD = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq")
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """One EAGLE head.
+    """One EAGLE head, or a head that fills in blocks.
 
     Attributes:
         path: its folder.
         layer: a model of the head's decoder layers (published heads have one); `vocab_size` is the target's.
         is_eagle3: the first layer reads embedding and state side by side (2D) after a norm of each, instead of `fc` of
             both.
-        tapped: the numbers of target layers after which EAGLE-3 reads the hidden states (0: the embedding); (): the
+        tapped: the numbers of target layers after which the head reads the hidden states (0: the embedding); (): the
             last hidden state, after the final norm.
         target_hidden: width of a target's hidden state.
         own_head: rows W of the head's own LM head; 0: it uses the target's.
@@ -57,6 +66,7 @@ class HeadConfig:
         token_map: file of the frequent tokens (`models.token_map`), the only ones that the head drafts, with their rows
             of the target's LM head; "": none.
         num_mapped: number of these tokens.
+        block: of a head that fills in blocks; None: an EAGLE head.
     """
 
     path: str
@@ -73,10 +83,18 @@ class HeadConfig:
     norms_output: bool = False
     token_map: str = ""
     num_mapped: int = 0
+    block: BlockConfig | None = None
 
     @property
     def kind(self) -> str:
+        if self.block is not None:
+            return self.block.kind
         return "EAGLE-3 head" if self.is_eagle3 else "EAGLE head"
+
+    @property
+    def a_kind(self) -> str:
+        """`kind` with its article."""
+        return f"{'a' if self.block is not None else 'an'} {self.kind}"
 
     @property
     def draft_vocab(self) -> int:
@@ -86,11 +104,17 @@ class HeadConfig:
     @property
     def num_states(self) -> int:
         """Hidden states of a token that `fc` joins."""
-        return len(self.tapped) if self.is_eagle3 else 1
+        return len(self.tapped) if self.is_eagle3 or self.block is not None else 1
 
     @property
     def has_fc(self) -> bool:
         return not self.is_eagle3 or bool(self.tapped)
+
+    @property
+    def joined_width(self) -> int:
+        """Width of the input of `fc`: of the states, for EAGLE-1 and -2 of embedding and state."""
+        states = self.num_states * self.target_hidden
+        return states if self.is_eagle3 or self.block is not None else self.layer.hidden_size + states
 
     @property
     def attention_input(self) -> int:
@@ -99,9 +123,9 @@ class HeadConfig:
 
 
 def is_head(names: Collection[str], tensors: Collection[str]) -> bool:
-    """Whether a checkpoint with these architectures and tensors is an EAGLE head. The authors' EAGLE-2 heads name the
+    """Whether a checkpoint with these architectures and tensors is a draft head. The authors' EAGLE-2 heads name the
     target's architecture; their tensors distinguish them."""
-    return any(_EAGLE.search(name) for name in names) or "fc.weight" in tensors
+    return is_block_head(names) or any(_EAGLE.search(name) for name in names) or "fc.weight" in tensors
 
 
 def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_layers: int) -> HeadConfig:
@@ -124,7 +148,8 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
             "(architectures LlamaForCausalLMEagle3, the fields of transformer_layer_config at the top)"
         )
     is_eagle3 = _is_eagle3(names, files)
-    layer = _layer(folder, names)
+    fills = is_block_head(names)
+    layer = _layer(folder, [layer_architecture(str(file), raw)] if fills else names)
     if layer.is_moe or layer.windows:
         what = "experts" if layer.is_moe else "a sliding window"
         raise ConfigError(f"{file}: a head with {what} is not supported; its layers must be dense, over all positions")
@@ -135,6 +160,11 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
         )
     axes = rotary_axes(fields, layer.rope.width // 2)
     layer = replace(layer, rope=replace(layer.rope, axes=axes))
+    if fills:
+        block = read_block(str(file), names, raw, layer.vocab_size)
+        taps = block_taps(str(file), raw, layer.num_layers, num_target_layers)
+        hidden = fields.integer("target_hidden_size", None) or layer.hidden_size
+        return HeadConfig(str(folder), layer, False, taps, hidden, block=block)
     reads_taps = is_eagle3 and eagle.get("use_aux_hidden_state", True)
     head = HeadConfig(
         path=str(folder),
@@ -155,8 +185,7 @@ def head_tensors(head: HeadConfig) -> Iterator[TensorSpec]:
     """All tensors of a head that are read, under the names of `checkpoint_files.read_head`; d2t aside."""
     hidden = head.layer.hidden_size
     if head.has_fc:
-        width = head.num_states * head.target_hidden if head.is_eagle3 else hidden + head.target_hidden
-        yield TensorSpec("fc.weight", (hidden, width))
+        yield TensorSpec("fc.weight", (hidden, head.joined_width))
         if head.has_bias:
             yield TensorSpec("fc.bias", (hidden,), Kind.PLAIN)
     if head.norms_joined:
@@ -165,19 +194,23 @@ def head_tensors(head: HeadConfig) -> Iterator[TensorSpec]:
         for i in range(head.num_states):
             yield TensorSpec(f"fc_norm.{i}.weight", (head.target_hidden,), Kind.WIDE)
     for spec in layer_tensors(head.layer, False):
-        if head.is_eagle3 or spec.name != "input_layernorm.weight":
+        if head.is_eagle3 or head.block is not None or spec.name != "input_layernorm.weight":
             yield _widened(spec, head.attention_input).within(LAYER)
         yield from (spec.within(f"{LAYERS}.{i}") for i in range(1, head.layer.num_layers))
     if head.is_eagle3:
         yield TensorSpec(f"{LAYER}.hidden_norm.weight", (hidden,), Kind.WIDE)
         yield TensorSpec("norm.weight", (hidden,), Kind.WIDE)
+    if head.block is not None:
+        yield TensorSpec("hidden_norm.weight", (hidden,), Kind.WIDE)
+        yield TensorSpec("norm.weight", (hidden,), Kind.WIDE)
+        yield from block_tensors(head.block, hidden, head.layer.vocab_size)
     if head.own_head:
         yield TensorSpec(LM_HEAD, (head.own_head, hidden))
 
 
 def names_outside_head(head: HeadConfig, names: Collection[str]) -> set[str]:
     """Tensors of a head's files that it does not need."""
-    unread = (*_UNREAD, *KV_SCALES, *(() if head.own_head else (LM_HEAD,)))
+    unread = (*_UNREAD, *KV_SCALES, *(() if head.own_head else (LM_HEAD,)), *(UNREAD if head.block is not None else ()))
     further = tuple(f"{LAYERS}.{i}.hidden_norm.weight" for i in range(1, head.layer.num_layers))
     return {name for name in names if name.endswith(unread) or name in further}
 

@@ -76,9 +76,7 @@ def check_head_headers(directory: str | Path, files: Mapping[str, WeightFile], h
     if head.has_ids:
         problems += check.compare(integer_tensor("d2t", (head.own_head,)))
     outside = names_outside_head(head, files)
-    problems += [
-        f"{name} belongs to no part of an {head.kind}" for name in sorted(files.keys() - check.known - outside)
-    ]
+    problems += [f"{name} belongs to no part of {head.a_kind}" for name in sorted(files.keys() - check.known - outside)]
     _raise(directory, problems)
 
 

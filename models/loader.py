@@ -15,6 +15,7 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.batch import Model
+from moe_engine.models.block_head import BlockHead
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.draft_vocabulary import draft_ids, mapped_head
@@ -25,6 +26,7 @@ from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.read_ahead import Prefetch
+from moe_engine.models.stream_block import StreamBlock
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource
 from moe_engine.models.widths import widths_of
@@ -32,6 +34,10 @@ from moe_engine.parallel.context import SINGLE, ParallelContext
 
 FILE_FORMATS = ("auto", "safetensors", "pt", "layered", "gguf")
 """Values of ``--load-format`` that read files. Every load takes one layer at a time, as with ``layered``."""
+
+
+OwnDrafts = MTPLayers | StreamBlock
+"""Draft layers of a model's checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,8 @@ def load_model(
 
 def load_mtp(
     path: str | Path, config: ModelConfig, model: Model, options: LoadOptions, exported: bool = False
-) -> MTPLayers:
-    """The MTP layers of a loaded `model`, with its kernels, embedding and head.
+) -> OwnDrafts:
+    """The MTP layers, or layers that fill in blocks, of a loaded `model`, with its kernels, embedding and head.
 
     Args:
         exported: `path` has the MTP layer alone (SGLang's NextN checkpoints).
@@ -101,7 +107,7 @@ def load_mtp(
         )
     read = partial(read_nextn, layer=config.num_layers) if exported else None
     with _reading(path, config, options, partial(names_outside_mtp, config), model.parallel, read) as reader:
-        return MTPLayers(model, reader)
+        return MTPLayers(model, reader) if config.own_block is None else StreamBlock(model, reader)
 
 
 def load_head(
@@ -111,8 +117,8 @@ def load_head(
     options: LoadOptions,
     backends: Backends,
     max_positions: int,
-) -> EagleHead:
-    """An EAGLE head for a loaded `model`.
+) -> EagleHead | BlockHead:
+    """A draft head for a loaded `model`.
 
     Args:
         target: directory and config of the model, whose LM head a token map reads again.
@@ -121,9 +127,11 @@ def load_head(
         CheckpointError: with file and tensor. ConfigError: an external model.
     """
     if not isinstance(model, Decoder):
-        raise ConfigError(f"{head.path}: EAGLE heads for external models ({type(model).__name__}) are not supported")
+        raise ConfigError(f"{head.path}: draft heads for external models ({type(model).__name__}) are not supported")
     outside = partial(names_outside_head, head)
     with _reading(head.path, head.layer, options, outside, model.parallel, read_head) as reader:
+        if head.block is not None:
+            return BlockHead(head, model, reader, backends, max_positions)
         ids, lm_head = draft_ids(head, reader), None
         if head.num_mapped and ids is not None:
             path, config = target
@@ -133,7 +141,7 @@ def load_head(
 
 
 def reload(
-    part: Decoder | MTPLayers, path: str | Path, config: ModelConfig, options: LoadOptions
+    part: Decoder | OwnDrafts, path: str | Path, config: ModelConfig, options: LoadOptions
 ) -> Iterator[tuple[Any, Any]]:
     """Pairs of a module of a loaded model, or of its MTP layers, and the same module with the weights of another
     checkpoint, read one after the other: the caller may drop each pair before the next.
@@ -141,7 +149,7 @@ def reload(
     Raises:
         CheckpointError: as `load_model`.
     """
-    outside = names_outside_mtp if isinstance(part, MTPLayers) else names_outside_model
+    outside = names_outside_model if isinstance(part, Decoder) else names_outside_mtp
     with torch.no_grad():
         reader = open_weights(path, config, options, partial(outside, config))
         reader.served_gates = gates_of([part])
@@ -150,7 +158,7 @@ def reload(
         reader.finish()
 
 
-def gates_of(parts: Iterable[Decoder | MTPLayers]) -> torch.dtype | None:
+def gates_of(parts: Iterable[Decoder | OwnDrafts]) -> torch.dtype | None:
     """The dtype of the routers' weights in memory; None without routers."""
     modules = (module.module for part in parts for module in part.modules())
     return next((module.gate_dtype for module in modules if isinstance(module, MoE)), None)

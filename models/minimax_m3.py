@@ -1,4 +1,4 @@
-"""The text model of MiniMax-M3: block-sparse attention beside dense first layers, experts with a shared one."""
+"""MiniMax-M3: block-sparse attention beside dense first layers, experts with a shared one; images."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig
 from moe_engine.models.dense import DenseModel
+from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.layers.block_chunks import BlockAttention
 from moe_engine.models.layers.block_sparse_gqa import BlockSparseGQAttention
 from moe_engine.models.layers.gqa import GQAttention, group_inputs
@@ -19,7 +20,7 @@ from moe_engine.models.sharding import local_attention
 from moe_engine.models.weights import WeightSource
 
 
-class MiniMaxM3Model(DenseModel):
+class MiniMaxM3Model(ImageInputs, DenseModel):
     """`Model` of the family. `batch.kv[layer]` is (keys, values), with an indexer (keys, values, index keys)."""
 
     has_mtp = False

@@ -60,7 +60,7 @@ def expert_widths(
     group = width_group(model, keeps_blocks=blocks)
     cut = None if moe.width % parts else Share(0, parts).cut_in_groups(moe.width, group)
     width = moe.width // parts if cut is None else cut.stop  # the first rank has the most
-    return ExpertWidths(model.hidden_size, width, moe.top_k, blocks, dispatched, fused, few)
+    return ExpertWidths(model.routed_size, width, moe.top_k, blocks, dispatched, fused, few)
 
 
 def has_linears_in_four_bits(model: ModelConfig) -> bool:
@@ -92,7 +92,7 @@ def need_of_model(
         index=index_widths(model),
         blocks=block_index_widths(model),
         sinks=compressed or any(getattr(kind, "sinks", False) for kind in model.attentions),
-        biases=model.moe is not None and (model.moe.biased or model.moe.shifted),
+        biases=model.moe is not None and (model.moe.biased or model.moe.of_all is not None),
         clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,
         compression=compressed,

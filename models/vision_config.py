@@ -13,6 +13,7 @@ QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
 QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
 KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
+MINIMAX_M3 = "moe_engine.models.vision.minimax_m3:MiniMaxM3Tower"
 PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
 """Values of `VisionConfig.tower`."""
 
@@ -35,7 +36,9 @@ class VisionConfig:
         norm_eps, theta: epsilon of the norms, base of the rotary frequencies.
         activation: of the MLP without a gate, or of the gate.
         projector_eps, projector_bias: of the projector, where it differs.
+        projector_width: channels inside the projector, where they are not those of a token.
         row_ends: tokens of the text behind each row of an image's tokens and behind the last one; None: there are none.
+        around: tokens of the text before and behind an image's tokens, which a prompt's placeholder does not have.
     """
 
     tower: str
@@ -60,7 +63,9 @@ class VisionConfig:
     activation: str = "silu"
     projector_eps: float = 1e-6
     projector_bias: bool = False
+    projector_width: int = 0
     row_ends: tuple[int, int] | None = None
+    around: tuple[int, int] | None = None
 
     @property
     def patch_width(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moe_engine.models.vision_config import KIMI, PIXTRAL, PIXTRAL_12B, QWEN2, QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.vision_config import KIMI, MINIMAX_M3, PIXTRAL, PIXTRAL_12B, QWEN2, QWEN2_5, QWEN3, VisionConfig
 
 PREFIX = "visual."
 Entry = tuple[str, tuple[int, ...], bool]
@@ -92,6 +92,22 @@ def _pixtral(v: VisionConfig) -> Iterator[Entry]:
         yield from entries if v.projector_bias else [next(entries)]
 
 
+def _minimax_m3(v: VisionConfig) -> Iterator[Entry]:
+    yield "embeddings.patch_embedding.weight", patch_shape(v), False
+    yield from _layer_norm("pre_layrnorm", v.width)
+    for i in range(v.num_layers):
+        block = f"encoder.layers.{i}"
+        yield from _layer_norm(f"{block}.layer_norm1", v.width)
+        yield from _layer_norm(f"{block}.layer_norm2", v.width)
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from _linear(f"{block}.self_attn.{part}", v.width, v.width)
+        yield from _linear(f"{block}.mlp.fc1", v.intermediate, v.width)
+        yield from _linear(f"{block}.mlp.fc2", v.width, v.intermediate)
+    for name, columns in (("projector", v.width), ("merge_mlp", v.out_width * v.merge**2)):
+        yield from _linear(f"{name}.linear_1", v.projector_width, columns)
+        yield from _linear(f"{name}.linear_2", v.out_width, v.projector_width)
+
+
 def _block(name: str, v: VisionConfig, norms: tuple[str, str], linear: tuple[str, str, str, str]) -> Iterator[Entry]:
     """A transformer block with layer norms, by the names of its parts: linear layers of q, k and v, of the output, and
     both of the MLP."""
@@ -115,6 +131,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     KIMI: _kimi,
+    MINIMAX_M3: _minimax_m3,
     PIXTRAL: _pixtral,
     PIXTRAL_12B: _pixtral,
     QWEN2: _qwen2,

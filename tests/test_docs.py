@@ -105,7 +105,7 @@ def test_default_trees_in_the_help():
     (info,) = (info for info in fields_of(PARTS["speculative"]) if info.name == "speculative_num_steps")
     tree = ", ".join(map(str, resolve_speculation.DEFAULT_TREE))
     steps = resolve_speculation.NGRAM_STEPS
-    assert f"{tree} (NGRAM: {steps}, 1, {steps + 1})" in info.flag.help
+    assert f"{tree} (NGRAM: {steps}, 1, {steps + 1};" in info.flag.help
 
 
 def test_maximum_draft_depth_in_documents():

@@ -46,6 +46,7 @@ UNITS = (
     "delta",
     "compression",
     "streams",
+    "residual_blocks",
     "lora",
     "decoder",
     "decode_step",
@@ -79,7 +80,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_fp8_round": (None, [N, P, L, L, L]),
     "moe_rms_norm": (None, [N, N, P, L, P, F, P, L, L]),
     "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
-    "moe_silu_and_mul": (None, [N, P, L, P, L, L, F, F]),
+    "moe_silu_and_mul": (None, [N, P, L, P, L, L, F, F, F]),
     "moe_rotate": (None, [N, P, L, L, P, P, L, N, N, L, L]),
     "moe_write_latent": (None, [N, N, P, L, P, F, P, P, L, N, P, N, N, P, L, L, L, F]),
     "moe_write_kv": (None, [P, L, L, P, L, L, P, N, P, L, P, L, L, L, L, L]),
@@ -112,6 +113,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_gated_delta": (None, [N, P, P, P, P, P, P, P]),
     "moe_compress": (None, [N, P, P, L, P, L, P, L]),
     "moe_mix_streams": (None, [N, P, P, L, P, L, P]),
+    "moe_mix_blocks": (None, [N, P, P, L, P, L, P]),
     "moe_lora": (None, [N, P, P, P, L, L, L, P, P, L, P, L, P, P]),
 }
 
@@ -139,6 +141,7 @@ class Library:
     moe_rms_norm: Any
     moe_gated_delta: Any
     moe_compress: Any
+    moe_mix_blocks: Any
     moe_mix_streams: Any
     moe_add_rms_norm: Any
     moe_silu_and_mul: Any

@@ -26,6 +26,7 @@ from moe_engine.kernels.cpu.tensors import (
     rows,
 )
 from moe_engine.kernels.decoder.counting import CountPlace
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.cpu import router_struct
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
@@ -96,9 +97,7 @@ class PackedExperts(Protocol):
     @property
     def bias(self) -> Any: ...
     @property
-    def limit(self) -> float: ...
-    @property
-    def alpha(self) -> float: ...
+    def activation(self) -> GatedActivation: ...
     @property
     def num_experts(self) -> int: ...
     @property
@@ -206,7 +205,7 @@ def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
     panels = layer.experts.data
     of_experts = panels.kind if isinstance(panels, ExpertPanels) else None
     kind = common_kind([of_experts, *([kind_of_weights(shared)] if shared else [])])
-    if layer.experts.bias is not None or layer.experts.alpha:
+    if layer.experts.bias is not None or not layer.experts.activation.is_silu:
         return None
     if kind is None or layer.gate.dtype not in KIND or not layer.gate.is_contiguous():
         return None
@@ -217,7 +216,7 @@ def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
     struct = _MoE(
         layer.gate.data_ptr(), None if bias is None else bias.data_ptr(), ctypes.addressof(router), panels.address,
         panels.form, panels.down_form, layer.experts.num_experts, layer.router.top_k, layer.experts.width,
-        *map(weight_struct, shared), gate_bf16=kind_of(layer.gate.dtype), limit=layer.experts.limit,
+        *map(weight_struct, shared), gate_bf16=kind_of(layer.gate.dtype), limit=layer.experts.activation.limit,
     )  # fmt: skip
     return FusedMoE(kind, ctypes.addressof(struct), layer.experts.hidden, struct, library, (router, layer))
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import SILU, GatedActivation
+
 
 @dataclass(frozen=True)
 class FusedTokens:
@@ -78,10 +80,8 @@ class ExpertBiases:
 @dataclass
 class ExpertWeights:
     """The experts of one layer on this rank, filled expert by expert while loading. `data` is private to the kernel.
-    `bias`: only for kernels whose capabilities have `biases`. `alpha`, also only for these: the activation of
-    `ExpertBiases` with `limit`, without biases (MiniMax-M3); 0: SiLU. `limit`: gate is at most `limit` and up within
-    +-limit (DeepSeek V4), or as in `Ops.silu_and_mul` if it is negative (Ling), only for kernels whose capabilities
-    have `clamps`; 0: no clamp."""
+    `bias`: only for kernels whose capabilities have `biases`. `activation`: of experts without biases; forms other than
+    SiLU only for these kernels, a limit of SiLU only for kernels whose capabilities have `clamps`."""
 
     num_experts: int
     hidden: int
@@ -89,5 +89,4 @@ class ExpertWeights:
     data: Any
     num_bytes: int
     bias: ExpertBiases | None = None
-    limit: float = 0.0
-    alpha: float = 0.0
+    activation: GatedActivation = SILU

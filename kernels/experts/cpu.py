@@ -23,15 +23,16 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationForm
 class _Biases(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "beta")),
     ]
 
 
 def biases_struct(weights: ExpertWeights) -> _Biases | None:
     """The C struct of biases, which must live as long as it, or of their activation alone; None: neither."""
     if (bias := weights.bias) is not None:
-        return _Biases(bias.gate_up.data_ptr(), bias.down.data_ptr(), bias.alpha, bias.limit)
-    return _Biases(None, None, weights.alpha, weights.limit) if weights.alpha else None
+        return _Biases(bias.gate_up.data_ptr(), bias.down.data_ptr(), bias.alpha, bias.limit, 0.0)
+    form = weights.activation
+    return None if form.is_silu else _Biases(None, None, form.alpha, form.limit, form.beta)
 
 
 class CpuExperts:
@@ -127,7 +128,7 @@ class CpuExperts:
         self._lib.moe_experts(
             kind_of(x.dtype), x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden,
             weights.width, data.address, out.data_ptr(), data.form, data.down_form,
-            None if biases is None else ctypes.addressof(biases), weights.limit,
+            None if biases is None else ctypes.addressof(biases), weights.activation.limit,
         )  # fmt: skip
         return out
 
@@ -153,7 +154,7 @@ class CpuExperts:
             kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
             weights.num_experts, weights.hidden, weights.width, data.address,
             None if add is None else add.data_ptr(), 0 if add is None else add.stride(0), out.data_ptr(), data.form,
-            data.down_form, None if biases is None else ctypes.addressof(biases), weights.limit,
+            data.down_form, None if biases is None else ctypes.addressof(biases), weights.activation.limit,
         )  # fmt: skip
         return out
 

@@ -203,7 +203,7 @@ class DeepGemmExperts:
             raise ValueError(f"rows of {width} {x.dtype} do not fit experts of hidden size {weights.hidden}")
         if layer.few is not None and topk_ids.numel() <= FEW_ROWS * weights.num_experts:
             assert self._few is not None
-            few = replace(layer.few, limit=weights.limit)
+            few = replace(layer.few, activation=weights.activation)
             return self._few.routed_rows(x, topk_weights, topk_ids, few, add)
         alignment, by_ends = self._gemm.alignment, self._gemm.row_alignment(topk_ids.device) > 0
         order = permutation.sort_by_expert(topk_ids, weights.num_experts, alignment, marks_padding=not by_ends)
@@ -220,7 +220,7 @@ class DeepGemmExperts:
             first = self._gemm.operand(rows)
         middle, valid = self._first(first, weights, groups), RowGroups(order.ends, alignment)
         fp8 = layer.down.scales is not None
-        second = self._gemm.silu_mul_groups(middle, valid, fp8, layer.power_of_two, weights.limit)
+        second = self._gemm.silu_mul_groups(middle, valid, fp8, layer.power_of_two, weights.activation.limit)
         return ExpertRows(self._last(second, weights, groups), order.positions, topk_weights, add)
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
@@ -273,9 +273,9 @@ class DeepGemmExperts:
         """silu(gate) * up of middle [rows, 2I], in the second product's input format."""
         layer: Layer = weights.data
         if layer.down.scales is not None:
-            return self._gemm.silu_mul(middle, layer.power_of_two, weights.limit)
+            return self._gemm.silu_mul(middle, layer.power_of_two, weights.activation.limit)
         gate, up = middle.chunk(2, dim=-1)
-        return activate(gate, up, weights.limit)
+        return activate(gate, up, weights.activation)
 
     def _padded(self, batch: ExpertBatch, counts: Tensor, weights: ExpertWeights) -> Tensor:
         """[E, capacity, D]; rows after the counts are neither read nor written."""
@@ -312,7 +312,7 @@ class DeepGemmExperts:
         middle = torch.empty(*shape, 2 * weights.width, dtype=torch.bfloat16, device=groups.sizes.device)
         multiply(first, layer.gate_up.operand, middle)
         fp8 = layer.down.scales is not None
-        second = self._gemm.silu_mul_groups(middle, groups, fp8, layer.power_of_two, weights.limit)
+        second = self._gemm.silu_mul_groups(middle, groups, fp8, layer.power_of_two, weights.activation.limit)
         out = middle.new_empty(*shape, weights.hidden)
         multiply(second, layer.down.operand, out)
         return out

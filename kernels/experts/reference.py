@@ -52,7 +52,7 @@ class TorchExperts:
                 target.copy_(_biased(rows, gate_up[expert], down[expert], weights.bias, expert))
                 continue
             gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
-            target.copy_(F.linear(activate(gate, up, weights.limit, weights.alpha), down[expert]))
+            target.copy_(F.linear(activate(gate, up, weights.activation), down[expert]))
         return out
 
     def run_routed(

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.linear.shapes import AWQ
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, GroupCodes
 
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `clamped`:
-    with `ExpertWeights.limit`. `shifted`: with `ExpertWeights.alpha`. `format`: of weights in 4 bits."""
+    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `activation`:
+    that of `ExpertWeights`. `format`: of weights in 4 bits."""
 
     name: str
     num_experts: int
@@ -24,8 +25,7 @@ class ExpertModel:
     fp8: bool
     biased: bool = False
     format: GroupCodes | None = None
-    clamped: bool = False
-    shifted: bool = False
+    activation: GatedActivation = SILU
 
     def part(self, ranks: int) -> ExpertModel:
         """What one of `ranks` has of each expert."""
@@ -74,7 +74,7 @@ class ExpertShape:
 
 DEEPSEEK_V3 = ExpertModel("deepseek-v3", 256, 8, 7168, 2048, fp8=True)
 DEEPSEEK_V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
-MINIMAX_M3 = ExpertModel("minimax-m3", 128, 4, 6144, 3072, fp8=False, shifted=True)
+MINIMAX_M3 = ExpertModel("minimax-m3", 128, 4, 6144, 3072, fp8=False, activation=GatedActivation(7.0, 1.702))
 GPT_OSS_20B = ExpertModel("gpt-oss-20b", 32, 4, 2880, 2880, fp8=False, biased=True)
 MXFP4 = GroupCodes(4, MXFP4_GROUP, values=FP4)
 GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, name="gpt-oss-20b-mxfp4", format=MXFP4)
@@ -85,7 +85,7 @@ FOUR_BIT_MODELS = (
     KIMI_K2,
     replace(DEEPSEEK_V3, name="deepseek-v3-nvfp4", fp8=False, format=NVFP4),
     replace(DEEPSEEK_V3, name="deepseek-v3-awq", fp8=False, format=AWQ),
-    ExpertModel("deepseek-v4-flash", 256, 6, 4096, 2048, fp8=False, format=MXFP4, clamped=True),
+    ExpertModel("deepseek-v4-flash", 256, 6, 4096, 2048, fp8=False, format=MXFP4, activation=GatedActivation(10.0)),
 )
 DECODE_TOKENS = (1, 8, 32, 128, 256)
 PREFILL_TOKENS = (1024, 4096, 8192)

@@ -63,10 +63,10 @@ def cases_of(
         signature["bias"] = "*fp32"
     else:
         none["bias"] = None
-    shifted = model.biased or model.shifted
+    shifted = model.biased or model.activation.alpha > 0
     constants = constants_of(groups, model.width, model.hidden, stored, first, first.tma, shifted, model.format)
-    constants |= gathering_constants(1 if padded else model.top_k, layout == "grouped", False, model.clamped)
-    more = {"out": f"*{kind}", "alpha": "fp32", "limit": "fp32"} | dict.fromkeys(
+    constants |= gathering_constants(1 if padded else model.top_k, layout == "grouped", False, model.activation)
+    more = {"out": f"*{kind}", "slope": "fp32", "limit": "fp32"} | dict.fromkeys(
         ("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32"
     )
     more |= {"out_scales": "*fp32"} if fp8 else {}

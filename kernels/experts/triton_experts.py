@@ -301,7 +301,7 @@ class TritonExperts:
         data: TritonExpertWeights = weights.data
         inner = gate_up(
             x, data.gate_up, data.gate_up_scales, groups, source, top_k, data.power_of_two, weights.bias, data.format,
-            data.gate_up_whole, weights.limit, weights.alpha,
+            data.gate_up_whole, weights.activation,
         )  # fmt: skip
         return down(inner, data.down, data.down_scales, groups, dtype, weights.bias, data.format, data.down_whole)
 

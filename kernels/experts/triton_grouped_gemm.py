@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.group_tiles import expert_tiles, find_tile, num_programs
 from moe_engine.kernels.experts.tiles import ExpertTiles
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.linear.products import (
     add_product,
     empty_tile,
@@ -44,7 +45,7 @@ from moe_engine.kernels.linear.triton_four_bits import constants_of as four_bits
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
-from moe_engine.kernels.triton.clamped_gate import clamp_gate_up, silu_mul
+from moe_engine.kernels.triton.clamped_gate import clamp_gate_up, silu_mul, situ
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _HALF = tl.constexpr(HALF)
@@ -83,11 +84,11 @@ class Groups:
 @triton.jit
 def gate_up_tile(
     x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
-    out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
+    out_scale_stride, bias, slope, limit, expert, tile_n, first, end,
     K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
-    CLAMP: tl.constexpr,
+    CLAMP: tl.constexpr, SITU: tl.constexpr,
 ):  # fmt: skip
     """One tile of `gate_up_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -143,7 +144,9 @@ def gate_up_tile(
             gate += tl.expand_dims(tl.load(place), axis)
             up += tl.expand_dims(tl.load(place + WIDTH), axis)
         gate, up = clamp_gate_up(gate, up, limit)
-        inner = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
+        inner = (up + 1.0) * (gate * tl.sigmoid(slope * gate))
+    elif SITU:
+        inner = situ(gate, up, limit, slope)
     else:
         inner = silu_mul(gate, up, limit, CLAMP)
     if SWAP_AB:
@@ -166,16 +169,16 @@ def gate_up_tile(
 )
 def gate_up_kernel(
     x, x_scales, source, sizes, weight, weight_scales, whole, out, out_scales, capacity, x_scale_stride, x_scale_row,
-    x_scale_skip, out_scale_stride, bias, alpha, limit,
+    x_scale_skip, out_scale_stride, bias, slope, limit,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
-    CLAMP: tl.constexpr,
+    CLAMP: tl.constexpr, SITU: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
-    [E, 2 * WIDTH] (None: zeros) and the activation of `ExpertBiases`. CLAMP: without biases gate is at most `limit`, up
-    within +-limit.
+    [E, 2 * WIDTH] (None: zeros) and the activation of `ExpertBiases`. CLAMP: without biases, with `limit`.
+    slope: alpha, with SITU beta (`GatedActivation`).
     FORM: of 4 bits, weight and its scales are in the memory of `triton_four_bits`; empty: not of 4 bits. whole: of
     NVFP4, float32 [E, 2].
 
@@ -191,9 +194,9 @@ def gate_up_kernel(
         if (expert >= 0) & (expert < NUM_EXPERTS):
             gate_up_tile(
                 x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row,
-                x_scale_skip, out_scale_stride, bias, alpha, limit, expert, tl.program_id(0) % NUM_N, row, row + 1,
+                x_scale_skip, out_scale_stride, bias, slope, limit, expert, tl.program_id(0) % NUM_N, row, row + 1,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
-                FORM, SCALES, CLAMP,
+                FORM, SCALES, CLAMP, SITU,
             )  # fmt: skip
     else:
         start, count, ends = expert_tiles(sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, PADDED)
@@ -202,9 +205,9 @@ def gate_up_kernel(
             expert, tile_n, first, end = find_tile(tile, total, start, count, ends, EXPERTS, BLOCK_M, NUM_N, GROUP)
             gate_up_tile(
                 x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row,
-                x_scale_skip, out_scale_stride, bias, alpha, limit, expert, tile_n, first, end,
+                x_scale_skip, out_scale_stride, bias, slope, limit, expert, tile_n, first, end,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
-                FORM, SCALES, CLAMP,
+                FORM, SCALES, CLAMP, SITU,
             )  # fmt: skip
 
 
@@ -305,8 +308,7 @@ def gate_up(
     bias: ExpertBiases | None = None,
     format: GroupCodes | None = None,
     whole: Tensor | None = None,
-    limit: float = 0.0,
-    alpha: float = 0.0,
+    form: GatedActivation = SILU,
 ) -> Tensor | QuantizedRows:
     """The first product: [M, I] in x's dtype, or quantized if x is.
 
@@ -314,7 +316,7 @@ def gate_up(
         x: [M, D], or with `source` [T, D], or padded [E, C, D]; `QuantizedRows` with FP8 weights.
         weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights. Of
             weights in 4 bits with a `format`, `whole` float32 [E, 2] of NVFP4 too, see `triton_four_bits`.
-        limit, alpha: those of `ExpertWeights`.
+        form: the activation without a bias.
         source: int32 [M] pairs; row m is token source[m] // top_k. None with groups of pairs: token m // top_k.
 
     Rows outside all groups are unspecified.
@@ -332,9 +334,9 @@ def gate_up(
     if grid:
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, whole, out.data, _scales(out), groups.capacity,
-            _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias, limit, alpha),
-            **constants_of(groups, width, hidden, weight.dtype, tiles, tma, bias is not None or alpha > 0, format),
-            **gathering_constants(top_k, source is not None, power_of_two, limit != 0),
+            _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias, form),
+            **constants_of(groups, width, hidden, weight.dtype, tiles, tma, bias is not None or form.alpha > 0, format),
+            **gathering_constants(top_k, source is not None, power_of_two, form),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options_of(format),
         )  # fmt: skip
     return out
@@ -379,8 +381,8 @@ def _grid(groups: Groups, tiles: Tiles, width: int, weights: int, x: Tensor, wei
     return num_programs(most, tiles, rows, groups.tiles.block_k, x.itemsize, x.device)
 
 
-def _bias_args(bias: ExpertBiases | None, limit: float, alpha: float) -> tuple[Tensor | None, float, float]:
-    return (None, alpha, limit) if bias is None else (bias.gate_up, bias.alpha, bias.limit)
+def _bias_args(bias: ExpertBiases | None, form: GatedActivation) -> tuple[Tensor | None, float, float]:
+    return (None, form.alpha or form.beta, form.limit) if bias is None else (bias.gate_up, bias.alpha, bias.limit)
 
 
 def _scales(x: Tensor | QuantizedRows) -> Tensor | None:
@@ -420,6 +422,7 @@ def constants_of(
     }  # fmt: skip
 
 
-def gathering_constants(top_k: int, gathers: bool, power_of_two: bool, clamps: bool = False) -> dict[str, Any]:
+def gathering_constants(top_k: int, gathers: bool, power_of_two: bool, form: GatedActivation = SILU) -> dict[str, Any]:
     """Extra constants of the first product."""
-    return {"TOP_K": top_k, "GATHER": gathers, "POWER_OF_TWO": power_of_two, "CLAMP": clamps}
+    forms = {"CLAMP": form.clamps, "SITU": form.beta > 0}
+    return {"TOP_K": top_k, "GATHER": gathers, "POWER_OF_TWO": power_of_two, **forms}

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.ops.residual_blocks import MixBlocks
 from moe_engine.kernels.ops.streams import MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
@@ -206,6 +208,9 @@ class OpsCapabilities:
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
 
+    mix_blocks: MixBlocks | None = None
+    """None: in torch, `kernels.ops.residual_blocks`."""
+
 
 class Ops(Protocol):
     """Small operations of a layer. Each returns new tensors unless documented as in place."""
@@ -221,10 +226,8 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; returns rms_norm(residual). x and residual [T, D]."""
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-        """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]. With a limit gate is at most `limit` and up within
-        +-limit; with a negative one silu(gate) is at most -limit instead (Ling). With an alpha the activation of
-        `ExpertBiases`: gate * sigmoid(alpha * gate) * (up + 1)."""
+    def silu_and_mul(self, gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
+        """gate_up [T, 2I] (gate first) -> [T, I], silu(gate) * up or another `form`."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place.

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.gated_activation import activate
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
@@ -32,9 +33,9 @@ class TorchOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return activate(gate, up, limit, alpha)
+        return activate(gate, up, form)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         rotate_(x[..., x.shape[-1] - table.width :], positions, table, inverse)

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up
+from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up, situ
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
 
@@ -55,11 +56,11 @@ def rms_norm_kernel(
 
 @dependent_jit
 def silu_and_mul_kernel(
-    gate_up, out, stride, limit, alpha, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CLAMP: tl.constexpr,
-    SHIFT: tl.constexpr,
+    gate_up, out, stride, limit, slope, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CLAMP: tl.constexpr,
+    SHIFT: tl.constexpr, SITU: tl.constexpr,
 ):  # fmt: skip
     """out [N, I] = silu(gate_up[:, :I]) * gate_up[:, I:]; the gate is rounded before the product, as in torch. CLAMP:
-    `limit` as in `Ops.silu_and_mul`. SHIFT: gate * sigmoid(alpha * gate) * (up + 1)."""
+    with `limit`. slope: alpha with SHIFT, beta with SITU (`GatedActivation`)."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -69,15 +70,18 @@ def silu_and_mul_kernel(
     if CLAMP:
         gate, up = clamp_gate_up(gate, up, limit)
     kind = out.dtype.element_ty
-    if SHIFT:
-        up += 1.0
+    if SITU:
+        mixed = situ(gate, up, limit, slope)
     else:
-        alpha = 1.0
-    active = gate / (1.0 + tl.exp(-alpha * gate))
-    if CLAMP:
-        active = bound_silu(active, limit)
-    active = active.to(kind).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (active * up).to(kind), live)
+        if SHIFT:
+            up += 1.0
+        else:
+            slope = 1.0
+        active = gate / (1.0 + tl.exp(-slope * gate))
+        if CLAMP:
+            active = bound_silu(active, limit)
+        mixed = active.to(kind).to(tl.float32) * up
+    tl.store(out + row * WIDTH + column, mixed.to(kind), live)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -119,16 +123,16 @@ def _tile(width: int) -> tuple[int, int, int]:
     return rows, block, warps_for(rows * block)
 
 
-def silu_and_mul(gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-    """gate_up [N, 2I], contiguous rows -> [N, I]. limit, alpha: as in `Ops.silu_and_mul`."""
+def silu_and_mul(gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
+    """gate_up [N, 2I], contiguous rows -> [N, I]."""
     gate_up = with_contiguous_rows(gate_up)
     count, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((count, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (count, triton.cdiv(width, _SILU_BLOCK))
         silu_and_mul_kernel[grid](
-            gate_up, out, stride_of(gate_up, 0), limit, alpha, WIDTH=width, BLOCK=_SILU_BLOCK, CLAMP=limit != 0,
-            SHIFT=alpha > 0, num_warps=warps_for(_SILU_BLOCK),
+            gate_up, out, stride_of(gate_up, 0), form.limit, form.alpha or form.beta, WIDTH=width,
+            BLOCK=_SILU_BLOCK, **_constants_of(form), num_warps=warps_for(_SILU_BLOCK),
         )  # fmt: skip
     return out
 
@@ -149,12 +153,17 @@ def norm_case(
     return AotCase(name, rms_norm_kernel, signature, constants, warps, 3, False)
 
 
-def silu_case(label: str, width: int, clamp: bool = False, shift: bool = False) -> AotCase:
+def _constants_of(form: GatedActivation) -> dict[str, bool]:
+    return {"CLAMP": form.clamps, "SHIFT": form.alpha > 0, "SITU": form.beta > 0}
+
+
+def silu_case(label: str, width: int, form: GatedActivation = SILU) -> AotCase:
     """The specialization launched by `silu_and_mul` for I = `width`."""
-    signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16", "limit": "fp32", "alpha": "fp32"}
-    constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK, "CLAMP": clamp, "SHIFT": shift}
+    signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16", "limit": "fp32", "slope": "fp32"}
+    constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK, **_constants_of(form)}
+    suffix = f"{'_clamped' * form.clamps}{'_shifted' * (form.alpha > 0)}{'_situ' * (form.beta > 0)}"
     return AotCase(
-        f"silu_and_mul_{label}{'_clamped' * clamp}{'_shifted' * shift}_bf16",
+        f"silu_and_mul_{label}{suffix}_bf16",
         silu_and_mul_kernel,
         signature,
         constants,
@@ -173,4 +182,8 @@ def aot_cases() -> list[AotCase]:
     norms += [norm_case("v3", 7168, 1, True, dtype) for dtype in (torch.float16, torch.float32)]
     widths = [("v3_shared", 2048), ("v3_dense", 18432), ("v2_lite_dense", 10944), ("llama", 14336)]
     silu = [silu_case(label, width) for label, width in widths]
-    return [*norms, *silu, silu_case("v4_shared", 2048, clamp=True), silu_case("m3", 3072, True, True)]
+    others = [
+        silu_case("v4_shared", 2048, GatedActivation(10.0)), silu_case("m3", 3072, GatedActivation(7.0, 1.702)),
+        silu_case("k3_shared", 6144, GatedActivation(25.0, beta=4.0)),
+    ]  # fmt: skip
+    return [*norms, *silu, *others]

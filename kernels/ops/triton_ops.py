@@ -7,12 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.ops import (
     triton_absorb,
     triton_fp8_cache,
     triton_norm,
+    triton_residual_blocks,
     triton_rotary,
     triton_router,
     triton_streams,
@@ -56,7 +58,7 @@ class TritonOps:
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
             grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), lookup=lookup,
-            mix_streams=triton_streams.mix,
+            mix_streams=triton_streams.mix, mix_blocks=triton_residual_blocks.mix,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,8 +97,8 @@ class TritonOps:
         assert isinstance(normed, QuantizedActivation)
         return normed
 
-    def silu_and_mul(self, gate_up: Tensor, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
-        return triton_norm.silu_and_mul(gate_up, limit, alpha)
+    def silu_and_mul(self, gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
+        return triton_norm.silu_and_mul(gate_up, form)
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         triton_rotary.rotate(x[..., x.shape[-1] - table.width :], positions, table, inverse)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.gated_activation import activate
 from moe_engine.kernels.powers_of_two import power_of_two_above
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8, FP8_MAX, MIN_AMAX, BlockWeight, QuantizedRows
@@ -66,7 +67,7 @@ def silu_mul_quantize(
 def silu_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
     """The same unquantized, in float32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return activate(gate, up, limit)
+    return activate(gate, up, GatedActivation(limit))
 
 
 def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -30,3 +30,15 @@ def silu_mul(gate, up, limit, CLAMP: tl.constexpr):
     if CLAMP:
         active = bound_silu(active, limit)
     return active * up
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def situ(gate, up, limit, beta):
+    """beta * tanh(gate / beta) * sigmoid(gate) * up, with up = limit * tanh(up / limit) if there is a limit."""
+    bounded = limit * _tanh(up / tl.where(limit > 0, limit, 1.0))
+    return beta * _tanh(gate / beta) * tl.sigmoid(gate) * tl.where(limit > 0, bounded, up)

@@ -1,4 +1,4 @@
-"""The dense feed-forward part: down(silu(gate(x)) * up(x)), gate and up in one product.
+"""The dense feed-forward part: down(silu(gate(x)) * up(x)), or another activation; gate and up in one product.
 
 Legend: T tokens, D hidden, I width.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.quantization.protocol import Activation, as_format
 from moe_engine.models.batch import RoutedTokens
@@ -27,7 +28,7 @@ class MLP:
         width: of the unsharded MLP.
         share: this rank's part of the width; the result is then a partial sum.
         tokens: input tokens.
-        limit, alpha: of the activation (`Ops.silu_and_mul`); 0: none.
+        activation: of gate and up.
     """
 
     def __init__(
@@ -40,18 +41,18 @@ class MLP:
         bias: bool = False,
         share: Share = WHOLE,
         tokens: TokenLayout = TokenLayout.ALL,
-        limit: float = 0.0,
-        alpha: float = 0.0,
+        activation: GatedActivation = SILU,
     ) -> None:
         kernel = backends.linear
         self.tokens = tokens
         gate_up = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias, [share, share])
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
-        self._silu_and_mul, self._activation = backends.ops.silu_and_mul, (limit, alpha)
+        self._silu_and_mul, self._activation = backends.ops.silu_and_mul, activation
         self.input_format = self._gate_up.input_format
         """Activation format of x."""
-        self._fused = None if alpha else kernel.fuse_mlp(self._gate_up.weight, self._down.weight, limit)
+        weights = self._gate_up.weight, self._down.weight
+        self._fused = kernel.fuse_mlp(*weights, activation.limit) if activation.is_silu else None
         self.adapters: StepAdapters | None = None
         """LoRA adapters of the step; None without LoRA."""
 
@@ -75,18 +76,15 @@ class MLP:
         hidden: int,
         width: int,
         bias: bool = False,
-        activation: tuple[float, float] = (0.0, 0.0),
+        activation: GatedActivation = SILU,
     ) -> MLP:
-        """The MLP of a dense layer: sharded over all ranks, or replicated, depending on the topology. `activation`:
-        limit and alpha."""
-        limit, alpha = activation
+        """The MLP of a dense layer: sharded over all ranks, or replicated, depending on the topology."""
+        own = backends, reader, prefix, hidden, width, bias
         if parallel.topology.cuts_dense:
-            return cls(
-                backends, reader, prefix, hidden, width, bias, Share.of(parallel.world), limit=limit, alpha=alpha
-            )
-        return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE, limit=limit, alpha=alpha)
+            return cls(*own, Share.of(parallel.world), activation=activation)
+        return cls(*own, tokens=TokenLayout.SHARE, activation=activation)
 
     def forward(self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None) -> Tensor:
         if self._fused is not None and (self.adapters is None or not self.adapters.active):
             return self._fused(as_format(x, self.input_format))
-        return self._down(self._silu_and_mul(self._gate_up(x), *self._activation))
+        return self._down(self._silu_and_mul(self._gate_up(x), self._activation))

@@ -71,7 +71,7 @@ class StoredExperts:
             kept = self.kernel.capabilities.quantized[type(format)]
             make = kept.allocate if down == format or kept.of_two is None else partial(kept.of_two, down)
             weights = make(*sizes, reader.device, format)
-        weights.limit, weights.alpha = self._activation
+        weights.activation = self._activation
         if self._moe.biased:
             weights.bias = empty_biases(self._moe, len(held), self._width, self._hidden, reader.device)
             weights.num_bytes += sum(part.nbytes for part in weights.bias.memory)

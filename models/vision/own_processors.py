@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_engine.models.config_fields import read_json
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
+from moe_engine.models.vision.minimax_pixels import qwen_fields
 from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
 
 OwnProcessor = KimiProcessor | PixtralProcessor
@@ -17,11 +18,22 @@ _WHOLE_FILE = "processor_config.json"
 
 
 def processor_fields(folder: Path) -> Mapping[str, Any]:
-    """The image processor's settings: a file of their own, or a part of the processor's; empty: there are none.
+    """The image processor's settings: a file of their own, or a part of the processor's; empty: there are none. Those
+    of MiniMax-M3 are `qwen_settings`.
 
     Raises:
         ConfigError: a file that is not readable.
     """
+    return qwen_settings(folder) or _stored_fields(folder)
+
+
+def qwen_settings(folder: Path) -> dict[str, Any] | None:
+    """Arguments of transformers' processor of Qwen2-VL for a model whose processor computes the same; None: another
+    processor. Raises ConfigError for settings that are not served, and as `processor_fields`."""
+    return qwen_fields(_stored_fields(folder), str(folder / PROCESSOR_FILE))
+
+
+def _stored_fields(folder: Path) -> Mapping[str, Any]:
     if (file := folder / PROCESSOR_FILE).is_file():
         found: Mapping[str, Any] = read_json(file)
         return found

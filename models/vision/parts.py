@@ -21,6 +21,9 @@ from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX, patch_shape
 from moe_engine.models.weights import WeightSource
 
+BlockNames = tuple[str, str, str | tuple[str, str, str], str, str, str]
+"""Argument of `TowerBlock`."""
+
 
 def load_product(
     backends: Backends,
@@ -100,17 +103,19 @@ class TowerBlock:
     """Weights of a block with layer norms and an MLP of two products.
 
     Args:
-        names: behind `prefix`: the norms before attention and MLP, then the products of q, k and v, the attention's
-            output, and the MLP.
+        names: behind `prefix`: the norms before attention and MLP, then the products of q, k and v (one name, or one
+            for each), the attention's output, and the MLP.
     """
 
     def __init__(
-        self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str, names: tuple[str, ...]
+        self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str, names: BlockNames
     ) -> None:
-        norm1, norm2, qkv, proj, up, down = (f"{prefix}.{name}" for name in names)
+        norm1, norm2, proj, up, down = (f"{prefix}.{name}" for name in (*names[:2], *names[3:]))
+        parts = (names[2],) if isinstance(names[2], str) else names[2]
+        qkv = [f"{prefix}.{part}" for part in parts]
         self.norm1 = LayerNorm(reader, norm1, v.width, v.norm_eps)
         self.norm2 = LayerNorm(reader, norm2, v.width, v.norm_eps)
-        self.qkv = load_product(backends, reader, [qkv], 3 * v.width, v.width)
+        self.qkv = load_product(backends, reader, qkv, 3 * v.width // len(qkv), v.width)
         self.proj = load_product(backends, reader, [proj], v.width, v.width)
         self.up = load_product(backends, reader, [up], v.intermediate, v.width)
         self.down = load_product(backends, reader, [down], v.width, v.intermediate)

@@ -29,13 +29,12 @@ class SpeculativeArgs:
         None,
         "Speculative decoding: draft tokens and verify them in one step; the same answers in fewer steps. NEXTN (or "
         "EAGLE): drafts of the checkpoint's own multi-token-prediction (MTP) layers; EAGLE, EAGLE3: of the head in "
-        "--speculative-draft-model-path that was trained for the model; STANDALONE: of a small model with the same "
+        "--speculative-draft-model-path that was trained for the model; DFLASH, DSPARK: of such a head, or of DSpark "
+        "layers in the checkpoint, that fill in a block of tokens at once; STANDALONE: of a small model with the same "
         "vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
         aliases=("--speculative-algo",),
-        choices=("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"),
+        choices=("NEXTN", "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "STANDALONE", "NGRAM"),
         unsupported={
-            "DFLASH": "drafters that fill in a block of tokens at once (block diffusion)",
-            "DSPARK": "drafters of blocks of tokens with learned confidences (DeepSeek V4, Kimi K3)",
             "UNO": "drafts by a LoRA adapter of the model itself",
             "FROZEN_KV_MTP": "drafters that read the KV of the model's layers (assistants of Gemma 4)",
         },
@@ -43,9 +42,9 @@ class SpeculativeArgs:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "Folder or hub id of the draft model. STANDALONE needs one: a small model with the same vocabulary. EAGLE and "
-        "EAGLE3: the head that was trained for the model. NEXTN uses the MTP layers of the model's own checkpoint "
-        "(leave it out), or an MTP layer exported on its own (SGLang's ...NextN checkpoints).",
+        "Folder or hub id of the draft model. STANDALONE needs one: a small model with the same vocabulary. EAGLE, "
+        "EAGLE3, DFLASH and DSPARK: the head that was trained for the model. NEXTN uses the MTP layers of the model's "
+        "own checkpoint (leave it out), or an MTP layer exported on its own (SGLang's ...NextN checkpoints).",
         aliases=("--speculative-draft-model",),
         metavar="PATH",
     )
@@ -53,7 +52,7 @@ class SpeculativeArgs:
         None,
         "Draft steps, the depth of the draft tree. auto: the engine chooses 0 to 6 for each step (0 to "
         "--speculative-num-draft-tokens minus 1 where that is given). Left out, with topk and draft tokens: 3, 1, 4 "
-        "(NGRAM: 4, 1, 5).",
+        "(NGRAM: 4, 1, 5; DFLASH, DSPARK: the block of the head).",
         parse=parse_steps,
         metavar="N|auto",
     )

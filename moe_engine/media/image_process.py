@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-from moe_engine.models.vision.own_processors import own_processor
+from moe_engine.models.vision.own_processors import own_processor, qwen_settings
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 
 MAX_MEMORY_BYTES = 8 << 30
@@ -84,6 +84,10 @@ def load_processor(folder: str, min_pixels: int | None = None, max_pixels: int |
     logging.set_verbosity_error()
     given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     bounds = {name: value for name, value in given.items() if value is not None}
+    if (settings := qwen_settings(Path(folder))) is not None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil(**settings, **bounds)
     return AutoImageProcessor.from_pretrained(folder, backend="pil", **bounds)
 
 

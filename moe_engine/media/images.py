@@ -107,7 +107,8 @@ class Images:
 def place_images(
     ids: Sequence[int], pictures: Sequence[Picture], vision: VisionConfig, field: str
 ) -> tuple[list[int], list[ImageTokens]]:
-    """The prompt with the tokens of its images in the places of their placeholders, and the images.
+    """The prompt with the tokens of its images in the places of their placeholders, and the images. Tokens around an
+    image (`VisionConfig.around`) are text.
 
     Raises:
         InputError: as many placeholders as images are needed; names `field`.
@@ -121,10 +122,11 @@ def place_images(
         )
     out: list[int] = []
     images, begin = [], 0
+    before, behind = ([], []) if vision.around is None else ([token] for token in vision.around)
     for place, picture in zip(placeholders, pictures):
-        out += ids[begin:place]
+        out += [*ids[begin:place], *before]
         count = vision.num_tokens(picture.grid)
         images.append(ImageTokens(len(out), count, picture.key, picture.grid, picture.pixels))
-        out += [vision.image_token] * count
+        out += [*[vision.image_token] * count, *behind]
         begin = place + 1
     return out + list(ids[begin:]), images

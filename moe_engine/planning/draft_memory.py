@@ -21,7 +21,10 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
         extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
         extra -= 2 * given.bf16_gates(mtp=True)
         number = count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
-        detail = f"{layers} MTP layer{'s' * (layers > 1)}, {number} parameters; embedding and head are the model's"
+        kind = "MTP" if model.own_block is None else "DSpark"
+        detail = f"{layers} {kind} layer{'s' * (layers > 1)}, {number} parameters; embedding and head are the model's"
+        if model.own_block is not None:
+            return [LedgerRow(DRAFT_WEIGHTS, extra, detail)]
         # states of each row's last token; with several layers also of earlier tokens, and a copy of these during an
         # update
         states = given.limits.running * (2 * layers - 1)
@@ -56,12 +59,19 @@ def step_bytes(given: SizingInput) -> int:
     step = sizes.largest_step_activation_bytes(
         given.local_model, tokens, size, num_requests=limits.running, own_tokens=own
     )
+    if given.head is not None and given.head.block is not None:
+        # blocks are drafted before the model runs; the draft extend runs no layer
+        blocks = sizes.largest_step_activation_bytes(given.head.layer, tokens, size, num_requests=limits.running)
+        return max(step + _extend_bytes(given, given.head, tokens), blocks)
     if given.head is not None:
         return step + _head_step_bytes(given, given.head, tokens)
     if given.draft is not None:
         unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
         most = max(tokens, unseen)
         step = max(step, sizes.largest_step_activation_bytes(given.draft, most, size, num_requests=limits.running))
+    if given.uses_mtp and given.model.own_block is not None:  # means of the streams, and the layers' input
+        states = len(given.model.own_block.tapped) + 5
+        return step + states * tokens * given.model.hidden_size * size
     if given.uses_mtp and given.model.streams is not None:  # streams of the model, a copy, and those of the MTP layer
         return step + 3 * tokens * given.model.draft_state_width * size
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
@@ -72,8 +82,8 @@ def count(number: int) -> str:
 
 
 def _head_rows(given: SizingInput, head: HeadConfig) -> list[LedgerRow]:
-    """Rows of an EAGLE head: its weights, the hidden states from which its drafts start, and those that captured steps
-    store for it. With a token map it has a copy of rows of the model's LM head."""
+    """Rows of a draft head: its weights, the hidden states from which the drafts of an EAGLE head start, and those that
+    captured steps store for it. With a token map it has a copy of rows of the model's LM head."""
     size, topology = given.dtype_bytes, given.parallel.topology
     specs = [*head_tensors(head)]
     if head.num_mapped:
@@ -88,16 +98,22 @@ def _head_rows(given: SizingInput, head: HeadConfig) -> list[LedgerRow]:
     running, tapped = given.limits.running, 0
     if head.tapped and given.graphs.sizes:
         tapped = given.graphs.up_to(running).max_tokens * head.num_states * head.target_hidden * size
+    weights = LedgerRow(DRAFT_WEIGHTS, num_bytes, detail)
+    if head.block is not None:
+        return [weights, LedgerRow("draft states", tapped, "states of captured steps")] if tapped else [weights]
     states = running * head.layer.hidden_size * size
-    kept = LedgerRow("draft states", states + tapped, f"{running} states of running requests")
-    return [LedgerRow(DRAFT_WEIGHTS, num_bytes, detail), kept]
+    return [weights, LedgerRow("draft states", states + tapped, f"{running} states of running requests")]
+
+
+def _extend_bytes(given: SizingInput, head: HeadConfig, tokens: int) -> int:
+    """The states that a draft extend reads, while the model's hidden states exist, and its layer's input."""
+    states = tokens * head.num_states * head.target_hidden * (2 if head.norms_states else 1)
+    return (states + 5 * tokens * head.layer.hidden_size) * given.dtype_bytes
 
 
 def _head_step_bytes(given: SizingInput, head: HeadConfig, tokens: int) -> int:
-    """Activations of the draft extend, which runs while the model's hidden states exist: the states that it reads, its
-    layer's input, and what layers before the last compute."""
-    states = tokens * head.num_states * head.target_hidden * (2 if head.norms_states else 1)
-    own = (states + 5 * tokens * head.layer.hidden_size) * given.dtype_bytes
+    """Activations of an EAGLE head's draft extend, with what layers before the last compute."""
+    own = _extend_bytes(given, head, tokens)
     if head.layer.num_layers == 1:
         return own
     return own + sizes.largest_step_activation_bytes(head.layer, tokens, given.dtype_bytes)

@@ -1,4 +1,4 @@
-"""Checks an EAGLE head against the model that it drafts for, by both configs, before a weight is read."""
+"""Checks a draft head against the model that it drafts for, by both configs, before a weight is read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ PATH = "--speculative-draft-model-path"
 
 
 def algorithm_of(head: HeadConfig) -> str:
+    if head.block is not None:
+        return head.block.algorithm
     return "EAGLE3" if head.is_eagle3 else "EAGLE"
 
 
@@ -32,13 +34,14 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
     """Raises ConfigError: there is no head, or it was made for another model; both are named."""
     algorithm = args.speculative.speculative_algorithm
     if head is None:
+        kind = {"DFLASH": "a DFlash head", "DSPARK": "a DSpark head"}.get(str(algorithm), "an EAGLE-3 head")
         raise ConfigError(
-            f"--speculative-algorithm {algorithm} needs an EAGLE-3 head for {model.source} in {PATH}; with "
+            f"--speculative-algorithm {algorithm} needs {kind} for {model.source} in {PATH}; with "
             "--speculative-algorithm NEXTN the MTP layers of the model's own checkpoint draft"
         )
-    if algorithm != "NEXTN" and algorithm != algorithm_of(head):
+    if algorithm != algorithm_of(head) and (algorithm != "NEXTN" or head.block is not None):
         raise ConfigError(
-            f"{PATH} {head.path}: an {head.kind}, and --speculative-algorithm is {algorithm}; use {algorithm_of(head)}"
+            f"{PATH} {head.path}: {head.a_kind}, and --speculative-algorithm is {algorithm}; use {algorithm_of(head)}"
         )
     if not registry.is_built_in(model.architecture):
         raise NotAvailableYet(f"{PATH} {head.path}: heads for external models ({model.architecture})")
@@ -66,9 +69,25 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
         record.remark("--speculative-token-map: no effect, the head has an LM head over its own tokens")
 
 
+def check_own_block(args: EngineArgs, model: ModelConfig) -> None:
+    """Raises ConfigError: the draft layers of the model's checkpoint do not fill in blocks as asked."""
+    algorithm = args.speculative.speculative_algorithm
+    assert model.own_block is not None
+    if algorithm != model.own_block.block.algorithm:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: {model.source} has DSpark layers; use --speculative-algorithm DSPARK"
+        )
+    if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} with num_hidden_layers {model.num_layers} in "
+            f"--json-model-override-args: the draft layers follow layer {model.stored_layers - 1}, which the override "
+            "removes; drop one of them"
+        )
+
+
 def check_sharding(head: HeadConfig, topology: Topology) -> None:
     """Raises ConfigError: the ranks that share the model cannot share the head's layers."""
-    if head.layer.num_layers > 1 and topology.attn_dp_size > 1:
+    if head.layer.num_layers > 1 and head.block is None and topology.attn_dp_size > 1:
         raise ConfigError(
             f"{PATH} {head.path}: a head of {head.layer.num_layers} layers needs a single attention group, and "
             f"--attn-dp-size is {topology.attn_dp_size}"

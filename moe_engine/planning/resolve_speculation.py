@@ -14,15 +14,19 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.speculative import AUTO, SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.models.block_config import BlockConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.tensors import UNREAD_MTP, has_mtp_names
 from moe_engine.models.widths import local_heads
-from moe_engine.planning.eagle_checks import algorithm_of, check_head, refuse_token_map
+from moe_engine.planning.eagle_checks import algorithm_of, check_head, check_own_block, refuse_token_map
 from moe_engine.planning.resolution_log import Record
 from moe_engine.types import SpeculationConfig
 
-METHODS = {"NEXTN": "nextn", "EAGLE": "nextn", "EAGLE3": "eagle", "STANDALONE": "standalone", "NGRAM": "ngram"}
+METHODS = {
+    "NEXTN": "nextn", "EAGLE": "nextn", "EAGLE3": "eagle", "DFLASH": "block", "DSPARK": "block",
+    "STANDALONE": "standalone", "NGRAM": "ngram",
+}  # fmt: skip
 """Drafter by algorithm. NEXTN and EAGLE mean ``eagle`` if --speculative-draft-model-path has an EAGLE head."""
 MAX_DRAFT_TOKENS = 64
 AUTO_MAX_STEPS = 6
@@ -73,12 +77,13 @@ def resolve_speculation(
     method = METHODS[flags.speculative_algorithm]
     if method == "nextn" and draft is not None and draft.head is not None:
         method = "eagle"
-    if method == "nextn" and draft is not None and draft.config.source == model.source:
+    own = method == "nextn" or (method == "block" and model.own_block is not None)
+    if own and draft is not None and draft.config.source == model.source:
         draft = None  # the model's own checkpoint, which many SGLang commands name explicitly
     _check_drafter(args, method, model, draft, context_len, record)
     _check_thresholds(flags, record)
     _check_window(args, method)
-    tree = _tree(args, method, record)
+    tree = _tree(args, method, _block(method, model, draft), record)
     _check_simulation(flags, tree, record)
     if tree.topk > 1 and args.backends.enable_deterministic_inference:
         raise ConfigError(
@@ -151,7 +156,9 @@ def _check_drafter(
         )
     if method == "nextn":
         _check_mtp(args, model, draft)
-    elif method == "eagle":
+    elif method == "block" and draft is None and model.own_block is not None:
+        check_own_block(args, model)
+    elif method in ("eagle", "block"):
         check_head(args, model, None if draft is None else draft.head, context_len, record)
     elif method == "standalone":
         if draft is None:
@@ -166,10 +173,19 @@ def _check_drafter(
             )
         if draft.head is not None:
             raise ConfigError(
-                f"--speculative-draft-model-path {draft.path}: an {draft.head.kind}; use --speculative-algorithm "
+                f"--speculative-draft-model-path {draft.path}: {draft.head.a_kind}; use --speculative-algorithm "
                 f"{algorithm_of(draft.head)}"
             )
         _check_standalone(model, draft, context_len)
+
+
+def _block(method: str, model: ModelConfig, draft: DraftModel | None) -> BlockConfig | None:
+    """The blocks that the drafter fills in."""
+    if method != "block":
+        return None
+    if draft is not None and draft.head is not None:
+        return draft.head.block
+    return None if model.own_block is None else model.own_block.block
 
 
 def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -> None:
@@ -179,6 +195,11 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             f"--speculative-draft-model-path {draft.path}: a complete model; {asked} drafts with the model's own MTP "
             "layers (leave the path out), with an MTP layer exported on its own (...NextN in architectures) or with an "
             "EAGLE head; use --speculative-algorithm STANDALONE for a complete draft model"
+        )
+    if model.own_block is not None:
+        raise ConfigError(
+            f"{asked}: the draft layers of {model.source} fill in blocks, and are no MTP layers; use "
+            "--speculative-algorithm DSPARK"
         )
     has_mtp = model.num_nextn_predict_layers or model.architecture in UNREAD_MTP
     if has_mtp and not has_mtp_names(model):
@@ -280,7 +301,7 @@ class Tree:
     auto_depth: bool = False
 
 
-def _tree(args: EngineArgs, method: str, record: Record) -> Tree:
+def _tree(args: EngineArgs, method: str, block: BlockConfig | None, record: Record) -> Tree:
     flags = args.speculative
     steps, topk = flags.speculative_num_steps, flags.speculative_eagle_topk
     nodes = flags.speculative_num_draft_tokens
@@ -289,10 +310,31 @@ def _tree(args: EngineArgs, method: str, record: Record) -> Tree:
         raise NotAvailableYet(
             f"--speculative-eagle-topk {topk} with NGRAM: not supported yet: n-gram draft trees; use 1"
         )
+    if block is not None:
+        _check_block(block, topk)
     if steps == AUTO:
-        return _auto_tree(topk, nodes, record)
-    if method == "ngram":
-        return _ngram_chain(steps, nodes, record)
+        tree = _auto_tree(topk, nodes, AUTO_MAX_STEPS if block is None else block.max_drafts, record)
+    elif method == "ngram":
+        return _chain(steps, nodes, NGRAM_STEPS, "a short chain", "an n-gram match has one continuation", record)
+    elif block is not None:
+        reason = f"the drafts of a block of {block.size} tokens"
+        tree = _chain(steps, nodes, block.max_drafts, reason, "a block is a chain", record)
+    else:
+        return _tree_of_flags(steps, topk, nodes, record)
+    if block is not None and tree.steps > block.max_drafts:
+        raise ConfigError(
+            f"--speculative-num-steps {tree.steps}: the blocks of {block.size} tokens of the {block.kind} have "
+            f"{block.max_drafts} drafts; use at most {_chain_flags(block.max_drafts)}"
+        )
+    return tree
+
+
+def _check_block(block: BlockConfig, topk: int | None) -> None:
+    if topk is not None and topk > 1:
+        raise ConfigError(f"--speculative-eagle-topk {topk}: a {block.kind} drafts chains; use 1")
+
+
+def _tree_of_flags(steps: str | None, topk: int | None, nodes: int | None, record: Record) -> Tree:
     missing = [option_of(name) for name, value in zip(TREE, (steps, topk, nodes)) if value is None]
     if len(missing) == len(TREE):
         reason = "SGLang's 3, 1, 4 for DeepSeek models and for draft models"
@@ -327,13 +369,13 @@ def _chain_flags(depth: int) -> str:
     return f"--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
 
 
-def _auto_tree(topk: int | None, nodes: int | None, record: Record) -> Tree:
+def _auto_tree(topk: int | None, nodes: int | None, most: int, record: Record) -> Tree:
     if topk is not None and topk > 1:
         raise ConfigError(
             f"--speculative-num-steps auto with --speculative-eagle-topk {topk}: auto chooses the length of a chain; "
             "use topk 1, or give the number of steps"
         )
-    steps = AUTO_MAX_STEPS if nodes is None else nodes - 1
+    steps = most if nodes is None else nodes - 1
     record.note("speculative_num_steps", steps, f"each step drafts 0 to {steps} tokens, by the acceptance so far")
     if topk is None:
         record.note("speculative_eagle_topk", 1, "auto steps make a chain")
@@ -342,14 +384,19 @@ def _auto_tree(topk: int | None, nodes: int | None, record: Record) -> Tree:
     return Tree(steps, 1, steps + 1, auto_depth=True)
 
 
-def _ngram_chain(steps: str | None, nodes: int | None, record: Record) -> Tree:
-    """A match has one continuation: a chain, whose length either flag may give."""
-    depth = int(steps) if steps is not None else NGRAM_STEPS if nodes is None else nodes - 1
+def _chain(steps: str | None, nodes: int | None, default: int, reason: str, why_chain: str, record: Record) -> Tree:
+    """A chain, whose length either flag may give.
+
+    Args:
+        default: its drafts if none does, with the reason.
+        why_chain: reason for one child of each token.
+    """
+    depth = int(steps) if steps is not None else default if nodes is None else nodes - 1
     if steps is None:
-        record.note("speculative_num_steps", depth, "a short chain" if nodes is None else "draft tokens - 1")
+        record.note("speculative_num_steps", depth, reason if nodes is None else "draft tokens - 1")
     if nodes is None:
         record.note("speculative_num_draft_tokens", depth + 1, "steps + 1")
-    record.note("speculative_eagle_topk", 1, "an n-gram match has one continuation")
+    record.note("speculative_eagle_topk", 1, why_chain)
     return _given_tree(depth, 1, depth + 1 if nodes is None else nodes, record)
 
 

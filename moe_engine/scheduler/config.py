@@ -199,7 +199,7 @@ class SchedulerConfig:
     def bigram_prefixes(self) -> bool:
         """Whether the radix cache is keyed by pairs of tokens: the KV that MTP layers and EAGLE heads
         have of a token also depends on its successor."""
-        return self.speculation is not None and self.speculation.follows
+        return self.speculation is not None and self.speculation.reads_next_token
 
     @property
     def preempts(self) -> bool:

@@ -128,7 +128,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--pp-size", "--pp-size: not supported yet"),
         ("--attn-cp-size 2 --enable-symm-mem", "--attn-cp-size 2: not supported yet"),
         ("--enable-symm-mem", "--enable-symm-mem: not supported yet: further forms"),
-        ("--speculative-algorithm DFLASH", "a block of tokens at once"),
+        ("--speculative-dflash-block-size 8", "further speculative algorithms"),
         ("--speculative-algorithm FROZEN_KV_MTP", "assistants of Gemma 4"),
         ("--moe-a2a-backend mooncake", "more dispatch backends"),
         ("--lora-backend ascend", "other LoRA backends"),

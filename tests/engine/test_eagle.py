@@ -1,4 +1,4 @@
-"""EAGLE heads give the drafts of an independent float64 reference, and never change an answer."""
+"""EAGLE, DFlash and DSpark heads give the drafts of an independent float64 reference, and never change an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import InProcessEngine, Scripted
-from tests.speculation.eagle_heads import offline_counts
 from tests.speculation.eagle_pairs import FLAGS, FORMS, Pair, make_pair
 
 DEPTH = 3
@@ -17,8 +16,8 @@ CHAIN = {"speculative_num_steps": DEPTH, "speculative_eagle_topk": 1, "speculati
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
 
-QUICK = ("eagle2 mapped", "eagle3 on mla", "eagle3 of three layers")
-"""Each layout, each attention of a head, a token map, a draft vocabulary, several layers."""
+QUICK = ("eagle2 mapped", "eagle3 on mla", "eagle3 on blocks", "eagle3 of three layers", "dflash", "dspark")
+"""Each layout, each attention of a head, a token map, a draft vocabulary, several layers, blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     return get
 
 
-@pytest.fixture
-def trained(pairs: Callable[[str], Pair]) -> Pair:
-    return pairs("eagle3 on mla")
+@pytest.fixture(params=["eagle3 on mla", "dspark"])
+def trained(pairs: Callable[[str], Pair], request: pytest.FixtureRequest) -> Pair:
+    return pairs(request.param)
 
 
 def script(pair: Pair, temperature: float = 0.0, tokens: int = 24, together: bool = False) -> list[Scripted]:
@@ -71,12 +70,12 @@ def test_acceptance_equals_an_offline_count_and_tokens_those_without_drafts(
     assert drafted == plain
     proposed, accepted = [0] * DEPTH, [0] * DEPTH
     for i, prompt in enumerate(pair.prompts):
-        counts = offline_counts(pair.head, prompt, plain[f"r{i}"], DEPTH)
+        counts = pair.counts(prompt, plain[f"r{i}"], DEPTH)
         proposed = [a + b for a, b in zip(proposed, counts[0])]
         accepted = [a + b for a, b in zip(accepted, counts[1])]
     stats = engine.scheduler.stats().speculation
     assert stats is not None and (stats.proposed, stats.accepted) == (proposed, accepted)
-    assert 0 < accepted[0] < proposed[0], "acceptance is trivial"
+    assert 0 < sum(accepted) < sum(proposed), "acceptance is trivial"
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -85,7 +84,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled tree": {"flags": TREE, "temperature": 0.5},
     "auto": {"flags": {"speculative_num_steps": "auto"}},
     "chunks and pages": {"flags": {**CHAIN, "chunked_prefill_size": 8, "enable_mixed_chunk": True, "page_size": 4}},
-    "retracted": {"flags": {**CHAIN, "max_total_tokens": 112, "schedule_conservativeness": 0.0}, "together": True},
+    "retracted": {"flags": {**CHAIN, "max_total_tokens": 96, "schedule_conservativeness": 0.0}, "together": True},
 }
 
 OFTEN = ("sampled tree", "retracted")
@@ -97,6 +96,8 @@ OFTEN = ("sampled tree", "retracted")
 )
 def test_answers_are_those_without_drafts(trained: Pair, tmp_path: Path, way: str) -> None:
     options = WAYS[way]
+    if "tree" in way and trained.head.form.algorithm == "DSPARK":
+        pytest.skip("blocks are chains")
     items = [
         script(trained, options.get("temperature", 0.0), together=options.get("together", False)) for _ in range(2)
     ]

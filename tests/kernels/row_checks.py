@@ -11,11 +11,13 @@ import torch
 
 from moe_engine.kernels.attention.protocol import MLABackend
 from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from tests.kernels.cpu.formulas import (
     NAN,
+    activated,
     attend,
     bounded_silu,
     close,
@@ -134,7 +136,7 @@ def check_clamped_silu(ops: Ops, dtype: torch.dtype) -> None:
     gate, up = x.double().chunk(2, -1)
     for limit in (1.5, -1.5):
         want = bounded_silu(gate, up, limit)
-        got = ops.silu_and_mul(x, limit)
+        got = ops.silu_and_mul(x, GatedActivation(limit))
         assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2
         close(got.nan_to_num(), want.nan_to_num(), 2)
 
@@ -145,7 +147,19 @@ def check_shifted_silu(ops: Ops, dtype: torch.dtype) -> None:
     for limit in (0.0, 1.5):
         gate, up = x.double().chunk(2, -1)
         gate, up = (gate.clamp(max=limit), up.clamp(-limit, limit)) if limit else (gate, up)
-        close(ops.silu_and_mul(x, limit, 1.702), (up + 1) * gate / (1 + torch.exp(-1.702 * gate)), 3)
+        close(ops.silu_and_mul(x, GatedActivation(limit, 1.702)), (up + 1) * gate / (1 + torch.exp(-1.702 * gate)), 3)
+
+
+def check_situ(ops: Ops, dtype: torch.dtype) -> None:
+    """SiTU with and without a bound of up, of values far beyond both bounds too; NaN stays."""
+    x = normal(5, 90, dtype=dtype, scale=4.0)
+    x[0] *= 30
+    x[1, 0] = x[2, 45] = NAN
+    for limit in (0.0, 5.0):
+        form = GatedActivation(limit, beta=3.0)
+        got, want = ops.silu_and_mul(x, form), activated(*x.double().chunk(2, -1), form)
+        assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2
+        close(got.nan_to_num(), want.nan_to_num(), 2)
 
 
 def check_given_experts(ops: Ops, dtype: torch.dtype) -> None:

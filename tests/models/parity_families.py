@@ -8,7 +8,7 @@ import io
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.media.image_process import load_processor
-from tests.models import kimi_checkpoints, mistral3_checkpoints, v4_checkpoints, vision_checkpoints
+from tests.models import (
+    kimi_checkpoints,
+    kimi_k3,
+    minimax_m3_images,
+    mistral3_checkpoints,
+    v4_checkpoints,
+    vision_checkpoints,
+)
 from tests.models.checkpoints import make_checkpoint
 from tests.models.vision_checkpoints import Oracle, Pixels, random_picture
 
@@ -95,6 +102,22 @@ def kimi_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, made.logits, prompts)
 
 
+def minimax_m3_family(kind: str, path: Path, seed: int) -> Family:
+    made = minimax_m3_images.make_minimax_m3(path, seed, max_position_embeddings=1024)
+    processor = load_processor(str(path))
+
+    def pixels(picture: Any) -> Pixels:
+        found = processor([picture], return_tensors="pt")
+        return Pixels(tuple(found["image_grid_thw"][0].tolist()), found["pixel_values"])
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        start, image, end = minimax_m3_images.START, minimax_m3_images.IMAGE, minimax_m3_images.END
+        made = image_prompts(seed, count, longest, pixels, ([start], image, [end]), side=50)
+        return [replace(prompt, ids=[id for id in prompt.ids if id not in (start, end)]) for prompt in made]
+
+    return Family(path, made.logits, prompts)
+
+
 def mistral3_family(kind: str, path: Path, seed: int) -> Family:
     made = mistral3_checkpoints.make_mistral3(path, seed, "ministral3", max_position_embeddings=1024)
     return _with_rows(path, made, mistral3_checkpoints.RowPixels, side=80)
@@ -132,9 +155,15 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, logits, text_prompts)
 
 
+def k3_family(kind: str, path: Path, seed: int) -> Family:
+    """The formulas in float64: transformers has no such model."""
+    reference = kimi_k3.K3Reference(kimi_k3.make_k3(path, seed, max_position_embeddings=1024))
+    return Family(path, lambda ids, images: reference.logits(ids), text_prompts)
+
+
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
-    "deepseek_v4": v4_family,
+    "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
 }  # fmt: skip
 
 

@@ -164,8 +164,10 @@ def test_memory_is_in_the_ledger() -> None:
     of = partial(sizes._compressed_bytes, attention, num_tokens=tokens, dtype_bytes=2)
     table = torch.zeros(tokens, width, dtype=torch.int32)
     assert steps.plan_in_place(decodes([40] * tokens, 1, table, table).attention)
-    assert 0.9 * tokens * width * 4 / 8 < steps._memory.num_bytes < (
-        of(width, num_requests=tokens) - of(0, num_requests=tokens)
+    assert (
+        0.9 * tokens * width * 4 / 8
+        < steps._memory.num_bytes
+        < (of(width, num_requests=tokens) - of(0, num_requests=tokens))
     )
     # the tokens of a prompt share the slots of its entries
     seven = of(width, num_requests=tokens) - of(width, num_requests=1)

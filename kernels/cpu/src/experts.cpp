@@ -11,10 +11,10 @@
 namespace moe {
 
 // Biases of the products and a clamped activation: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up
-// within +-limit.
+// within +-limit. With a beta: `situ`, without biases.
 struct ExpertBiases {
   const float *gate_up, *down;  // [E, 2I], gate first, and [E, D]; both null: the activation without biases
-  float alpha, limit;
+  float alpha, limit, beta;
 
   const float* of_gate(int64_t expert, int64_t width, int64_t column) const {
     return gate_up ? gate_up + expert * 2 * width + column : nullptr;
@@ -83,6 +83,13 @@ template <class T>
 static INLINE void activate_biased(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns,
                                     const ExpertBiases& b, const float* bias, int64_t width, T* out, int64_t ldo) {
   const F16 limit = set1(b.limit), alpha = set1(b.alpha), one = set1(1.f);
+  if (b.beta > 0) {
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < columns; j += LANES)
+        store_some(out + i * ldo + j, situ(load(gate + i * ldc + j), load(up + i * ldc + j), b.beta, b.limit),
+                   columns - j);
+    return;
+  }
   for (int64_t j = 0; j < columns; j += LANES) {
     const F16 gate_bias = bias ? load_some(bias + j, columns - j) : zero();
     const F16 up_bias = bias ? load_some(bias + width + j, columns - j) : zero();

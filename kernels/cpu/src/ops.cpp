@@ -43,14 +43,16 @@ static void add_norm(const T* x, int64_t ldx, T* residual, const W* weight, floa
 // ---- activation ----
 
 template <class T>
-static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t n, float limit, float alpha) {
+static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t n, float limit, float alpha,
+                     float beta) {
   parallel_ranges(rows, double(n) * 0.5, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++)
       for (int64_t i = 0; i < n; i += LANES) {
         F16 gate = load_some(gate_up + t * ld + i, n - i), up = load_some(gate_up + t * ld + n + i, n - i);
         if (alpha > 0 && limit > 0) clamp(gate, up, limit);
-        const F16 mixed =
-            alpha > 0 ? gate * sigmoid(set1(alpha) * gate) * (up + set1(1.f)) : clamped_silu(gate, limit, up);
+        const F16 mixed = beta > 0    ? situ(gate, up, beta, limit)
+                          : alpha > 0 ? gate * sigmoid(set1(alpha) * gate) * (up + set1(1.f))
+                                      : clamped_silu(gate, limit, up);
         store_some(out + t * n + i, mixed, n - i);
       }
   });
@@ -308,10 +310,10 @@ API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t l
 }
 
 API void moe_silu_and_mul(int is_bf16, const void* gate_up, int64_t ld, void* out, int64_t rows, int64_t n,
-                          float limit, float alpha) {
+                          float limit, float alpha, float beta) {
   typed(is_bf16, [&](auto a) {
     using T = decltype(a);
-    silu_mul(IN(T, gate_up), ld, OUT(T, out), rows, n, limit, alpha);
+    silu_mul(IN(T, gate_up), ld, OUT(T, out), rows, n, limit, alpha, beta);
   });
 }
 

@@ -345,6 +345,7 @@ INLINE F16 softplus(const F16& x) {
 }
 INLINE F16 sigmoid(const F16& x) { return set1(1.f) / (set1(1.f) + exp(zero() - x)); }
 INLINE F16 silu(const F16& x) { return x * sigmoid(x); }
+INLINE F16 tanh(const F16& x) { return set1(2.f) * sigmoid(x + x) - set1(1.f); }
 
 // gate at most `limit`, up within +-limit; NaN stays.
 INLINE void clamp(F16& gate, F16& up, float limit) {
@@ -358,6 +359,12 @@ INLINE F16 clamped_silu(F16 gate, float limit, F16 up) {
   const F16 active = silu(gate);
   if (limit >= 0) return active * up;
   return min(set1(-limit), active) * max(set1(limit), min(set1(-limit), up));
+}
+
+// SiTU: beta * tanh(gate / beta) * sigmoid(gate) * up, with up = limit * tanh(up / limit) if there is a limit.
+INLINE F16 situ(const F16& gate, const F16& up, float beta, float limit) {
+  const F16 active = set1(beta) * tanh(gate * set1(1.f / beta)) * sigmoid(gate);
+  return active * (limit > 0 ? set1(limit) * tanh(up * set1(1.f / limit)) : up);
 }
 
 template <class T>

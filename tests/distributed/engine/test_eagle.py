@@ -1,13 +1,13 @@
-"""EAGLE heads on several ranks: the tokens of one rank, and the acceptance of an offline count, in every form."""
+"""Draft heads on several ranks: the tokens of one rank, and the acceptance of an offline count, in every form."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_engine import Engine
-from tests.speculation.eagle_heads import offline_counts
 from tests.speculation.eagle_pairs import Pair, make_pair
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -38,6 +38,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def expected(pair: Pair) -> list[tuple[list[int], int]]:
+    return expected_of(pair)
+
+
+def expected_of(pair: Pair) -> list[tuple[list[int], int]]:
     """The tokens of each prompt on one rank without drafts, and the accepted drafts of the reference."""
     with Engine(
         str(pair.path), dtype="float32", max_total_tokens=2048, cpu_threads=1, skip_tokenizer_init=True
@@ -46,7 +50,7 @@ def expected(pair: Pair) -> list[tuple[list[int], int]]:
     found = []
     for prompt, output in zip(pair.prompts, outputs):
         tokens = output["output_ids"]
-        found.append((tokens, sum(offline_counts(pair.head, prompt, tokens, DEPTH)[1])))
+        found.append((tokens, sum(pair.counts(prompt, tokens, DEPTH)[1])))
     return found
 
 
@@ -54,6 +58,18 @@ def expected(pair: Pair) -> list[tuple[list[int], int]]:
     "form", [form if form in QUICK else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS]
 )
 def test_forms(pair: Pair, expected: list[tuple[list[int], int]], form: str) -> None:
+    compare(pair, expected, form)
+
+
+@pytest.mark.parametrize(
+    "form", [form if form in QUICK else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS]
+)
+def test_blocks(tmp_path: Path, form: str) -> None:
+    pair = make_pair("dspark", tmp_path)
+    compare(pair, expected_of(pair), form)
+
+
+def compare(pair: Pair, expected: list[tuple[list[int], int]], form: str) -> None:
     with Engine(str(pair.path), **pair.flags(**FLAGS), **FORMS[form]) as engine:
         outputs: Any = engine.generate(input_ids=pair.prompts, sampling_params=GREEDY)
     tokens = [output["output_ids"] for output in outputs]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBiases
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedRows
 from moe_engine.kernels.queries import PagedQueries
@@ -55,10 +56,18 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float = 0.0) -> Tensor:
-    """x [M, D], gate and up [I, D], down [D, I]; limit: as in `bounded_silu`."""
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, form: GatedActivation = SILU) -> Tensor:
+    """x [M, D], gate and up [I, D], down [D, I]."""
     x = x.double()
-    return bounded_silu(x @ gate.double().T, x @ up.double().T, limit) @ down.double().T
+    return activated(x @ gate.double().T, x @ up.double().T, form) @ down.double().T
+
+
+def activated(gate: Tensor, up: Tensor, form: GatedActivation) -> Tensor:
+    """gate and up with the activation, which has no alpha."""
+    if not form.beta:
+        return bounded_silu(gate, up, form.limit)
+    soft = form.limit * torch.tanh(up / form.limit) if form.limit else up
+    return form.beta * torch.tanh(gate / form.beta) / (1 + torch.exp(-gate)) * soft
 
 
 def bounded_silu(gate: Tensor, up: Tensor, limit: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.cpu import CpuExperts
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear.cpu import CpuLinear
 from moe_engine.kernels.quantization.codes import FP4, IQ4, CodedWeight, GroupCodes
 
@@ -80,7 +83,7 @@ def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype) -
         kernel.load_coded(stored, expert, *parts)
         kernel.load_expert(plain, expert, *(part.dequantized().to(dtype) for part in parts))
     assert stored.num_bytes == experts * (2 * format.num_bytes(width, hidden) + format.num_bytes(hidden, width))
-    stored.limit = plain.limit = 1.0
+    stored.activation = plain.activation = random.choice((GatedActivation(1.0), GatedActivation(2.0, beta=0.7)))
     x, ids = torch.randn(9, hidden, dtype=dtype), torch.randint(0, experts, (9, 3), dtype=torch.int32)
     weights = torch.rand(9, 3)
     want = kernel.run_routed(x, weights, ids, plain)

@@ -10,10 +10,12 @@ from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import NAN, biased, close, gated, normal
 
 Parts = list[tuple[Tensor, Tensor, Tensor]]
+FORMS = (SILU, GatedActivation(0.9), GatedActivation(-0.4), GatedActivation(1.5, beta=0.8))
 
 
 def _experts(
@@ -34,26 +36,28 @@ def _routing(tokens: int, top_k: int, experts: int) -> tuple[Tensor, Tensor]:
     return torch.rand(tokens, top_k), ids.int()
 
 
-def _want(x: Tensor, weights: Tensor, ids: Tensor, parts: Parts, limit: float = 0.0) -> Tensor:
+def _want(x: Tensor, weights: Tensor, ids: Tensor, parts: Parts, form: GatedActivation = SILU) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].tolist(), ids[token].tolist()):
             if 0 <= expert < len(parts):
-                out[token] += weight * gated(x[token : token + 1], *parts[expert], limit)[0]
+                out[token] += weight * gated(x[token : token + 1], *parts[expert], form)[0]
     return out
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(64, 32), (50, 23), (128, 80)])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 120])
-@pytest.mark.parametrize("limit", [0.0, 0.9, -0.4])
-def test_routed(any_library: Library, dtype: torch.dtype, hidden: int, width: int, tokens: int, limit: float) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_routed(
+    any_library: Library, dtype: torch.dtype, hidden: int, width: int, tokens: int, form: GatedActivation
+) -> None:
     kernel = CpuExperts(any_library)
     weights, parts = _experts(kernel, 6, hidden, width, dtype)
-    weights.limit = limit
+    weights.activation = form
     x = normal(tokens, hidden, dtype=dtype)
     topk, ids = _routing(tokens, 3, 5)  # expert 5 has no rows
     got = kernel.run_routed(x, topk, ids, weights)
-    close(got, _want(x, topk, ids, parts, limit), 2)
+    close(got, _want(x, topk, ids, parts, form), 2)
     more = normal(tokens, hidden, dtype=dtype)
     assert torch.equal(kernel.run_routed(x, topk, ids, weights, add=more), got + more)
 
@@ -83,7 +87,7 @@ def test_biases(any_library: Library, dtype: torch.dtype, hidden: int, width: in
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     grouped = [biased(part, *parts[e], bias, e) for e, part in enumerate(rows.split(counts))]
     close(kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights), torch.cat(grouped), 3)
-    weights.bias, weights.alpha, weights.limit = None, bias.alpha, bias.limit
+    weights.bias, weights.activation = None, GatedActivation(bias.limit, bias.alpha)
     none = ExpertBiases(torch.zeros(5, 2 * width), torch.zeros(5, hidden), bias.alpha, bias.limit)
     grouped = [biased(part, *parts[e], none, e) for e, part in enumerate(rows.split(counts))]
     got = kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights)
@@ -100,15 +104,18 @@ def test_ids_of_other_ranks_contribute_nothing(library: Library, dtype: torch.dt
     close(kernel.run_routed(x, topk, ids, weights), _want(x, topk, ids, parts), 2)
 
 
-@pytest.mark.parametrize(("hidden", "width", "limit"), [(64, 32, 0.0), (50, 23, 0.9), (50, 23, -0.4)])
-def test_grouped_and_padded(any_library: Library, dtype: torch.dtype, hidden: int, width: int, limit: float) -> None:
+@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (50, 23)])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_grouped_and_padded(
+    any_library: Library, dtype: torch.dtype, hidden: int, width: int, form: GatedActivation
+) -> None:
     kernel = CpuExperts(any_library)
     weights, parts = _experts(kernel, 5, hidden, width, dtype)
-    weights.limit = limit
+    weights.activation = form
     counts = [3, 0, 110, 1, 8]
     x = normal(sum(counts), hidden, dtype=dtype)
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
-    want = torch.cat([gated(rows, *part, limit) for rows, part in zip(x.split(counts), parts)])
+    want = torch.cat([gated(rows, *part, form) for rows, part in zip(x.split(counts), parts)])
     grouped = kernel.run(ExpertBatch("grouped", x, offsets=offsets), weights)
     close(grouped, want, 2)
     padded = torch.full((5, 115, hidden), NAN, dtype=dtype)

@@ -17,6 +17,7 @@ from moe_engine.kernels.decoder.layers import MLALayer, MoELayer, fuse_moe
 from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.experts.reference import TorchExperts
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear.cpu import CpuLinear
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
@@ -165,7 +166,7 @@ def _moe_layer(library: Library, router: RouterSpec, dtype: torch.dtype, shared_
         shared = linear.prepare(gate_up), linear.prepare(down)
     gate = torch.randn(router.num_experts, HIDDEN)
     weights = _experts(CpuExperts(library), router.num_experts, 24, dtype)
-    weights.limit = LIMIT if router == ROUTERS[-1] else 0.0
+    weights.activation = GatedActivation(LIMIT if router == ROUTERS[-1] else 0.0)
     return MoELayer(gate, torch.randn(router.num_experts) * 0.1, router, weights, shared)
 
 
@@ -182,7 +183,11 @@ def test_moe_layer(
     assert fused is not None
     x = normal(tokens, HIDDEN, dtype=dtype)
     topk, ids = CpuOps(any_library).route(x, layer.gate, layer.bias, router)
-    shared = None if layer.shared is None else CpuLinear(any_library).run_mlp(x, *layer.shared, layer.experts.limit)
+    shared = (
+        None
+        if layer.shared is None
+        else CpuLinear(any_library).run_mlp(x, *layer.shared, layer.experts.activation.limit)
+    )
     want = kernel.run_routed(x, topk, ids, layer.experts, shared)
     assert torch.equal(fused.run(x), want)
     chosen = torch.empty_like(ids)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear.cpu import CpuLinear
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import NAN, close, gated, normal
@@ -66,7 +67,7 @@ def test_mlp(any_library: Library, dtype: torch.dtype, tokens: int, limit: float
     down = normal(hidden, width, dtype=dtype, scale=0.1)
     prepared = linear.prepare(torch.cat((gate, up))), linear.prepare(down)
     got = linear.run_mlp(x, *prepared, limit)
-    close(got, gated(x, gate, up, down, limit), 2)
+    close(got, gated(x, gate, up, down, GatedActivation(limit)), 2)
     assert torch.equal(linear.run_mlp(x[-1:], *prepared, limit), got[-1:])
     fused = linear.fuse_mlp(*prepared, limit)
     assert fused is not None and torch.equal(fused(x), got)

@@ -25,6 +25,7 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
 def test_clamped_silu(dtype: torch.dtype) -> None:
     row_checks.check_clamped_silu(OPS, dtype)
     row_checks.check_shifted_silu(OPS, dtype)
+    row_checks.check_situ(OPS, dtype)
 
 
 def test_given_experts(dtype: torch.dtype) -> None:

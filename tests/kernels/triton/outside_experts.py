@@ -76,7 +76,7 @@ def launch_four_bits(experts: TritonExperts, capacity: int) -> None:
         weights = experts.allocate_codes(count, model.hidden, model.width, "meta", model.format)
         if model.biased:
             weights.bias = ExpertBiases(*(there(count, width, dtype=torch.float32) for width in shapes), 1.702, 7.0)
-        weights.limit = 10.0 if model.clamped else 0.0
+        weights.activation = model.activation
         counts, dtype = there(count, dtype=torch.int32), dtype_of(model)
         experts.run(ExpertBatch("padded", there(count, capacity, model.hidden, dtype=dtype), counts=counts), weights)
 

@@ -7,6 +7,7 @@ import torch
 
 from moe_engine.kernels.experts import deep_gemm
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.quantization import reference, triton_rows
 from tests.kernels.triton.launches import launches
@@ -28,7 +29,7 @@ def test_results_equal_those_of_deep_gemm(fp8: bool, limit: float, monkeypatch: 
         weights = kernel.allocate_blocks(NUM, HIDDEN, WIDTH, "cpu")
     else:
         weights = kernel.allocate(NUM, HIDDEN, WIDTH, torch.bfloat16, "cpu")
-    weights.limit = limit
+    weights.activation = GatedActivation(limit)
     x, topk_weights = torch.randn(5, HIDDEN).bfloat16(), torch.rand(5, TOP_K)
     ids = torch.rand(5, NUM + 1).argsort(1)[:, :TOP_K].int() - 1
     for expert in (0, 1, 2, 1):

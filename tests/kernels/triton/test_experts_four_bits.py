@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases
 from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, STEP, CodedWeight, GroupCodes
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
@@ -116,10 +117,10 @@ def test_routed_and_padded_rows(form: str, dtype: torch.dtype, tokens: int) -> N
 @pytest.mark.parametrize("rows", [[0, 20, 1], [130, 0, 70]], ids=str)
 def test_a_dispatchers_rows(rows: list[int], form: str) -> None:
     experts = Experts(3, torch.bfloat16, FORMS[form])
-    experts.weights.limit = limit = 0.8
+    experts.weights.activation = activation = random.choice((GatedActivation(0.8), GatedActivation(0.8, beta=1.5)))
     x, offsets = experts.rows(sum(rows)), torch.tensor([0, *rows]).cumsum(0).int()
     got = kernel.run(ExpertBatch("grouped", x, offsets=offsets), experts.weights)
-    want = [gated(part, *experts.parts[e], limit) for e, part in enumerate(x.split(rows)) if len(part)]
+    want = [gated(part, *experts.parts[e], activation) for e, part in enumerate(x.split(rows)) if len(part)]
     experts.check(got, torch.cat(want))
 
 

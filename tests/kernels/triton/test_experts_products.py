@@ -14,10 +14,12 @@ from moe_engine.kernels.experts.group_tiles import num_programs, programs_per_sm
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertShape, named_shapes
 from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight
-from tests.kernels.cpu.formulas import NAN, biased, block_product, bounded_silu, gated
+from tests.kernels.cpu.formulas import NAN, activated, biased, block_product, gated
 
+BOUNDED = (GatedActivation(0.6), GatedActivation(-0.3), GatedActivation(0.8, beta=0.6), GatedActivation(beta=0.9))
 KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0"]
 # of the largest result: sums in float32; a bf16 inner value and result; rounding ties of the inner FP8 cast
 BOUND = {"fp32": 3e-6, "bf16": 1.5e-2, "fp8": 1e-2, "fp8_ue8m0": 1e-2}
@@ -55,17 +57,17 @@ class Experts:
         return torch.randn(*shape).to(self.dtype)
 
     def clamp(self) -> None:
-        """Clamps activations from now on."""
-        self.weights.limit = random.choice((0.6, -0.3))
+        """Another form of activations from now on."""
+        self.weights.activation = random.choice(BOUNDED)
 
     def apply(self, x: Tensor, expert: int) -> Tensor:
         """x [M, D] through one expert in float64, quantized as in the kernel's contract."""
         parts = self.parts[expert]
         if not self.kind.startswith("fp8"):
-            return gated(x, *parts, self.weights.limit)
+            return gated(x, *parts, self.weights.activation)
         quantized = reference.quantize_rows(x, self.power_of_two)
         gate, up = (block_product(quantized, part) for part in parts[:2])
-        inner = bounded_silu(gate, up, self.weights.limit)
+        inner = activated(gate, up, self.weights.activation)
         inner = reference.quantize_rows(inner.float(), self.power_of_two)
         return block_product(inner, parts[2])
 
@@ -112,7 +114,7 @@ def test_biases(kind: str, tokens: int) -> None:
         if count:
             rows = padded[expert, :count]
             experts.check(got[expert, :count], biased(rows, *experts.parts[expert], bias, expert))
-    experts.weights.bias, experts.weights.alpha, experts.weights.limit = None, bias.alpha, bias.limit
+    experts.weights.bias, experts.weights.activation = None, GatedActivation(bias.limit, bias.alpha)
     alone = kernel.run_routed(x, topk, ids, experts.weights)
     experts.weights.bias = ExpertBiases(torch.zeros(4, 144), torch.zeros(4, 160), bias.alpha, bias.limit)
     assert torch.equal(alone, kernel.run_routed(x, topk, ids, experts.weights)), "no biases are biases of 0"

@@ -128,6 +128,7 @@ def test_silu_of_extreme_values(ops):
 def test_clamped_silu(ops, dtype):
     row_checks.check_clamped_silu(ops, dtype)
     row_checks.check_shifted_silu(ops, dtype)
+    row_checks.check_situ(ops, dtype)
 
 
 @pytest.mark.parametrize("most", [256, 0], ids=["one launch", "two"])

@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
 from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.linear.protocol import LinearCapabilities
@@ -172,7 +173,7 @@ def quantized_mlp(arch: int, parts: Parts, limit: float = torch.inf) -> Callable
 
 
 def true_mlp(parts: Parts, limit: float = 0.0) -> Callable[[Tensor, int], Tensor]:
-    return lambda x, expert: gated(x, *(fp8.dequantize_weight(part) for part in parts[expert]), limit)
+    return lambda x, expert: gated(x, *(fp8.dequantize_weight(part) for part in parts[expert]), GatedActivation(limit))
 
 
 def grouped(counts: list[int], hidden: int, extra: int = 0) -> ExpertBatch:
@@ -211,7 +212,7 @@ def test_fp8_experts_grouped(arch, takes_ends, counts, extra):
     hidden, width = 256, 128
     weights, parts = fp8_experts(kernel, len(counts), hidden, width)
     batch = grouped(counts, hidden, extra)
-    weights.limit = LIMIT
+    weights.activation = GatedActivation(LIMIT)
     got = check_grouped(kernel, weights, batch, (quantized_mlp(arch, parts, LIMIT), fp8_close))
     rows, true = batch.x[: sum(counts)].split(counts), true_mlp(parts, LIMIT)
     near(got[: sum(counts)], torch.cat([true(x, expert) for expert, x in enumerate(rows)]))  # one row varies too much
@@ -225,7 +226,7 @@ def test_fp8_experts_padded(arch, counts, capacity):
     kernel = DeepGemmExperts(gemm)
     hidden, width = 128, 256
     weights, parts = fp8_experts(kernel, len(counts), hidden, width)
-    weights.limit = LIMIT
+    weights.activation = GatedActivation(LIMIT)
     x = normal(len(counts), capacity, hidden, dtype=BF16)
     for expert, count in enumerate(counts):
         x[expert, count:] = NAN
@@ -316,8 +317,8 @@ def test_bf16_experts(takes_ends):
     ]
     for expert, part in enumerate(parts):
         kernel.load_expert(weights, expert, *part)
-    weights.limit = LIMIT
-    reference = lambda x, expert: gated(x, *parts[expert], LIMIT)  # noqa: E731
+    weights.activation = GatedActivation(LIMIT)
+    reference = lambda x, expert: gated(x, *parts[expert], GatedActivation(LIMIT))  # noqa: E731
     check_grouped(kernel, weights, grouped(counts, hidden, extra=3), (reference, lambda got, want: close(got, want, 3)))
     x = normal(len(counts), 150, hidden, dtype=BF16)
     got = kernel.run(ExpertBatch("padded", x, counts=torch.tensor(counts).int()), weights)
@@ -350,7 +351,7 @@ def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
     emulator, gemm = library(arch, takes_ends)
     kernel, num = DeepGemmExperts(gemm), 5
     weights, parts = fp8_experts(kernel, num, 256, 128)
-    weights.limit = LIMIT
+    weights.activation = GatedActivation(LIMIT)
     x, ids, add = normal(tokens, 256, dtype=BF16), choose(tokens, 3, num), normal(tokens, 256, dtype=BF16)
     topk_weights = torch.rand(tokens, 3)
     got = kernel.run_routed(x, topk_weights, ids, weights, add)

@@ -1,0 +1,35 @@
+"""The forms of gated activations in MLPs and experts. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """How gate and up become one row; at most one of `alpha` and `beta` is set.
+
+    Attributes:
+        limit: gate is at most `limit` and up within +-limit, before silu(gate) * up (DeepSeek V4). A negative one:
+            silu(gate) is at most -limit instead (Ling). 0: no limit.
+        alpha: gate * sigmoid(alpha * gate) * (up + 1), after the limit (gpt-oss, MiniMax-M3).
+        beta: SiTU (Kimi K3): beta * tanh(gate / beta) * sigmoid(gate) * up, with limit * tanh(up / limit) for up if
+            there is a limit.
+    """
+
+    limit: float = 0.0
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    @property
+    def is_silu(self) -> bool:
+        """True if silu(gate) is a factor; then there may be a limit."""
+        return not self.alpha and not self.beta
+
+    @property
+    def clamps(self) -> bool:
+        """True if values are cut at the limit."""
+        return self.limit != 0 and not self.beta
+
+
+SILU = GatedActivation()

@@ -1,0 +1,181 @@
+"""Drafters that fill in a block of tokens in one forward: DFlash (arXiv 2602.06036) and DSpark (2607.05147), as heads
+of their own and as layers in the model's checkpoint (DeepSeek V4). Their fields of config.json. Imports no torch.
+
+A block starts with the last token; mask tokens follow. DFlash's output at a mask predicts the token at its own
+position, so that the first output is not used. DSpark's outputs predict the token at the next position; a Markov head
+adds a bias by the token before, which makes the drafts of a block consistent. Its confidence head, which other engines
+use to choose the number of drafts, is not read: ``--speculative-num-steps auto`` measures acceptance instead.
+
+Legend: B tokens of a block, D hidden, V vocabulary, R rank of the Markov head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.errors import ConfigError
+
+MARKOV = "markov_head"
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+UNREAD = ("lm_head.weight", *CONFIDENCE)
+"""A copy of the target's LM head, and the confidence head."""
+_ARCHITECTURES = ("DFlash", "DSpark")
+_LAYERS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+"""Architecture of the decoder layers, by model_type."""
+_MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A block of tokens.
+
+    Attributes:
+        size: tokens B of a block in training; shorter blocks are valid too.
+        mask_id: id of the mask token.
+        skips_first: the first output of a block predicts nothing (DFlash).
+        markov_rank: R; 0: no Markov head (DFlash).
+        markov_head: ``vanilla``, ``gated`` or ``rnn``.
+    """
+
+    size: int
+    mask_id: int
+    skips_first: bool
+    markov_rank: int = 0
+    markov_head: str = ""
+
+    @property
+    def kind(self) -> str:
+        return "DFlash head" if self.skips_first else "DSpark head"
+
+    @property
+    def algorithm(self) -> str:
+        return "DFLASH" if self.skips_first else "DSPARK"
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a block of B tokens."""
+        return self.size - self.skips_first
+
+    def tokens(self, num_drafts: int) -> int:
+        """Tokens of a block that yields this number of drafts."""
+        return num_drafts + self.skips_first
+
+
+@dataclass(frozen=True)
+class OwnBlock:
+    """Layers in the model's own checkpoint that fill in blocks.
+
+    Attributes:
+        tapped: the numbers of model layers after which they read the hidden states.
+    """
+
+    block: BlockConfig
+    tapped: tuple[int, ...]
+
+
+def is_block_head(names: Collection[str]) -> bool:
+    """Whether a checkpoint with these architectures fills in blocks."""
+    return any(own in name for name in names for own in _ARCHITECTURES)
+
+
+def layer_architecture(file: str, raw: Mapping[str, Any]) -> str:
+    """The architecture whose decoder layers the head has. Raises ConfigError: they are not supported."""
+    kind = str(raw.get("model_type"))
+    if kind not in _LAYERS:
+        known = ", ".join(sorted(_LAYERS))
+        raise ConfigError(f"{file}: model_type {kind}: a head that fills in blocks must have layers of {known}")
+    return _LAYERS[kind]
+
+
+def read_block(file: str, names: Collection[str], raw: Mapping[str, Any], vocab_size: int) -> BlockConfig:
+    """The block of a head. DFlash's fields are in ``dflash_config`` or beside it, DSpark's in ``dspark_config`` or
+    beside it.
+
+    Raises:
+        ConfigError: a field is missing or has a value that is not supported.
+    """
+    if raw.get("speculators_model_type"):
+        raise ConfigError(
+            f"{file}: a head in the format of the speculators library is not supported; its blocks predict other "
+            "positions. Use a head of z-lab's DFlash or of DeepSpec"
+        )
+    section = {**_section(raw, "dflash_config"), **_section(raw, "dspark_config")}
+    fields = {**raw, **section}
+    is_dspark = any("DSpark" in name for name in names)
+    size = _integer(file, fields, "block_size")
+    mask = _integer(file, fields, "mask_token_id")
+    if size < (1 if is_dspark else 2):
+        raise ConfigError(f"{file}: block_size {size}: a block has at least {1 if is_dspark else 2} tokens")
+    if not 0 <= mask < vocab_size:
+        raise ConfigError(f"{file}: mask_token_id {mask}: the vocabulary has {vocab_size} tokens")
+    if not is_dspark:
+        return BlockConfig(size, mask, skips_first=True)
+    rank = _integer(file, fields, "markov_rank")
+    head = str(fields.get("markov_head_type", "vanilla")).lower()
+    if rank < 0 or head not in _MARKOV_HEADS:
+        raise ConfigError(
+            f"{file}: markov_rank {rank}, markov_head_type {head}: supported are ranks from 0 on, and "
+            f"{', '.join(_MARKOV_HEADS)}"
+        )
+    return BlockConfig(size, mask, skips_first=False, markov_rank=rank, markov_head=head if rank else "")
+
+
+def block_taps(file: str, raw: Mapping[str, Any], num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    """Taps, as numbers of target layers before each: ``target_layer_ids`` names the layer whose output is read, -1 the
+    embedding. By default DFlash reads one layer for each of its own, evenly spaced.
+
+    Args:
+        num_layers: of the head.
+    """
+    fields = {**raw, **_section(raw, "dflash_config"), **_section(raw, "dspark_config")}
+    given = fields.get("target_layer_ids")
+    if given is None:
+        if num_layers == 1:
+            return (num_target_layers // 2 + 1,)
+        first, last = 1, num_target_layers - 3
+        if last < first:
+            raise ConfigError(f"{file}: target_layer_ids is missing; add the layers whose outputs the head reads")
+        return tuple(round(first + i * (last - first) / (num_layers - 1)) + 1 for i in range(num_layers))
+    if not isinstance(given, list) or not given or not all(isinstance(i, int) for i in given):
+        raise ConfigError(f"{file}: target_layer_ids must be a list of layers, found {given!r}")
+    if given != sorted(set(given)) or not -1 <= given[0] <= given[-1] < num_target_layers:
+        raise ConfigError(
+            f"{file}: target_layer_ids {given}: the model has layers 0 to {num_target_layers - 1} (-1: the embedding), "
+            "and each is named once, in their order; the head belongs to another model"
+        )
+    return tuple(i + 1 for i in given)
+
+
+def own_block(file: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> OwnBlock | None:
+    """The DSpark layers in a model's checkpoint; None: it has none.
+
+    Args:
+        num_layers: of the model.
+
+    Raises:
+        ConfigError: a field is missing or has a value that is not supported.
+    """
+    if not raw.get("dspark_block_size"):
+        return None
+    names = {
+        "dspark_block_size": "block_size", "dspark_noise_token_id": "mask_token_id",
+        "dspark_target_layer_ids": "target_layer_ids", "dspark_markov_rank": "markov_rank",
+        "dspark_markov_head_type": "markov_head_type",
+    }  # fmt: skip
+    fields = {name: raw[own] for own, name in names.items() if raw.get(own) is not None}
+    block = read_block(file, ["DSpark"], fields, vocab_size)
+    return OwnBlock(block, block_taps(file, {"target_layer_ids": [], **fields}, 1, num_layers))
+
+
+def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = raw.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _integer(file: str, fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{file}: {name} must be a whole number, found {value!r}")
+    return value

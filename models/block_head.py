@@ -1,0 +1,100 @@
+"""Draft heads that fill in a block of tokens in one forward: DFlash and DSpark (`models.block_config`).
+
+Legend: T tokens, S rows, D hidden, F width of the target's states, V vocabulary.
+
+Keys and values of a computed token come from the target's states of several layers, x = hidden_norm(fc(states)), in
+every layer of the head: no layer runs for them. A block is the last token with mask tokens behind it. Its tokens attend
+to all tokens before the block and to each other in both directions; logits are those of the target's LM head on
+norm(v). Embedding and LM head are the target's.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.block_config import BlockConfig
+from moe_engine.models.eagle_config import LAYER, HeadConfig
+from moe_engine.models.footprint import held_bytes
+from moe_engine.models.head_layers import HeadLayers
+from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.markov_head import MarkovHead
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.step_sizes import StepSizes
+
+
+class BlockLayers(Protocol):
+    """Layers that fill in blocks.
+
+    Attributes:
+        markov: of DSpark.
+        visible: the batch of `forward` has `PagedQueries.visible`, so that the tokens of a block see each other.
+        weight_bytes: in addition to the target, in the kernels' layouts.
+    """
+
+    block: BlockConfig
+    markov: MarkovHead | None
+    visible: bool
+    weight_bytes: int
+
+    def remember(self, states: Tensor, batch: ForwardBatch) -> None: ...
+
+    def forward(self, batch: ForwardBatch) -> Tensor: ...
+
+    def logits(self, v: Tensor, sizes: StepSizes | None = None, /) -> Tensor: ...
+
+
+class BlockHead:
+    """Implements `BlockLayers`. A head for a loaded `model` (the target), whose ranks share its layers.
+
+    Args:
+        backends: kernels for the head's attention.
+        max_positions: max positions of requests.
+    """
+
+    visible = True
+
+    def __init__(
+        self, head: HeadConfig, model: Decoder, reader: WeightSource, backends: Backends, max_positions: int
+    ) -> None:
+        assert head.block is not None
+        self.block: BlockConfig = head.block
+        self._model = model
+        layer, ops = head.layer, backends.ops
+        size, eps = layer.hidden_size, layer.norm_eps
+        self._fc = load_linear(backends.linear, reader, ["fc"], [size], head.joined_width)
+        self._hidden_norm = RMSNorm(ops, reader, "hidden_norm", size, eps)
+        self._input_norm = RMSNorm(ops, reader, f"{LAYER}.input_layernorm", size, eps)
+        last = RMSNorm(ops, reader, "norm", size, eps)
+        self._layers = HeadLayers(layer, model, reader, backends, max_positions, last_norm=last)
+        rank = self.block.markov_rank
+        self.markov: MarkovHead | None = MarkovHead(self.block, reader, size, layer.vocab_size) if rank else None
+        self.weight_bytes = held_bytes(self, shared=model)
+        """Bytes of the head in addition to the target, in the kernels' layouts."""
+
+    def remember(self, states: Tensor, batch: ForwardBatch) -> None:
+        """Writes the keys and values of computed tokens.
+
+        Args:
+            states: [T, F], the target's states, of several layers side by side.
+            batch: positions and slots of the tokens; without a plan.
+        """
+        x = self._hidden_norm(self._fc(states))
+        batch = self._layers.place(batch)
+        for layer in self._layers.layers:
+            layer.attention.remember(x, batch)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Blocks of tokens -> v [T, D]. `batch` is planned for the head's attention, with `PagedQueries.visible`."""
+        batch = self._layers.place(batch)
+        stream = self._model.embedding(batch.input_ids)
+        return self._layers.run(self._input_norm(stream), stream, batch)
+
+    def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
+        """v [S, D] -> [S, V] float32, without the bias of `markov`. `sizes` as in `Model.logits`."""
+        return self._model.logits(v, sizes)

@@ -1,0 +1,92 @@
+"""A tiny random checkpoint of MiniMax-M3 with its tower, tokenizer, chat template and image processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
+from tests.models.checkpoints import BLOCK_SPARSE, hub_fields
+from tests.models.vision_checkpoints import TEMPLATE, Made, Pixels
+
+IMAGE, VIDEO, START, END = 270, 271, 274, 275
+NAMES = {
+    IMAGE: "]<]image[>[", VIDEO: "]<]video[>[", START: "]<]start of image[>[", END: "]<]end of image[>[",
+}  # fmt: skip
+PATCH, MERGE = 4, 2
+VISION = {
+    "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH,
+    "image_size": 64, "hidden_act": "gelu", "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+}  # fmt: skip
+PROCESSOR = {
+    "image_processor_type": "MiniMaxM3VLImageProcessor", "size": [672, 672], "patch_size": PATCH, "merge_size": MERGE,
+    "temporal_patch_size": 2, "min_pixels": 4 * 8 * 8, "max_pixels": 60 * 8 * 8,
+}  # fmt: skip
+
+
+class MiniMaxOracle(Made):
+    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        return {
+            "pixel_values": torch.cat([image.values for image in images]),
+            "image_grid_thw": torch.tensor([image.grid for image in images]),
+        }
+
+
+def picture(rows: int, columns: int) -> Pixels:
+    """Of rows x columns tokens."""
+    grid = (1, rows * MERGE, columns * MERGE)
+    return Pixels(grid, torch.randn(grid[1] * grid[2], 3 * 2 * PATCH**2))
+
+
+def make_minimax_m3(path: Path, seed: int, vision: dict[str, Any] | None = None, **text: Any) -> MiniMaxOracle:
+    """Writes the checkpoint. `vision`: fields of the tower; `text`: of the text model."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.MiniMaxM3VLConfig(
+        text_config=hub_fields(BLOCK_SPARSE) | {"initializer_range": 0.15} | text,
+        vision_config=VISION | (vision or {}), projector_hidden_size=52, image_token_index=IMAGE,
+        video_token_index=VIDEO,
+    )  # fmt: skip
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = transformers.MiniMaxM3SparseForConditionalGeneration(config).float().eval()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.data = _values(name, tensor)
+    model.lm_head.weight.data[IMAGE : END + 1] = 0  # no answer has a placeholder of an image or video
+    model.save_pretrained(path)
+    torch.random.set_rng_state(state)
+    model = type(model).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    write_tokenizer(path)
+    _name_tokens(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
+    return MiniMaxOracle(path, model)
+
+
+def _values(name: str, tensor: Tensor) -> Tensor:
+    random = torch.randn_like(tensor) if tensor.is_floating_point() else tensor
+    if "inv_freq" in name:
+        return tensor
+    if "norm" in name or "layrnorm" in name:
+        less = "language_model" in name or name.endswith("bias")  # the text model's norms are stored less 1
+        return (0.0 if less else 1.0) + 0.2 * random
+    if name.endswith("e_score_correction_bias"):
+        return 0.1 * random
+    return tensor if "language_model" in name else 0.2 * random
+
+
+def _name_tokens(path: Path) -> None:
+    tokenizer = path / "tokenizer.json"
+    content = tokenizer.read_text()
+    for token, name in NAMES.items():
+        content = content.replace(f"<|extra_{token}|>", name)
+    tokenizer.write_text(content)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    template = TEMPLATE.replace("<|extra_270|><|extra_271|><|extra_273|>", NAMES[IMAGE])
+    assert template != TEMPLATE
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))

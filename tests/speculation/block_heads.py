@@ -1,0 +1,224 @@
+"""DFlash and DSpark heads written from their published layout: float64 references and their checkpoints.
+
+The layers are transformers' Qwen3 or Llama modules. The reference has no KV cache: it computes every block from the
+whole text.
+
+Legend: T tokens, B tokens of a block, D hidden, F width of the target's states, V vocabulary, R rank.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.speculation.eagle_heads import Target, chain_counts
+
+
+@dataclass
+class BlockForm:
+    """The structure of a head. `markov`: None (DFlash), or a kind of DSpark's Markov head."""
+
+    size: int = 5
+    markov: str | None = None
+    rank: int = 24
+    layer: str = "qwen3"
+    num_layers: int = 2
+    tapped: tuple[int, ...] = (0, 2)
+    mask_id: int = 7
+    confidence: bool = True
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> int:
+        """Of a whole block."""
+        return self.size if self.markov else self.size - 1
+
+    @property
+    def algorithm(self) -> str:
+        return "DSPARK" if self.markov else "DFLASH"
+
+
+class ReferenceBlockHead(nn.Module):
+    """A head for a target, with random weights, in float64."""
+
+    def __init__(self, form: BlockForm, target: Target, seed: int) -> None:
+        super().__init__()
+        self.form, self._target = form, [target]
+        state = torch.random.get_rng_state()
+        torch.manual_seed(seed)
+        size, vocab = target.config.hidden_size, target.config.vocab_size
+        self.config, layers, self._rotary, norm = _layers(form, target.config)
+        self.layers = nn.ModuleList(layers)
+        self.fc = nn.Linear(len(form.tapped) * size, size, bias=False)
+        self.hidden_norm, self.norm = norm(size, self.config.rms_norm_eps), norm(size, self.config.rms_norm_eps)
+        if form.markov is not None:
+            self.markov_head = _Markov(form, size, vocab)
+            if form.confidence:
+                self.confidence_head = nn.ModuleDict({"proj": nn.Linear(size + form.rank, 1)})
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.data = 1 + 0.2 * torch.randn_like(parameter)
+            elif parameter.dim() == 2:
+                parameter.data = torch.randn_like(parameter) * parameter.shape[1] ** -0.5
+            else:
+                parameter.data = 0.3 * torch.randn_like(parameter)
+        self.double()
+        torch.random.set_rng_state(state)
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    def block(self, states: Tensor, ids: Tensor) -> Tensor:
+        """states [T, F] of the text and ids [B] of the block behind it -> outputs [B, D] before the final norm."""
+        context = self.hidden_norm(self.fc(states))
+        x = self.target.embedding(ids)
+        rotary = self._rotary(x, torch.arange(len(context) + len(ids))[None])
+        for layer in self.layers:
+            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), context, rotary)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x
+
+    def _attend(self, attention: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Attention of the block [B, D] to context [T, D] and itself, without a mask."""
+        width = attention.head_dim
+        cos, sin = (part[0] for part in rotary)
+
+        def heads(projected: Tensor, norm: Any) -> Tensor:
+            split = projected.unflatten(1, (-1, width))
+            return norm(split) if norm is not None else split
+
+        def turned(part: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            first, second = part.chunk(2, -1)
+            return part * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+        both = torch.cat((context, x))
+        q = turned(heads(attention.q_proj(x), getattr(attention, "q_norm", None)), cos[-len(x) :], sin[-len(x) :])
+        k = turned(heads(attention.k_proj(both), getattr(attention, "k_norm", None)), cos, sin)
+        v = heads(attention.v_proj(both), None)
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        weights = torch.softmax(torch.einsum("bhd,thd->hbt", q, k) * width**-0.5, -1)
+        return attention.o_proj(torch.einsum("hbt,thd->bhd", weights, v).flatten(1))
+
+    def chain(self, states: Tensor, tokens: list[int], depth: int) -> list[int]:
+        """Greedy drafts after `tokens`, of which all except the last have states [T, F]."""
+        with torch.no_grad():
+            logits, outputs = self.drafts(states, tokens[-1], depth)
+            if self.form.markov is None:
+                return logits.argmax(-1).tolist()
+            before, found, state = tokens[-1], [], torch.zeros(self.form.rank, dtype=logits.dtype)
+            for own, output in zip(logits, outputs):
+                bias, state = self.markov_head(torch.tensor(before), output, state)
+                before = int((own + bias).argmax())
+                found.append(before)
+            return found
+
+    def drafts(self, states: Tensor, root: int, depth: int) -> tuple[Tensor, Tensor]:
+        """Logits [depth, V] of the drafts of a block, without a Markov head's bias, and outputs [depth, D]."""
+        count = depth if self.form.markov else depth + 1
+        outputs = self.norm(self.block(states, torch.tensor([root, *[self.form.mask_id] * (count - 1)])))
+        outputs = outputs[count - depth :]
+        return self.target.logits(outputs), outputs
+
+    def distil(self, texts: list[list[int]], steps: int) -> None:
+        """Trains the head to continue the target's texts; deterministic."""
+        depth = self.form.drafts
+        data = [(text, self.target.states(text, self.form.tapped).float()) for text in texts]
+        self.float()
+        self.target.model.float()
+        optimizer = torch.optim.Adam(self.parameters(), lr=3e-3)
+        for step in range(steps):
+            text, states = data[step % len(data)]
+            loss = torch.zeros(())
+            for place in range(4 + step // len(data) % 7, len(text) - depth - 1, 7):
+                logits, outputs = self.drafts(states[:place], text[place], depth)
+                if self.form.markov is not None:
+                    state = torch.zeros(self.form.rank)
+                    for i in range(depth):
+                        bias, state = self.markov_head(torch.tensor(text[place + i]), outputs[i], state)
+                        logits = logits + bias * (torch.arange(depth) == i)[:, None]
+                wanted = torch.tensor(text[place + 1 : place + 1 + depth])
+                loss = loss + nn.functional.cross_entropy(logits, wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        self.target.model.double()
+        self.double()
+
+    def write(self, folder: Path, **fields: Any) -> Path:
+        """A checkpoint in the layout of z-lab (DFlash) or DeepSpec (DSpark), in float32."""
+        folder.mkdir(parents=True, exist_ok=True)
+        form, tensors = self.form, {name: tensor.float() for name, tensor in self.state_dict().items()}
+        own = {"block_size": form.size, "num_target_layers": self.target.config.num_hidden_layers}
+        own["mask_token_id"], own["target_layer_ids"] = form.mask_id, list(form.tapped)
+        config = self.config.to_dict() | {"torch_dtype": "float32"}
+        if form.markov is None:
+            section = {name: own.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+            config |= own | {"architectures": ["DFlashDraftModel"], "dflash_config": section}
+        else:
+            tensors["embed_tokens.weight"] = self.target.embedding.weight.detach().float().clone()
+            tensors["lm_head.weight"] = torch.zeros(1)  # is not read
+            config |= own | {"architectures": ["Qwen3DSparkModel"], "markov_rank": form.rank}
+            config |= {"markov_head_type": form.markov, "enable_confidence_head": form.confidence}
+        kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if "rotary" not in name}
+        save_file(kept, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        return folder
+
+
+class _Markov(nn.Module):
+    """Token before, output [D] of the block, state [R] -> bias [V], next state."""
+
+    def __init__(self, form: BlockForm, hidden: int, vocab: int) -> None:
+        super().__init__()
+        self.kind, rank = form.markov, form.rank
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    def forward(self, token: Tensor, output: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        latent = self.markov_w1(token)
+        if self.kind == "gated":
+            latent = latent * torch.sigmoid(self.gate_proj(torch.cat((output, latent))))
+        elif self.kind == "rnn":
+            gate, candidate, out = self.joint_proj(torch.cat((state, latent, output))).chunk(3)
+            state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
+            latent = torch.tanh(out)
+        return self.markov_w2(latent), state
+
+
+def _layers(form: BlockForm, of: Any) -> tuple[Any, list[Any], Any, Any]:
+    """Config, layers, rotary embedding and class of the norms."""
+    import transformers
+    from transformers.models.llama import modeling_llama as llama
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    common = {
+        "vocab_size": of.vocab_size, "hidden_size": of.hidden_size, "num_hidden_layers": form.num_layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "bos_token_id": of.bos_token_id,
+        "eos_token_id": of.eos_token_id, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if form.layer == "llama":
+        config: Any = transformers.LlamaConfig(**common | form.fields)
+        layers = [llama.LlamaDecoderLayer(config, i) for i in range(form.num_layers)]
+        return config, layers, llama.LlamaRotaryEmbedding(config), llama.LlamaRMSNorm
+    config = transformers.Qwen3Config(**common | form.fields)
+    layers = [qwen3.Qwen3DecoderLayer(config, i) for i in range(form.num_layers)]
+    return config, layers, qwen3.Qwen3RotaryEmbedding(config), qwen3.Qwen3RMSNorm
+
+
+def block_counts(
+    head: ReferenceBlockHead, prompt: list[int], answer: list[int], depth: int
+) -> tuple[list[int], list[int]]:
+    """`chain_counts` of the reference."""
+    states = head.target.states(prompt + answer, head.form.tapped)
+    return chain_counts(head.chain, states, prompt, answer, depth)
