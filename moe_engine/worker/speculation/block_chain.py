@@ -1,4 +1,4 @@
-"""Captured drafts of a head that fills in blocks: one forward of all tokens of a block.
+"""Captured drafts of layers that fill in blocks: one forward of all tokens of a block.
 
 A block of K tokens has the positions and slots of the tokens that are verified; a shorter one (DSpark: S) has copies of
 the first ones.
@@ -21,7 +21,7 @@ from moe_engine.worker.speculation.chain_drafters import ChainParts, StaticBatch
 
 
 class BlockChain:
-    """`ChainDrafter` of a `BlockHead`.
+    """`ChainDrafter` of layers that fill in blocks.
 
     Args:
         planner: of the head's attention.
@@ -45,7 +45,7 @@ class BlockChain:
         positions, slots, real = (part.flatten() for part in self._first)
         self._batch = StaticBatch(
             parts, chain, count, positions, slots, self._lens, real, drafter.kv, self._ids.flatten(),
-            visible=positions.new_full((len(positions),), all_of(count)),
+            visible=positions.new_full((len(positions),), all_of(count)) if layers.visible else None,
         )  # fmt: skip
 
     def prepare(self) -> bool:

@@ -40,8 +40,6 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     drafter = step.drafter
     if step.config.topk > 1 and (why := _why_no_trees(step.config, drafter)) is not None:
         return why
-    if isinstance(drafter, BlockDrafter) and isinstance(drafter.layers, StreamBlock):
-        return "blocks of layers with several residual streams: the host plans the rows of a block"
     if isinstance(drafter, MTPDrafter | StandaloneDrafter | BlockDrafter):
         if drafter.attention.capabilities.plan_in_place is None:
             return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
@@ -133,6 +131,8 @@ def _drafts_of(
     planner = drafter.attention.capabilities.plan_in_place if own else plan_in_place
     if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers):
         planner = drafter.layers.planner or planner
+    if isinstance(drafter, BlockDrafter) and isinstance(drafter.layers, StreamBlock):
+        planner = drafter.layers.planner
     assert planner is not None
     if isinstance(drafter, StandaloneDrafter):
         return lambda chain: StandaloneChain(parts, chain, drafter, planner)
