@@ -62,16 +62,29 @@ struct Heads {
 };
 
 // Keys of a block by rows, in one part or two (the second continues the channels of the first). Every group of
-// row_multiple() rows has its own address, so that whole pages are read in place.
+// `piece` rows has its own address, so that whole pages are read in place.
 struct Keys {
   const char* data[2][BLOCK / LANES];
-  int64_t stride[2][BLOCK / LANES], steps[2];
+  int64_t stride[2][BLOCK / LANES], steps[2], piece;
   int parts;
 
-  const char* row(int part, int64_t i, int64_t piece_rows) const {
-    return data[part][i / piece_rows] + i % piece_rows * stride[part][i / piece_rows];
+  const char* row(int part, int64_t i) const {
+    return data[part][i / piece] + i % piece * stride[part][i / piece];
   }
 };
+
+// Rows of a piece of the keys: as many as a product wants in place. Few columns pack keys row by row, so there a page of
+// 16 rows is never copied.
+template <class T>
+static INLINE int64_t piece_rows(const Unit& u) {
+  return u.columns <= FEW ? LANES : row_multiple(T{});
+}
+
+// Rows of the products of few columns.
+template <class T>
+static INLINE int64_t few_rows(int64_t columns) {
+  return ceil_div(columns, row_unit(T{})) * row_unit(T{});
+}
 
 // Memory of the next block, prefetched a few lines at a time between this block's products: the context is scattered
 // over pages, where hardware prefetching does not help.
@@ -142,7 +155,7 @@ struct Attention {
   // Query panels; of few columns: rows.
   void pack_queries(const Unit& u, uint32_t* panels) const {
     if (u.columns <= FEW) {
-      std::memset(panels, 0, size_t(u.columns * key_steps * 4));
+      std::memset(panels, 0, size_t(few_rows<T>(u.columns) * key_steps * 4));
       for (int64_t c = 0; c < u.columns; c++)
         std::memcpy(panels + c * key_steps, query(u, c), size_t(heads.key_width) * sizeof(T));
       return;
@@ -312,11 +325,11 @@ struct Attention {
       const int64_t here = std::min<int64_t>(LANES, count - k);
       for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++])) {
         const T* lines[LANES];
-        for (int64_t i = 0; i < here; i++) lines[i] = reinterpret_cast<const T*>(keys.row(part, k + i, key_piece));
+        for (int64_t i = 0; i < here; i++) lines[i] = reinterpret_cast<const T*>(keys.row(part, k + i));
         pack_rows(lines, here, keys.steps[part] * PER_UNIT<T>, keys.steps[part], panels + k * key_steps + done * LANES);
       }
     }
-    gemm<T>(rows, key_steps * 4, columns, panels, key_steps * LANES, panels_of(count), key_steps, scores, BLOCK, false);
+    gemm<T>(rows, key_steps * 4, few_rows<T>(columns), panels, key_steps * LANES, panels_of(count), key_steps, scores, BLOCK, false);
   }
 
   // One split of a unit. `next`, if given, is the unit that this thread will probably run next. `ready`: the scores of

@@ -37,6 +37,9 @@ int64_t k_multiple(bf16);
 int64_t row_multiple(bf16);
 int64_t row_multiple(float);
 inline int64_t k_multiple(float) { return 1; }
+// Few rows are best rounded up to this: products of 1 and of 4 rows in turn would each configure the matrix tiles.
+int64_t row_unit(bf16);
+inline int64_t row_unit(float) { return 1; }
 
 template <class T>
 inline int64_t padded_k(int64_t k) {

@@ -203,6 +203,13 @@ int64_t row_multiple(bf16) {
   return 16;
 }
 
+int64_t row_unit(bf16) {
+#if defined(MOE_AMX)
+  if (use_amx) return 4;
+#endif
+  return 1;
+}
+
 template void pack_rows<bf16>(const bf16* const*, int64_t, int64_t, int64_t, uint32_t*);
 template void pack_values<bf16>(const bf16* const*, int64_t, int64_t, int64_t, uint32_t*);
 
