@@ -39,7 +39,7 @@ static INLINE Keys read_keys(const Unit& u, int64_t width, int64_t count, const 
   char* copy = scratch<char>(KEYS, BLOCK * stride);
   Keys keys;
   keys.parts = 1;
-  place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_rows<T>(u));
+  place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_rows<T>(u.columns));
   for (int64_t i = 0; i < count; i++) {
     T* row = reinterpret_cast<T*>(copy + i * stride);
     read(i, row);
@@ -54,7 +54,7 @@ static INLINE Keys read_keys(const Unit& u, int64_t width, int64_t count, const 
 template <class T>
 static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count,
                        const T** rows) {
-  const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_size = piece_rows<T>(u);
+  const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_size = piece_rows<T>(u.columns);
   const int64_t stride = copy_stride<T>(width);
   char* copy = scratch<char>(KEYS, BLOCK * stride);
   Keys keys;
@@ -210,14 +210,14 @@ struct ExpandedSource {
       std::memset(copy + i * stride + width, 0, size_t((padded - width) * size));
     }
     view.parts = 1;
-    place<T>(&view, 0, copy, stride * size, steps_of<T>(width), piece_rows<T>(u));
+    place<T>(&view, 0, copy, stride * size, steps_of<T>(width), piece_rows<T>(u.columns));
     return view;
   }
 
   // A part of the keys: row groups in place where rows are contiguous and do not share cache sets, else copied.
   static INLINE void put(const Unit& u, Keys* keys, int part, const T* base, int64_t row, int64_t width,
                          const int64_t* places, int64_t count, char* copy, int64_t stride) {
-    const int64_t size = sizeof(T), piece_size = piece_rows<T>(u);
+    const int64_t size = sizeof(T), piece_size = piece_rows<T>(u.columns);
     place<T>(keys, part, copy, stride, steps_of<T>(width), piece_size);
     for (int64_t first = 0, piece = 0; first < count; first += piece_size, piece++) {
       const int64_t last = std::min(first + piece_size, count);
