@@ -15,7 +15,6 @@ from moe_engine.models.formats.module_rules import Modules, name_list
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
 
-
 MX_BLOCK = (1, 32)
 """Rows and columns of a scale in MXFP8."""
 
