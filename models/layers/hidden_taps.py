@@ -41,10 +41,10 @@ class HiddenTaps:
         finally:
             self.active = False
 
-    def begin(self, residual: Tensor) -> None:
+    def begin(self, stream: Tensor) -> None:
         """Starts a forward with this stream [T, D]."""
-        width = self._width or residual.shape[1]
-        self._states = residual.new_empty(residual.shape[0], len(self._places) * width)
+        self._stream, width = stream, self._width or stream.shape[1]
+        self._states = stream.new_empty(stream.shape[0], len(self._places) * width)
 
     def copy(self, count: int, layers: Sequence[Any], residual: Tensor, batch: ForwardBatch) -> None:
         """Copies the stream [T, D] after `count` layers, if there is a tap. Collective in an attention
@@ -53,7 +53,7 @@ class HiddenTaps:
         if place is None:
             return
         assert self._states is not None
-        whole = layers[count - 1].whole_stream(residual, batch) if count else residual
+        whole = layers[count - 1].whole_stream(residual, batch) if count else self._stream
         if self._num_streams:
             whole = whole[:, : self._num_streams * self._width].unflatten(1, (self._num_streams, -1)).mean(1)
         width = whole.shape[1]

@@ -87,11 +87,10 @@ def check_own_block(args: EngineArgs, model: ModelConfig) -> None:
 
 def check_sharding(head: HeadConfig, topology: Topology) -> None:
     """Raises ConfigError: the ranks that share the model cannot share the head's layers."""
-    single = head.kind if head.block is not None else f"head of {head.layer.num_layers} layers"
-    if (head.layer.num_layers > 1 or head.block is not None) and topology.attn_dp_size > 1:
+    if head.layer.num_layers > 1 and head.block is None and topology.attn_dp_size > 1:
         raise ConfigError(
-            f"{PATH} {head.path}: a {single} needs a single attention group, and --attn-dp-size is "
-            f"{topology.attn_dp_size}"
+            f"{PATH} {head.path}: a head of {head.layer.num_layers} layers needs a single attention group, and "
+            f"--attn-dp-size is {topology.attn_dp_size}"
         )
     try:
         topology.check(widths_of(head.layer))

@@ -59,11 +59,6 @@ def _check_shared_drafts(
             f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: draft trees need a "
             "single attention group; use --speculative-eagle-topk 1, or NGRAM"
         )
-    if speculation.method == "block" and speculation.uses_own_layers:
-        raise ConfigError(
-            f"{asked} with --attn-dp-size {groups}: layers that fill in blocks need a single attention group; use "
-            "NGRAM, or no DP attention"
-        )
     if speculation.method == "nextn" and model.num_nextn_predict_layers > 1:
         raise ConfigError(
             f"{asked} with --attn-dp-size {groups}: {model.source} has "

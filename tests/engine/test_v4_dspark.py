@@ -27,8 +27,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "chunked_prefill_size": 32, "page_size": 16, "max_running_requests": 2, "speculative_num_steps": 2,
     },
     "tp": {"tp_size": 2, "speculative_num_steps": 3},
+    "dp attention": {"tp_size": 2, "attn_dp_size": 2},
+    "tokens that travel": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},
 }  # fmt: skip
-QUICK = ("bounded windows",)
+QUICK = ("bounded windows", "tokens that travel")
 
 
 @pytest.fixture(scope="module")

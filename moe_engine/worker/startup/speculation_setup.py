@@ -97,7 +97,7 @@ def _own_layers(
         own, streams = model.own_block, model.streams
         assert isinstance(runner.model, Decoder) and own is not None and streams is not None
         runner.taps = runner.model.taps = HiddenTaps(own.tapped, streams.count, model.hidden_size)
-        return BlockDrafter(layers, target, runner.sampler)
+        return BlockDrafter(layers, target, runner.sampler, runner.stream)
     if layers.reads_streams:
         assert isinstance(runner.model, Decoder)
         runner.taps = runner.model.taps = HiddenTaps((model.num_layers,))
@@ -119,7 +119,7 @@ def _head(
     builder = BatchBuilder(rows, pool.page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
     if isinstance(layers, BlockHead):
-        return BlockDrafter(layers, batches, runner.sampler)
+        return BlockDrafter(layers, batches, runner.sampler, stream)
     size, images = head.layer.hidden_size, _draft_images(runner)
     return MTPDrafter(layers, batches, rows, runner.sampler, stream, size, images)
 
