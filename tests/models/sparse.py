@@ -66,8 +66,8 @@ def observed(margins: list[Tensor], length: int) -> Iterator[None]:
 Drawn = TypeVar("Drawn")
 
 
-def clear_draw(draw: Callable[[], Drawn]) -> Drawn:
-    """The first result of `draw` for which no `topk`, of routers or indexers, is decided by less than `MARGIN` of the
+def clear_draw(draw: Callable[[], Drawn], margin: float = MARGIN) -> Drawn:
+    """The first result of `draw` for which no `topk`, of routers or indexers, is decided by less than `margin` of the
     largest score. Two implementations may take different experts at such a distance: each rounds by about 1e-6."""
     margins: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,7 @@ def clear_draw(draw: Callable[[], Drawn]) -> Drawn:
             margins.clear()
             drawn = draw()
             assert margins, "no selection was seen"
-            if min(margins) > MARGIN:
+            if min(margins) > margin:
                 return drawn
     raise AssertionError("no clear selections in 50 draws")
 
