@@ -10,7 +10,7 @@ from moe_engine.config.values import parse_count, parse_json_object
 OTHER_FORMATS = "other checkpoint formats"
 CHECKPOINTS = (
     "compressed-tensors", "awq", "gptq", "moe_wna16", "mxfp4", "w8a8_int8", "w8a8_fp8", "fbgemm_fp8", "modelopt",
-    "bitsandbytes", "gguf",
+    "mxfp8", "bitsandbytes", "gguf",
 )  # fmt: skip
 """Formats of checkpoints beside fp8; moe_wna16: awq or gptq."""
 TORCHAO = ("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo", "int8dq", "fp8wo")
@@ -102,7 +102,7 @@ class ModelArgs:
         },
         unsupported=dict.fromkeys(
             ("marlin", "modelopt_mixed",
-             "mxfp8", "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "auto-round", "qoq",
+             "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "auto-round", "qoq",
              "petit_nvfp4", "auto-round-int8", "modelslim", "mxfp_w4a8", "quark_int4fp8_moe", "mlx_q4", "mlx_q8",
              "humming"),
             OTHER_QUANTIZATION,
@@ -134,8 +134,8 @@ class ModelArgs:
     chat_template: str | None = flag(
         None,
         "File with a Jinja chat template (or JSON with a `chat_template`), the template itself, or a built-in one: "
-        "`deepseek-v32`, `deepseek-v4`, `gme-qwen2-vl`. Left out: the tokenizer's own; for DeepSeek V3.2 and V4, whose "
-        "checkpoints have none, the built-in one.",
+        "`deepseek-v32`, `deepseek-v4`, `kimi-k3`, `gme-qwen2-vl`. Left out: the tokenizer's own; for DeepSeek V3.2 "
+        "and V4 and Kimi K3, whose checkpoints have none, the built-in one.",
         metavar="FILE",
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub model.", metavar="REV")

@@ -88,8 +88,8 @@ class NativeApi:
             )
         health = self._state.client.health()
         raise InputError(
-            f"Cache not flushed: {health.num_running} requests are running and {health.num_waiting} waiting. Try again "
-            "when the server is idle."
+            f"Cache not flushed: requests had not ended (now {health.num_running} run and {health.num_waiting} wait). "
+            "/flush_cache?timeout=SECONDS waits for their end."
         )
 
     async def _flush(self, deadline: float) -> bool:

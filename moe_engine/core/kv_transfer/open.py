@@ -23,10 +23,9 @@ from moe_engine.processes.addresses import LOOPBACK, network_address, own_addres
 from moe_engine.processes.rendezvous_address import host_of
 from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import job_keys
-from moe_engine.scheduler.decode_tier import DecodeTier
-from moe_engine.scheduler.prefill_tier import PrefillTier
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.transfer_tier import TransferTier
 
 if TYPE_CHECKING:
     from moe_engine.worker.kv_cache.transfer_copies import TransferCopies
@@ -92,7 +91,7 @@ def follow_transfers(config: ResolvedConfig, worker: Worker, group: int, rank: i
 
 
 def with_transfers(
-    check: Callable[[], None], tier: PrefillTier | DecodeTier, scheduler: Scheduler, wake: Callable[[], None]
+    check: Callable[[], None], tier: TransferTier, scheduler: Scheduler, wake: Callable[[], None]
 ) -> Callable[[], None]:
     """The core's check, extended to apply reports. It runs before the core's wait. If it changes anything, the core
     plans at once and does not wait."""
