@@ -26,6 +26,7 @@ from moe_engine.models.config import activation_dtype
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, load_model, load_mtp
+from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.needs import need_of_model
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
@@ -87,7 +88,9 @@ class BatchModel:
         self._backends = build_backends(plan_kernels(cpu_device(), need))
         options = LoadOptions(name)
         self._model: Any = cast(Any, load_model(path, config, options, self._backends, max_positions=max_len))
-        self._mtp = load_mtp(path, config, self._model, options)
+        if config.own_block is not None:
+            raise SystemExit(f"{path}: its draft layers fill in blocks; this program measures chains of MTP layers")
+        self._mtp = cast(MTPLayers, load_mtp(path, config, self._model, options))
         if self._mtp.reads_streams:
             self._model.taps = HiddenTaps((config.num_layers,))
         length = -(-max_len // page) * page

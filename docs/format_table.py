@@ -184,7 +184,7 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
     if "config_compressed" in parser:
         return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), "sinks"
     if "kimi_linear:" in target:
-        return "Kimi Delta Attention, MLA", ("mla", "delta"), ""
+        return "Kimi Delta Attention, MLA (Kimi K3: with a gate)", ("mla", "delta"), ""
     if "ling:" in target:
         return "Kimi Delta Attention, MLA with a gate", ("mla", "delta"), ""
     if "deepseek:" in target:

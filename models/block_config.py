@@ -1,5 +1,5 @@
-"""Draft heads that fill in a block of tokens in one forward: DFlash (arXiv 2602.06036) and DSpark (2607.05147). Their
-fields of config.json, and the tensors that they have beside decoder layers. Imports no torch.
+"""Drafters that fill in a block of tokens in one forward: DFlash (arXiv 2602.06036) and DSpark (2607.05147), as heads
+of their own and as layers in the model's checkpoint (DeepSeek V4). Their fields of config.json. Imports no torch.
 
 A block starts with the last token; mask tokens follow. DFlash's output at a mask predicts the token at its own
 position, so that the first output is not used. DSpark's outputs predict the token at the next position; a Markov head
@@ -11,15 +11,15 @@ Legend: B tokens of a block, D hidden, V vocabulary, R rank of the Markov head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.models.tensors import Kind, TensorSpec
 
 MARKOV = "markov_head"
-UNREAD = ("lm_head.weight", "confidence_head.proj.weight", "confidence_head.proj.bias")
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+UNREAD = ("lm_head.weight", *CONFIDENCE)
 """A copy of the target's LM head, and the confidence head."""
 _ARCHITECTURES = ("DFlash", "DSpark")
 _LAYERS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -61,6 +61,18 @@ class BlockConfig:
     def tokens(self, num_drafts: int) -> int:
         """Tokens of a block that yields this number of drafts."""
         return num_drafts + self.skips_first
+
+
+@dataclass(frozen=True)
+class OwnBlock:
+    """Layers in the model's own checkpoint that fill in blocks.
+
+    Attributes:
+        tapped: the numbers of model layers after which they read the hidden states.
+    """
+
+    block: BlockConfig
+    tapped: tuple[int, ...]
 
 
 def is_block_head(names: Collection[str]) -> bool:
@@ -136,18 +148,25 @@ def block_taps(file: str, raw: Mapping[str, Any], num_layers: int, num_target_la
     return tuple(i + 1 for i in given)
 
 
-def block_tensors(block: BlockConfig, hidden: int, vocab_size: int) -> Iterator[TensorSpec]:
-    """Tensors of the Markov head; every rank has all of them."""
-    rank = block.markov_rank
-    if not rank:
-        return
-    yield TensorSpec(f"{MARKOV}.markov_w1.weight", (vocab_size, rank), Kind.PLAIN)
-    yield TensorSpec(f"{MARKOV}.markov_w2.weight", (vocab_size, rank), Kind.PLAIN)
-    extra = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
-    if block.markov_head in extra:
-        name, rows, columns = extra[block.markov_head]
-        yield TensorSpec(f"{MARKOV}.{name}.weight", (rows, columns), Kind.PLAIN)
-        yield TensorSpec(f"{MARKOV}.{name}.bias", (rows,), Kind.PLAIN)
+def own_block(file: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> OwnBlock | None:
+    """The DSpark layers in a model's checkpoint; None: it has none.
+
+    Args:
+        num_layers: of the model.
+
+    Raises:
+        ConfigError: a field is missing or has a value that is not supported.
+    """
+    if not raw.get("dspark_block_size"):
+        return None
+    names = {
+        "dspark_block_size": "block_size", "dspark_noise_token_id": "mask_token_id",
+        "dspark_target_layer_ids": "target_layer_ids", "dspark_markov_rank": "markov_rank",
+        "dspark_markov_head_type": "markov_head_type",
+    }  # fmt: skip
+    fields = {name: raw[own] for own, name in names.items() if raw.get(own) is not None}
+    block = read_block(file, ["DSpark"], fields, vocab_size)
+    return OwnBlock(block, block_taps(file, {"target_layer_ids": [], **fields}, 1, num_layers))
 
 
 def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

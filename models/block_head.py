@@ -10,6 +10,8 @@ norm(v). Embedding and LM head are the target's.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
@@ -26,16 +28,36 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 
 
+class BlockLayers(Protocol):
+    """Layers that fill in blocks.
+
+    Attributes:
+        markov: of DSpark.
+        visible: the batch of `forward` has `PagedQueries.visible`, so that the tokens of a block see each other.
+        weight_bytes: in addition to the target, in the kernels' layouts.
+    """
+
+    block: BlockConfig
+    markov: MarkovHead | None
+    visible: bool
+    weight_bytes: int
+
+    def remember(self, states: Tensor, batch: ForwardBatch) -> None: ...
+
+    def forward(self, batch: ForwardBatch) -> Tensor: ...
+
+    def logits(self, v: Tensor, sizes: StepSizes | None = None, /) -> Tensor: ...
+
+
 class BlockHead:
-    """A head for a loaded `model` (the target), whose ranks share its layers.
+    """Implements `BlockLayers`. A head for a loaded `model` (the target), whose ranks share its layers.
 
     Args:
         backends: kernels for the head's attention.
         max_positions: max positions of requests.
-
-    Attributes:
-        markov: of DSpark.
     """
+
+    visible = True
 
     def __init__(
         self, head: HeadConfig, model: Decoder, reader: WeightSource, backends: Backends, max_positions: int
@@ -51,7 +73,7 @@ class BlockHead:
         last = RMSNorm(ops, reader, "norm", size, eps)
         self._layers = HeadLayers(layer, model, reader, backends, max_positions, last_norm=last)
         rank = self.block.markov_rank
-        self.markov = MarkovHead(self.block, reader, size, layer.vocab_size) if rank else None
+        self.markov: MarkovHead | None = MarkovHead(self.block, reader, size, layer.vocab_size) if rank else None
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the head in addition to the target, in the kernels' layouts."""
 

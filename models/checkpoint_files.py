@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
@@ -76,7 +77,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
     if has_v4_names(files):
         return _renamed(files, v4_names(files, num_layers))
-    return _with_mtp(_with_ling(_with_dense(_with_prefix(files))), num_layers)
+    return _with_mtp(_with_rates(_with_ling(_with_dense(_with_prefix(files)))), num_layers)
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
@@ -136,6 +137,21 @@ def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     if f"{_BODY[0]}weight" not in files:
         return files
     return _renamed(files, {name: f"model.{name}" for name in files if name.startswith(_BODY)})
+
+
+def _with_rates(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+    """Kimi K3 stores rates of decay for more heads than its layers have: the headers end with the last head's."""
+    for name in [name for name in files if name.endswith(".self_attn.A_log")]:
+        file, block = files[name], name.removesuffix("A_log")
+        bias, norm = (files.get(f"{block}{part}") for part in ("dt_bias", "o_norm.weight"))
+        found = file.tensors[name]
+        if len(found.shape) > 1 or bias is None or norm is None:
+            continue
+        each, (width,) = found.num_bytes // found.shape[0], norm.tensors[f"{block}o_norm.weight"].shape
+        heads = prod(bias.tensors[f"{block}dt_bias"].shape) // width
+        if found.shape[0] > heads:
+            file.tensors[name] = found._replace(shape=(heads,), stop=found.start + heads * each)
+    return files
 
 
 def _with_dense(files: dict[str, WeightFile]) -> dict[str, WeightFile]:

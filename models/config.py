@@ -16,6 +16,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
+from moe_engine.models.block_config import OwnBlock
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -50,8 +51,8 @@ class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
-    of the index key that is cached beside each token's latent, for sparse attention (0: none). `head_gate`: each head's
-    result is multiplied by the sigmoid of a number, a projection of the layer's input (Ling).
+    of the index key that is cached beside each token's latent, for sparse attention (0: none). `gate_width`: numbers
+    from the layer's input whose sigmoid multiplies a head's result: one (Ling), or one for each channel (Kimi K3).
     """
 
     num_heads: int
@@ -63,7 +64,7 @@ class MLAConfig:
     bias: bool = False
     index_width: int = 0
     indexer: IndexerConfig | None = None
-    head_gate: bool = False
+    gate_width: int = 0
 
     kind = "mla"
 
@@ -181,11 +182,11 @@ class MoEConfig:
     `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
     and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
     (from above) and up of all experts (0: no clamp), and an `alpha` or `beta` gives all MLPs, of dense layers too, that
-    `GatedActivation`.
-    `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared experts of each
-    layer (0: none; layers after the last one have none).
-    `shared_gate`: the shared expert is multiplied by the sigmoid of a projection of its input. `hash_layers`: the
-    first layers choose experts by token id, from a table.
+    `GatedActivation`. `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared
+    experts of each layer (0: none; layers after the last one have none). `shared_gate`: the shared expert is multiplied
+    by the sigmoid of a projection of its input. `hash_layers`: the first layers choose experts by token id, from a
+    table. `latent`: channels of the routed experts, if not those of the hidden states; `latent_norm`: the sum of their
+    results is normed there (Kimi K3).
     """
 
     num_experts: int
@@ -206,6 +207,8 @@ class MoEConfig:
     beta: float = 0.0
     shared_gate: bool = False
     hash_layers: int = 0
+    latent: int = 0
+    latent_norm: bool = False
     layer_limits: tuple[float, ...] = ()
     shared_limits: tuple[float, ...] = ()
 
@@ -219,7 +222,7 @@ class MoEConfig:
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
         own = self.limit > 0 and not self.biased and self.of_all is None
-        return own or any(self.layer_limits) or any(self.shared_limits)
+        return own or any(self.layer_limits + self.shared_limits)
 
     def activation(self, layer: int, shared: bool = False) -> GatedActivation:
         """Of a layer's routed experts without biases, or of its shared one."""
@@ -238,7 +241,7 @@ class MoEConfig:
         0: the ranks rather split them. In slots each token uses them `ep_size` times: at most an eighth more work than
         the routed experts'."""
         count, rest = divmod(self.shared_width, self.width)
-        return 0 if rest or 8 * count * (ep_size - 1) > self.top_k else count
+        return 0 if rest or self.latent or 8 * count * (ep_size - 1) > self.top_k else count
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,8 @@ class ModelConfig:
     weight_format: WeightFormat = PLAIN
     mlp_bias: bool = False
     num_nextn_predict_layers: int = 0
+    own_block: OwnBlock | None = None
+    """The checkpoint's draft layers fill in blocks (DSpark), and are no MTP layers."""
     mtp_like_first: bool = False
     """MTP layers have the feed-forward of layer 0 (ERNIE 4.5: dense), not experts."""
     windows: tuple[int | None, ...] = ()
@@ -283,6 +288,8 @@ class ModelConfig:
     """Pooling of a model that serves vectors; None for text generation."""
     streams: StreamsConfig | None = None
     """Streams of the residual; None: one tensor to which every layer adds."""
+    residual_block: int = 0
+    """Layers of a block with a sum of its own; layers read attention over these sums (Kimi K3). 0: no blocks."""
     vision: VisionConfig | None = None
     """The vision tower; None: text alone."""
     latent_scales: tuple[float, ...] = ()
@@ -311,8 +318,7 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The layer's rotary embedding."""
-        other = self.other_layers
-        return self.rope if other is None or layer not in other.layers else other.rope
+        return self.rope if (other := self.other_layers) is None or layer not in other.layers else other.rope
 
     @property
     def attentions(self) -> tuple[MLAConfig | GQAConfig | CompressedConfig, ...]:
@@ -391,7 +397,17 @@ class ModelConfig:
     @property
     def dense_activation(self) -> GatedActivation:
         """Of dense layers."""
-        return SILU if self.moe is None else self.moe.of_all or SILU
+        return (self.moe and self.moe.of_all) or SILU
+
+    @property
+    def residual_rows(self) -> int:
+        """Rows of a token's residual with blocks: the embedding, and the sum of each block."""
+        return 1 + -(-self.num_layers // self.residual_block)
+
+    @property
+    def routed_size(self) -> int:
+        """Channels of the routed experts' input and result."""
+        return (self.moe is not None and self.moe.latent) or self.hidden_size
 
     @property
     def draft_state_width(self) -> int:

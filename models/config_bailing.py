@@ -62,12 +62,12 @@ def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> Model
     heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
     delta = DeltaConfig(
         heads, heads, width, width, read.integer("linear_conv_kernel_dim"), joined=False, by_channel=True,
-        low_rank=False, bound=_bound(fields),
+        low_rank="", bound=_bound(fields),
     )  # fmt: skip
     states = tuple(i for i, kind in enumerate(read.raw["layer_types"]) if kind == LINEAR)
     return replace(
         config,
-        attention=replace(config.attention, head_gate=True),
+        attention=replace(config.attention, gate_width=1),
         moe=moe,
         delta=delta,
         state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),

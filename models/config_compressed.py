@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moe_engine.models.block_config import own_block
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.config import ModelConfig, MoEConfig, OtherLayers
 from moe_engine.models.config_families import build_config, check_moe
@@ -23,6 +24,8 @@ _WINDOW, _SELECTED, _HEAVY = "sliding_attention", "compressed_sparse_attention",
 _RATES = {_SELECTED: ("compress_rate_csa", 4), _HEAVY: ("compress_rate_hca", 128)}
 """transformers' kinds of layers with entries: an older field for their rate, and its default."""
 _ROTARY_PART = 64 / 512
+_STAGES = 3
+"""DSpark layers of the published models."""
 _HASH, _CHOSEN = "hash_moe", "moe"
 
 
@@ -45,11 +48,21 @@ def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
             eps=fields.number("hc_eps", 1e-6, above=0),
         ),
     )
-    num_mtp = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    block = own_block(fields.source, fields.raw, layers, config.vocab_size)
+    num_mtp = config.num_nextn_predict_layers if block is None else _num_stages(fields, layers)
     plain = tuple(i for i in range(layers + num_mtp) if not attention.rate(i))
     others = OtherLayers(plain, attention, _rope(fields, "main", attention.rotary_width)) if plain else None
     format = _weight_format(fields, config.weight_format)
+    config = replace(config, num_nextn_predict_layers=num_mtp, own_block=block)
     return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
+
+
+def _num_stages(fields: Fields, layers: int) -> int:
+    """Number of DSpark layers, which `num_nextn_predict_layers` does not have: the ratios behind those of the model's
+    layers."""
+    ratios = fields.raw.get("compress_ratios")
+    behind = len(ratios) - layers if isinstance(ratios, list) else 0
+    return behind if behind > 1 else fields.integer("n_mtp_layers", _STAGES)
 
 
 def compressed_attention(fields: Fields) -> CompressedConfig:

@@ -1,6 +1,7 @@
-"""config.json of Kimi Linear -> ModelConfig. Imports no torch.
+"""config.json of Kimi Linear and Kimi K3 -> ModelConfig. Imports no torch.
 
-Published files and those that transformers saves name fields differently: both are read.
+Published files and those that transformers saves name fields differently: both are read. Kimi K3 has its text model in
+`text_config`; its vision tower is not served.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import ModelConfig
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.state_config import DeltaConfig, StateGroup
@@ -35,29 +36,68 @@ def kimi_linear_fields(fields: Fields) -> Fields:
     raw |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width)
     raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
     raw["layer_types"] = _kinds(fields, own, fields.integer("num_hidden_layers"))
+    raw["use_full_rank_gate"] = own.flag("use_full_rank_gate")
     return Fields(raw, fields.source)
 
 
 def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """Kimi-Linear-48B-A3B: Kimi Delta Attention, MLA without positions, a sigmoid router with a bias."""
+    """Kimi-Linear-48B-A3B: Kimi Delta Attention, MLA without positions, a sigmoid router with a bias. Kimi K3: also an
+    output gate of MLA, bounded decays, routed experts in a latent space, SiTU, attention over blocks of the residual.
+    """
     if not fields.flag("mla_use_nope", True):
         fields.fail("mla_use_nope", "is false: MLA with rotated keys is not supported in this family")
     raw = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | dict(kimi_linear_fields(fields).raw)
+    beta, limit = _situ(fields)
+    if beta:
+        raw["hidden_act"] = "silu"
     read = Fields({**raw, "rope_scaling": None, "rope_parameters": None}, fields.source)
     if read.text("scoring_func") != "sigmoid":
         fields.fail("moe_router_activation_func", f"{raw['scoring_func']!r} is not supported; supported: sigmoid")
     config = parse_deepseek(read, generation)
     heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
     taps = read.integer("linear_conv_kernel_dim")
-    delta = DeltaConfig(heads, heads, width, width, taps, joined=False, by_channel=True)
+    low_rank, bound = "f" if raw["use_full_rank_gate"] else "fg", _bound(fields)
+    delta = DeltaConfig(
+        heads, heads, width, width, taps, joined=False, by_channel=True, low_rank=low_rank, bound=bound
+    )  # fmt: skip
+    assert isinstance(config.attention, MLAConfig)
+    gate = config.attention.v_head_dim if fields.flag("mla_use_output_gate") else 0
+    moe = config.moe
+    if moe is not None:
+        latent = fields.integer("routed_expert_hidden_size", None) or 0
+        norm = bool(latent) and fields.flag("latent_moe_use_norm")
+        moe = replace(moe, beta=beta, limit=limit, latent=latent, latent_norm=norm)
+    elif beta:
+        fields.fail("hidden_act", "'situ' is not supported without experts")
     states = tuple(i for i, kind in enumerate(raw["layer_types"]) if kind == LINEAR)
     return replace(
         config,
+        attention=replace(config.attention, gate_width=gate),
+        moe=moe,
+        residual_block=fields.integer("attn_res_block_size", None) or 0,
         rope=replace(config.rope, kind="none"),
         delta=delta,
         state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
         raw=fields.raw,
     )
+
+
+def _situ(fields: Fields) -> tuple[float, float]:
+    """SiTU's bounds of gate and of up; (0, 0): the activation is silu. A bound of up may be missing."""
+    if fields.text("hidden_act", "silu") != "situ":
+        return 0.0, 0.0
+    beta = fields.number("activation_situ_beta", None, above=0)
+    limit = fields.number("activation_situ_linear_beta", None, above=0)
+    return float(beta or 1.0), float(limit or 0.0)
+
+
+def _bound(fields: Fields) -> float:
+    """The bound of the log decay; 0: it has none."""
+    own = fields.section("linear_attn_config")
+    bound = None if own is None else own.number("gate_lower_bound", None)
+    if bound is not None and bound >= 0:
+        fields.fail("linear_attn_config.gate_lower_bound", f"must be negative, found {bound:g}")
+    return float(bound or 0.0)
 
 
 def _kinds(fields: Fields, own: Fields, layers: int) -> list[str]:

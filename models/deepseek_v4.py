@@ -70,6 +70,11 @@ class DeepseekV4Model(Decoder):
         batch = self.begin_step(batch)
         return batch, self._draft_steps.of(replace(batch, windows=None))
 
+    def block_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        """`draft_args` of blocks, whose tokens see each other in both directions."""
+        batch = self.begin_step(batch)
+        return batch, self._draft_steps.of_blocks(replace(batch, windows=None))
+
 
 def _streams_of(norm: str) -> str:
     """Prefix of the weights of the streams, by the norm's."""

@@ -22,7 +22,6 @@ from moe_engine.models.block_config import (
     UNREAD,
     BlockConfig,
     block_taps,
-    block_tensors,
     is_block_head,
     layer_architecture,
     read_block,
@@ -32,7 +31,7 @@ from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.config_vision import rotary_axes
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import KV_SCALES, Kind, TensorSpec, layer_tensors
+from moe_engine.models.tensors import KV_SCALES, Kind, TensorSpec, block_tensors, layer_tensors
 
 LAYERS = "model.layers"
 """Prefix of the head's decoder layers, under the names of `checkpoint_files.read_head`."""

@@ -12,10 +12,11 @@ from moe_engine.kernels.compression.protocol import CompressorWeights
 from moe_engine.kernels.experts.protocol import ExpertWeights
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.residual_blocks import BlockWeights
 from moe_engine.kernels.ops.streams import StreamWeights
 
 _OURS = ("moe_engine.models", "moe_engine.parallel")
-_GROUPS = (CompressorWeights, StreamWeights)
+_GROUPS = (BlockWeights, CompressorWeights, StreamWeights)
 """Dataclasses of kernels whose tensors are unprepared weights."""
 
 

@@ -1,14 +1,21 @@
-"""Kimi Linear: Kimi Delta Attention, and MLA without positions in every fourth layer."""
+"""Kimi Linear: Kimi Delta Attention, and MLA without positions in every fourth layer. Kimi K3: the same with an output
+gate of MLA, and attention over blocks of the residual."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import MLAConfig
 from moe_engine.models.deepseek import DeepseekModel
+from moe_engine.models.layers.block_norm import BlockNorm, block_prefix, spread_blocks
+from moe_engine.models.layers.gated_mla import GatedMLAAttention
 from moe_engine.models.layers.kimi_delta_attention import KimiDeltaAttention
+from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource
 
 
@@ -20,7 +27,27 @@ class KimiLinearModel(DeepseekModel):
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         if layer_index in self.config.state_layers:
             return KimiDeltaAttention(self.config, layer_index, reader, self.backends, self.parallel)
-        return super().make_attention(layer_index, reader, rotary)
+        assert isinstance(self.config.attention, MLAConfig)
+        if not self.config.attention.gate_width:
+            return super().make_attention(layer_index, reader, rotary)
+        layer = self.config, layer_index, reader, self.backends, self.parallel, rotary
+        return GatedMLAAttention(*layer, max_expanded_tokens=self._max_expanded_tokens)
+
+    def make_norm(self, reader: WeightSource, prefix: str) -> Any:
+        if not self.config.residual_block:
+            return super().make_norm(reader, prefix)
+        return BlockNorm(self.backends.ops, reader, prefix, self.config)
+
+    def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
+        own = super().norm_prefixes(prefix)
+        return (*own, f"{block_prefix(prefix)}_") if self.config.residual_block else own
+
+    def make_stack(self, first_norm: Any) -> LayerStack | None:
+        return None if self.config.residual_block else super().make_stack(first_norm)
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        embedded = super().embed(batch)
+        return spread_blocks(embedded, self.config) if self.config.residual_block else embedded
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return super().attention_args(self.place(batch))

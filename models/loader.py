@@ -26,6 +26,7 @@ from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.read_ahead import Prefetch
+from moe_engine.models.stream_block import StreamBlock
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource
 from moe_engine.models.widths import widths_of
@@ -33,6 +34,10 @@ from moe_engine.parallel.context import SINGLE, ParallelContext
 
 FILE_FORMATS = ("auto", "safetensors", "pt", "layered", "gguf")
 """Values of ``--load-format`` that read files. Every load takes one layer at a time, as with ``layered``."""
+
+
+OwnDrafts = MTPLayers | StreamBlock
+"""Draft layers of a model's checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ def load_model(
 
 def load_mtp(
     path: str | Path, config: ModelConfig, model: Model, options: LoadOptions, exported: bool = False
-) -> MTPLayers:
-    """The MTP layers of a loaded `model`, with its kernels, embedding and head.
+) -> OwnDrafts:
+    """The MTP layers, or layers that fill in blocks, of a loaded `model`, with its kernels, embedding and head.
 
     Args:
         exported: `path` has the MTP layer alone (SGLang's NextN checkpoints).
@@ -102,7 +107,7 @@ def load_mtp(
         )
     read = partial(read_nextn, layer=config.num_layers) if exported else None
     with _reading(path, config, options, partial(names_outside_mtp, config), model.parallel, read) as reader:
-        return MTPLayers(model, reader)
+        return MTPLayers(model, reader) if config.own_block is None else StreamBlock(model, reader)
 
 
 def load_head(
@@ -136,7 +141,7 @@ def load_head(
 
 
 def reload(
-    part: Decoder | MTPLayers, path: str | Path, config: ModelConfig, options: LoadOptions
+    part: Decoder | OwnDrafts, path: str | Path, config: ModelConfig, options: LoadOptions
 ) -> Iterator[tuple[Any, Any]]:
     """Pairs of a module of a loaded model, or of its MTP layers, and the same module with the weights of another
     checkpoint, read one after the other: the caller may drop each pair before the next.
@@ -144,7 +149,7 @@ def reload(
     Raises:
         CheckpointError: as `load_model`.
     """
-    outside = names_outside_mtp if isinstance(part, MTPLayers) else names_outside_model
+    outside = names_outside_model if isinstance(part, Decoder) else names_outside_mtp
     with torch.no_grad():
         reader = open_weights(path, config, options, partial(outside, config))
         reader.served_gates = gates_of([part])
@@ -153,7 +158,7 @@ def reload(
         reader.finish()
 
 
-def gates_of(parts: Iterable[Decoder | MTPLayers]) -> torch.dtype | None:
+def gates_of(parts: Iterable[Decoder | OwnDrafts]) -> torch.dtype | None:
     """The dtype of the routers' weights in memory; None without routers."""
     modules = (module.module for part in parts for module in part.modules())
     return next((module.gate_dtype for module in modules if isinstance(module, MoE)), None)

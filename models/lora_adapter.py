@@ -24,6 +24,8 @@ from moe_engine.models.tensors import Kind, layer_tensors
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+INNER = ("model.language_model.", "language_model.model.")
+"""Prefixes of the text model's modules in a model for images and text, by transformers and as published."""
 MAX_SHOWN = 3
 TARGETS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate_proj",
@@ -48,9 +50,11 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class AdapterModule:
-    """An adapted module of the model: its name, rank, scaling, and its weight's shape (N, K)."""
+    """An adapted module of the model: its name, here and in the adapter's file, rank, scaling, and its weight's shape
+    (N, K)."""
 
     name: str
+    stored: str
     rank: int
     scaling: float
     shape: tuple[int, int]
@@ -62,12 +66,11 @@ class AdapterModule:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that fits its model. `prefix`: of the tensors' names before a module's name."""
+    """An adapter that fits its model."""
 
     path: Path
     modules: tuple[AdapterModule, ...]
     file: WeightFile
-    prefix: str
 
     @property
     def rank(self) -> int:
@@ -80,7 +83,7 @@ class Adapter:
 
     def tensor(self, module: AdapterModule, part: str) -> str:
         """Name of the tensor ``A`` or ``B`` of a module."""
-        return f"{self.prefix}{module.name}.lora_{part}.weight"
+        return f"{module.stored}.lora_{part}.weight"
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -108,11 +111,10 @@ def read_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     if not weights.is_file():
         raise CheckpointError(f"{folder}: no {WEIGHTS_FILE}; adapters are read in PEFT's format with safetensors")
     header = read_header(weights)
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in header) else ""
-    modules = tuple(_modules(header, prefix, fields, config, weights))
+    modules = tuple(_modules(header, fields, config, weights))
     if not modules:
         raise CheckpointError(f"{weights}: no tensors of adapters (lora_A, lora_B)")
-    return Adapter(folder, modules, WeightFile(weights, header), prefix)
+    return Adapter(folder, modules, WeightFile(weights, header))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -147,23 +149,24 @@ def _refuse(fields: Mapping[str, Any], file: Path) -> None:
 
 
 def _modules(
-    header: Mapping[str, Any], prefix: str, fields: Mapping[str, Any], config: ModelConfig, file: Path
+    header: Mapping[str, Any], fields: Mapping[str, Any], config: ModelConfig, file: Path
 ) -> Iterator[AdapterModule]:
     shapes = linear_shapes(config)
     names: dict[str, set[str]] = {}
     for tensor in header:
-        match = re.fullmatch(rf"{re.escape(prefix)}(.+)\.lora_([AB])\.weight", tensor)
+        match = re.fullmatch(r"(.+)\.lora_([AB])\.weight", tensor)
         if match is None:
             raise ConfigError(f"{file}: tensor {tensor}: {_why_not(tensor)}")
         names.setdefault(match[1], set()).add(match[2])
-    wrong = [name for name in names if name not in shapes]
+    modules = {_module_name(stored): stored for stored in names}
+    wrong = [name for name in modules if name not in shapes]
     if wrong:
         more = f", and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
         raise ConfigError(f"{file}: {', '.join(wrong[:MAX_SHOWN])}{more}: {_why_not(wrong[0])}")
-    for name in sorted(names):
-        if names[name] != {"A", "B"}:
-            raise CheckpointError(f"{file}: {name} has lora_{min(names[name])} alone")
-        a, b = (header[f"{prefix}{name}.lora_{part}.weight"].shape for part in "AB")
+    for name, stored in sorted(modules.items()):
+        if names[stored] != {"A", "B"}:
+            raise CheckpointError(f"{file}: {name} has lora_{min(names[stored])} alone")
+        a, b = (header[f"{stored}.lora_{part}.weight"].shape for part in "AB")
         out_features, in_features = shapes[name]
         rank = _pattern(fields.get("rank_pattern"), name, fields["r"])
         if a != (rank, in_features) or b != (out_features, rank):
@@ -173,7 +176,14 @@ def _modules(
             )
         alpha = _pattern(fields.get("alpha_pattern"), name, fields["lora_alpha"])
         scaling = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-        yield AdapterModule(name, rank, scaling, shapes[name])
+        yield AdapterModule(name, stored, rank, scaling, shapes[name])
+
+
+def _module_name(stored: str) -> str:
+    """The served model's name of a module, also of the text model inside a model for images and text."""
+    name = stored.removeprefix(PREFIX)
+    inner = next((prefix for prefix in INNER if name.startswith(prefix)), None)
+    return name if inner is None else f"model.{name.removeprefix(inner)}"
 
 
 def _pattern(patterns: Any, name: str, default: Any) -> Any:

@@ -20,18 +20,20 @@ class MarkovHead:
     Every rank has all weights: the drafts of a block follow each other, and each needs the whole bias.
     """
 
-    def __init__(self, block: BlockConfig, reader: WeightSource, hidden: int, vocab_size: int) -> None:
+    def __init__(
+        self, block: BlockConfig, reader: WeightSource, hidden: int, vocab_size: int, prefix: str = MARKOV
+    ) -> None:
         self._rank, self._kind = rank, kind = block.markov_rank, block.markov_head
-        self._embedding = reader.tensor(f"{MARKOV}.markov_w1.weight", (vocab_size, rank))
-        self._project = reader.tensor(f"{MARKOV}.markov_w2.weight", (vocab_size, rank))
+        self._embedding = reader.tensor(f"{prefix}.markov_w1.weight", (vocab_size, rank))
+        self._project = reader.tensor(f"{prefix}.markov_w2.weight", (vocab_size, rank))
         self._gate: tuple[Tensor, Tensor] | None = None
         if kind != "vanilla":
             name, rows, columns = (
                 ("gate_proj", rank, hidden + rank) if kind == "gated" else ("joint_proj", 3 * rank, 2 * rank + hidden)
             )
             self._gate = (
-                reader.tensor(f"{MARKOV}.{name}.weight", (rows, columns)),
-                reader.tensor(f"{MARKOV}.{name}.bias", (rows,)),
+                reader.tensor(f"{prefix}.{name}.weight", (rows, columns)),
+                reader.tensor(f"{prefix}.{name}.bias", (rows,)),
             )
 
     def first_state(self, count: int) -> Tensor:

@@ -60,7 +60,7 @@ def expert_widths(
     group = width_group(model, keeps_blocks=blocks)
     cut = None if moe.width % parts else Share(0, parts).cut_in_groups(moe.width, group)
     width = moe.width // parts if cut is None else cut.stop  # the first rank has the most
-    return ExpertWidths(model.hidden_size, width, moe.top_k, blocks, dispatched, fused, few)
+    return ExpertWidths(model.routed_size, width, moe.top_k, blocks, dispatched, fused, few)
 
 
 def has_linears_in_four_bits(model: ModelConfig) -> bool:

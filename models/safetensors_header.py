@@ -11,12 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from moe_engine.errors import CheckpointError
+from moe_engine.errors import LFS_FIX, LFS_POINTER, CheckpointError
 from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, unreadable
 
 _MAX_HEADER = 100 << 20
-_POINTER = b"version https://git-lfs"
-"""Begin of the files that Git LFS leaves where the contents were not downloaded."""
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
@@ -50,10 +48,8 @@ def _text(path: Path) -> tuple[bytes, int]:
         with path.open("rb") as file:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
-            if prefix == _POINTER[:8]:
-                raise CheckpointError(
-                    f"{path}: is a pointer of Git LFS, the weights are not downloaded; run `git lfs pull` in its folder"
-                )
+            if prefix == LFS_POINTER[:8]:
+                raise CheckpointError(f"{path}: {LFS_FIX}")
             if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > status.st_size:
                 raise CheckpointError(
                     f"{path}: truncated or not a safetensors file (header of {length} bytes, file of "

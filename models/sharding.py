@@ -34,7 +34,7 @@ def dispatch_shape(
         num_experts=config.moe.num_experts + parallel.redundant_experts,
         num_ranks=parallel.ep_size,
         top_k=config.moe.top_k,
-        hidden=config.hidden_size,
+        hidden=config.routed_size,
         max_tokens=per_rank,
         dtype=dtype,
         width=config.moe.width,

@@ -328,6 +328,8 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         return topology.moe_tp_size if shared else topology.tp_size
     if is_delta(config, name):
         return 1 if name.endswith(_WHOLE_OF_DELTA) else topology.attn_tp_size
+    if name.endswith(".routed_expert_up_proj.weight"):
+        return 1 if topology.travels else topology.tp_size
     if ".self_attn." in name:
         return _attention_parts(config, name, topology.attn_tp_size)
     return topology.tp_size if ".mlp." in name and topology.cuts_dense else 1
@@ -412,7 +414,7 @@ def _delta_bytes(d: DeltaConfig | None, num_tokens: int, dtype_bytes: int) -> in
 def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:
     limit = MAX_EXPANDED_TOKENS if expanded_tokens is None else expanded_tokens
     down = (a.q_lora_rank or 0) * 2 + a.cache_width
-    query = a.num_heads * (a.qk_head_dim + a.v_head_dim + 2 * a.head_gate)
+    query = a.num_heads * (a.qk_head_dim + a.v_head_dim + 2 * a.gate_width)
     context = a.cache_width + a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
     expanded = limit * context + min(num_tokens, limit) * a.num_heads * a.v_head_dim  # and the attention output
     absorbed = min(num_tokens, MAX_ABSORBED_TOKENS) * a.num_heads * (a.cache_width + a.kv_lora_rank)
@@ -437,7 +439,9 @@ def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, num_re
 
 
 def _streams_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of a token's residual streams, and of the float32 copies with which they are mixed."""
+    """Bytes of a token's residual streams beyond one, and of the float32 copies with which they are mixed."""
+    if config.residual_block:
+        return (config.residual_rows - 1) * dtype_bytes * config.hidden_size
     if (streams := config.streams) is None:
         return 0
     return (streams.count * (dtype_bytes + 3 * 4) - dtype_bytes) * config.hidden_size
@@ -480,6 +484,7 @@ def _mlp_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
     if moe is None:
         return num_tokens * dense * dtype_bytes
     choices = moe.top_k + -(-moe.shared_width // moe.width)  # shared experts may be fused into the routed ones
-    routed = choices * (3 * config.hidden_size + 3 * moe.width)  # rows in, products, rows out (float32 sums aside)
-    combine = 4 * choices * config.hidden_size + 8 * moe.num_experts
+    rows = 3 * config.routed_size + 3 * moe.width  # in, products, out (float32 sums aside)
+    routed = choices * rows + 3 * moe.latent
+    combine = 4 * choices * config.routed_size + 8 * moe.num_experts
     return num_tokens * (max(dense, routed) * dtype_bytes + combine)

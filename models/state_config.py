@@ -45,8 +45,8 @@ class DeltaConfig:
     """Gated delta net (Qwen3-Next): key and value heads, their widths, taps of the convolution. `joined`: the
     checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5).
     `by_channel`: Kimi Delta Attention, with a decay for each channel of a key, and as many key heads as value heads.
-    Then `low_rank`: decays and output gates come from products of low rank, else from a whole matrix each. `bound`: as
-    in `kernels.delta.protocol.DeltaShape`."""
+    Then `low_rank` names those of decays (f) and output gates (g) that come from products of low rank, the others come
+    from a whole matrix each. `bound`: as in `kernels.delta.protocol.DeltaShape`."""
 
     key_heads: int
     value_heads: int
@@ -55,7 +55,7 @@ class DeltaConfig:
     taps: int
     joined: bool = True
     by_channel: bool = False
-    low_rank: bool = True
+    low_rank: str = "fg"
     bound: float = 0.0
 
     @property
@@ -71,7 +71,9 @@ class DeltaConfig:
     @property
     def a_log_shape(self) -> tuple[int, ...]:
         """Shape of the heads' rates of decay in the checkpoint."""
-        return (1, 1, self.value_heads, 1) if self.by_channel and self.low_rank else (self.value_heads,)
+        if self.by_channel and self.low_rank == "fg":
+            return 1, 1, self.value_heads, 1
+        return (self.value_heads,)
 
     @property
     def shared(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
@@ -26,6 +27,7 @@ BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 ROTATED_NORMS = ("query_layernorm", "key_layernorm")
 """Norms of q and k after the rotation."""
 _ROTARY = "rotary_emb.inv_freq"
+_FIRST_SCORES = "model.layers.0.self_attention_res_"
 LATENT_SCALES = (".self_attn.k_proj.k_scale", ".self_attn.k_scale", ".self_attn.kv_scale")
 """Ends of the names of a layer's scale of its latent, in MLA."""
 KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
@@ -39,11 +41,14 @@ _MTP_ON_GQA = (
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, Qwen3-Next and Qwen3.5)."""
+KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
 UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",), **dict.fromkeys(MINIMAX_M3, ("model.mtp.", "mtp."))}
 """By architecture: begins of the names of MTP layers that are not served."""
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
+_BLOCK_INPUT = ".main_proj.weight"
+"""The same of the first of the layers that fill in blocks."""
 MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
 """Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
 
@@ -111,7 +116,7 @@ _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
     **dict.fromkeys(MINIMAX_M3, _W),
-    "KimiLinearForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    **dict.fromkeys(KIMI_LINEAR, ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
@@ -149,11 +154,13 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
     if config.vision is not None:
         for name, shape, wide in vision_tensors(config.vision):
             yield TensorSpec(name, shape, Kind.WIDE if wide else Kind.PLAIN)
+    if config.residual_block:
+        yield from _block_scores("model.output_attn_res", config.hidden_size)
     for i, is_moe in enumerate(config.moe_layers):
         yield from (spec.within(f"{_LAYERS}{i}") for spec in layer_tensors(config, is_moe, i))
     if include_mtp:
         for i in range(config.num_layers, config.num_layers + config.num_nextn_predict_layers):
-            yield from (spec.within(f"{_LAYERS}{i}") for spec in mtp_tensors(config))
+            yield from (spec.within(f"{_LAYERS}{i}") for spec in draft_tensors(config, i))
 
 
 def _score_head(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -172,6 +179,46 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     if (streams := config.streams) is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
+    if config.residual_block:
+        for name in ("self_attention_res", "mlp_res") if layer else ("mlp_res",):
+            yield from _block_scores(name, config.hidden_size)
+
+
+def _block_scores(name: str, hidden: int) -> Iterator[TensorSpec]:
+    """The weights of the scores of the residual's rows."""
+    yield _norm(f"{name}_norm", hidden)
+    yield TensorSpec(f"{name}_proj.weight", (1, hidden), Kind.WIDE)
+
+
+def block_tensors(block: BlockConfig, hidden: int, vocab_size: int) -> Iterator[TensorSpec]:
+    """Tensors of the Markov head; every rank has all of them."""
+    rank = block.markov_rank
+    if not rank:
+        return
+    yield TensorSpec(f"{MARKOV}.markov_w1.weight", (vocab_size, rank), Kind.PLAIN)
+    yield TensorSpec(f"{MARKOV}.markov_w2.weight", (vocab_size, rank), Kind.PLAIN)
+    extra = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
+    if block.markov_head in extra:
+        name, rows, columns = extra[block.markov_head]
+        yield TensorSpec(f"{MARKOV}.{name}.weight", (rows, columns), Kind.PLAIN)
+        yield TensorSpec(f"{MARKOV}.{name}.bias", (rows,), Kind.PLAIN)
+
+
+def draft_tensors(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+    """Tensors of a draft layer of the model's checkpoint, which is `layer` among all."""
+    own, hidden, streams = config.own_block, config.hidden_size, config.streams
+    if own is None:
+        yield from mtp_tensors(config)
+        return
+    assert streams is not None
+    if layer == config.num_layers:
+        yield TensorSpec("main_proj.weight", (hidden, len(own.tapped) * hidden))
+        yield _norm("main_norm", hidden)
+    if layer == config.num_layers + config.num_nextn_predict_layers - 1:
+        yield _norm("shared_head.norm", hidden)
+        yield from _streams(streams, hidden, "shared_head.hc_head", streams.count)
+        yield from block_tensors(own.block, hidden, config.vocab_size)
+    yield from layer_tensors(config, config.is_mtp_moe)
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -242,7 +289,7 @@ def _channel_delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
         yield from _linear(f"{name}_proj", width, hidden)
         yield TensorSpec(f"{name}_conv1d.weight", (width, 1, d.taps), Kind.WIDE)
     for name in ("f", "g"):
-        if d.low_rank:
+        if name in d.low_rank:
             yield from _linear(f"{name}_a_proj", d.key, hidden)
             yield from _linear(f"{name}_b_proj", width, d.key)
         else:
@@ -272,8 +319,8 @@ def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield _norm("kv_a_layernorm", a.kv_lora_rank)
     yield from _linear("kv_b_proj", a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
     yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
-    if a.head_gate:
-        yield from _linear("g_proj", a.num_heads, hidden)
+    if a.gate_width:
+        yield from _linear("g_proj", a.num_heads * a.gate_width, hidden)
 
 
 def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
@@ -333,15 +380,21 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = 
     elif moe.has_bias:
         shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
         yield TensorSpec(f"{names.block}.{names.router_bias}", shape, Kind.WIDE)
+    inner = config.routed_size
     for name, shape in (
-        (names.gate, (moe.width, hidden)),
-        (names.up, (moe.width, hidden)),
-        (names.down, (hidden, moe.width)),
+        (names.gate, (moe.width, inner)),
+        (names.up, (moe.width, inner)),
+        (names.down, (inner, moe.width)),
     ):
         yield TensorSpec(f"{names.block}.experts.*.{name}.weight", shape, copies=moe.num_experts)
     if moe.biased:
         yield TensorSpec(f"{names.block}.{GATE_UP_BIAS}", (moe.num_experts, 2 * moe.width), Kind.WIDE)
         yield TensorSpec(f"{names.block}.{DOWN_BIAS}", (moe.num_experts, hidden), Kind.WIDE)
+    if moe.latent:
+        yield from _linear(f"{names.block}.routed_expert_down_proj", moe.latent, hidden)
+        yield from _linear(f"{names.block}.routed_expert_up_proj", hidden, moe.latent)
+        if moe.latent_norm:
+            yield _norm(f"{names.block}.routed_expert_norm", moe.latent)
     if moe.shared_width:
         yield from _mlp(f"{names.block}.{names.shared}", hidden, moe.shared_width)
         if moe.shared_gate:
@@ -378,12 +431,14 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
     have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's
     count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of
-    the KV cache.
+    the KV cache; scores of the residual's rows before the first layer, where there is one row.
     """
-    mtp = {layer_index(name) for name in names if name.endswith(MTP_INPUTS)}
-    unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
+    unread = {i for i in mtp_layers(names) if i >= config.num_layers} | set(
+        range(config.num_layers, config.stored_layers)
+    )
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
+    unused += (_FIRST_SCORES,) * (config.residual_block > 0)
     ends = (_ROTARY, *KV_SCALES)
     return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 
@@ -391,8 +446,16 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, *MTP_COPIES, *KV_SCALES)
+    unread = (_ROTARY, *MTP_COPIES, *KV_SCALES, *CONFIDENCE)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
+
+
+def mtp_layers(names: Collection[str]) -> set[int]:
+    """Indices of the MTP layers among the layers with tensors of these names; DSpark layers are those from the first
+    one on, which projects the model's hidden states."""
+    found = {layer_index(name) for name in names if name.endswith(MTP_INPUTS)}
+    first = min((layer_index(name) for name in names if name.endswith(_BLOCK_INPUT)), default=None)
+    return found if first is None else found | {i for i in map(layer_index, names) if i >= first}
 
 
 def layer_index(name: str) -> int:

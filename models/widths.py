@@ -25,6 +25,7 @@ def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
         num_experts=moe.num_experts + redundant_experts if moe else 0,
         expert_width=moe.width if moe else 0,
         shared_width=moe.shared_width if moe else 0,
+        latent_width=moe.latent if moe else 0,
         states=tuple(sorted({part.shape[part.sharded] for part in parts if part.sharded is not None})),
     )
 

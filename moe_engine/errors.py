@@ -5,6 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+LFS_POINTER = b"version https://git-lfs"
+"""Begin of the files that Git LFS leaves where the contents were not downloaded."""
+LFS_FIX = "is a pointer of Git LFS, the content is not downloaded; run `git lfs pull` in its folder"
+
 
 class MoeEngineError(Exception):
     """Base of the engine's own errors."""

@@ -21,6 +21,7 @@ class ModelWidths:
     Attributes:
         num_kv_heads: of each kind of layers; (): one latent for all heads (MLA), which is no limit.
         dense_width: of the dense feed-forward layers.
+        latent_width: of the space of routed experts, if they have one of their own.
         states: channels or heads of each sharded state of a request.
         block: channels that cannot be split: 128 if a kernel keeps block-FP8 weights, 1 if they are dequantized at
             load.
@@ -32,6 +33,7 @@ class ModelWidths:
     num_experts: int = 0
     expert_width: int = 0
     shared_width: int = 0
+    latent_width: int = 0
     block: int = 1
     states: tuple[int, ...] = ()
 
@@ -174,6 +176,8 @@ class Topology:
             _check_width(
                 self.tp_size, model.shared_width, model.block, "shared experts", "--tp-size", "--moe-a2a-backend"
             )
+            latent = "the latent space of routed experts"
+            _check_width(self.tp_size, model.latent_width, 1, latent, "--tp-size", "--moe-a2a-backend")
 
 
 def _check_divides(size: int, total: int, what: str, flag: str, way_out: str) -> None:

@@ -46,6 +46,7 @@ UNITS = (
     "delta",
     "compression",
     "streams",
+    "residual_blocks",
     "lora",
     "decoder",
     "decode_step",
@@ -112,6 +113,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_gated_delta": (None, [N, P, P, P, P, P, P, P]),
     "moe_compress": (None, [N, P, P, L, P, L, P, L]),
     "moe_mix_streams": (None, [N, P, P, L, P, L, P]),
+    "moe_mix_blocks": (None, [N, P, P, L, P, L, P]),
     "moe_lora": (None, [N, P, P, P, L, L, L, P, P, L, P, L, P, P]),
 }
 
@@ -139,6 +141,7 @@ class Library:
     moe_rms_norm: Any
     moe_gated_delta: Any
     moe_compress: Any
+    moe_mix_blocks: Any
     moe_mix_streams: Any
     moe_add_rms_norm: Any
     moe_silu_and_mul: Any

@@ -13,6 +13,7 @@ from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import with_padding
+from moe_engine.kernels.ops.residual_blocks import BlockWeights, mix_blocks
 from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
 
 
@@ -58,6 +59,18 @@ class _Streams(ctypes.Structure):
     )
 
 
+class _Blocks(ctypes.Structure):
+    """`moe::ResidualBlocks` of residual_blocks.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "width", "written", "starts")),
+        *((name, ctypes.c_void_p) for name in ("norm", "proj", "out_norm")),
+        ("eps", ctypes.c_float),
+    )
+
+
+_MAX_ROWS = 64
+"""Most rows of a token in residual_blocks.cpp."""
 _MAX_STREAMS, _STREAM_CHUNK = 8, 1024
 """Largest number of streams, and channels of a task, of streams.cpp."""
 
@@ -70,7 +83,7 @@ class CpuOps:
 
     @property
     def capabilities(self) -> OpsCapabilities:
-        return OpsCapabilities(mix_streams=self.mix_streams)
+        return OpsCapabilities(mix_streams=self.mix_streams, mix_blocks=self.mix_blocks)
 
     def mix_streams(self, x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
         """See `MixStreams`."""
@@ -86,6 +99,23 @@ class CpuOps:
             weights.scale.data_ptr(), parts.data_ptr(), weights.eps, weights.floor,
         )  # fmt: skip
         self._lib.moe_mix_streams(
+            kind_of(residual.dtype), ctypes.byref(struct), None if x is None else x.data_ptr(),
+            0 if x is None else x.stride(0), residual.data_ptr(), residual.stride(0), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def mix_blocks(self, x: Tensor | None, residual: Tensor, weights: BlockWeights, norm: Tensor | None) -> Tensor:
+        """See `MixBlocks`."""
+        if weights.written >= _MAX_ROWS or residual.stride(1) != 1:
+            return mix_blocks(x, residual, weights, norm)
+        width = len(weights.norm)
+        out = residual.new_empty(len(residual), width)
+        x = None if x is None else rows(x.to(residual.dtype))
+        struct = _Blocks(
+            len(residual), width, weights.written, weights.starts, weights.norm.data_ptr(), weights.proj.data_ptr(),
+            None if norm is None else norm.data_ptr(), weights.eps,
+        )  # fmt: skip
+        self._lib.moe_mix_blocks(
             kind_of(residual.dtype), ctypes.byref(struct), None if x is None else x.data_ptr(),
             0 if x is None else x.stride(0), residual.data_ptr(), residual.stride(0), out.data_ptr(),
         )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.ops.residual_blocks import MixBlocks
 from moe_engine.kernels.ops.streams import MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
@@ -206,6 +207,9 @@ class OpsCapabilities:
 
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
+
+    mix_blocks: MixBlocks | None = None
+    """None: in torch, `kernels.ops.residual_blocks`."""
 
 
 class Ops(Protocol):

@@ -14,6 +14,7 @@ from moe_engine.kernels.ops import (
     triton_absorb,
     triton_fp8_cache,
     triton_norm,
+    triton_residual_blocks,
     triton_rotary,
     triton_router,
     triton_streams,
@@ -57,7 +58,7 @@ class TritonOps:
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
             grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), lookup=lookup,
-            mix_streams=triton_streams.mix,
+            mix_streams=triton_streams.mix, mix_blocks=triton_residual_blocks.mix,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

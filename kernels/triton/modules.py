@@ -43,6 +43,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_lookup",
     f"{_FAMILIES}.ops.triton_norm",
     f"{_FAMILIES}.ops.triton_norm_route",
+    f"{_FAMILIES}.ops.triton_residual_blocks",
     f"{_FAMILIES}.ops.triton_rotary",
     f"{_FAMILIES}.ops.triton_router",
     f"{_FAMILIES}.ops.triton_streams",

@@ -54,7 +54,7 @@ class CompiledLayer:
         return self.next_norm.add(routed.after(hidden, weights, ids, shared), residual)
 
     def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        return residual
+        return self.next_norm.stream(residual)
 
 
 def for_regions(batch: ForwardBatch, regions: CompiledRegions) -> ForwardBatch:

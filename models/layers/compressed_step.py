@@ -98,6 +98,24 @@ class StepRows:
                 rows[rate] = self._attended(all_, of_window + seen // rate)
         return CompressedStep(slots, tokens, rows, kept, selection)
 
+    def of_blocks(self, batch: ForwardBatch) -> CompressedStep:
+        """Of layers without entries: each token of a request attends to the whole block of the request's query tokens,
+        and to a window before the block."""
+        no = batch.positions[:0]
+        nothing = CompressedTokens(no, no, no.int(), no.int()[None], no)
+        group = batch.attention.decode
+        if group is None:
+            return CompressedStep(batch.slots, nothing, {}, {}, None)
+        counts, ends = np.array(group.query_lens), np.array(group.context_lens)  # [R]
+        seen = counts + np.minimum(ends - counts, self._attention.window)  # [R]
+        columns = torch.arange(int(seen.max()), device=no.device)
+        lens = upload(np.stack((ends - seen, seen)), no.device)  # [2, R]
+        at = (lens[0][:, None] + columns).clamp_(max=group.slot_table.shape[1] - 1)
+        found = group.slot_table[group.rows.long()[:, None], at].masked_fill_(columns >= lens[1][:, None], -1)
+        numbers = upload(np.repeat(np.arange(len(counts)), counts), no.device)  # [T]
+        rows = self._attended(found[numbers], np.repeat(seen, counts))
+        return CompressedStep(batch.slots, nothing, {0: rows}, {}, None)
+
     def _attended(self, rows: Tensor, counts: np.ndarray) -> AttendedRows:
         selected = Selected(rows, counts.tolist(), upload(counts.astype(np.int32), rows.device))
         return AttendedRows(selected, self._sparse.plan(selected))

@@ -295,7 +295,7 @@ class Decoder:
 
     def _forward_tapped(self, taps: HiddenTaps, batch: ForwardBatch, *args: Any) -> Tensor:
         residual = self.embed(batch)
-        taps.begin(residual)
+        taps.begin(self._first_norm.stream(residual))
         hidden = self._first_norm(residual)
         for index, call in enumerate(self._calls):
             self.at_layer = index

@@ -64,4 +64,4 @@ class DecoderLayer:
 
     def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
         """The residual stream [T, D] after this layer."""
-        return residual
+        return self.next_norm.stream(residual)

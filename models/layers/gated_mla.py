@@ -1,5 +1,5 @@
-"""Multi-head latent attention with an output gate for each head: its result is multiplied by the sigmoid of a number
-that the layer's input gives (Ling).
+"""Multi-head latent attention with an output gate: a head's result is multiplied by the sigmoid of a number that the
+layer's input gives (Ling), or each channel of it (Kimi K3).
 
 Legend: T tokens, D hidden, H heads of this rank, V v_head.
 """
@@ -22,7 +22,7 @@ from moe_engine.parallel.context import ParallelContext
 
 
 class GatedMLAAttention(MLAAttention):
-    """`MLAAttention` with the projection `g_proj` [H, D]. No whole-layer call has the gate."""
+    """`MLAAttention` with the projection `g_proj` [H, D] or [H V, D]. No whole-layer call has the gate."""
 
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends,
@@ -30,8 +30,9 @@ class GatedMLAAttention(MLAAttention):
     ) -> None:  # fmt: skip
         super().__init__(config, layer_index, reader, backends, parallel, *args, **options)
         assert isinstance(config.attention, MLAConfig)
-        name, heads = f"model.layers.{layer_index}.self_attn.g_proj", config.attention.num_heads
-        self._gate = load_linear(backends.linear, reader, [name], [heads], config.hidden_size, out_shares=[self._share])
+        name, mla = f"model.layers.{layer_index}.self_attn.g_proj", config.attention
+        rows = [mla.num_heads * mla.gate_width]
+        self._gate = load_linear(backends.linear, reader, [name], rows, config.hidden_size, out_shares=[self._share])
 
     def _quantize_values(self) -> None:
         return None
@@ -45,6 +46,6 @@ class GatedMLAAttention(MLAAttention):
 
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         values = self._values(hidden, batch, self.chunks(batch) if chunks is None else chunks)  # [T, H, V]
-        gate, gates = self._gate(hidden).unsqueeze(2), self._ops.capabilities.gates
+        gate, gates = self._gate(hidden).unflatten(1, (-1, self._mla.gate_width)), self._ops.capabilities.gates
         opened = values.mul_(gate.sigmoid()) if gates is None else gates.heads(values, gate)
         return self._o(opened.flatten(1))

@@ -1,4 +1,4 @@
-"""Hidden states of some layers, which an EAGLE-3 head reads beside the model's result.
+"""Hidden states of some layers, which draft layers read beside the model's result.
 
 A tap copies the residual stream after a given number of layers. Layers add to one tensor in place, so the copy is the
 only work, and a decoder without taps, or with taps that are off, does none.
@@ -21,12 +21,14 @@ class HiddenTaps:
 
     Args:
         after: the numbers of layers after which the stream is copied, ascending; 0: the embedding.
+        num_streams: of a residual of several streams of `width` channels the mean is copied; 0: the residual itself is.
 
     Attributes:
         active: whether a forward copies.
     """
 
-    def __init__(self, after: Sequence[int]) -> None:
+    def __init__(self, after: Sequence[int], num_streams: int = 0, width: int = 0) -> None:
+        self._num_streams, self._width = num_streams, width
         self._places = {count: place for place, count in enumerate(after)}
         self.active = False
         self._states: Tensor | None = None
@@ -39,9 +41,10 @@ class HiddenTaps:
         finally:
             self.active = False
 
-    def begin(self, residual: Tensor) -> None:
+    def begin(self, stream: Tensor) -> None:
         """Starts a forward with this stream [T, D]."""
-        self._states = residual.new_empty(residual.shape[0], len(self._places) * residual.shape[1])
+        self._stream, width = stream, self._width or stream.shape[1]
+        self._states = stream.new_empty(stream.shape[0], len(self._places) * width)
 
     def copy(self, count: int, layers: Sequence[Any], residual: Tensor, batch: ForwardBatch) -> None:
         """Copies the stream [T, D] after `count` layers, if there is a tap. Collective in an attention
@@ -50,8 +53,10 @@ class HiddenTaps:
         if place is None:
             return
         assert self._states is not None
-        width = residual.shape[1]
-        whole = layers[count - 1].whole_stream(residual, batch) if count else residual
+        whole = layers[count - 1].whole_stream(residual, batch) if count else self._stream
+        if self._num_streams:
+            whole = whole[:, : self._num_streams * self._width].unflatten(1, (self._num_streams, -1)).mean(1)
+        width = whole.shape[1]
         self._states[:, place * width : (place + 1) * width].copy_(whole)
 
     def take(self) -> Tensor:

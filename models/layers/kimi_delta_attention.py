@@ -1,5 +1,5 @@
 """Kimi Delta Attention: a gated delta net with a decay for each channel of a key (arXiv 2510.26692). Decays and output
-gates come from products of low rank (Kimi Linear), or each from a whole matrix (Ling).
+gates come from products of low rank (Kimi Linear), or each from a whole matrix (Ling); Kimi K3 has one of both.
 
 Legend: T tokens, D hidden, H heads of this rank, Dk width of a head's key and value, K taps.
 """
@@ -36,19 +36,18 @@ class KimiDeltaAttention(DeltaLayer):
         wide = [
             Projection(f"{prefix}.{name}_proj", (width, hidden), Cut(slice(head * key, (head + 1) * key)))
             for head in own
-            for name in ("qkv" if whole.low_rank else "qkvgf")
+            for name in ("q", "k", "v", *(name for name in "gf" if name not in whole.low_rank))
         ]
-        narrow = [Projection(f"{prefix}.{name}_a_proj", (key, hidden)) for name in "fg" if whole.low_rank]
+        narrow = [Projection(f"{prefix}.{name}_a_proj", (key, hidden)) for name in whole.low_rank]
         narrow.append(Projection(f"{prefix}.b_proj", (whole.key_heads, hidden), Cut(share.cut(whole.key_heads))))
         self._load_inputs(linear, reader, wide, narrow)
         self._decay: Linear | None = None
         self._gate: Linear | None = None
         """The second matrices of decays and gates; None: their rows are with q, k and v."""
-        if whole.low_rank:
-            self._decay, self._gate = (
-                load_linear(linear, reader, [f"{prefix}.{name}_b_proj"], [width], key, out_shares=[share])
-                for name in "fg"
-            )
+        if "f" in whole.low_rank:
+            self._decay = load_linear(linear, reader, [f"{prefix}.f_b_proj"], [width], key, out_shares=[share])
+        if "g" in whole.low_rank:
+            self._gate = load_linear(linear, reader, [f"{prefix}.g_b_proj"], [width], key, out_shares=[share])
         out = load_linear(linear, reader, [f"{prefix}.o_proj"], [hidden], width, in_share=share)
         shape = DeltaShape(heads, heads, key, key, whole.taps, decays=key, bound=whole.bound, sigmoid=True)
         weights = _weights(whole, reader, prefix, own, share, config.norm_eps)
@@ -57,12 +56,13 @@ class KimiDeltaAttention(DeltaLayer):
     def _inputs(self, hidden: Activation) -> DeltaInputs:
         (wide, narrow), shape = self._project(hidden), self._shape
         heads, key = shape.key_heads, shape.key
-        if self._decay is None or self._gate is None:
-            mixed, z, a = wide.unflatten(1, (heads, -1)).split((shape.mixed, key, key), 2)
-            return DeltaInputs(mixed, z, narrow.unsqueeze(2), a)
-        decay, gate, b = narrow.split((key, key, heads), 1)
-        mixed, z, a = (x.unflatten(1, (heads, -1)) for x in (wide, self._gate(gate), self._decay(decay)))
-        return DeltaInputs(mixed, z, b.unsqueeze(2), a)
+        wide, b = wide.unflatten(1, (heads, -1)), narrow[:, -heads:].unsqueeze(2)
+        mixed, z, a = wide[..., : shape.mixed], wide[..., shape.mixed : shape.mixed + key], wide[..., -key:]
+        if self._decay is not None:
+            a = self._decay(narrow[:, :key]).unflatten(1, (heads, -1))
+        if self._gate is not None:
+            z = self._gate(narrow[:, -heads - key : -heads]).unflatten(1, (heads, -1))
+        return DeltaInputs(mixed, z, b, a)
 
 
 def _weights(

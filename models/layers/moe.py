@@ -32,6 +32,7 @@ from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.layers.expert_table import read_expert_table
 from moe_engine.models.layers.gated_mlp import GatedMLP
+from moe_engine.models.layers.latent_experts import LatentExperts
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
@@ -42,7 +43,7 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
-from moe_engine.parallel.experts import DispatchedExperts, LocalExperts, make_routed_experts
+from moe_engine.parallel.experts import DispatchedExperts, LocalExperts, RoutedExperts, make_routed_experts
 from moe_engine.parallel.overlap import InlineStream
 from moe_engine.parallel.share import WHOLE, Share
 
@@ -112,7 +113,7 @@ class MoE:
     ) -> None:
         moe, names = config.moe, expert_names(config)
         assert moe is not None
-        hidden, wide = config.hidden_size, torch.float32
+        hidden, wide, latent = config.hidden_size, torch.float32, moe.latent > 0
         self.layer_index = layer_index
         prefix = f"model.layers.{layer_index}.{names.block}"
         router = f"{prefix}.{names.router}"
@@ -130,7 +131,9 @@ class MoE:
         shared = f"{prefix}.{names.shared}"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
         group = width_group(config, BlockFP8 in backends.experts.capabilities.quantized)
-        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared, group, layer_index)
+        self.stored = StoredExperts(
+            backends.experts, routed, moe, config.routed_size, names, part, shared, group, layer_index
+        )
         self._activates_alike = moe.activation(layer_index) == moe.activation(layer_index, shared=True)
         num_shared = self._num_fused(moe, backends, parallel, reader)
         self._spec = router_spec(moe, num_shared, Share.of(parallel.ep))
@@ -143,7 +146,9 @@ class MoE:
         """Weights of the experts in this rank's slots."""
         self._read_first = backends.experts.capabilities.read_first if num_shared else None
         slots = backends.experts, self.weights
-        self._routed = LocalExperts(*slots) if num_shared else make_routed_experts(*slots, parallel)
+        self._routed: RoutedExperts = LocalExperts(*slots) if num_shared else make_routed_experts(*slots, parallel)
+        if latent:
+            self._routed = LatentExperts(config, prefix, self._routed, backends, reader, parallel)
         self._shared: MLP | None = None
         if moe.shared_width and not num_shared:
             share = WHOLE if travels else Share.of(parallel.world)
@@ -157,7 +162,7 @@ class MoE:
         self._route_int64 = backends.ops.capabilities.route_int64
         self._route_ahead = backends.ops.capabilities.route_ahead
         self._norm_route = backends.ops.capabilities.add_norm_route
-        self.fused = self._fuse(backends.experts, parallel)
+        self.fused = None if latent else self._fuse(backends.experts, parallel)
         """The whole layer in one call; None if not supported."""
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
         self.adapters: StepAdapters | None = None
@@ -202,8 +207,9 @@ class MoE:
             self._counted_at = place
             if place is not None:
                 self.count(None)
-        if isinstance(self._routed, DispatchedExperts):
-            self._routed.on_arrival = None if recorder is None else self._arrivals_to(recorder)
+        routed = self._routed.routed if isinstance(self._routed, LatentExperts) else self._routed
+        if isinstance(routed, DispatchedExperts):
+            routed.on_arrival = None if recorder is None else self._arrivals_to(recorder)
 
     def _arrivals_to(self, recorder: ExpertRecorder) -> Callable[[Tensor], None] | None:
         def arrived(counts: Tensor) -> None:

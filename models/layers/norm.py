@@ -72,6 +72,10 @@ class RMSNorm:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""
         return self._rms_norm(x, self.weight, self.eps)
 
+    def stream(self, residual: Tensor) -> Tensor:
+        """The residual stream [T, D], which the norm reads."""
+        return residual
+
     @property
     def width(self) -> int:
         """Channels of a result."""

@@ -101,7 +101,7 @@ class ShardedLayer:
         """The residual stream [T, D] after this layer; collective in the attention group if its ranks share it."""
         step, comm = batch.sizes, self._comm
         assert step is not None
-        return comm.to_attention(comm.residual_rows(residual, step), step)
+        return comm.to_attention(self.next_norm.stream(comm.residual_rows(residual, step)), step)
 
 
 def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_out: bool) -> DPCommunication:

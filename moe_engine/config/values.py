@@ -84,6 +84,8 @@ def _convert(info: FieldInfo, value: Any) -> Any:
 
 
 def _parse(info: FieldInfo, text: str) -> Any:
+    if any("\ud800" <= char <= "\udfff" for char in text):  # neither messages nor JSON answers can hold it
+        raise ConfigError(f"{info.option} {text!a}: is not UTF-8; rename the file or folder, or give a link to it")
     parse = info.flag.parse or READERS.get(info.type, info.type)
     try:
         return parse(text)

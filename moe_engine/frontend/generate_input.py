@@ -115,7 +115,8 @@ class GenerateInput(GenerateRequest, kw_only=True):
     top_logprobs_field: str = "top_logprobs_num"
     """The client's names of these fields, for messages."""
     max_tokens_asked: bool = True
-    """With `SamplingParams`: whether `max_new_tokens` is the client's own; a default may be reduced."""
+    """With `SamplingParams`: whether `max_new_tokens` is the client's exact number; a default, or the upper bound of
+    an API whose clients do not know the space, is reduced to fit."""
     cumulative: bool = True
     """Stream chunks hold the whole output so far, unless the server's settings override it."""
     model: str | None = None
@@ -154,7 +155,7 @@ class Prompt:
     joined: Joined | None = None
     """With a session: the beginning of `ids`, once its earlier tokens are put before them."""
     length_asked: bool = True
-    """The client chose `max_new_tokens`; a default is reduced to the free space."""
+    """`max_new_tokens` is refused if it does not fit; else it is reduced to the free space."""
     prepared: Constraint | None = None
     """The constraint in the form that the engine gets, once its grammar is checked."""
     max_new_tokens: int = field(default=0)

@@ -16,7 +16,7 @@ from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.table import format_in_files
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import LATENT_SCALES, MTP_INPUTS, ROUTERS, layer_index
+from moe_engine.models.tensors import LATENT_SCALES, ROUTERS, layer_index, mtp_layers
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -96,7 +96,7 @@ def sums(
     format = format_in_files(declared, files)
     num_elements = stored = 0
     gates = [0, 0]  # of the model, of MTP layers
-    mtp = {layer_index(name) for name in files if name.endswith(MTP_INPUTS)}
+    mtp = mtp_layers(files)
     for name, file in files.items():
         if without is not None and name.startswith(without):
             continue

@@ -62,7 +62,7 @@ def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_ran
         elif plan.dispatch_fp8:
             rows += rows // dtype_bytes
     rows += 2 * topology.tp_size * per_rank
-    num_bytes = rows * model.hidden_size * dtype_bytes + choices * (CHOICE_BYTES + POSITION_BYTES)
+    num_bytes = rows * model.routed_size * dtype_bytes + choices * (CHOICE_BYTES + POSITION_BYTES)
     return LedgerRow("dispatch buffers", num_bytes, f"{rows} rows, {plan.dispatch.row.name}")
 
 
@@ -71,7 +71,7 @@ def _fused(plan: ParallelPlan, model: ModelConfig, tokens: int) -> LedgerRow:
     scales of 4 bytes (per 128 channels of a token, 64 of an expert) and indices. The library may keep a smaller pool.
     Source: deep_gemm/include/deep_gemm/layout/sm90_mega_moe.cuh, sgl-deep-gemm 0.2.5."""
     assert plan.dispatch is not None and model.moe is not None
-    topology, moe, hidden = plan.topology, model.moe, model.hidden_size
+    topology, moe, hidden = plan.topology, model.moe, model.routed_size
     held, ranks = moe.num_experts // topology.ep_size, topology.tp_size
     capacity = -(-tokens // MEGA_TOKENS) * MEGA_TOKENS
     pool = ranks * capacity * min(moe.top_k, held) + held * MEGA_TOKENS
@@ -84,7 +84,7 @@ def _on_host(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank:
     """Messages have exact sizes in either mode. A step's activations include the experts' rows of the larger mode; the
     rows of the other mode are added here."""
     assert plan.dispatch is not None and model.moe is not None
-    topology, moe, hidden = plan.topology, model.moe, model.hidden_size
+    topology, moe, hidden = plan.topology, model.moe, model.routed_size
     row = hidden * dtype_bytes
     data = hidden + 4 * (hidden // FP8_BLOCK) if plan.dispatch_fp8 else row
     record = -(-(data + CHOICE_BYTES * moe.top_k) // 16) * 16

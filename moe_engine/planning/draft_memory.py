@@ -21,7 +21,10 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
         extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
         extra -= 2 * given.bf16_gates(mtp=True)
         number = count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
-        detail = f"{layers} MTP layer{'s' * (layers > 1)}, {number} parameters; embedding and head are the model's"
+        kind = "MTP" if model.own_block is None else "DSpark"
+        detail = f"{layers} {kind} layer{'s' * (layers > 1)}, {number} parameters; embedding and head are the model's"
+        if model.own_block is not None:
+            return [LedgerRow(DRAFT_WEIGHTS, extra, detail)]
         # states of each row's last token; with several layers also of earlier tokens, and a copy of these during an
         # update
         states = given.limits.running * (2 * layers - 1)
@@ -66,6 +69,9 @@ def step_bytes(given: SizingInput) -> int:
         unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
         most = max(tokens, unseen)
         step = max(step, sizes.largest_step_activation_bytes(given.draft, most, size, num_requests=limits.running))
+    if given.uses_mtp and given.model.own_block is not None:  # means of the streams, and the layers' input
+        states = len(given.model.own_block.tapped) + 5
+        return step + states * tokens * given.model.hidden_size * size
     if given.uses_mtp and given.model.streams is not None:  # streams of the model, a copy, and those of the MTP layer
         return step + 3 * tokens * given.model.draft_state_width * size
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input

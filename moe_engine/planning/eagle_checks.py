@@ -69,13 +69,28 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
         record.remark("--speculative-token-map: no effect, the head has an LM head over its own tokens")
 
 
+def check_own_block(args: EngineArgs, model: ModelConfig) -> None:
+    """Raises ConfigError: the draft layers of the model's checkpoint do not fill in blocks as asked."""
+    algorithm = args.speculative.speculative_algorithm
+    assert model.own_block is not None
+    if algorithm != model.own_block.block.algorithm:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: {model.source} has DSpark layers; use --speculative-algorithm DSPARK"
+        )
+    if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} with num_hidden_layers {model.num_layers} in "
+            f"--json-model-override-args: the draft layers follow layer {model.stored_layers - 1}, which the override "
+            "removes; drop one of them"
+        )
+
+
 def check_sharding(head: HeadConfig, topology: Topology) -> None:
     """Raises ConfigError: the ranks that share the model cannot share the head's layers."""
-    single = head.kind if head.block is not None else f"head of {head.layer.num_layers} layers"
-    if (head.layer.num_layers > 1 or head.block is not None) and topology.attn_dp_size > 1:
+    if head.layer.num_layers > 1 and head.block is None and topology.attn_dp_size > 1:
         raise ConfigError(
-            f"{PATH} {head.path}: a {single} needs a single attention group, and --attn-dp-size is "
-            f"{topology.attn_dp_size}"
+            f"{PATH} {head.path}: a head of {head.layer.num_layers} layers needs a single attention group, and "
+            f"--attn-dp-size is {topology.attn_dp_size}"
         )
     try:
         topology.check(widths_of(head.layer))

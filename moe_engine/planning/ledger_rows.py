@@ -122,7 +122,7 @@ def _expert_rows(given: SizingInput) -> list[LedgerRow]:
         detail = f"{tokens} tokens x {model.num_layers} layers x {model.moe.top_k} experts"
         rows.append(LedgerRow("experts of a pass", 3 * 4 * tokens * model.num_layers * model.moe.top_k, detail))
     if settings.rebalance is not None:
-        expert = 3 * model.hidden_size * model.moe.width // given.parallel.topology.moe_tp_size * given.dtype_bytes
+        expert = 3 * model.routed_size * model.moe.width // given.parallel.topology.moe_tp_size * given.dtype_bytes
         count = settings.rebalance.layers_at_once
         rows.append(LedgerRow("experts in transit", count * expert, f"{count} spare slot" + "s" * (count > 1)))
     return rows

@@ -91,7 +91,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     resolved = resolve_profile(args, model, found.device, resolve_once)
     resolved = dataclasses.replace(_with_secret(resolved), storage=storage_settings(resolved.args, os.environ))
     if files is not None:
-        uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"
+        uses_mtp = resolved.speculation is not None and resolved.speculation.uses_own_layers
         _check_weights(config_folder, files, model, uses_mtp and not exported)
         if draft is not None and exported:
             check_nextn_headers(draft.path, read_nextn(Path(draft.path), model.num_layers), model)

@@ -116,8 +116,8 @@ def resolve_parallel(
     _check_overlap(flags, dispatch is not None)
     _check_fused(flags, dispatch)
     fp8 = flags.moe_dispatch_dtype == "fp8"  # auto: `with_dispatch_dtype`
-    if fp8 and (dispatch is None or model.hidden_size % 128):
-        why = "no --moe-a2a-backend" if dispatch is None else f"hidden size {model.hidden_size}"
+    if fp8 and (dispatch is None or model.routed_size % 128):
+        why = "no --moe-a2a-backend" if dispatch is None else f"hidden size {model.routed_size}"
         raise ConfigError(
             "--moe-dispatch-dtype fp8 needs a --moe-a2a-backend, and a hidden size of whole blocks of 128 channels: "
             f"{why}"
@@ -150,7 +150,7 @@ def with_dispatch_dtype(
     reads = experts.reads_fp8 is not None and experts.reads_fp8(kernels.model.device)
     format = model.weight_format
     stored = format.name == "fp8" and format.kept_on(kernels.model.device.kind) and experts_format(model) is None
-    whole = moe is not None and not model.hidden_size % FP8_BLOCK and not moe.width % FP8_BLOCK
+    whole = moe is not None and not model.routed_size % FP8_BLOCK and not moe.width % FP8_BLOCK
     if not (reads and stored and whole):
         return plan
     record.note("moe_dispatch_dtype", "fp8", f"{experts.name} experts read FP8")

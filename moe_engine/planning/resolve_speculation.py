@@ -19,7 +19,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.tensors import UNREAD_MTP, has_mtp_names
 from moe_engine.models.widths import local_heads
-from moe_engine.planning.eagle_checks import algorithm_of, check_head, refuse_token_map
+from moe_engine.planning.eagle_checks import algorithm_of, check_head, check_own_block, refuse_token_map
 from moe_engine.planning.resolution_log import Record
 from moe_engine.types import SpeculationConfig
 
@@ -77,12 +77,13 @@ def resolve_speculation(
     method = METHODS[flags.speculative_algorithm]
     if method == "nextn" and draft is not None and draft.head is not None:
         method = "eagle"
-    if method == "nextn" and draft is not None and draft.config.source == model.source:
+    own = method == "nextn" or (method == "block" and model.own_block is not None)
+    if own and draft is not None and draft.config.source == model.source:
         draft = None  # the model's own checkpoint, which many SGLang commands name explicitly
     _check_drafter(args, method, model, draft, context_len, record)
     _check_thresholds(flags, record)
     _check_window(args, method)
-    tree = _tree(args, method, None if draft is None or draft.head is None else draft.head.block, record)
+    tree = _tree(args, method, _block(method, model, draft), record)
     _check_simulation(flags, tree, record)
     if tree.topk > 1 and args.backends.enable_deterministic_inference:
         raise ConfigError(
@@ -155,6 +156,8 @@ def _check_drafter(
         )
     if method == "nextn":
         _check_mtp(args, model, draft)
+    elif method == "block" and draft is None and model.own_block is not None:
+        check_own_block(args, model)
     elif method in ("eagle", "block"):
         check_head(args, model, None if draft is None else draft.head, context_len, record)
     elif method == "standalone":
@@ -176,6 +179,15 @@ def _check_drafter(
         _check_standalone(model, draft, context_len)
 
 
+def _block(method: str, model: ModelConfig, draft: DraftModel | None) -> BlockConfig | None:
+    """The blocks that the drafter fills in."""
+    if method != "block":
+        return None
+    if draft is not None and draft.head is not None:
+        return draft.head.block
+    return None if model.own_block is None else model.own_block.block
+
+
 def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -> None:
     asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
     if draft is not None and not draft.is_nextn:
@@ -183,6 +195,11 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             f"--speculative-draft-model-path {draft.path}: a complete model; {asked} drafts with the model's own MTP "
             "layers (leave the path out), with an MTP layer exported on its own (...NextN in architectures) or with an "
             "EAGLE head; use --speculative-algorithm STANDALONE for a complete draft model"
+        )
+    if model.own_block is not None:
+        raise ConfigError(
+            f"{asked}: the draft layers of {model.source} fill in blocks, and are no MTP layers; use "
+            "--speculative-algorithm DSPARK"
         )
     has_mtp = model.num_nextn_predict_layers or model.architecture in UNREAD_MTP
     if has_mtp and not has_mtp_names(model):

@@ -149,7 +149,7 @@ def _size(
             image_cache_bytes=args.multimodal.vlm_cache_size_mb << 20,
             divides_images=args.multimodal.mm_enable_dp_encoder,
             checkpoint=checkpoint,
-            uses_mtp=speculation is not None and speculation.method == "nextn",
+            uses_mtp=speculation is not None and speculation.uses_own_layers,
             draft=None if draft is None else draft.local(parallel.topology.attn_tp_size),
             head=None if draft is None else draft.head,
             parallel=parallel,

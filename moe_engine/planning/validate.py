@@ -372,6 +372,8 @@ def _keys_and_address(args: EngineArgs) -> Iterator[str]:
     ):  # fmt: skip
         if key is not None and not key.strip():
             yield f"{option} is empty: leave it out for no key, or give one"
+        elif key is not None and key != key.strip() and option != "--ssl-keyfile-password":
+            yield f"{option}: begins or ends with a blank or line break, which HTTP headers cannot carry; remove it"
         if key == HIDDEN:
             yield f"{option} {HIDDEN}: /server_info hides a key this way; give the key itself"
     if not server.host.strip():

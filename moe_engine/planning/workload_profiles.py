@@ -108,6 +108,8 @@ def excluded(choice: Choice, args: EngineArgs, model: ModelConfig) -> str | None
     """The reason why a choice would have no effect or do harm here, beyond the cases that `resolve` refuses."""
     if choice.flag == "speculative_algorithm" and not model.num_nextn_predict_layers:
         return "the model has no MTP layers"
+    if choice.flag == "speculative_algorithm" and model.own_block is not None:
+        return "the model's draft layers fill in blocks: --speculative-algorithm DSPARK"
     if choice.flag == "schedule_policy" and args.scheduling.enable_priority_scheduling:
         return "--enable-priority-scheduling orders the queue"
     if choice.flag == "enable_mixed_chunk" and args.memory.chunked_prefill_size == -1:

@@ -40,22 +40,26 @@ class AnthropicApi:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         plan = await self._state.bodies.plan(request, "messages")
-        req, model, parsers = plan.options
+        stream, max_tokens, model, parsers = plan.options
         with named(NAMES):
             job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
-        if req.stream:
-            return EventStream(self._state.frontend, job, _Events(model, parsers), anthropic_body)
+        if stream:
+            events = _Events(model, parsers, max_tokens)
+            return EventStream(self._state.frontend, job, events, anthropic_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         g, parser = job.generations[0], ChoiceParser(parsers)
         content = [_block(part) for part in parts_of(parser, g.text)]
-        return json_response(_message(g, model, content, _stop(parser.finish_reason(g.finish), g), _usage(g, parsers)))
+        stop = _stop(parser.finish_reason(g.finish), g, max_tokens)
+        return json_response(_message(g, model, content, stop, _usage(g, parsers)))
 
     def read(self, body: bytes | bytearray) -> Plan:
-        """`Plan.options`: as of `ChatApi.read`."""
+        """`Plan.options`: whether to stream, `max_tokens`, the model's name, `ParserOptions`."""
         asked = decode_body(body, MessagesRequest)
         refuse_unavailable(asked)
         with named(NAMES):
-            return self._chat.plan(*chat_request(asked, limits_thinking=limits_thinking(self._state)))
+            chat = chat_request(asked, limits_thinking=limits_thinking(self._state))
+            plan = self._chat.plan(*chat, reduce_length=True)
+        return Plan(plan.read, (bool(asked.stream), asked.max_tokens, *plan.options[1:]))
 
     async def count_tokens(self, request: Request) -> Response:
         """Tokens of the prompt of messages."""
@@ -80,8 +84,9 @@ def limits_thinking(state: ServerState) -> bool:
 class _Events:
     """Events of a stream."""
 
-    def __init__(self, model: str, parsers: ParserOptions) -> None:
+    def __init__(self, model: str, parsers: ParserOptions, max_tokens: int) -> None:
         self._model = model
+        self._max_tokens = max_tokens
         self._parsers = parsers
         self._parser = ChoiceParser(parsers)
         self._parts = OutputParts()
@@ -102,7 +107,7 @@ class _Events:
         if piece.finish is not None:
             for change in self._parts.close():
                 yield _change(*change)
-            reason, sequence = _stop(parser.finish_reason(piece.finish), g)
+            reason, sequence = _stop(parser.finish_reason(piece.finish), g, self._max_tokens)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
             yield _event("message_delta", delta=delta, usage=_usage(g, self._parsers))
             yield _event("message_stop")
@@ -149,10 +154,13 @@ def _change(change: Change, part: Part, text: str) -> bytes:
     return _event("content_block_delta", index=part.index, delta={"type": kind, name: text})
 
 
-def _stop(reason: str | None, g: Generation) -> tuple[str | None, str | None]:
+def _stop(reason: str | None, g: Generation, max_tokens: int) -> tuple[str | None, str | None]:
+    """Anthropic's reason and the stop sequence. A `max_tokens` beyond the context length ends at the latter."""
     matched = matched_stop(g.finish)
     if reason == "stop" and isinstance(matched, str):
         return "stop_sequence", matched
+    if reason == "length" and len(g.output_ids) < max_tokens:
+        return "model_context_window_exceeded", None
     return STOP_REASONS.get(reason or "", reason), None
 
 

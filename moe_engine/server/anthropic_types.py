@@ -96,7 +96,9 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+    max_tokens: Annotated[
+        int, Meta(ge=0, le=MAX_COUNT, description="reduced to the context length; 0: only caches the prompt")
+    ]
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -130,7 +130,7 @@ class OllamaApi:
             if isinstance(asked.think, str):
                 body["reasoning_effort"] = asked.think
         with named(NAMES if is_chat else PROMPT_NAMES):
-            plan = self._chat.plan(checked(body, ChatRequest), messages, tools)
+            plan = self._chat.plan(checked(body, ChatRequest), messages, tools, reduce_length=True)
         return Plan(plan.read, (asked.stream is not False, self._model(asked), is_chat, plan.options[2]))
 
     def _plain_plan(self, asked: OllamaGenerateRequest) -> Plan:
@@ -143,7 +143,7 @@ class OllamaApi:
             req = checked({**_sampling(asked), "prompt": text}, CompletionRequest)
             defaults = {**self._state.settings.sampling_defaults, "max_new_tokens": None}
             read = self._state.frontend.read(
-                generate_input(req, defaults, "max_tokens", text=text, text_field="prompt")
+                generate_input(req, defaults, "max_tokens", text=text, text_field="prompt", max_tokens_asked=False)
             )
         return Plan(read, (asked.stream is not False, self._model(asked), False, ParserOptions()))
 

@@ -62,8 +62,16 @@ class ChatApi:
         req, whole = decode_body_and_rest(body, ChatRequest)
         return self.plan(req, whole["messages"], whole.get("tools") or [])
 
-    def plan(self, req: ChatRequest, messages: list[dict[str, Any]], offered: list[dict[str, Any]]) -> Plan:
-        """Like `read`. `messages`, `offered`: with the fields that the types lack."""
+    def plan(
+        self,
+        req: ChatRequest,
+        messages: list[dict[str, Any]],
+        offered: list[dict[str, Any]],
+        *,
+        reduce_length: bool = False,
+    ) -> Plan:
+        """Like `read`. `messages`, `offered`: with the fields that the types lack. `reduce_length`: `max_tokens` is
+        reduced to the space behind the prompt instead of refused."""
         model = self._state.response_model(req.model)
         self._state.tokenizer()
         tools = tool_wish(req, offered, self._state.flags.tool_call_parser)
@@ -74,6 +82,7 @@ class ChatApi:
             prompt = self._given_prompt(req.input_ids, images)
         inp = self._input(req, prompt)
         inp.image_data = images or None
+        inp.max_tokens_asked = not reduce_length
         enforced, before = self._enforce(inp, tools, req), num_calls(messages)
         parsers = parser_options(self._state, req, prompt, tools.called, enforced, before)
         inp.keep_special = parsers.keep_special

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_engine.errors import ConfigError
+from moe_engine.errors import LFS_FIX, LFS_POINTER, ConfigError
 from moe_engine.gguf_container import find_gguf
 
 FIX = (
@@ -35,7 +35,10 @@ def check_tokenizer(path: str | Path, mode: str = "auto") -> None:
     file = folder if folder.is_file() else folder / "tokenizer.json"
     if file.is_file() and mode == "auto":
         try:
-            msgspec.json.decode(file.read_bytes(), type=_Model)
+            content = file.read_bytes()
+            if content.startswith(LFS_POINTER):
+                raise ConfigError(f"{file}: {LFS_FIX}")
+            msgspec.json.decode(content, type=_Model)
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
         except msgspec.DecodeError as error:

@@ -10,10 +10,11 @@ class SpeculationConfig:
     """Speculative decoding, resolved. Legend: the root of a draft tree is the last token; its other nodes are drafts.
 
     `method` names the drafter: ``nextn`` (the checkpoint's own MTP layers), ``eagle`` (an EAGLE head), ``block``
-    (a head that fills in blocks), ``standalone`` (a small model of the same vocabulary) or ``ngram`` (prompt lookup, no
-    weights). `num_steps` is the depth of the tree, `topk` its width (1: a chain), `num_draft_tokens` its nodes with the
-    root, so a chain has `num_steps` + 1; `auto_depth`: each step has a depth of 0 to `num_steps`. Thresholds
-    below 1 accept more than the target's own choice (SGLang's lossy acceptance); 1 is lossless.
+    (layers that fill in blocks, of a head or of the checkpoint), ``standalone`` (a small model of the same vocabulary)
+    or ``ngram`` (prompt lookup, no weights). `num_steps` is the depth of the tree, `topk` its width (1: a chain),
+    `num_draft_tokens` its nodes with the root, so a chain has `num_steps` + 1; `auto_depth`: each step has a depth of 0
+    to `num_steps`. Thresholds below 1 accept more than the target's own choice (SGLang's lossy acceptance); 1 is
+    lossless.
     `simulated_accept_length`: drafts are accepted at random.
     """
 
@@ -38,6 +39,11 @@ class SpeculationConfig:
     def follows(self) -> bool:
         """Whether the drafter reads the target's hidden states, and runs a draft extend behind each step."""
         return self.method in ("nextn", "eagle", "block")
+
+    @property
+    def uses_own_layers(self) -> bool:
+        """Whether draft layers of the model's checkpoint draft, or MTP layers exported from it."""
+        return self.method == "nextn" or (self.method == "block" and self.draft_model_path is None)
 
     @property
     def reads_next_token(self) -> bool:

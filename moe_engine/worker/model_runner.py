@@ -336,7 +336,7 @@ class ModelRunner:
     def _draft_idle(self, plan: StepPlan) -> None:
         """Runs idle batches in the draft forwards of other groups."""
         if self.speculation is not None:
-            self.speculation.draft_idle(self.shared.draft_sizes(plan))
+            self.speculation.draft_idle(self.shared.draft_sizes(plan, self.speculation.drafter.forwards))
 
     def _launch_speculative(self, plan: StepPlan, speculation: Speculation) -> PendingSpeculation:
         """`_launch` of a plan with speculation: in one call, replayed with its drafts, or by `_verify`."""
@@ -371,7 +371,7 @@ class ModelRunner:
         self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation, sizes: StepSizes | None, began: float
     ) -> PendingSpeculation:
         """A step with the parts of `SpeculativeStep`, its forward replayed or not."""
-        verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
+        verification = step.draft(plan, speculation, self.shared.draft_sizes(plan, step.drafter.forwards))
         taps = self.taps if speculation.follow else None
         drafted = time.perf_counter()
         if plan.masked:

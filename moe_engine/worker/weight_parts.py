@@ -9,15 +9,14 @@ from torch import Tensor
 from moe_engine.errors import CheckpointError, MoeEngineError
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.layers.decoder import Decoder, Reloadable
-from moe_engine.models.loader import LoadOptions, gates_of, open_weights
-from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.loader import LoadOptions, OwnDrafts, gates_of, open_weights
 from moe_engine.models.weights import WeightSource
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.startup.speculation_setup import mtp_layers
 
-Part = Decoder | MTPLayers
+Part = Decoder | OwnDrafts
 
 
 def parts_of(runner: ModelRunner, exported: bool = False) -> list[Part]:

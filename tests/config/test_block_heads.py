@@ -93,7 +93,6 @@ def test_the_ledger_counts_what_is_held(target: Path, loaded: Target, tmp_path: 
         (DFLASH, {}, {"speculative_eagle_topk": 2}, "--speculative-eagle-topk 2: a DFlash head drafts chains; use 1"),
         (DFLASH, {}, {"speculative_num_steps": 6}, "blocks of 6 tokens of the DFlash head have 5 drafts"),
         (DFLASH, {}, {"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm is EAGLE3; use DFLASH"),
-        (DFLASH, {}, {"tp_size": 2, "attn_dp_size": 2}, "a DFlash head needs a single attention group"),
         (DSPARK, {"markov_head_type": "conv"}, {"speculative_algorithm": "DSPARK"}, "markov_head_type conv"),
         (DSPARK, {}, {}, "a DSpark head, and --speculative-algorithm is DFLASH; use DSPARK"),
     ],

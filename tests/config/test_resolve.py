@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import pytest
@@ -179,6 +180,9 @@ def test_context_length_of_scaled_rotary_embeddings(resolved, scaling, default, 
         ({"mem_fraction_static": 0}, ["--mem-fraction-static 0"]),
         ({"mem_fraction_static": float("nan")}, ["finite"]),
         ({"api_key": " "}, ["--api-key is empty"]),
+        ({"api_key": "secret\n"}, ["--api-key: begins or ends with a blank or line break"]),
+        ({"model_path": os.fsdecode(b"/models/caf\xe9")}, ["--model-path '/models/caf\\udce9'", "is not UTF-8"]),
+        ({"admin_api_key": " secret"}, ["--admin-api-key: begins or ends"]),
         ({"port": 70000}, ["--port 70000", "65535"]),
         ({"page_size": 0}, ["--page-size 0", "at least 1"]),
         ({"chunked_prefill_size": 0}, ["--chunked-prefill-size 0", "-1"]),

@@ -35,6 +35,7 @@ class Rows:
     def __init__(self, num_places: int, num_tensors: int, num_heads: int, head_bytes: int) -> None:
         self.stored = 0
         self.row_widths = [num_heads * head_bytes] * num_tensors
+        self.undivided: set[int] = set()
         self.array = np.zeros((num_places, num_tensors, num_heads, head_bytes), np.uint8)
         self._flat = self.array.reshape(num_places, -1)
 

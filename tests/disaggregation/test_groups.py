@@ -61,13 +61,16 @@ def test_unequal_shares_are_refused(wrong: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (4, 2), (2, 4)])
 def test_tensors_of_different_widths_are_cut_alike(ranks: tuple[int, int]) -> None:
-    """Keys and values of MiMo-V2-Flash: layers with 4 and with 8 KV heads, 6 bytes of a key, 4 of a value."""
+    """Keys and values of MiMo-V2-Flash: layers with 4 and with 8 KV heads, 6 bytes of a key, 4 of a value. MiniMax-M3's
+    index keys are behind those of the first layer, whole on every rank."""
     tensors = [np.random.randint(0, 256, (5, heads, width), np.uint8) for heads in (4, 8, 8) for width in (6, 4)]
+    index = np.random.randint(0, 256, (5, 3), np.uint8)
 
     def held(rank: int, count: int) -> Rows:
         own = [tensor.reshape(5, count, -1)[:, rank] for tensor in tensors]
+        own.insert(2, index)
         rows = Rows(5, 1, 1, sum(part.shape[1] for part in own))
-        rows.row_widths = [part.shape[1] for part in own]
+        rows.row_widths, rows.undivided = [part.shape[1] for part in own], {2}
         rows.write(list(range(5)), np.concatenate(own, 1))
         return rows
 

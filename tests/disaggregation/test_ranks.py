@@ -83,6 +83,14 @@ def test_layers_with_different_heads_are_divided_alike(form: str, tmp_path: Path
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["tp2 to tp1", "tp1 to tp2"])
+def test_index_keys_are_whole_beside_divided_heads(form: str, tmp_path: Path) -> None:
+    """MiniMax-M3."""
+    model = make_checkpoint("minimax_m3", tmp_path / "model", random.randrange(2**31), vocab_size=1024)
+    check_pair(tmp_path, form, "--model-path", str(model), count=2)
+
+
+@pytest.mark.exhaustive
 def test_states_are_transferred_between_ranks(tmp_path: Path) -> None:
     """Qwen3-Next: each rank has some of the channels of a state, and the KV of some heads."""
     model = make_checkpoint("qwen3_next", tmp_path / "model", random.randrange(2**31), vocab_size=1024)

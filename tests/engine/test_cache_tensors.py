@@ -14,7 +14,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.engine.test_storage_tier import round_trip
-from tests.models.checkpoints import _FAMILY, KINDS, SPARSE_KINDS, hub_fields
+from tests.models.checkpoints import _FAMILY, BLOCK_SPARSE, KINDS, SPARSE_KINDS, hub_fields
 
 FORMATS = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
 
@@ -22,13 +22,15 @@ FORMATS = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
 def config_of(kind: str, folder: Path) -> ModelConfig:
     """The config of the family's tiny checkpoint; no weights are written."""
     fields = hub_fields(kind) | {"architectures": [f"{_FAMILY[kind][0]}ForCausalLM"], "model_type": kind}
+    if kind == BLOCK_SPARSE:  # the text model of its architecture
+        fields["architectures"] = ["MiniMaxM3SparseForCausalLM"]
     if kind == "deepseek_v2_lite":
         fields["model_type"] = "deepseek_v2"
     (folder / "config.json").write_text(json.dumps(fields))
     return load_model_config(folder)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS, BLOCK_SPARSE])
 def test_every_tensor_of_every_family_comes_back(kind: str, tmp_path: Path) -> None:
     config = config_of(kind, tmp_path)
     assert set(FORMATS) <= STORED.keys()

@@ -16,7 +16,7 @@ CHAIN = {"speculative_num_steps": DEPTH, "speculative_eagle_topk": 1, "speculati
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
 
-QUICK = ("eagle2 mapped", "eagle3 on mla", "eagle3 of three layers", "dflash", "dspark")
+QUICK = ("eagle2 mapped", "eagle3 on mla", "eagle3 on blocks", "eagle3 of three layers", "dflash", "dspark")
 """Each layout, each attention of a head, a token map, a draft vocabulary, several layers, blocks."""
 
 

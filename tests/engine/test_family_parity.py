@@ -26,6 +26,8 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
         ("qwen3_next", "chunked"),
         ("kimi_linear", "chunked"),
         ("kimi_linear", "n-gram drafts"),
+        ("kimi_k3", "cached"),
+        ("kimi_k3", "n-gram drafts"),
         ("bailing_hybrid", "cached"),
         ("bailing_hybrid", "MTP drafts"),
         ("glm4_moe_lite", "MTP drafts"),

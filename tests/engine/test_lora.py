@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"targets": DENSE, "more": {}},
     "deepseek_v3": {"targets": MLA, "more": {"num_hidden_layers": 2}},
     "mimo_v2_flash": {"targets": DENSE, "more": MIMO},
+    "minimax_m3": {"targets": DENSE, "more": {"moe_layer_freq": [0, 1, 1]}},
 }
 FLAGS = {"dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 12, "chunked_prefill_size": 48}
 NUM_TOKENS = 8

@@ -353,7 +353,7 @@ def make_checkpoint(
     scale_dtype = overrides.pop("scale_dtype", "float32")
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    fields = _COMMON | _FAMILY[kind][1] | overrides
+    fields = _stretched(_COMMON | _FAMILY[kind][1] | overrides)
     _save_model(_FAMILY[kind][0], fields, seed, dtype, path)
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(seed + 1)
@@ -378,6 +378,21 @@ def make_checkpoint(
     if tokenizer:
         write_tokenizer(path, fields["vocab_size"])
     return path
+
+
+def _stretched(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with MiniMax-M3's lists by layer as long as the model: further layers are like the last one."""
+    sparse = fields.get("sparse_attention_config")
+    if not isinstance(sparse, dict):
+        return fields
+    count = fields["num_hidden_layers"]
+
+    def stretch(part: dict[str, Any]) -> dict[str, Any]:
+        lists = {name: value for name, value in part.items() if name.startswith(("moe_layer_", "sparse_"))}
+        long = {n: [*v, *v[-1:] * count][:count] for n, v in lists.items() if isinstance(v, list)}
+        return part | long
+
+    return stretch(fields) | {"sparse_attention_config": stretch(sparse)}
 
 
 def hub_fields(kind: str) -> dict[str, Any]:

@@ -33,13 +33,15 @@ def make_adapter(
         "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "use_dora": False, **fields,
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    num_layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    fields = json.loads((checkpoint / "config.json").read_text())
+    num_layers = fields.get("text_config", fields)["num_hidden_layers"]
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] not in targets or ".experts." in module:
             continue
-        if int(module.split(".")[2]) >= num_layers:
+        layer = re.search(r"(?<!vision_model\.encoder\.)layers\.(\d+)\.", module)
+        if layer is None or int(layer[1]) >= num_layers:
             continue
         r = _of(config["rank_pattern"], module, rank)
         a = torch.randn(r, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])

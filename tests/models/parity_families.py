@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.media.image_process import load_processor
-from tests.models import kimi_checkpoints, minimax_m3_images, mistral3_checkpoints, v4_checkpoints, vision_checkpoints
+from tests.models import (
+    kimi_checkpoints,
+    kimi_k3,
+    minimax_m3_images,
+    mistral3_checkpoints,
+    v4_checkpoints,
+    vision_checkpoints,
+)
 from tests.models.checkpoints import make_checkpoint
 from tests.models.vision_checkpoints import Oracle, Pixels, random_picture
 
@@ -148,9 +155,15 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, logits, text_prompts)
 
 
+def k3_family(kind: str, path: Path, seed: int) -> Family:
+    """The formulas in float64: transformers has no such model."""
+    reference = kimi_k3.K3Reference(kimi_k3.make_k3(path, seed, max_position_embeddings=1024))
+    return Family(path, lambda ids, images: reference.logits(ids), text_prompts)
+
+
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
-    "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family,
+    "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
 }  # fmt: skip
 
 

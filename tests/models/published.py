@@ -65,6 +65,44 @@ KIMI_LINEAR: dict[str, Any] = {
         "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
     },
 }  # fmt: skip
+KIMI_K3: dict[str, Any] = {
+    "architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "bos_token_id": 163584,
+    "eos_token_id": 163586, "pad_token_id": 163839, "media_placeholder_token_id": 163605, "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "text_config": {
+        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 7168,
+        "intermediate_size": 33792, "moe_intermediate_size": 3072, "routed_expert_hidden_size": 3584,
+        "latent_moe_use_norm": True, "num_hidden_layers": 93, "attn_res_block_size": 12, "num_attention_heads": 96,
+        "num_key_value_heads": 96, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True, "mla_use_output_gate": True,
+        "num_experts": 896, "num_experts_per_token": 16, "num_shared_experts": 2, "num_expert_group": 1,
+        "topk_group": 1, "topk_method": "noaux_tc", "use_grouped_topk": True, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+        "moe_layer_freq": 1, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
+        "max_position_embeddings": 1048576, "vocab_size": 163840, "eos_token_id": 163586, "rms_norm_eps": 1e-5,
+        "num_nextn_predict_layers": 0, "tie_word_embeddings": False, "dtype": "bfloat16",
+        "linear_attn_config": {
+            "full_attn_layers": [*range(4, 93, 4), 93], "kda_layers": [i for i in range(1, 93) if i % 4],
+            "head_dim": 128, "num_heads": 96, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0,
+            "use_full_rank_gate": True,
+        },
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
+            "ignore": [
+                "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+                "re:.*routed_expert_.*", "re:.*lm_head.*", "re:.*vision_tower.*", "re:.*mm_projector.*",
+            ],
+            "config_groups": {
+                "group_0": {
+                    "format": "mxfp4-pack-quantized", "targets": ["Linear"], "input_activations": None,
+                    "weights": {"num_bits": 4, "group_size": 32, "type": "float", "strategy": "group"},
+                },
+            },
+        },
+    },
+    "vision_config": {"model_type": "kimi_k3_vision", "patch_size": 14, "vt_hidden_size": 1024},
+}  # fmt: skip
+"""The fields of the published file; of the ignored modules of its quantization, those that the text model has."""
 LING_FLASH: dict[str, Any] = {
     "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 2560,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768,

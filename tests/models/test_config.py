@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moe_engine.errors import ConfigError, MoeEngineError
+from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint, read_header
 from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConfig, activation_dtype
@@ -149,7 +150,7 @@ def test_ling(tmp_path: Path) -> None:
     moe = parse(tmp_path, LING_FLASH | {"expert_swiglu_limit_list": [0] * 40 + [None, 7]}).moe
     assert moe is not None and moe.clamped and config.moe is not None and not config.moe.clamped
     found = [moe.activation(layer, shared) for layer, shared in ((40, False), (41, False), (41, True), (42, False))]
-    assert found == [(0.0, 0.0), (-7.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    assert found == [SILU, GatedActivation(-7.0), SILU, SILU]
     for wrong, message in (
         ({"layer_group_size": 5}, "layer_group_size 5 does not divide the 42 layers; give layer_types"),
         ({"kda_lower_bound": 5.0}, "kda_lower_bound must be negative"),

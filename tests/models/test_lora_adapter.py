@@ -138,3 +138,16 @@ def test_pipes_are_refused(base: Path, tmp_path: Path, name: str) -> None:
     os.mkfifo(path / name)
     with pytest.raises(MoeEngineError, match=name):
         read_adapter(path, load_model_config(base))
+
+
+@pytest.mark.parametrize("inner", ["model.language_model.", "language_model.model."])
+def test_names_of_models_for_images(tmp_path: Path, inner: str) -> None:
+    """By transformers' names of the text model, as PEFT saves them, and by the published ones."""
+    base = make_checkpoint("minimax_m3", tmp_path / "base", tokenizer=False)
+    path = make_adapter(tmp_path / "a", base, ("q_proj",), 4)
+    tensors = load_file(path / WEIGHTS_FILE)
+    renamed = {name.replace("language_model.model.", inner): tensor for name, tensor in tensors.items()}
+    save_file(renamed, path / WEIGHTS_FILE)
+    found = read_adapter(path, load_model_config(base))
+    assert [module.name for module in found.modules] == [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
+    assert {found.tensor(module, part) for module in found.modules for part in "AB"} == set(renamed)

@@ -137,6 +137,26 @@ def test_stop_reasons(more: dict[str, Any], reason: str, sequence: str | None):
         assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_tokens_is_an_upper_bound(stream: bool):
+    """A client that asks for the model card's `max_tokens` gets what fits behind its prompt."""
+    client = fake("one two three " * 2000)
+    card = get(client, "/v1/models/default", headers={"anthropic-version": "2023-06-01"}).json()
+    response = post(client, "/v1/messages", {**ASK, "max_tokens": card["max_tokens"], "stream": stream})
+    assert response.status_code == 200, response.text
+    answer = named_events(response)[-2] if stream else response.json()
+    reason = answer["delta"]["stop_reason"] if stream else answer["stop_reason"]
+    used = len(client.requests[0].prompt_ids) + answer["usage"]["output_tokens"]
+    assert (reason, used) == ("model_context_window_exceeded", card["max_tokens"])
+
+
+def test_no_tokens_only_cache_the_prompt():
+    client = fake()
+    answer = post(client, "/v1/messages", {**ASK, "max_tokens": 0}).json()
+    assert (answer["content"], answer["stop_reason"], answer["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert len(client.requests) == 1
+
+
 def rendered(body: dict[str, Any], path: str = "/v1/messages") -> str:
     """The prompt of a request."""
     client = fake()
@@ -305,7 +325,7 @@ def blocks(*parts: Any) -> dict[str, Any]:
     ("body", "words"),
     [
         ({"messages": [{"role": "user", "content": "hi"}]}, "max_tokens"),
-        ({**ASK, "max_tokens": 0}, "max_tokens"),
+        ({**ASK, "max_tokens": -1}, "max_tokens"),
         ({**ASK, "messages": []}, "messages"),
         ({**ASK, "messages": [{"role": "wizard", "content": "hi"}]}, "role"),
         (blocks({"type": "image"}), "messages[0].content[0].source: is required"),

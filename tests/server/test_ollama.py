@@ -95,6 +95,9 @@ def test_options_reach_the_engine() -> None:
         assert whole.get("response", whole.get("message", {}).get("content")) == TEXT.partition("how")[0]
     _, plain = sent("/api/generate", {"prompt": "hi", "raw": True, "options": {"num_predict": -1}})
     assert plain.max_new_tokens > 1000  # up to the context length
+    for path, body in (("/api/chat", CHAT), ("/api/generate", {"prompt": "hi", "raw": True})):
+        most = [sent(path, {**body, "options": {"num_predict": n}})[1].max_new_tokens for n in (-1, 10**6)]
+        assert most[0] == most[1]
     for form in ("json", {"type": "object", "properties": {}}):
         assert sent("/api/chat", {**CHAT, "format": form})[1].sampling["constraint"] is not None
     thinking = [sent("/api/chat", {**CHAT, "think": think})[0] for think in (True, False)]

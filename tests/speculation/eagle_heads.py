@@ -34,16 +34,17 @@ class Target:
             path, dtype=torch.float64, experts_implementation="eager"
         )
         self.model = loaded.eval()
-        self.config = loaded.config
+        self.config = loaded.config.get_text_config()
+        self._text = getattr(loaded.model, "language_model", loaded.model)
         self.embedding = loaded.get_input_embeddings()
 
     @torch.no_grad()
     def states(self, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
         """[T, F]: the concatenated outputs of the layers `taps`; without taps, the last state after the norm."""
         outputs = []
-        last = self.model.model.layers[-1]  # hidden_states has its output after the final norm
+        last = self._text.layers[-1]  # hidden_states has its output after the final norm
         hook = last.register_forward_hook(lambda *call: outputs.append(_first(call[-1])))
-        found = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
+        found = self._text(torch.tensor([tokens]), output_hidden_states=True)
         hook.remove()
         if not taps:
             return found.last_hidden_state[0]

@@ -23,6 +23,7 @@ FORMS: dict[str, tuple[str, Form | BlockForm]] = {
     "eagle2 mapped": ("qwen3", Form(eagle3=False, token_map=MAP)),
     "eagle3": ("qwen3", Form(num_tokens=200)),
     "eagle3 on mla": ("deepseek_v3", Form(num_tokens=160)),
+    "eagle3 on blocks": ("minimax_m3", Form(num_tokens=200)),
     "eagle3 of mla": ("deepseek_v3", Form(layer="deepseek", norms_states=True, norms_joined=True, norms_output=True)),
     "eagle3 variants": ("llama", Form(norms_residual=True, own_head=False)),
     "eagle3 of three layers": ("qwen3", Form(num_layers=3, num_tokens=200)),

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from moe_engine.errors import ConfigError
 from moe_engine.tokenizer import load_tokenizer
 from moe_engine.tokenizer.detokenizer import WindowDetokenizer
+from moe_engine.tokenizer.tokenizer_files import check_tokenizer
 from tests.tokenizer.tiny_tokenizer import LINES, SPECIALS, make_tokenizer, save_tokenizer
 
 TOK = make_tokenizer()
@@ -152,6 +153,9 @@ def test_missing_or_broken_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is a pointer of Git LFS.*git lfs pull"):
+        check_tokenizer(tmp_path)
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="not a JSON object"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,10 @@ class StagedRows(Protocol):
     def row_widths(self) -> Sequence[int]:
         """Bytes of a row in each tensor of the KV pool, one after the other."""
 
+    @property
+    def undivided(self) -> Collection[int]:
+        """Numbers of the tensors that every rank has whole."""
+
     def read(self, places: list[int]) -> np.ndarray:
         """[n, row_bytes], new memory."""
 
@@ -35,7 +39,8 @@ class StagedRows(Protocol):
 @dataclass(frozen=True)
 class RowPart:
     """The part of a rank's rows that another rank also holds: heads [begin, end) of `num_heads` in each tensor
-    (parts of heads, if other layers have more heads); the whole row if `num_heads` is 0."""
+    (parts of heads, if other layers have more heads), and all of `StagedRows.undivided`; the whole row if `num_heads`
+    is 0."""
 
     begin: int = 0
     end: int = 0
@@ -43,7 +48,7 @@ class RowPart:
 
     def bytes_of(self, rows: StagedRows) -> int:
         """Bytes of a token."""
-        return rows.row_bytes * (self.end - self.begin) // self.num_heads if self.num_heads else rows.row_bytes
+        return rows.row_bytes if self._is_whole else sum(own.stop - own.start for own, _ in self._spans(rows))
 
     def read_into(self, rows: StagedRows, places: list[int], out: np.ndarray) -> None:
         """Copies the part of these places to out, uint8 [n * bytes of the part]."""
@@ -71,7 +76,8 @@ class RowPart:
     def _spans(self, rows: StagedRows) -> Iterator[tuple[slice, slice]]:
         """For each tensor: the bytes of a row that are the part, and their place among those of all tensors."""
         first = at = 0
-        for width in rows.row_widths:
-            begin, end = (first + width * head // self.num_heads for head in (self.begin, self.end))
+        for number, width in enumerate(rows.row_widths):
+            heads = (0, self.num_heads) if number in rows.undivided else (self.begin, self.end)
+            begin, end = (first + width * head // self.num_heads for head in heads)
             yield slice(begin, end), slice(at, at + end - begin)
             first, at = first + width, at + end - begin

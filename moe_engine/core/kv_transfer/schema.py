@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moe_engine.models.config import GQAConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.weights_identity import weights_identity
@@ -18,7 +17,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         ConfigError: the checkpoint cannot be read.
     """
     model, speculation, head = config.model, config.speculation, config.draft_head
-    drafts = speculation.method if speculation is not None else "none"
+    own = speculation is not None and speculation.uses_own_layers
     layers = model.num_layers - len(model.state_layers)
     scaled = " scaled" if model.latent_scales else ""
     parts = (str(kind.kv_parts(config.kv_cache_dtype)) for kind in model.attentions)
@@ -26,10 +25,9 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "version": str(VERSION),
         "architecture": model.architecture,
         "layers": str(layers),
-        "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
+        "draft layers": str(model.num_nextn_predict_layers if own else 0),
         "states": _of_states(config),
         "contributions to entries": _of_entries(config),
-        "index keys": _of_index(config),
         "EAGLE head": "none" if head is None else _of_head(head, config),
         "cache": f"{model.attention.kind} {' '.join(parts)}{scaled}",
         "--kv-cache-dtype": config.kv_cache_dtype,
@@ -55,14 +53,6 @@ def _of_states(config: ResolvedConfig) -> str:
         return "none"
     ranks = config.parallel.topology.attn_tp_size
     return f"{parts} on {ranks} rank{'s' * (ranks > 1)}, --page-size {config.page_size}"
-
-
-def _of_index(config: ResolvedConfig) -> str:
-    """Index keys beside KV heads: all ranks have them, so that a rank receives whole rows from one with its number."""
-    attention, ranks = config.model.attention, config.parallel.topology.attn_tp_size
-    if not isinstance(attention, GQAConfig) or attention.blocks is None:
-        return "none"
-    return f"on {ranks} rank{'s' * (ranks > 1)}"
 
 
 def _of_head(head: HeadConfig, config: ResolvedConfig) -> str:

@@ -31,7 +31,7 @@ class AllToAll:
         self.active = form.travels and form.ep > 1
         if not self.active:
             return
-        row = model.hidden * (precision.dispatch_bytes + COMBINE_BYTES)
+        row = model.routed * (precision.dispatch_bytes + COMBINE_BYTES)
         domains = max(1.0, form.ranks / cluster.domain_size)
         copies = model.top_k * (form.ranks - 1) / form.ranks
         far_copies = model.top_k * (1 - 1 / domains)

@@ -81,7 +81,8 @@ class AttentionFacts:
 @dataclass(frozen=True)
 class ModelFacts:
     """A model in the terms of the cost files. `expert` is one routed expert of one layer; the other weights are of one
-    layer of their kind, `head` of the whole model."""
+    layer of their kind, `head` of the whole model. `shared` includes the projections into and out of the routed
+    experts' space, of `routed` channels."""
 
     name: str
     hidden: int
@@ -91,6 +92,7 @@ class ModelFacts:
     dense: int
     shared: int
     expert: int
+    routed: int
     num_experts: int
     top_k: int
     head: int
@@ -155,7 +157,8 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
         fields.fail("num_experts_per_tok", f"is {top_k}, above the {experts} experts")
     own_width = _first(fields, "moe_intermediate_size")
     width = fields.integer("intermediate_size", own_width) if own_width else fields.integer("intermediate_size")
-    expert = 3 * hidden * (own_width or width) if experts else 0
+    latent = _first(fields, "routed_expert_hidden_size") if experts else 0
+    expert = 3 * (latent or hidden) * (own_width or width) if experts else 0
     shared = _first(fields, "shared_expert_intermediate_size")
     if not shared and experts:
         shared = _first(fields, "n_shared_experts", "num_shared_experts") * (own_width or width)
@@ -166,8 +169,9 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
         layers=layers,
         dense_layers=_dense_layers(fields, layers) if experts else layers,
         dense=3 * hidden * width,
-        shared=3 * hidden * shared,
+        shared=3 * hidden * shared + 2 * hidden * latent,
         expert=expert,
+        routed=latent or hidden,
         num_experts=experts,
         top_k=top_k,
         head=vocab * hidden,
@@ -258,6 +262,7 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     key = nope + rope
     indexer = index * (hidden + index_heads * (query or hidden)) if limit else 0
     gate = heads * hidden if fields.has("gated_attention_proj_granularity_type") else 0
+    gate = heads * value * hidden if fields.raw.get("mla_use_output_gate") else gate
     sharded = heads * key * (query or hidden) + latent * heads * (nope + value) + heads * value * hidden + gate
     return AttentionFacts(
         layers=layers,
@@ -365,12 +370,15 @@ def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
 
 def _by_channel(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     """Kimi Delta Attention: `_linear` whose decays and output gates come from products of low rank, or each from a
-    whole matrix."""
+    whole matrix, or (Kimi K3) only the decays from products of low rank."""
     plain, key = _linear(fields, hidden, layers), fields.integer("linear_key_head_dim")
     width = fields.integer("linear_num_key_heads") * key
     heads = fields.integer("linear_num_key_heads")
     if fields.raw.get("no_kda_lora"):
         return replace(plain, sharded=hidden * (6 * width + heads))
+    if fields.raw.get("use_full_rank_gate"):
+        sharded = hidden * (5 * width + heads) + width * key
+        return replace(plain, sharded=sharded, replicated=hidden * key, kernels=LINEAR + 1)
     return replace(
         plain,
         sharded=hidden * (4 * width + heads) + 2 * width * key,

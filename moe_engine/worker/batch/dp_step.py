@@ -7,8 +7,9 @@ shared by all ranks. All ranks therefore run each forward together, with the siz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import StepFacts, StepPlan
 from moe_engine.worker.batch.two_batches import find_cut, halves
+
+DraftForwards = Callable[[int, int], Sequence[tuple[int, int]]]
+"""A group's decodes with drafts and their depth -> tokens and rows of logits of each of its forwards."""
+
+
+def chain_forwards(num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
+    """`DraftForwards` of chains that are drafted token by token."""
+    return [(num_drafting, num_drafting)] * depth
 
 
 class DPSteps:
@@ -60,14 +69,15 @@ class DPSteps:
         tokens = [num_tokens] * self.parallel.attn_dp_size
         return StepSizes.known(self.parallel, tokens, tokens, False)
 
-    def draft_sizes(self, plan: StepPlan) -> list[StepSizes]:
-        """Sizes of each draft forward: a token per decode with drafts, in every group."""
+    def draft_sizes(self, plan: StepPlan, forwards: DraftForwards) -> list[StepSizes]:
+        """Sizes of each draft forward over all groups. `forwards`: of a drafter."""
         if not self.is_shared:
             return []
-        facts = _facts(plan)
-        depth = max(group.depth for group in facts)
-        rows = [[group.num_drafting * (level < group.depth) for group in facts] for level in range(depth)]
-        return [StepSizes.known(self.parallel, tokens, tokens, False) for tokens in rows]
+        groups = [forwards(group.num_drafting, group.depth) for group in _facts(plan)]
+        return [
+            StepSizes.known(self.parallel, [tokens for tokens, _ in sizes], [logits for _, logits in sizes], False)
+            for sizes in zip_longest(*groups, fillvalue=(0, 0))
+        ]
 
     def halves(self, plan: StepPlan) -> list[tuple[StepPlan, StepSizes]] | None:
         """The two halves of a step for two-batch overlap, with their sizes; None if the step is not split.

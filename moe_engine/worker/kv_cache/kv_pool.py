@@ -137,10 +137,14 @@ class KVPool:
                 tensor.zero_()
         self._raw: list[Tensor] = []
         self._raw_windows: list[Tensor] = []
+        self.undivided: set[int] = set()
+        """Numbers of the tensors of `row_widths` that all ranks have whole beside their KV heads: index keys."""
         for layer, parts in enumerate(self._tensors):
             own = self._raw_windows if layer in bounded else self._raw
             num_parts = len(spec.layers[layer])
             own += [_bytes(tensor[: rows[layer]], rows[layer]) for tensor in parts[:num_parts]]
+            if num_parts == 3:
+                self.undivided.add(len(own) - 1)
             own += [_bytes(kept.rows, rows[layer]) for kept in self._kept[layer] if kept.block]
             if spec.entry_of(layer)[0]:
                 entries = (parts[0][rows[layer] :], *parts[num_parts:])

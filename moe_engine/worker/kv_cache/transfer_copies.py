@@ -35,6 +35,11 @@ class TransferCopies(KVCopies):
         return self._pool.row_widths
 
     @property
+    def undivided(self) -> set[int]:
+        """As `KVPool.undivided`."""
+        return self._pool.undivided
+
+    @property
     def state_rows(self) -> int:
         """Rows of a state, whose places are behind those of the host pool; 0 without states."""
         return 0 if self._states is None else -(-self._states.each_bytes // self.row_bytes)

@@ -1,4 +1,4 @@
-"""Drafter of heads that fill in blocks (DFlash, DSpark): one forward yields all drafts of a request.
+"""Drafter of layers that fill in blocks (DFlash, DSpark): one forward yields all drafts of a request.
 
 The block is the last token with mask tokens behind it, at the positions that the drafts get. Its keys and values are
 written to the slots of these positions, and replaced when the tokens there have been computed by the target. A draft is
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.models.block_head import BlockHead
-from moe_engine.models.markov_head import MarkovHead
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.block_head import BlockLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Computed
@@ -29,10 +30,11 @@ from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 class BlockDrafter:
     """The drafter of the module docstring; implements `Drafter`."""
 
-    def __init__(self, head: BlockHead, batches: DraftBatches, sampler: Sampler) -> None:
-        self.head = head
+    def __init__(self, layers: BlockLayers, batches: DraftBatches, sampler: Sampler, stream: DeviceStream) -> None:
+        self.layers = layers
         self.batches = batches
         self._sampler = sampler
+        self._stream = stream
 
     def enter(self, new: NewRow) -> None:
         return None
@@ -40,50 +42,62 @@ class BlockDrafter:
     def skip(self, rows: np.ndarray) -> None:
         return None
 
+    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
+        """The forward of the blocks, then passes of the LM head."""
+        if not num_drafting or not depth:
+            return []
+        passes = [(0, depth * (part.stop - part.start)) for part in self._passes(num_drafting, depth)]
+        return [(num_drafting * self.layers.block.tokens(depth), 0), *passes]
+
     def join(self, sizes: Sequence[StepSizes]) -> None:
-        return None
+        if sizes:
+            v = self.layers.forward(ForwardBatch.nothing(self.batches.kv, sizes[0], self._stream.device))
+            self._join_passes(v, sizes[1:])
 
     def update_cache(self, computed: Computed) -> None:
-        self.head.remember(computed.hidden, computed.forward)
+        self.layers.remember(computed.hidden, computed.forward)
 
     def propose(self, task: DraftTask) -> Drafts:
-        block = self.head.block
+        block = self.layers.block
         count = block.tokens(task.depth)
         ids = task.roots.new_full((len(task.rows), count), block.mask_id)
         ids[:, 0] = task.roots
         counts = np.full(len(task.rows), count)
-        everyone = np.full(len(task.rows) * count, _all_of(count), dtype=np.int64)
+        everyone = np.full(len(ids) * count, _all_of(count), dtype=np.int64) if self.layers.visible else None
         _, forward = self.batches.runs(task.rows, task.lengths, counts, ids.flatten(), visible=everyone)
-        v = self.head.forward(forward).unflatten(0, (-1, count))[:, count - task.depth :]  # [D, S, E]
-        if self.head.markov is None:
-            tokens = self._draw_at_once(task, v)
-        else:
-            tokens = self._draw_in_turn(task, v, self.head.markov)
-        return Drafts(torch.cat((task.roots[:, None], tokens), 1))
+        if task.sizes:
+            forward = replace(forward, sizes=task.sizes[0])
+        v = self.layers.forward(forward).unflatten(0, (-1, count))[:, count - task.depth :]  # [D, S, E]
+        out, sizes = [], task.sizes[1:]
+        for i, part in enumerate(self._passes(len(task.rows), task.depth)):
+            logits = self.layers.logits(v[part].flatten(0, 1), sizes[i] if sizes else None)
+            out.append(self._draw(task, part, v[part], logits.unflatten(0, (-1, task.depth))))
+        self._join_passes(v[:0, 0], sizes[len(out) :])
+        return Drafts(torch.cat((task.roots[:, None], torch.cat(out)), 1))
 
-    def _draw_at_once(self, task: DraftTask, v: Tensor) -> Tensor:
-        """Drafts [D, S] that do not depend on each other."""
-        rows, steps = np.repeat(task.rows, task.depth), np.tile(np.arange(task.depth), len(task.rows))
-        lengths = np.repeat(task.lengths + 1, task.depth) + steps
-        sampled = SampledRows(rows, lengths, task.rows_device.repeat_interleave(task.depth))
-        drawn = self._sampler.draw(self.head.logits, v.flatten(0, 1), sampled)
-        return drawn.clamp_min(0).view(-1, task.depth)
+    def _passes(self, num_rows: int, depth: int) -> list[slice]:
+        """Rows whose logits fit into the memory of a pass; a bias, in two formats, is as large as those of a draft."""
+        most = max(1, self._sampler.passes.rows_at_once // (depth + 2))
+        return [slice(begin, min(begin + most, num_rows)) for begin in range(0, num_rows, most)]
 
-    def _draw_in_turn(self, task: DraftTask, v: Tensor, markov: MarkovHead) -> Tensor:
-        """Drafts [D, S] of which each depends on the one before."""
-        most = max(1, self._sampler.passes.rows_at_once // (task.depth + 2))  # a bias, in two formats, is as large
-        out = []
-        for begin in range(0, len(task.rows), most):
-            part = slice(begin, min(begin + most, len(task.rows)))
-            sampled = SampledRows(task.rows, task.lengths + 1, task.rows_device).part(part)
-            logits = self.head.logits(v[part].flatten(0, 1)).unflatten(0, (-1, task.depth))
-            tokens, state = [task.roots[part]], markov.first_state(len(sampled.rows))
-            for step in range(task.depth):
-                bias, state = markov.bias(tokens[-1], v[part, step], state)
-                at = replace(sampled, lengths=sampled.lengths + step)
-                tokens.append(self._sampler.sample(bias.add_(logits[:, step]), at).clamp_min(0))
-            out.append(torch.stack(tokens[1:], 1))
-        return torch.cat(out)
+    def _join_passes(self, nothing: Tensor, sizes: Sequence[StepSizes]) -> None:
+        for each in sizes:
+            self.layers.logits(nothing, each)
+
+    def _draw(self, task: DraftTask, part: slice, v: Tensor, logits: Tensor) -> Tensor:
+        """Drafts [n, S] of a part of the rows. v: [n, S, E]; logits: [n, S, V]."""
+        rows, lengths, device = task.rows[part], task.lengths[part] + 1, task.rows_device[part]
+        depth, markov = task.depth, self.layers.markov
+        if markov is None:  # the drafts of a block do not depend on each other
+            each = np.repeat(lengths, depth) + np.tile(np.arange(depth), len(rows))
+            sampled = SampledRows(np.repeat(rows, depth), each, device.repeat_interleave(depth))
+            return self._sampler.sample(logits.flatten(0, 1), sampled).clamp_min(0).view(-1, depth)
+        tokens, state = [task.roots[part]], markov.first_state(len(rows))
+        for step in range(depth):
+            bias, state = markov.bias(tokens[-1], v[:, step], state)
+            drawn = self._sampler.sample(bias.add_(logits[:, step]), SampledRows(rows, lengths + step, device))
+            tokens.append(drawn.clamp_min(0))
+        return torch.stack(tokens[1:], 1)
 
 
 def _all_of(count: int) -> int:

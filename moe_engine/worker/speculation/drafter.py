@@ -47,6 +47,9 @@ class Drafter(Protocol):
     def propose(self, task: DraftTask) -> Drafts:
         """Draft trees for the rows of a task; may write KV to the slots from a row's last token on."""
 
+    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
+        """See `dp_step.DraftForwards`."""
+
     def join(self, sizes: Sequence[StepSizes]) -> None:
         """Runs idle batches in draft forwards of these sizes of other attention groups; collective.
 

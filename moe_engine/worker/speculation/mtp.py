@@ -33,6 +33,7 @@ from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.batch.dp_step import chain_forwards
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.device_stream import DeviceStream
@@ -109,6 +110,9 @@ class MTPDrafter:
             tokens.append(target_ids(self.layers, self._sampler.draw(self.layers.logits, state, sampled, sizes)))
         self.join(task.sizes[task.depth :])
         return Drafts(torch.stack(tokens, 1))
+
+    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
+        return chain_forwards(num_drafting, depth)
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         for some in sizes:

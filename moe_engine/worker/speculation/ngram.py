@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.batch.dp_step import chain_forwards
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.speculation.drafter import Computed
@@ -40,6 +41,9 @@ class NgramDrafter:
 
     def skip(self, rows: np.ndarray) -> None:
         return None
+
+    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
+        return chain_forwards(num_drafting, depth)
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None

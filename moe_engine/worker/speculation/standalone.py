@@ -24,6 +24,7 @@ from moe_engine.models.batch import Model
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.batch.dp_step import chain_forwards
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
@@ -62,6 +63,9 @@ class StandaloneDrafter:
 
     def skip(self, rows: np.ndarray) -> None:
         self._drafted[rows] = False
+
+    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
+        return chain_forwards(num_drafting, depth)
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None

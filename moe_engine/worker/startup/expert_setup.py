@@ -12,7 +12,7 @@ from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.moe import MoE
-from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.loader import OwnDrafts
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.expert_tables import ExpertTables
@@ -61,7 +61,7 @@ def attach_experts(
     settings: ExpertSettings,
     parallel: ParallelContext,
     kernel: ExpertsKernel,
-    mtp: MTPLayers | None,
+    mtp: OwnDrafts | None,
 ) -> ExpertControl:
     """Attaches recorder and EPLB to a loaded, warmed-up model, as configured. Collective with EPLB.
 
@@ -93,7 +93,7 @@ def attach_experts(
     return ExpertControl(recorder, balance, observed, observe)
 
 
-def mtp_moe_layers(mtp: MTPLayers | None) -> dict[int, MoE]:
+def mtp_moe_layers(mtp: OwnDrafts | None) -> dict[int, MoE]:
     """MoE layers of MTP, by index."""
     return {layer.layer_index: layer for layer in mtp.feed_forwards if isinstance(layer, MoE)} if mtp else {}
 

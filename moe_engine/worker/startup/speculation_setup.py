@@ -11,8 +11,9 @@ from moe_engine.models.block_head import BlockHead
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.hidden_taps import HiddenTaps
-from moe_engine.models.loader import LoadOptions, load_head, load_model, load_mtp
+from moe_engine.models.loader import LoadOptions, OwnDrafts, load_head, load_model, load_mtp
 from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.stream_block import StreamBlock
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.mla_form import form_policy
@@ -34,7 +35,7 @@ if TYPE_CHECKING:  # of models with a vision tower alone
 
 def num_mtp_layers(config: ModelConfig, speculation: SpeculationConfig | None) -> int:
     """KV cache layers for MTP in addition to the target's own."""
-    return config.num_nextn_predict_layers if speculation is not None and speculation.method == "nextn" else 0
+    return config.num_nextn_predict_layers if speculation is not None and speculation.uses_own_layers else 0
 
 
 def add_speculation(
@@ -53,14 +54,10 @@ def add_speculation(
     assert rows.history is not None, "RequestRows was created without num_drafts"
     target = DraftBatches(runner.builder, runner.attention, pool.layers, stream)
     drafter: Drafter
-    if config.method == "nextn":
+    if config.uses_own_layers:
         path, exported = config.draft_model_path or options.model_path, config.draft_model_path is not None
         layers = load_mtp(path, options.model, runner.model, load, exported)
-        images = _draft_images(runner)
-        if layers.reads_streams:
-            assert isinstance(runner.model, Decoder)
-            runner.taps = runner.model.taps = HiddenTaps((options.model.num_layers,))
-        drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, layers.state_width, images)
+        drafter = _own_layers(runner, options.model, layers, target)
     elif config.method == "standalone":
         drafter = _standalone(runner, config, options, load, draft_backends)
     elif config.method in ("eagle", "block"):
@@ -76,23 +73,36 @@ def add_speculation(
     )
 
 
-def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
-    """The drafting MTP layers of a runner, or None."""
+def mtp_layers(runner: ModelRunner) -> OwnDrafts | None:
+    """The drafting layers of a runner's own checkpoint, or None."""
     drafter = runner.speculation.drafter if runner.speculation is not None else None
-    layers = drafter.layers if isinstance(drafter, MTPDrafter) else None
-    return layers if isinstance(layers, MTPLayers) else None
+    layers = drafter.layers if isinstance(drafter, MTPDrafter | BlockDrafter) else None
+    return layers if isinstance(layers, MTPLayers | StreamBlock) else None
 
 
 def draft_bytes(runner: ModelRunner) -> int:
     """Bytes of the drafter's weights, without those that it shares with the model."""
     drafter = runner.speculation.drafter if runner.speculation is not None else None
-    if isinstance(drafter, MTPDrafter):
+    if isinstance(drafter, MTPDrafter | BlockDrafter):
         return drafter.layers.weight_bytes
-    if isinstance(drafter, BlockDrafter):
-        return drafter.head.weight_bytes
     if isinstance(drafter, StandaloneDrafter) and isinstance(drafter.model, Decoder):
         return drafter.model.weight_bytes
     return 0
+
+
+def _own_layers(
+    runner: ModelRunner, model: ModelConfig, layers: OwnDrafts, target: DraftBatches
+) -> MTPDrafter | BlockDrafter:
+    if isinstance(layers, StreamBlock):
+        own, streams = model.own_block, model.streams
+        assert isinstance(runner.model, Decoder) and own is not None and streams is not None
+        runner.taps = runner.model.taps = HiddenTaps(own.tapped, streams.count, model.hidden_size)
+        return BlockDrafter(layers, target, runner.sampler, runner.stream)
+    if layers.reads_streams:
+        assert isinstance(runner.model, Decoder)
+        runner.taps = runner.model.taps = HiddenTaps((model.num_layers,))
+    width, images = layers.state_width, _draft_images(runner)
+    return MTPDrafter(layers, target, runner.rows, runner.sampler, runner.stream, width, images)
 
 
 def _head(
@@ -109,7 +119,7 @@ def _head(
     builder = BatchBuilder(rows, pool.page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
     if isinstance(layers, BlockHead):
-        return BlockDrafter(layers, batches, runner.sampler)
+        return BlockDrafter(layers, batches, runner.sampler, stream)
     size, images = head.layer.hidden_size, _draft_images(runner)
     return MTPDrafter(layers, batches, rows, runner.sampler, stream, size, images)
 

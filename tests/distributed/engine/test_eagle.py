@@ -29,8 +29,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 QUICK = ("dp attention",)
-OF_BLOCKS = ("tp", "tokens that travel", "replicas")
-"""Forms with a single attention group, which blocks need."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,7 @@ def test_forms(pair: Pair, expected: list[tuple[list[int], int]], form: str) -> 
 
 
 @pytest.mark.parametrize(
-    "form", [form if form == "tp" else pytest.param(form, marks=pytest.mark.exhaustive) for form in OF_BLOCKS]
+    "form", [form if form in QUICK else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS]
 )
 def test_blocks(tmp_path: Path, form: str) -> None:
     pair = make_pair("dspark", tmp_path)

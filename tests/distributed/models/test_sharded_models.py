@@ -18,6 +18,7 @@ from tests.distributed.models import script
 from tests.distributed.models.worlds import Case, load, run_cases
 from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
+from tests.models.kimi_k3 import make_k3
 from tests.models.mxfp4 import mxfp4_copy
 from tests.models.v4_checkpoints import make_v4
 from tests.models.v4_quantized import quantized_copy
@@ -54,6 +55,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 2},  # four projections
     "kimi_linear": {},  # states beside a latent cache, products of low rank
+    "kimi_k3": {},  # sums of a latent space in front of its norm, blocks of the residual
     "bailing_hybrid": {
         "num_hidden_layers": 2,
         "layer_group_size": 2,
@@ -88,6 +90,7 @@ TWO = {
     "dp-ep-all_to_all": Topology(2, attn_dp_size=2, ep_size=2, moe_a2a_backend="all_to_all"),
     "dp-ep-shared_memory": Topology(2, 2, 2, moe_dense_tp_size=1, moe_a2a_backend="shared_memory"),
 }
+OWN: dict[str, Callable[..., Path]] = {"deepseek_v4": make_v4, "kimi_k3": make_k3}
 FOUR = {
     "tp": Topology(4),
     "tp2-ep2": Topology(4, ep_size=2),
@@ -110,7 +113,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     def make(name: str) -> Path:
         if name not in made:
             kind, _, form = name.partition("-")
-            make_one = make_v4 if kind == "deepseek_v4" else partial(make_checkpoint, kind)
+            make_one = OWN.get(kind) or partial(make_checkpoint, kind)
             made[name] = make_one(folder / name, SEED, tokenizer=False, **CHECKPOINTS[name])
             if form == "mxfp4":
                 made[name] = mxfp4_copy(made[name], folder / "copies")[0]
@@ -182,7 +185,7 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "kimi_linear", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3",
+        "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
