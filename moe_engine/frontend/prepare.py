@@ -18,7 +18,7 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.disaggregated import apply_mode
 from moe_engine.frontend.encoding import Encoding, check_dimensions, check_kind
-from moe_engine.frontend.generate_input import GenerateInput, Prompt, split_prompts
+from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
@@ -26,6 +26,7 @@ from moe_engine.frontend.image_prompts import ImagePrompts, engine_ids
 from moe_engine.frontend.logits_fields import complete_sampling, thinking_tags
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.frontend.prompt_checks import PromptChecks, too_long
+from moe_engine.frontend.prompts import Prompt, split_prompts
 from moe_engine.frontend.seeds import Seeds
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.frontend.settings import FrontendSettings

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 
-from moe_engine.frontend.generate_input import Prompt
+from moe_engine.frontend.prompts import Prompt
 
 SEED_BITS = 63
 
