@@ -65,6 +65,11 @@ class DeepseekV4Model(Decoder):
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
         return (self._draft_steps if drafts else self._steps).plan_in_place
 
+    @property
+    def planner_of_blocks(self) -> InPlacePlanner:
+        """Plans of captured blocks of drafts."""
+        return self._draft_steps.plan_blocks_in_place
+
     def draft_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """The tokens of MTP layers have slots of the full pool, also where windows have a pool of their own."""
         batch = self.begin_step(batch)

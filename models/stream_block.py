@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.block_config import MARKOV
 from moe_engine.models.footprint import held_bytes
@@ -55,6 +56,11 @@ class StreamBlock:
         self.markov: MarkovHead | None = self._markov(reader) if self.block.markov_rank else None
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the layers in addition to the model, in the kernels' layouts."""
+
+    @property
+    def planner(self) -> InPlacePlanner:
+        """Plans of captured blocks."""
+        return self._model.planner_of_blocks
 
     @property
     def feed_forwards(self) -> list[Any]:

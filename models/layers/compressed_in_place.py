@@ -27,6 +27,7 @@ from moe_engine.models.layers.compressed_rows import (
     CompressedStep,
     EntrySelection,
     KeptTokens,
+    block_rows,
     entry_columns,
     entry_slots,
     window_rows,
@@ -179,6 +180,61 @@ class StepInPlace:
                 selected.slots.copy_(with_entries(window, entries, lens, a.window, rate))
             torch.add(of_window, visible, out=selected.counts_device)
         return CompressedStep(slots, tokens, {**self._attended}, kept, selection)
+
+
+class BlocksInPlace:
+    """`RenewablePlan` of blocks, which all have the same number of tokens, of layers without entries."""
+
+    common = False
+
+    def __init__(self, window: int, queries: PagedQueries, attended: AttendedRows) -> None:
+        self._window, self._queries, self._attended = window, queries, attended
+        self._count = queries.query_lens[0]
+        requests = torch.arange(queries.num_requests, device=queries.rows.device)
+        self._numbers = requests.repeat_interleave(self._count)
+
+    @classmethod
+    def of(
+        cls, window: int, queries: PagedQueries, sparse: SparseAttention, memory: FixedMemory
+    ) -> BlocksInPlace | None:
+        """None if attention cannot be captured."""
+        if sparse.plan_in_place is None:
+            return None
+        device, most = queries.rows.device, window + queries.query_lens[0]
+        counts = _of_blocks(queries, window)
+        slots = memory.take(f"rows of blocks of {queries.query_lens[0]}", (len(counts), most), device)
+        lens = memory.take("counts of blocks", (len(counts),), device)
+        selected = Selected(slots, counts, lens)
+        plan = sparse.plan_in_place(selected)
+        return None if plan is None else cls(window, queries, AttendedRows(selected, plan))
+
+    @property
+    def on_device(self) -> bool:
+        on_device: bool = self._attended.plan.on_device
+        return on_device
+
+    def renew(self) -> None:
+        rows, counts = self._attended, _of_blocks(self._queries, self._window)
+        if rows.plan.common or counts != rows.selected.counts:
+            rows.selected.counts[:] = counts
+            rows.plan.renew()
+
+    def rows(self, queries: PagedQueries) -> AttendedRows:
+        """The rows by the lengths on the device, in memory that the next step overwrites; no host read."""
+        selected = self._attended.selected
+        lens = queries.context_lens_device
+        found, seen = block_rows(
+            queries, lens, torch.full_like(lens, self._count), self._window, selected.slots.shape[1]
+        )
+        selected.slots.copy_(found[self._numbers])
+        selected.counts_device.copy_(seen[self._numbers])
+        return self._attended
+
+
+def _of_blocks(queries: PagedQueries, window: int) -> list[int]:
+    """Rows of each token of blocks."""
+    both = zip(queries.query_lens, queries.context_lens)
+    return [count + min(end - count, window) for count, end in both for _ in range(count)]
 
 
 def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, real: Tensor | None) -> KeptTokens:

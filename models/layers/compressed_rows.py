@@ -76,6 +76,21 @@ def window_rows(tokens: CompressedTokens, lens: Tensor, window: int, width: int)
     return found.masked_fill_(columns >= count, -1)
 
 
+def block_rows(queries: PagedQueries, ends: Tensor, counts: Tensor, window: int, width: int) -> tuple[Tensor, Tensor]:
+    """Rows [R, width] of the tokens of each request's block: those of the window before the block and the block's own,
+    then -1; and their numbers [R].
+
+    Args:
+        ends: [R], context tokens of each request, the block included.
+        counts: [R], tokens of each block.
+    """
+    seen = counts + (ends - counts).clamp(max=window)
+    columns = torch.arange(width, device=ends.device)
+    at = ((ends - seen).unsqueeze(1) + columns).clamp_(max=queries.slot_table.shape[1] - 1)
+    found = queries.slot_table[queries.rows.long().unsqueeze(1), at.long()]
+    return found.masked_fill_(columns >= seen.unsqueeze(1), -1), seen
+
+
 def entry_slots(table: Tensor, requests: Tensor, rate: int, most: int) -> Tensor:
     """The first `most` entries of requests [R] int32, [R, most]: the slots of their tokens in the table, divided by
     their number."""

@@ -23,12 +23,13 @@ from moe_engine.kernels.uploads import upload
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import CompressedConfig
-from moe_engine.models.layers.compressed_in_place import FixedMemory, StepInPlace
+from moe_engine.models.layers.compressed_in_place import BlocksInPlace, FixedMemory, StepInPlace
 from moe_engine.models.layers.compressed_rows import (
     AttendedRows,
     CompressedStep,
     EntrySelection,
     KeptTokens,
+    block_rows,
     entry_columns,
     entry_slots,
     window_rows,
@@ -106,15 +107,20 @@ class StepRows:
         group = batch.attention.decode
         if group is None:
             return CompressedStep(batch.slots, nothing, {}, {}, None)
+        if isinstance(batch.attention_plan, BlocksInPlace):
+            return CompressedStep(batch.slots, nothing, {0: batch.attention_plan.rows(group)}, {}, None)
         counts, ends = np.array(group.query_lens), np.array(group.context_lens)  # [R]
-        seen = counts + np.minimum(ends - counts, self._attention.window)  # [R]
-        columns = torch.arange(int(seen.max()), device=no.device)
-        lens = upload(np.stack((ends - seen, seen)), no.device)  # [2, R]
-        at = (lens[0][:, None] + columns).clamp_(max=group.slot_table.shape[1] - 1)
-        found = group.slot_table[group.rows.long()[:, None], at].masked_fill_(columns >= lens[1][:, None], -1)
+        seen, window = counts + np.minimum(ends - counts, self._attention.window), self._attention.window
+        both = upload(np.stack((ends, counts)), no.device)
+        found, _ = block_rows(group, both[0], both[1], window, int(seen.max()))
         numbers = upload(np.repeat(np.arange(len(counts)), counts), no.device)  # [T]
         rows = self._attended(found[numbers], np.repeat(seen, counts))
         return CompressedStep(batch.slots, nothing, {0: rows}, {}, None)
+
+    def plan_blocks_in_place(self, batch: AttentionBatch) -> BlocksInPlace | None:
+        """The plan of captured blocks; None if attention cannot be captured."""
+        assert batch.decode is not None
+        return BlocksInPlace.of(self._attention.window, batch.decode, self._sparse, self._memory)
 
     def _attended(self, rows: Tensor, counts: np.ndarray) -> AttendedRows:
         selected = Selected(rows, counts.tolist(), upload(counts.astype(np.int32), rows.device))

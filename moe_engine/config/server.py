@@ -79,7 +79,7 @@ class ServerArgs:
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
             ("deepseek-v41", "nemotron_3",
-             "apertus2509", "beam", "dots", "k2_horizon", "kimi_k3", "muse", "poolside_v1",
+             "apertus2509", "beam", "dots", "k2_horizon", "muse", "poolside_v1",
              "nanbeige", "step3p5", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
              "cohere_command4", "gigachat35", "response_template"),
             MORE_PARSERS,
@@ -92,7 +92,7 @@ class ServerArgs:
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
             ("deepseekv41", "step3",
-             "apertus2509", "beam", "cohere_command4", "k2_horizon", "kimi_k3", "lfm2", "minicpm5",
+             "apertus2509", "beam", "cohere_command4", "k2_horizon", "lfm2", "minicpm5",
              "muse", "poolside_v1", "spark25", "step3p5", "nanbeige", "trinity", "interns1", "gigachat3",
              "gigachat35", "gemma4", "inkling", "iquest_q1", "response_template"),
             MORE_PARSERS,

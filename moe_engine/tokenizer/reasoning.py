@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_engine.tokenizer import xtml
 from moe_engine.tokenizer.answer_tags import AnswerTags
 from moe_engine.tokenizer.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyReasoning
 from moe_engine.tokenizer.stop import overlap
+from moe_engine.tokenizer.xtml import XtmlReasoning
 from moe_engine.types.constraint import FreeReasoning
 
 THINK_START = "<think>"
@@ -30,6 +32,7 @@ class ReasoningFormat:
         calls: begin of tool calls, which ends the reasoning without an end tag.
         keeps: the reasoning stays in the content, between its tags, for clients that send it back in this form.
         harmony: messages with channels (`harmony.py`); the tags are those of the first one.
+        xtml: channels of Kimi K3 (`xtml.py`).
         answer: tags around the content, which are removed (`answer_tags.py`).
         turn: begin of the message with the content, or with calls; removed too.
     """
@@ -41,12 +44,15 @@ class ReasoningFormat:
     calls: str = ""
     keeps: bool = False
     harmony: bool = False
+    xtml: bool = False
     answer: tuple[str, str] | None = None
     turn: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens, which outputs must keep."""
+        if self.xtml:
+            return xtml.MARKERS
         return MARKERS if self.harmony else (self.start, self.end, *(self.answer or ()))
 
     @property
@@ -54,6 +60,8 @@ class ReasoningFormat:
         """The end of the reasoning before a constrained text."""
         if self.turn and self.answer:
             return self.end + self.turn + self.answer[0]
+        if self.xtml:
+            return self.end + xtml.RESPONSE
         return f"{CHANNEL}final{MESSAGE}" if self.harmony else self.end
 
 
@@ -71,6 +79,7 @@ REASONING_FORMATS = {
     "qwen3-thinking": ReasoningFormat(forced=True, calls="\n<tool_call>"),
     "glm45": ReasoningFormat(calls="<tool_call>"),
     "ling3": ReasoningFormat(calls="<tool_call>"),
+    "kimi_k3": ReasoningFormat(xtml.THINK, xtml.THINK_END, calls=xtml.TOOLS, xtml=True),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
     "minimax": ReasoningFormat(forced=True),
@@ -187,8 +196,10 @@ class ReasoningParser:
 
 def reasoning_parser(
     form: ReasoningFormat, *, inside: bool, stream_reasoning: bool = True
-) -> ReasoningParser | HarmonyReasoning:
+) -> ReasoningParser | HarmonyReasoning | XtmlReasoning:
     """The parser of a format; arguments as of `ReasoningParser`."""
+    if form.xtml:
+        return XtmlReasoning(inside=inside, stream_reasoning=stream_reasoning)
     if form.harmony:
         return HarmonyReasoning(stream_reasoning=stream_reasoning)
     return ReasoningParser(inside=inside, stream_reasoning=stream_reasoning, form=form)
@@ -218,6 +229,6 @@ def free_reasoning(
     if form.harmony:
         return FreeReasoning(form.start, form.free_end, inside=True)
     inside = starts_inside(parser, prompt, template_kwargs, continued)
-    if not inside and (form.switch or continued or prompt.rstrip().endswith(form.end)):
+    if not inside and (form.switch or continued or prompt.rstrip().endswith((form.end, xtml.RESPONSE))):
         return None
-    return FreeReasoning(form.start, form.end, inside)
+    return FreeReasoning(form.start, form.free_end if form.xtml else form.end, inside)

@@ -9,6 +9,7 @@ from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
 
 _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt-oss", ("<|channel|>", "<|message|>")),
+    ("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("solar_open", ("<|tool_call:begin|>",)),
     ("minimax-m3", ("]<]minimax[>[", "<tool_call>")),
@@ -45,7 +46,7 @@ def reasoning_format(template: str) -> str | None:
     """The `--reasoning-parser` of the answers to a template's prompts; None: they have no reasoning in a known
     format."""
     tools = tool_format(template)
-    if tools in ("gpt-oss", "solar_open"):
+    if tools in ("gpt-oss", "kimi_k3", "solar_open"):
         return tools
     if tools == "minimax-m3":
         return tools if "</mm:think>" in template else None

@@ -156,11 +156,16 @@ class K3Reference:
 
     def hidden(self, ids: list[int]) -> Tensor:
         """The final norm's result, [T, D]."""
-        f = self.fields
+        return self._norm("model.norm", self.streams(ids)[-1])
+
+    def streams(self, ids: list[int]) -> list[Tensor]:
+        """What each layer's first norm reads, and the final one: [T, D] each."""
+        f, found = self.fields, list[Tensor]()
         rows = [self._weight("model.embed_tokens")[torch.tensor(ids)]]  # the embedding, then the sum of each block
         for i in range(f["num_hidden_layers"]):
             layer = f"model.layers.{i}"
-            x = self._norm(f"{layer}.input_layernorm", self._mixed(f"{layer}.self_attention_res", rows))
+            found.append(self._mixed(f"{layer}.self_attention_res", rows))
+            x = self._norm(f"{layer}.input_layernorm", found[-1])
             is_mla = i + 1 in f["linear_attn_config"]["full_attn_layers"]
             mixed = (self._mla if is_mla else self._delta)(f"{layer}.self_attn", x)
             if i % f["attn_res_block_size"]:
@@ -171,7 +176,7 @@ class K3Reference:
             is_dense = i < f["first_k_dense_replace"]
             out = self._mlp(f"{layer}.mlp", x) if is_dense else self._experts(f"{layer}.block_sparse_moe", x)
             rows[-1] = rows[-1] + out
-        return self._norm("model.norm", self._mixed("model.output_attn_res", rows))
+        return [*found, self._mixed("model.output_attn_res", rows)]
 
     def _weight(self, name: str) -> Tensor:
         return self._tensors[f"{name}.weight"]

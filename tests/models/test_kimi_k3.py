@@ -18,6 +18,8 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import MLAConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.needs import expert_widths, need_of_model
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper
@@ -64,6 +66,19 @@ def test_chunks_then_decodes(made: Made, row: str) -> None:
     done = sum(sizes_of_chunks)
     parts += [model.step([stepper.Chunk(0, [token], True)])[0] for token in made.tokens[done : done + 8]]
     assert_close(torch.cat(parts), made.logits[: done + 8], BOUND)
+
+
+@every_row
+def test_draft_heads_read_what_norms_read(made: Made, row: str) -> None:
+    """The hidden states of an EAGLE-3 head: of the embedding, in a block, at the end of one and of the model."""
+    model, after = stepper.load(made.path, row), (0, 1, 2, 5)
+    assert isinstance(model.model, Decoder)
+    model.model.taps = taps = HiddenTaps(after)
+    taps.active = True
+    model.step([stepper.Chunk(0, made.tokens, False)])
+    streams = K3Reference(made.path).streams(made.tokens)
+    for got, count in zip(taps.take().chunk(len(after), 1), after, strict=True):
+        assert_close(got, streams[count], BOUND)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.models.v4_mtp import OUTSIDE
 
 STAGES, RANK = 3, 8
 DSPARK: dict[str, Any] = {
-    "dspark_block_size": 4, "dspark_noise_token_id": 9, "dspark_target_layer_ids": [1, 3, 4],
+    "dspark_block_size": 4, "dspark_noise_token_id": 9,
     "dspark_markov_rank": RANK,
 }  # fmt: skip
 """Fields of config.json."""
@@ -30,8 +30,9 @@ _HEADS = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confi
 
 
 def make_dspark(
-    path: Path, seed: int, agreeing: bool = False, dtype: torch.dtype = torch.float32, **fields: Any
-) -> Path:
+    path: Path, seed: int, agreeing: bool = False, dtype: torch.dtype = torch.float32,
+    taps: tuple[int, ...] = (1, 3, 4), **fields: Any,
+) -> Path:  # fmt: skip
     """A checkpoint with DSpark layers under the published names.
 
     Args:
@@ -48,14 +49,15 @@ def make_dspark(
         elif name in OUTSIDE:
             tensors[f"mtp.{STAGES - 1}.{name}"] = tensor
     draw = torch.Generator().manual_seed(seed)
-    size, vocab, taps = raw["hidden_size"], raw["vocab_size"], len(DSPARK["dspark_target_layer_ids"])
-    tensors["mtp.0.main_proj.weight"] = STD * torch.randn((size, taps * size), generator=draw)
+    size, vocab = raw["hidden_size"], raw["vocab_size"]
+    tensors["mtp.0.main_proj.weight"] = STD * torch.randn((size, len(taps) * size), generator=draw)
     tensors["mtp.0.main_norm.weight"] = 1 + 0.2 * torch.randn(size, generator=draw)
     shapes = ((vocab, RANK), (vocab, RANK), (1, size + RANK))
     for name, shape in zip(_HEADS, shapes):
         tensors[f"mtp.{STAGES - 1}.{name}"] = torch.randn(shape, generator=draw)
     write_tensors(path, tensors)
-    (path / "config.json").write_text(json.dumps(raw | DSPARK | {"num_nextn_predict_layers": 1}))
+    own = DSPARK | {"dspark_target_layer_ids": list(taps), "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(raw | own))
     if agreeing:
         _agree(path, tensors)
     return path

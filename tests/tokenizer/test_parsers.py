@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_engine.errors import ConfigError
-from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser, starts_inside
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser, reasoning_parser, starts_inside
 from moe_engine.tokenizer.tool_calls import ToolCallParser
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.tokenizer.read_calls import read_calls
@@ -60,6 +60,29 @@ def test_other_tags():
     assert not starts_inside("qwen3", "<|im_start|>assistant\n", {})
     assistant = "<role>ASSISTANT</role>\n<think>"  # Ling's prompts open the reasoning, or close it
     assert starts_inside("ling3", assistant, {}) and not starts_inside("ling3", f"{assistant}</think>", {})
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 200])
+@pytest.mark.parametrize(
+    ("inside", "text", "want"),
+    [
+        (True, "why<|close|>think<|sep|><|open|>response<|sep|>a <|b<|close|>response<|sep|><|close|>message<|sep|>",
+         ("why", "a <|b")),
+        (False, "yes<|close|>response<|sep|><|close|>message<|sep|>", ("", "yes")),
+        (False, "<|open|>think<|sep|>t<|close|>think<|sep|><|open|>response<|sep|>", ("t", "")),
+        (True, "x<|open|>tools<|sep|>c<|close|>tools<|sep|><|close|>message<|sep|>",
+         ("x", "<|open|>tools<|sep|>c<|close|>tools<|sep|>")),
+        (True, "cut <|close|>thi", ("cut <|close|>thi", "")),
+    ],
+)  # fmt: skip
+def test_channels(size, inside, text, want):
+    for streams in (True, False):
+        parser = reasoning_parser(REASONING_FORMATS["kimi_k3"], inside=inside, stream_reasoning=streams)
+        pieces = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
+        assert tuple("".join(part) for part in zip(*pieces)) == want
+        assert streams or sum(bool(reasoning) for reasoning, _ in pieces) <= 1
+    assert starts_inside("kimi_k3", '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>', {})
+    assert not starts_inside("kimi_k3", '<|open|>message role="assistant"<|sep|><|open|>response<|sep|>', {})
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])

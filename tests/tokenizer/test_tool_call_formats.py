@@ -60,6 +60,16 @@ DSML = (
     '<parameter name="n" string="false">5</parameter>\n</invoke>\n<invoke name="g">{"n": [1]}</invoke>\n</calls>'
 )
 DSML_CALLS = [("f", {"s": '5 "q"\n', "n": 5}), ("g", {"n": [1]})]
+
+
+def kimi_k3(arguments: str, name: str) -> str:
+    """A call with these arguments, and one of g without any."""
+    return (
+        f'<|open|>tools<|sep|><|open|>call tool="{name}" index="1"<|sep|>{arguments}<|close|>call<|sep|>'
+        '<|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+    )
+
+
 GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("deepseekv3", f"a {CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}f\n"
      f"```json\n{{\"s\": \"x\"}}\n```{CALL_END}{CALLS_END}",
@@ -90,6 +100,9 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "<|channel|>analysis<|message|>why<|end|>", [("g", {}), ("f", {})]),
     ("kimi_k2", KIMI.format(kimi("functions.f:0", '{"s": "ü"}') + kimi("functions.g:1", "{}")), "",
      [("f", {"s": "ü"}), ("g", {})]),
+    ("kimi_k3", "a" + kimi_k3('<|open|>argument key="s" type="string"<|sep|>5 <b>\n<|close|>argument<|sep|>'
+     '<|open|>argument key="n" type="number"<|sep|>5<|close|>argument<|sep|>', "f") + "b", "ab",
+     [("f", {"s": "5 <b>\n", "n": 5}), ("g", {})]),
     ("qwen3_coder", "a <tool_call>\n<function=f>\n<parameter=s>\nif x < 1:\n\n    pass\n\n</parameter>\n"
      "<parameter=b>\nTrue\n"
      "</parameter>\n<parameter=o>\n{'k': [1]}\n</parameter>\n</function>\n</tool_call>\n"

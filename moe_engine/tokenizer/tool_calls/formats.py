@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from moe_engine.tokenizer import xtml
 from moe_engine.tokenizer.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from moe_engine.tokenizer.harmony import MARKERS as HARMONY_MARKERS
 from moe_engine.tokenizer.reasoning import HY3_SUFFIX
@@ -36,7 +37,17 @@ from moe_engine.tokenizer.tool_calls.objects import (
 from moe_engine.tokenizer.tool_calls.pythonic import BEGIN as PYTHON_BEGIN
 from moe_engine.tokenizer.tool_calls.pythonic import END as PYTHON_END
 from moe_engine.tokenizer.tool_calls.pythonic import parse_pythonic
-from moe_engine.tokenizer.tool_calls.tagged import DOTS, DSML, GLM45, MIMO, MINIMAX_M2, QWEN3_CODER, dsml, hunyuan
+from moe_engine.tokenizer.tool_calls.tagged import (
+    DOTS,
+    DSML,
+    GLM45,
+    KIMI_K3,
+    MIMO,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    dsml,
+    hunyuan,
+)
 
 DEEPSEEK_MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 KIMI_MARKERS = (KIMI_K2.begin, KIMI_K2.end, KIMI_K2.call_begin, KIMI_K2.after_name, KIMI_K2.call_end)
@@ -188,6 +199,18 @@ def _dsml(block: str) -> ToolFormat:
     return ToolFormat(dsml(block).parse, (DSML,), syntax)
 
 
+def _kimi_k3() -> ToolFormat:
+    form = KIMI_K3
+    parameters = ParameterSyntax(
+        form.key_begin, '" type="object"' + xtml.SEP, '" type="string"' + xtml.SEP, form.value_end, form.value_end
+    )
+    syntax = CallSyntax(
+        form.begin, "", form.end, "", form.call_begin, '" index="1"' + xtml.SEP, form.call_end, parameters=parameters,
+        also_begins=form.call_begin,
+    )  # fmt: skip
+    return ToolFormat(form.parse, xtml.MARKERS, syntax)
+
+
 def _hunyuan(suffix: str = "", *, as_json: bool = False) -> ToolFormat:
     """Args: as_json: enforced calls are written as by Hunyuan-A13B. Both are read."""
     form = hunyuan(suffix)
@@ -247,6 +270,7 @@ TOOL_FORMATS = {
         ),
         counts_ids=True,
     ),
+    "kimi_k3": _kimi_k3(),
     "glm": _GLM,
     "glm45": _GLM,
     "glm47": _GLM,

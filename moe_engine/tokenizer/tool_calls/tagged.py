@@ -1,5 +1,5 @@
 """Formats that write each argument between tags: Qwen3-Coder, MiMo, GLM 4.5, DeepSeek V3.2 and V4 (DSML), MiniMax M2,
-Hy3, dots.
+Hy3, dots, Kimi K3.
 
 Texts become JSON by the function's schema: a string stays as it is, other values are read as JSON.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moe_engine.tokenizer import xtml
 from moe_engine.tokenizer.tool_calls import json_text
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 from moe_engine.tokenizer.tool_calls.objects import call_objects
@@ -28,7 +29,8 @@ class TaggedFormat:
     parameter; between it and `value_begin` there may be white space or attributes. `trims`: one line end after
     `value_begin` and before `value_end` is not part of the value. `block_may_be_json`: between `begin` and `end` may be
     a call as a JSON object, or a list of them (Hunyuan-A13B). `may_be_json`: so may the arguments of a call.
-    `implied_ends`: line ends with tags that also end a value, unless a grammar enforces `value_end`.
+    `implied_ends`: line ends with tags that also end a value, unless a grammar enforces `value_end`. `head_end`: end of
+    attributes behind the name of a call.
     """
 
     begin: str
@@ -44,6 +46,7 @@ class TaggedFormat:
     may_be_json: bool = False
     block_may_be_json: bool = False
     implied_ends: tuple[str, ...] = ()
+    head_end: str = ""
 
     def parse(self, reader: CallReader) -> Wait[None]:
         if reader.content_is_json and not (yield from reader.at(self.begin)):
@@ -110,6 +113,8 @@ class TaggedFormat:
         if marker != self.name_ends[0]:
             reader.unread(marker)
         reader.open(name)
+        if self.head_end:
+            yield from reader.until((self.head_end,), lambda _: None)
         if self.may_be_json:
             yield from reader.space()
             if (yield from reader.at("{")):
@@ -208,11 +213,11 @@ class JsonString:
 
 def _types(schema: Any, key: str, attributes: str) -> frozenset[str] | None:
     """The JSON types of a parameter; None if they are unknown."""
-    if 'string="true"' in attributes:
+    if 'string="true"' in attributes or 'type="string"' in attributes:
         return frozenset({"string"})
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     found = declared_types(properties.get(key)) if isinstance(properties, Mapping) else None
-    if 'string="false"' in attributes:
+    if 'string="false"' in attributes or ' type="' in attributes:
         return None if found is None else found - {"string"}
     return found
 
@@ -281,6 +286,10 @@ GLM45 = TaggedFormat(
 MINIMAX_M2 = TaggedFormat(
     "<minimax:tool_call>", '<invoke name="', ('">',), '<parameter name="', '"', ">", "</parameter>", "</invoke>",
     "</minimax:tool_call>", trims=True,
+)  # fmt: skip
+KIMI_K3 = TaggedFormat(
+    xtml.TOOLS, f'{xtml.OPEN}call tool="', ('"',), f'{xtml.OPEN}argument key="', '"', xtml.SEP,
+    xtml.closed("argument"), xtml.closed("call"), xtml.closed("tools"), head_end=xtml.SEP,
 )  # fmt: skip
 DOTS = replace(MINIMAX_M2, begin="<dots_function_call>", end="</dots_function_call>", block_may_be_json=True)
 

@@ -63,7 +63,7 @@ class BlockDrafter:
         ids = task.roots.new_full((len(task.rows), count), block.mask_id)
         ids[:, 0] = task.roots
         counts = np.full(len(task.rows), count)
-        everyone = np.full(len(ids) * count, _all_of(count), dtype=np.int64) if self.layers.visible else None
+        everyone = np.full(len(ids) * count, all_of(count), dtype=np.int64) if self.layers.visible else None
         _, forward = self.batches.runs(task.rows, task.lengths, counts, ids.flatten(), visible=everyone)
         if task.sizes:
             forward = replace(forward, sizes=task.sizes[0])
@@ -100,6 +100,6 @@ class BlockDrafter:
         return torch.stack(tokens[1:], 1)
 
 
-def _all_of(count: int) -> int:
+def all_of(count: int) -> int:
     """A mask of `count` tokens as int64."""
     return -1 if count == 64 else (1 << count) - 1

@@ -11,10 +11,13 @@ from moe_engine.kernels.speculation.choice import chain_kernels, tree_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.kernels.speculation.trees import TreeBuffers
 from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.stream_block import StreamBlock
 from moe_engine.types import SpeculationConfig
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.sampling_state import mix64
+from moe_engine.worker.speculation.block import BlockDrafter
+from moe_engine.worker.speculation.block_chain import BlockChain
 from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, MTPChain, NgramChain, StandaloneChain
 from moe_engine.worker.speculation.chain_memory import ChainForm, ChainMemory
 from moe_engine.worker.speculation.draft_graphs import DraftParts
@@ -37,7 +40,7 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     drafter = step.drafter
     if step.config.topk > 1 and (why := _why_no_trees(step.config, drafter)) is not None:
         return why
-    if isinstance(drafter, MTPDrafter | StandaloneDrafter):
+    if isinstance(drafter, MTPDrafter | StandaloneDrafter | BlockDrafter):
         attention = drafter.batches.attention
         if attention.capabilities.plan_in_place is None:
             return f"the {attention.name} attention backend of the drafter cannot be replayed for other steps"
@@ -124,15 +127,21 @@ def _drafts_of(
 ) -> Callable[[ChainBuffers], ChainDrafter]:
     if isinstance(drafter, NgramDrafter):
         return lambda chain: NgramChain(parts, chain, drafter)
-    assert isinstance(drafter, MTPDrafter | StandaloneDrafter)
+    assert isinstance(drafter, MTPDrafter | StandaloneDrafter | BlockDrafter)
     attention = drafter.batches.attention
     own = attention is not runner.attention
     planner = attention.capabilities.plan_in_place if own else plan_in_place
     if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers):
         planner = drafter.layers.planner or planner
+    if isinstance(drafter, BlockDrafter) and isinstance(drafter.layers, StreamBlock):
+        planner = drafter.layers.planner
     assert planner is not None
     if isinstance(drafter, StandaloneDrafter):
         return lambda chain: StandaloneChain(parts, chain, drafter, planner)
+    if isinstance(drafter, BlockDrafter):
+        assert runner.taps is not None
+        taps = runner.taps
+        return lambda chain: BlockChain(parts, chain, drafter, planner, taps)
     return lambda chain: MTPChain(parts, chain, drafter, planner, own, runner.taps)
 
 

@@ -23,6 +23,7 @@ from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
 from tests.models.stepper import Chunk, Stepper
 from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
+from tests.models.v4_dspark import make_dspark
 from tests.models.v4_mtp import make_agreeing
 from tests.simulated_cuda import kernels, quick_start
 from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared
@@ -34,7 +35,7 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "decodes": {}, "bounded windows": {"chunked_prefill_size": 8, "max_total_tokens": 256}, "n-gram drafts": NGRAM,
-    "MTP drafts": CHAIN,
+    "MTP drafts": CHAIN, "block drafts": {"speculative_algorithm": "DSPARK", "speculative_num_steps": 2},
 }  # fmt: skip
 
 
@@ -44,7 +45,10 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
     """The tokens of the CPU, with contexts within the window and the top-k and beyond, padded steps, cached prefixes;
     no waits."""
     monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
-    path = make_agreeing(tmp_path / "model", random.randrange(1 << 30), **FIELDS)
+    if form == "block drafts":
+        path = make_dspark(tmp_path / "model", random.randrange(1 << 30), agreeing=True, taps=(0, 1), **FIELDS)
+    else:
+        path = make_agreeing(tmp_path / "model", random.randrange(1 << 30), **FIELDS)
     prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
     requests = [
         Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
