@@ -71,9 +71,9 @@ def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     if any(sparse):
         blocks = _selection(read, config, tuple(i for i, own in enumerate(sparse) if not own))
         config = replace(config, attention=replace(config.attention, blocks=blocks))
-    section = fields.section("vision_config")
+    section, mtp = fields.section("vision_config"), fields.integer("num_mtp_modules", 0, minimum=0)
     vision = None if section is None else _tower(fields, section, config.hidden_size)
-    return replace(config, norm_plus=1.0, num_nextn_predict_layers=0, raw=fields.raw, vision=vision)
+    return replace(config, norm_plus=1.0, num_nextn_predict_layers=mtp, raw=fields.raw, vision=vision)
 
 
 def _tower(fields: Fields, section: Fields, hidden: int) -> VisionConfig:

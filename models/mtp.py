@@ -38,6 +38,7 @@ from moe_engine.models.layers.embedding import Head
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.sparse_chunks import SharedSelection
+from moe_engine.models.mtp_layer import JoiningLayer
 from moe_engine.models.stream_mtp import StreamMTPLayer
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
@@ -60,7 +61,7 @@ class MTPLayers:
         self.kv_layers = range(first, first + count)
         self._model = model
         form = MTPLayer if model.config.streams is None else StreamMTPLayer
-        self._layers = [form(model, index, reader) for index in self.kv_layers]
+        self._layers: list[JoiningLayer] = [form(model, index, reader) for index in self.kv_layers]
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the layers in addition to the model, in the kernels' layouts."""
         self._fused = self._fuse()
@@ -193,12 +194,10 @@ class MTPLayers:
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """v -> [S, V] float32, by the model's head. `sizes` as in `Model.logits`."""
-        if isinstance(layer := self._layers[-1], StreamMTPLayer):
-            v = layer.output(v)
-        return self._model.logits(v, sizes)
+        return self._model.logits(self._layers[-1].output(v), sizes)
 
 
-class MTPLayer:
+class MTPLayer(JoiningLayer):
     """embedding [T, D] of the next tokens, hidden [T, D] -> v [T, D]."""
 
     def __init__(self, model: Decoder, layer_index: int, reader: WeightSource) -> None:
@@ -222,19 +221,7 @@ class MTPLayer:
         yield Reloadable((f"{name}.eh_proj.",), self._project, project)
         yield from model.layer_modules(layer_index, self._decoder, f"{name}.shared_head.norm")
 
-    @property
-    def feed_forward(self) -> Any:
-        return self._decoder.feed_forward
-
-    def forward(self, embedding: Tensor, hidden: Tensor, *attention_args: Any) -> Tensor:
-        residual = self._join(embedding, hidden)
-        return self._decoder.forward(self._input_norm(residual), residual, *attention_args)
-
-    def remember(self, embedding: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
-        self._decoder.attention.remember(self._input_norm(self._join(embedding, hidden)), batch)
-
     def level(self) -> DraftLevel | None:
-        """The layer's weights, for draft chains in one call; None if its modules have no calls."""
         decoder, part = self._decoder, self._decoder.feed_forward
         attention, experts = decoder.attention.fused, part.fused if isinstance(part, MoE) else None
         if attention is None or experts is None:

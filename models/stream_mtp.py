@@ -20,17 +20,17 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.streams import StreamNorm, spread
+from moe_engine.models.mtp_layer import JoiningLayer
 from moe_engine.models.weights import WeightSource
 
 _NORMS, _PROJECTIONS = ("enorm", "hnorm"), ("e_proj", "h_proj")
 
 
-class StreamMTPLayer:
+class StreamMTPLayer(JoiningLayer):
     """embedding [T, D] of the next tokens, hidden [T, n D] -> v [T, n D]."""
 
     def __init__(self, model: Decoder, layer_index: int, reader: WeightSource) -> None:
@@ -56,26 +56,10 @@ class StreamMTPLayer:
         yield Reloadable(model.norm_prefixes(first), self._input_norm, partial(model.make_norm, prefix=first))
         yield Reloadable(model.norm_prefixes(last), self._output_norm, partial(model.make_norm, prefix=last))
 
-    @property
-    def feed_forward(self) -> Any:
-        return self._decoder.feed_forward
-
-    def forward(self, embedding: Tensor, hidden: Tensor, *attention_args: Any) -> Tensor:
-        residual = self._join(embedding, hidden)
-        return self._decoder.forward(self._input_norm(residual), residual, *attention_args)
-
-    def remember(self, embedding: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
-        self._decoder.attention.remember(self._input_norm(self._join(embedding, hidden)), batch)
-
     def output(self, v: Tensor) -> Tensor:
-        """v [S, n D] -> the head's input [S, D]."""
         return cast(Tensor, self._output_norm(v))
 
-    def level(self) -> None:
-        """As `MTPLayer.level`: no kernel drafts with streams."""
-
     def _join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """The residual before the layer."""
         residual = spread(self._embedding(self._embedding_norm(embedding)), self._streams)
         streams = hidden.reshape(-1, hidden.shape[1] // self._streams.count)
         residual[:, : hidden.shape[1]] += self._hidden(self._hidden_norm(streams)).view_as(hidden)

@@ -363,17 +363,18 @@ def test_every_metric_is_documented_with_its_type():
 
     from moe_engine.scheduler.prefill_delayer import PrefillDelayer
     from moe_engine.server.experts_metrics import ExpertMetrics
-    from moe_engine.server.metrics import Metrics, SpeculationGauges
+    from moe_engine.server.metrics import Metrics
     from moe_engine.server.metrics_http import StatusCount
     from moe_engine.server.prefill_delayer_metrics import PrefillDelayerMetrics
+    from moe_engine.server.speculation_metrics import SpeculationMetrics
     from moe_engine.types.prefill_delay import DelayerSettings
 
     metrics = Metrics("model", SimpleNamespace(model_type="deepseek_v3", dtype="bfloat16"), "0")
     StatusCount(lambda *scope: None, metrics)
-    SpeculationGauges(metrics.registry, metrics._labels)
-    ExpertMetrics(metrics.registry, metrics._labels)
+    SpeculationMetrics(metrics.families)
+    ExpertMetrics(metrics.families)
     delayer = PrefillDelayer(DelayerSettings(), max_rows=8, clock=lambda: 0.0)
-    PrefillDelayerMetrics(metrics.registry, metrics._labels).set([delayer.state()])
+    PrefillDelayerMetrics(metrics.families).set([delayer.state()])
     families = list(metrics.registry.collect())
     registered = {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families}
     registered = {name: kind for name, kind in registered.items() if name.startswith(("sglang:", "moe_engine"))}
@@ -382,7 +383,7 @@ def test_every_metric_is_documented_with_its_type():
     registered = {f"{name}_info" if kind == "info" else name: kind for name, kind in registered.items()}
     assert documented == registered and len(documented) > 40
     listed = re.search(r"has the labels (.+?);", page, re.S)
-    assert listed is not None and re.findall(r"`(\w+)`", listed[1]) == list(metrics._labels)
+    assert listed is not None and re.findall(r"`(\w+)`", listed[1]) == list(metrics.families.labels)
 
 
 # -- messages and words

@@ -13,6 +13,7 @@ from importlib import import_module
 
 from moe_engine.cli import USAGE_ERROR
 from moe_engine.errors import ConfigError, InputError, MoeEngineError
+from moe_engine.processes.open_files import open_standard_streams
 
 COMMANDS = {
     "serve": ("serve:serve", "HTTP server with the OpenAI API and SGLang's /generate"),
@@ -93,6 +94,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
         print(f"moe-engine {version('moe-engine')}")
         return 0
+    open_standard_streams()
     command, rest = arguments[0], arguments[1:]
     prog = prog or f"moe-engine {command}"
     try:

@@ -40,6 +40,8 @@ def storage_problems(args: EngineArgs) -> Iterator[str]:
     if memory.hicache_storage_backend not in BACKENDS:
         users_class(memory.hicache_storage_backend)
     extra = read_extra(memory)
+    if memory.hicache_storage_backend == "file" and (unknown := sorted(set(extra) - set(NUMBERS))):
+        yield f"{EXTRA}: {unknown[0]}: unknown; the file backend has {', '.join(NUMBERS)}, and --hicache-storage-dir"
     for name in NUMBERS:
         value = extra.get(name, NUMBERS[name])
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
-from moe_engine.scheduler.host_tier import MIN_LOAD, HostTier
-from moe_engine.scheduler.prefix_keys import bigrams
+from moe_engine.scheduler.host_tier import MIN_LOAD
 from moe_engine.scheduler.radix_cache import Match
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.transfer_tier import TransferTier
 from moe_engine.scheduler.waiting_queue import prefix_limit
 from moe_engine.types import Request, Status
 from moe_engine.types.kv_ops import KVOps
@@ -37,21 +35,14 @@ class Incoming:
     cancelled: bool = False
 
 
-class DecodeTier(HostTier):
+class DecodeTier(TransferTier):
     """Implements `KVConnector`; see the module docstring."""
 
-    copies: ClassVar[str] = "moe_engine.worker.kv_cache.transfer_copies:TransferCopies"
-    uses_bigrams = False
-    """Set by the owner of the scheduler, as `SchedulerConfig.bigram_prefixes`."""
-    state_rows = 0
-    """Rows of a state in a transfer (`state_transfers`), set by the owner of the scheduler; 0: no states."""
-
     def _prepare(self) -> None:
-        self.link = TransferLink()
+        super()._prepare()
         self.incoming: dict[int, Incoming] = {}
         self.num_transferred_tokens = 0
         self.num_failed_transfers = 0
-        self._serial = 0
         self._stored_by: dict[int, int] = {}
         """Place -> number of the last plan that stores to it. The transfer thread waits for no step, but writes to
         a place behind that plan's copies only."""
@@ -67,7 +58,7 @@ class DecodeTier(HostTier):
         if room in self.incoming:
             logger.warning("bootstrap_room %d is in use: the prompt of %s is computed here", room, request.rid)
             return
-        keys = bigrams(request.prompt_ids) if self.uses_bigrams else request.prompt_ids
+        keys = self._keys(request)
         limit = min(prefix_limit(request), len(keys))
         limit -= limit % self.tree.page_size
         digest = self.link.digest_of(request.prompt_ids, request.extra_key)
@@ -107,7 +98,6 @@ class DecodeTier(HostTier):
         return replace(ops, serial=self._serial)
 
     def exchange(self, step: int) -> None:
-        """Applies the reports of the transfer thread; on the scheduler's thread."""
         for room, incoming in self.incoming.items():
             if incoming.request.status is Status.FINISHED and not incoming.cancelled:
                 incoming.cancelled = True
@@ -145,11 +135,6 @@ class DecodeTier(HostTier):
         """Frees what a transfer was to fill."""
         self.give_places(incoming.places)
 
-    def renew(self, weights: str) -> None:
-        """The weights have changed; the cache is empty. Transfers to or from a server with weights of another name are
-        refused."""
-        self.link.weights = weights
-
     # -- failures
 
     def steps_failed(self, ops: Sequence[KVOps], step: int) -> None:
@@ -160,8 +145,6 @@ class DecodeTier(HostTier):
 
     def reset(self) -> None:
         super().reset()
-        taken = set(self.held_pages())
-        self._free = [page for page in self._free if page not in taken]
         for room, incoming in self.incoming.items():
             incoming.cancelled = True
             self.link.command("cancel", room)

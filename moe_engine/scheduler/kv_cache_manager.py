@@ -11,15 +11,14 @@ from typing import Any
 
 from moe_engine.kv_connectors import connector_class
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.decode_tier import DecodeTier
 from moe_engine.scheduler.eviction_policy import eviction_policy
 from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.kv_events import KVEventLog
-from moe_engine.scheduler.prefill_tier import PrefillTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
 from moe_engine.scheduler.storage_tier import StorageTier
+from moe_engine.scheduler.transfer_tier import TransferTier
 from moe_engine.scheduler.window_room import WindowRoom
 from moe_engine.types import KVReport, Request, RowWrite, StateOps
 
@@ -50,8 +49,6 @@ class KVCacheManager:
         """Room for the KV of windowed layers, if it is bounded."""
         if config.host_tier_tokens:
             self.connector = self._new_connector(config)
-            if (transfers := self.transfers) is not None:
-                transfers.uses_bigrams = config.bigram_prefixes
             configure = getattr(self.connector, "configure", None)
             if configure is not None:
                 configure(config.hicache_write_policy, config.storage, self._bigrams)
@@ -288,9 +285,9 @@ class KVCacheManager:
     # -- transfers between servers
 
     @property
-    def transfers(self) -> PrefillTier | DecodeTier | None:
+    def transfers(self) -> TransferTier | None:
         """The connector, if it is one side of `--disaggregation-mode`."""
-        return self.connector if isinstance(self.connector, PrefillTier | DecodeTier) else None
+        return self.connector if isinstance(self.connector, TransferTier) else None
 
     @property
     def num_transfers(self) -> int:

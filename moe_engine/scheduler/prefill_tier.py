@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
-from moe_engine.scheduler.host_tier import HostTier
-from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import Node
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.transfer_tier import TransferTier
 from moe_engine.types import Request, Status
 from moe_engine.types.kv_ops import KVOps
 from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
@@ -41,19 +38,12 @@ class Outgoing:
     version: int = -1
 
 
-class PrefillTier(HostTier):
+class PrefillTier(TransferTier):
     """Implements `KVConnector`; see the module docstring."""
 
-    copies: ClassVar[str] = "moe_engine.worker.kv_cache.transfer_copies:TransferCopies"
-    uses_bigrams = False
-    """Set by the owner of the scheduler, as `SchedulerConfig.bigram_prefixes`."""
-    state_rows = 0
-    """Rows of a state in a transfer (`state_transfers`), set by the owner of the scheduler; 0: no states."""
-
     def _prepare(self) -> None:
-        self.link = TransferLink()
+        super()._prepare()
         self.outgoing: dict[int, Outgoing] = {}
-        self._serial = 0
         self._stages = False
 
     @property
@@ -68,7 +58,7 @@ class PrefillTier(HostTier):
         """Registers a request whose KV a decode server will request."""
         assert request.bootstrap is not None
         room = request.bootstrap[2]
-        keys = bigrams(request.prompt_ids) if self.uses_bigrams else request.prompt_ids
+        keys = self._keys(request)
         if room in self.outgoing:
             return  # a copy (n > 1), or a room in use: the decode server computes the prompt
         self.outgoing[room] = Outgoing(request, keys)
@@ -173,11 +163,6 @@ class PrefillTier(HostTier):
             self._new_stores.pop(place, None)
         self.give_places(places)
 
-    def renew(self, weights: str) -> None:
-        """The weights have changed; the cache is empty. Transfers to or from a server with weights of another name are
-        refused."""
-        self.link.weights = weights
-
     # -- failures
 
     def steps_failed(self, ops: Sequence[KVOps], step: int) -> None:
@@ -191,8 +176,6 @@ class PrefillTier(HostTier):
         self._end_all("the cache of the prefill server was cleared", None)
         self._stages = False
         super().reset()
-        held = set(self.held_pages())
-        self._free = [page for page in self._free if page not in held]
 
     def _end_all(self, reason: str, step: int | None) -> None:
         """Ends all transfers. Their places are freed when the thread has reported the ends: it may be reading them."""

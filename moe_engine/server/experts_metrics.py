@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import prometheus_client as prom
+from moe_engine.server.metric_families import MetricFamilies
 
 # name -> (field of the state, help text)
 _COUNTERS = {
@@ -23,26 +23,18 @@ _GAUGES = {
 class ExpertMetrics:
     """Set from the state that the cores report (`worker.expert_control.ExpertControl.state`)."""
 
-    def __init__(self, registry: prom.CollectorRegistry, labels: Mapping[str, str]) -> None:
-        names = list(labels)
-        self._labels = labels
-        self._gauges = {
-            name: prom.Gauge(f"sglang:{name}", text, names, registry=registry).labels(**labels)
-            for name, (_, text) in _GAUGES.items()
-        }
-        self._counters = {
-            name: prom.Counter(f"sglang:{name}", text, names, registry=registry).labels(**labels)
-            for name, (_, text) in _COUNTERS.items()
-        }
+    def __init__(self, families: MetricFamilies) -> None:
+        self._gauges = {name: families.gauge(name, text) for name, (_, text) in _GAUGES.items()}
+        self._counters = {name: families.counter(name, text) for name, (_, text) in _COUNTERS.items()}
         self._counted = dict.fromkeys(_COUNTERS, 0.0)
         text = "Mean over max tokens of the ranks, averaged over layers and the last passes."
-        self._balancedness = prom.Gauge("sglang:eplb_balancedness", text, [*names, "window"], registry=registry)
+        self._balancedness = families.gauges_by("window", "eplb_balancedness", text)
 
     def set(self, states: Sequence[Mapping[str, Any]]) -> None:
         """`states`: of the cores that report it; only the first one is used, whose rank 0 is the world's."""
         for state in states[:1]:
             for window, value in state.get("balancedness", {}).items():
-                self._balancedness.labels(**self._labels, window=window).set(value)
+                self._balancedness(window).set(value)
             if "eplb" in state:
                 self._set_eplb(state["eplb"])
 

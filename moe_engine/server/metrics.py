@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,9 @@ from moe_engine.config.logging import LoggingArgs
 from moe_engine.frontend.client_api import EngineClient, EngineInfo
 from moe_engine.frontend.generation import Generation
 from moe_engine.server.experts_metrics import ExpertMetrics
+from moe_engine.server.metric_families import MetricFamilies
 from moe_engine.server.prefill_delayer_metrics import PrefillDelayerMetrics
+from moe_engine.server.speculation_metrics import SpeculationMetrics
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 _ITL = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1, 2, 4, 8)
@@ -133,12 +135,12 @@ _TOTALS_FROM_STATE = {
     ),
 }
 
-_SPECULATION = {
-    "spec_accept_length": "Tokens per request and verify step, including the target's own; since startup.",
-    "spec_accept_rate": "Share of drafts accepted, since startup.",
-    "spec_num_steps": "Draft depth of the last planned step.",
+_PARTS: dict[str, tuple[Callable[[MetricFamilies], Any], Callable[[Mapping[str, Any]], Any]]] = {
+    "speculation": (SpeculationMetrics, lambda state: state.get("speculation")),
+    "experts": (ExpertMetrics, lambda state: state if "eplb" in state or "balancedness" in state else None),
+    "prefill_delayer": (PrefillDelayerMetrics, lambda state: state.get("prefill_delayer")),
 }
-_BY_POSITION = ("spec_position_accept_rate", "Share of verify steps that accepted all drafts up to this position.")
+"""Metrics that begin when a core first reports their part of the state: how they are made, and that part."""
 
 
 class Metrics:
@@ -159,7 +161,7 @@ class Metrics:
         build = prom.Info("moe_engine_build", "The running version and the model.", registry=self.registry)
         build.info({"version": version, "model_name": model_name, "model_type": info.model_type, "dtype": info.dtype})
         self._info = info
-        self._labels = {
+        all_labels = {
             "model_name": model_name,
             "engine_type": "unified",
             "tp_rank": "0",
@@ -168,24 +170,23 @@ class Metrics:
             "dp_rank": "0",
             **labels,
         }
+        self.families = families = MetricFamilies(self.registry, all_labels)
         prom.disable_created_metrics()
-        self._prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens processed.")
-        self._generation_tokens = self._counter("generation_tokens_total", "Tokens generated.")
-        self._cached_tokens = self._counter("cached_tokens_total", "Prompt tokens found in the prefix cache.")
-        self._requests = self._counter("num_requests_total", "Requests processed.")
-        self._aborted = self._counter("num_aborted_requests_total", "Requests aborted.")
-        self._ttft = self._histogram("time_to_first_token_seconds", "Time to the first token.", buckets.ttft)
-        self._itl = self._histogram("inter_token_latency_seconds", "Time between tokens.", buckets.itl)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", buckets.e2e)
-        self._queue = self._histogram("queue_time_seconds", "Time spent waiting.", _QUEUE)
-        self._prompt_sizes = self._histogram("prompt_tokens_histogram", "Prompt lengths.", buckets.prompt_sizes)
-        self._output_sizes = self._histogram("generation_tokens_histogram", "Output lengths.", buckets.output_sizes)
-        self._totals = {name: self._counter(name, text) for name, (_, text) in _TOTALS_FROM_STATE.items()}
+        self._prompt_tokens = families.counter("prompt_tokens_total", "Prompt tokens processed.")
+        self._generation_tokens = families.counter("generation_tokens_total", "Tokens generated.")
+        self._cached_tokens = families.counter("cached_tokens_total", "Prompt tokens found in the prefix cache.")
+        self._requests = families.counter("num_requests_total", "Requests processed.")
+        self._aborted = families.counter("num_aborted_requests_total", "Requests aborted.")
+        self._ttft = families.histogram("time_to_first_token_seconds", "Time to the first token.", buckets.ttft)
+        self._itl = families.histogram("inter_token_latency_seconds", "Time between tokens.", buckets.itl)
+        self._e2e = families.histogram("e2e_request_latency_seconds", "Time of a whole request.", buckets.e2e)
+        self._queue = families.histogram("queue_time_seconds", "Time spent waiting.", _QUEUE)
+        self._prompt_sizes = families.histogram("prompt_tokens_histogram", "Prompt lengths.", buckets.prompt_sizes)
+        self._output_sizes = families.histogram("generation_tokens_histogram", "Output lengths.", buckets.output_sizes)
+        self._totals = {name: families.counter(name, text) for name, (_, text) in _TOTALS_FROM_STATE.items()}
         self._seen = dict.fromkeys(_TOTALS_FROM_STATE, 0)
-        self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
-        self._speculation: SpeculationGauges | None = None
-        self._experts: ExpertMetrics | None = None
-        self._delayer: PrefillDelayerMetrics | None = None
+        self._gauges = {name: families.gauge(name, text) for name, text in _GAUGES.items()}
+        self._parts: dict[str, Any] = {}
 
     # -- Observer
 
@@ -242,57 +243,10 @@ class Metrics:
             total = sum(s.get(key) or 0 for s in states)
             self._totals[name].inc(max(0, total - self._seen[name]))
             self._seen[name] = max(total, self._seen[name])
-        found_speculation = [s["speculation"] for s in states if s.get("speculation")]
-        if found_speculation:
-            if self._speculation is None:
-                self._speculation = SpeculationGauges(self.registry, self._labels)
-            self._speculation.set(found_speculation)
-        found_experts = [s for s in states if "eplb" in s or "balancedness" in s]
-        if found_experts:
-            if self._experts is None:
-                self._experts = ExpertMetrics(self.registry, self._labels)
-            self._experts.set(found_experts)
-        found_delayers = [s["prefill_delayer"] for s in states if s.get("prefill_delayer")]
-        if found_delayers:
-            if self._delayer is None:
-                self._delayer = PrefillDelayerMetrics(self.registry, self._labels)
-            self._delayer.set(found_delayers)
+        for name, (make, part_of) in _PARTS.items():
+            parts = [part for state in states if (part := part_of(state))]
+            if parts:
+                if name not in self._parts:
+                    self._parts[name] = make(self.families)
+                self._parts[name].set(parts)
         return prom.generate_latest(self.registry)
-
-    # -- plumbing
-
-    def _counter(self, name: str, text: str) -> prom.Counter:
-        return prom.Counter(f"sglang:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
-
-    def _gauge(self, name: str, text: str) -> prom.Gauge:
-        return prom.Gauge(f"sglang:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
-
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> prom.Histogram:
-        return prom.Histogram(
-            f"sglang:{name}", text, list(self._labels), registry=self.registry, buckets=tuple(buckets)
-        ).labels(**self._labels)
-
-
-class SpeculationGauges:
-    """Metrics of speculative decoding; present only if it is enabled."""
-
-    def __init__(self, registry: prom.CollectorRegistry, labels: Mapping[str, str]) -> None:
-        names = list(labels)
-        self._labels = labels
-        self._gauges = {
-            name: prom.Gauge(f"sglang:{name}", text, names, registry=registry).labels(**labels)
-            for name, text in _SPECULATION.items()
-        }
-        name, text = _BY_POSITION
-        self._by_position = prom.Gauge(f"sglang:{name}", text, [*names, "position"], registry=registry)
-
-    def set(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """`ranks`: each rank's `SpecStats` as a dict."""
-        proposed = [sum(counts) for counts in zip(*(rank["proposed"] for rank in ranks))]
-        accepted = [sum(counts) for counts in zip(*(rank["accepted"] for rank in ranks))]
-        steps = sum(rank["verify_total"] for rank in ranks)
-        self._gauges["spec_accept_length"].set(1.0 + sum(accepted) / max(steps, 1))
-        self._gauges["spec_accept_rate"].set(sum(accepted) / max(sum(proposed), 1))
-        self._gauges["spec_num_steps"].set(max(rank["depth"] for rank in ranks))
-        for position, (hits, tries) in enumerate(zip(accepted, proposed), 1):
-            self._by_position.labels(**self._labels, position=str(position)).set(hits / max(tries, 1))

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.chunks import Chunks
-from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest, check_token_ids
+from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
 from moe_engine.frontend.generation import Piece
+from moe_engine.frontend.prompts import check_token_ids
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import native_body
 from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse
@@ -88,8 +89,8 @@ class NativeApi:
             )
         health = self._state.client.health()
         raise InputError(
-            f"Cache not flushed: {health.num_running} requests are running and {health.num_waiting} waiting. Try again "
-            "when the server is idle."
+            f"Cache not flushed: requests had not ended (now {health.num_running} run and {health.num_waiting} wait). "
+            "/flush_cache?timeout=SECONDS waits for their end."
         )
 
     async def _flush(self, deadline: float) -> bool:

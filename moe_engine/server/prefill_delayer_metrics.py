@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import prometheus_client as prom
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+
+from moe_engine.server.metric_families import MetricFamilies
 
 _LABELS = ("input_estimation", "output_allow", "output_reason", "actual_execution")
 _HISTOGRAMS = {
@@ -20,10 +21,10 @@ _OUTCOMES = ("prefill_delayer_outcomes", "Decisions of --enable-prefill-delayer,
 class PrefillDelayerMetrics:
     """Registers itself. Shows the state that the schedulers report (`PrefillDelayer.state`), as a sum over them."""
 
-    def __init__(self, registry: prom.CollectorRegistry, labels: Mapping[str, str]) -> None:
-        self._names, self._values = list(labels), list(labels.values())
+    def __init__(self, families: MetricFamilies) -> None:
+        self._names, self._values = list(families.labels), list(families.labels.values())
         self._states: Sequence[Mapping[str, Any]] = ()
-        registry.register(self)
+        families.registry.register(self)
 
     def set(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._states = states

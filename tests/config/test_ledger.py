@@ -213,6 +213,7 @@ def test_flags_of_the_host_tier(resolved):
         ({**storage, "hicache_storage_backend_extra_config": "[1]"}, "not a JSON object"),
         ({**storage, "hicache_storage_backend_extra_config": "@/no/such"}, "give a JSON object, or @FILE"),
         ({**storage, "hicache_storage_backend_extra_config": '{"prefetch_threshold": "x"}'}, "must be a number"),
+        ({**storage, "hicache_storage_backend_extra_config": '{"directory": "/x"}'}, "directory: unknown"),
     ]:
         assert why in refusal(resolved, **given)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -33,6 +35,21 @@ def test_limit_is_raised_as_far_as_the_user_may(
             check_limit()
     else:
         check_limit()
+
+
+def test_a_command_may_start_without_standard_streams() -> None:
+    """The server's first sockets had the numbers 0 to 2, and its engine failed to start without a word."""
+    child = "import os; [os.fstat(fd) for fd in range(3)]; print(); print(file=__import__('sys').stderr)"
+    code = f"""
+import os, subprocess, sys
+from moe_engine.processes.open_files import open_standard_streams
+open_standard_streams()
+assert os.open("/", os.O_RDONLY) == 3
+print("x"), print("x", file=sys.stderr), sys.stdin.read()
+sys.exit(subprocess.run([sys.executable, "-c", {child!r}]).returncode)
+"""
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(closed, check=False).returncode == 0
 
 
 def test_a_process_without_free_descriptors_can_watch_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from moe_engine.core.dp_sync import PrefillTurns
 from moe_engine.scheduler import Scheduler, SchedulerConfig
 from moe_engine.scheduler.prefill_delayer import Outcome, PrefillDelayer
 from moe_engine.scheduler.prefill_delays import PrefillDelays
+from moe_engine.server.metric_families import MetricFamilies
 from moe_engine.server.prefill_delayer_metrics import PrefillDelayerMetrics
 from moe_engine.types import StepFacts, StepPlan, StepResult
 from moe_engine.types.prefill_delay import DelayerSettings, DelayFacts
@@ -236,7 +237,7 @@ def test_metrics_are_sums_over_schedulers() -> None:
         delayer.planned(Outcome("all", True, reason, 7, 1.5), group(1, 2), 2)
         states.append(delayer.state())
     registry = prom.CollectorRegistry()
-    PrefillDelayerMetrics(registry, {"model_name": "m"}).set(states)
+    PrefillDelayerMetrics(MetricFamilies(registry, {"model_name": "m"})).set(states)
     page = prom.generate_latest(registry).decode()
     samples = {(s.name, *sorted(s.labels.items())): s.value for f in parse(page) for s in f.samples}
     name, model = "sglang:prefill_delayer_wait_", ("model_name", "m")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from moe_engine.core.executor import StepWorker
+from moe_engine.core.kv_transfer.agent import AgentSetup
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.directory import Home
 from moe_engine.core.kv_transfer.group_link import FollowerLink, GroupLink
@@ -23,10 +24,9 @@ from moe_engine.processes.addresses import LOOPBACK, network_address, own_addres
 from moe_engine.processes.rendezvous_address import host_of
 from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import job_keys
-from moe_engine.scheduler.decode_tier import DecodeTier
-from moe_engine.scheduler.prefill_tier import PrefillTier
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.transfer_tier import TransferTier
 
 if TYPE_CHECKING:
     from moe_engine.worker.kv_cache.transfer_copies import TransferCopies
@@ -92,7 +92,7 @@ def follow_transfers(config: ResolvedConfig, worker: Worker, group: int, rank: i
 
 
 def with_transfers(
-    check: Callable[[], None], tier: PrefillTier | DecodeTier, scheduler: Scheduler, wake: Callable[[], None]
+    check: Callable[[], None], tier: TransferTier, scheduler: Scheduler, wake: Callable[[], None]
 ) -> Callable[[], None]:
     """The core's check, extended to apply reports. It runs before the core's wait. If it changes anything, the core
     plans at once and does not wait."""
@@ -114,15 +114,16 @@ def _start(
 ) -> None:
     flags, copies = config.args.disaggregation, cast("TransferCopies", worker.runner.kv_copies)
     port, backend = flags.disaggregation_bootstrap_port, flags.disaggregation_transfer_backend
-    layout, schema, keys = layout_of(config), cache_schema(config), job_keys(config.parallel.secret)
+    keys, layout = job_keys(config.parallel.secret), layout_of(config)
     opener = partial(open_transport, backend, _reachable(config), devices=flags.disaggregation_ib_device or "")
+    setup = AgentSetup(link, copies, cache_schema(config), keys, wake, opener, layout)
     try:
         if flags.disaggregation_mode == "decode":
-            DecodeAgent(link, copies, schema, port, keys, wake, opener, layout=layout, rank=rank)
+            DecodeAgent(setup, port, rank)
         else:
             home = _home(config, group, rank)
             address = f"tcp://{_bound(config)}:{'*' if home.bootstrap else port}"
-            PrefillAgent(link, copies, schema, address, keys, wake, opener, layout=layout, home=home)
+            PrefillAgent(setup, address, home)
     except TransportError as error:
         raise ConfigError(f"--disaggregation-transfer-backend {backend}: {error}") from error
 

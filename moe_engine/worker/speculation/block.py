@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.block_head import BlockLayers
 from moe_engine.parallel.step_sizes import StepSizes
@@ -34,19 +32,9 @@ class BlockDrafter:
 
     def __init__(self, layers: BlockLayers, batches: DraftBatches, sampler: Sampler, stream: DeviceStream) -> None:
         self.layers = layers
-        self._batches = batches
+        self.batches = batches
         self._sampler = sampler
         self._stream = stream
-
-    @property
-    def kv(self) -> Sequence[Any]:
-        """The KV cache of every layer, the target's and the head's."""
-        return self._batches.kv
-
-    @property
-    def attention(self) -> MLABackend | GQABackend:
-        """Attention backend of the head."""
-        return self._batches.attention
 
     def enter(self, new: NewRow) -> None:
         return None
@@ -63,7 +51,7 @@ class BlockDrafter:
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         if sizes:
-            v = self.layers.forward(ForwardBatch.nothing(self.kv, sizes[0], self._stream.device))
+            v = self.layers.forward(ForwardBatch.nothing(self.batches.kv, sizes[0], self._stream.device))
             self._join_passes(v, sizes[1:])
 
     def update_cache(self, computed: Computed) -> None:
@@ -76,7 +64,7 @@ class BlockDrafter:
         ids[:, 0] = task.roots
         counts = np.full(len(task.rows), count)
         everyone = np.full(len(ids) * count, all_of(count), dtype=np.int64) if self.layers.visible else None
-        _, forward = self._batches.runs(task.rows, task.lengths, counts, ids.flatten(), visible=everyone)
+        _, forward = self.batches.runs(task.rows, task.lengths, counts, ids.flatten(), visible=everyone)
         if task.sizes:
             forward = replace(forward, sizes=task.sizes[0])
         v = self.layers.forward(forward).unflatten(0, (-1, count))[:, count - task.depth :]  # [D, S, E]

@@ -44,7 +44,7 @@ class BlockChain:
         self._lens = chain.lens if self._is_whole else torch.zeros_like(chain.lens)
         positions, slots, real = (part.flatten() for part in self._first)
         self._batch = StaticBatch(
-            parts, chain, count, positions, slots, self._lens, real, drafter.kv, self._ids.flatten(),
+            parts, chain, count, positions, slots, self._lens, real, drafter.batches.kv, self._ids.flatten(),
             visible=positions.new_full((len(positions),), all_of(count)) if layers.visible else None,
         )  # fmt: skip
 

@@ -177,13 +177,13 @@ class MTPChain:
         taps: HiddenTaps | None,
     ) -> None:  # fmt: skip
         self._drafter, self._own, self._taps = drafter, own, taps
-        self._drafts = _ModelDrafts(parts, chain, drafter.kv, planner)
+        self._drafts = _ModelDrafts(parts, chain, drafter.batches.kv, planner)
         self._lookback = drafter.layers.num_layers - 1
         if self._lookback:
             self._runs = runs = parts.memory.runs_of(len(chain.rows), chain.num_drafts)
             count = runs.positions.shape[1]
             flat = runs.positions.flatten(), runs.slots.flatten(), runs.lens, runs.real.flatten()
-            self._run = StaticBatch(parts, chain, count, *flat, drafter.kv)
+            self._run = StaticBatch(parts, chain, count, *flat, drafter.batches.kv)
 
     def prepare(self) -> bool:
         return self._drafts.prepare() and (not self._lookback or self._run.prepare(self._drafts.planner))
@@ -240,11 +240,11 @@ class StandaloneChain:
     ) -> None:  # fmt: skip
         self._model = drafter.model
         windows = AttentionWindows(drafter.windows)
-        self._drafts = _ModelDrafts(parts, chain, drafter.kv, planner, shared=False, windows=windows)
+        self._drafts = _ModelDrafts(parts, chain, drafter.batches.kv, planner, shared=False, windows=windows)
         self._runs = runs = parts.memory.runs_of(len(chain.rows), chain.num_drafts)
         flat = runs.positions.flatten(), runs.slots.flatten(), runs.lens, runs.real.flatten()
         count, ids = runs.positions.shape[1], runs.ids[0].flatten()
-        self._run = StaticBatch(parts, chain, count, *flat, drafter.kv, ids, shared=False, windows=windows)
+        self._run = StaticBatch(parts, chain, count, *flat, drafter.batches.kv, ids, shared=False, windows=windows)
 
     def prepare(self) -> bool:
         return not self._drafts.steps or (self._drafts.prepare(1) and self._run.prepare(self._drafts.planner))

@@ -38,13 +38,8 @@ class DraftBatches:
     ) -> None:
         self._builder = builder
         self.attention = attention
-        self._kv = kv
+        self.kv = kv
         self._stream = stream
-
-    @property
-    def kv(self) -> Sequence[Any]:
-        """The KV cache of every layer."""
-        return self._kv
 
     def steps(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:
         """Steps of one token per row at positions [S, D]; `levels`: the MTP layer of each step."""
@@ -60,7 +55,7 @@ class DraftBatches:
             queries = replace(steps.queries, context_lens=lengths[i], context_lens_device=steps.context_lens[i])
             attention = AttentionBatch(queries, None)
             plan = self.attention.plan(attention)
-            yield ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self._kv)
+            yield ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self.kv)
 
     def runs(
         self,
@@ -94,7 +89,7 @@ class DraftBatches:
                 visible=visible,
             )
         )
-        return batch, batch.forward_batch(self.attention.plan(batch.attention), self._kv)
+        return batch, batch.forward_batch(self.attention.plan(batch.attention), self.kv)
 
 
 def places_in_runs(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.decoder.layers import most_tokens
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.draft_layers import DraftLayers
@@ -68,7 +67,7 @@ class MTPDrafter:
     ) -> None:
         self.layers = layers
         self._images = images
-        self._batches = batches
+        self.batches = batches
         self._rows = rows
         self._sampler = sampler
         self._stream = stream
@@ -81,16 +80,6 @@ class MTPDrafter:
         """[max_rows, M - 1, E]: the same at the last M - 1 positions; None until the first draft extend."""
         self.num_cached = np.zeros(rows.max_rows, dtype=np.int64)
         """Tokens of each row from the radix cache, whose hidden states are unknown."""
-
-    @property
-    def kv(self) -> Sequence[Any]:
-        """The KV cache of every layer, the target's and the MTP layers'."""
-        return self._batches.kv
-
-    @property
-    def attention(self) -> MLABackend | GQABackend:
-        """Attention backend of the layers: the target's, or that of an EAGLE head."""
-        return self._batches.attention
 
     def enter(self, new: NewRow) -> None:
         self.num_cached[new.row] = len(new.slots)
@@ -109,13 +98,13 @@ class MTPDrafter:
         state = self.states.index_select(0, task.rows_device)  # [D, E]
         tokens = [task.roots]
         shared = SharedSelection() if chain and self.layers.shares_selection else None
-        for step, batch in enumerate(self._batches.chain(task.rows, task.rows_device, places)):
+        for step, batch in enumerate(self.batches.chain(task.rows, task.rows_device, places)):
             sizes = task.sizes[step] if task.sizes else None
             batch = replace(batch, sizes=sizes)
             selection = shared if step >= self._lookback else None  # steps of the last layer
             state = self.layers.forward(min(step, self._lookback), tokens[-1], state, batch, selection)
             if not chain:
-                expand = _LevelByLevel(self.layers, self._batches, task, state)
+                expand = _LevelByLevel(self.layers, self.batches, task, state)
                 return grow(task, self.layers.logits, state, expand, self._sampler, self.layers.ids)
             sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
             tokens.append(target_ids(self.layers, self._sampler.draw(self.layers.logits, state, sampled, sizes)))
@@ -127,19 +116,19 @@ class MTPDrafter:
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         for some in sizes:
-            nothing = self.layers.join(ForwardBatch.nothing(self._batches.kv, some, self._stream.device))
+            nothing = self.layers.join(ForwardBatch.nothing(self.batches.kv, some, self._stream.device))
             self._sampler.passes.join(self.layers.logits, nothing, some)
 
     def _propose_fused(self, task: DraftTask, states: Tensor, places: np.ndarray) -> Drafts:
         """Drafts the chain in one kernel call."""
         levels = [min(step, self._lookback) for step in range(task.depth)]
-        steps = self._batches.steps(task.rows, task.rows_device, places, levels)
+        steps = self.batches.steps(task.rows, task.rows_device, places, levels)
         parameters, uniform = self._sampler.parameters(task.rows), None
         if parameters is not None:
             lengths = (task.lengths + 1 + np.arange(task.depth)[:, None]).ravel()
             again = SampledRows(np.tile(task.rows, task.depth), lengths, task.rows_device)
             uniform = self._sampler.uniforms(again)
-        kv, roots = self._batches.kv, task.roots
+        kv, roots = self.batches.kv, task.roots
         assert isinstance(self.layers, MTPLayers)
         return Drafts(self.layers.draft_chain(states, task.rows_device, roots, steps, kv, parameters, uniform))
 
@@ -165,7 +154,7 @@ class MTPDrafter:
             first = np.maximum(starts - self._lookback, self.num_cached[rows])
             hidden = self._prepend_last(computed, starts - first)
             sizes = counts + starts - first
-            batch, plain = self._batches.runs(rows, first, sizes, num_decodes=0)
+            batch, plain = self.batches.runs(rows, first, sizes, num_decodes=0)
             # the batch may reorder runs; hidden has them in their original order
             hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
             v = hidden
@@ -183,7 +172,7 @@ class MTPDrafter:
     def _planned(self, computed: Computed) -> Computed:
         """The same tokens in a batch that is planned for the layers' attention."""
         rows, starts, counts, offsets = computed.rows, computed.starts, computed.counts, computed.offsets
-        batch, forward = self._batches.runs(rows, starts, counts, num_decodes=0)
+        batch, forward = self.batches.runs(rows, starts, counts, num_decodes=0)
         begins = np.cumsum(counts) - counts
         in_runs = np.arange(int(counts.sum())) + np.repeat(offsets - begins, counts)  # place of each run's tokens
         index = self._upload(in_runs[places_in_runs(batch.offsets, counts)])

@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.models.batch import Model
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.parallel.step_sizes import StepSizes
@@ -52,22 +50,12 @@ class StandaloneDrafter:
         self.model = model
         self.windows = windows
         """Windows of the draft model's cache groups, the first group first."""
-        self._batches = batches
+        self.batches = batches
         self._history = history
         self._sampler = sampler
         self._stream = stream
         self._num_cached = np.zeros(rows, dtype=np.int64)  # tokens of each row that are in the KV cache, at least
         self._drafted = np.zeros(rows, dtype=bool)  # the row's last step had drafts
-
-    @property
-    def kv(self) -> Sequence[Any]:
-        """The KV cache of every layer of the draft model."""
-        return self._batches.kv
-
-    @property
-    def attention(self) -> MLABackend | GQABackend:
-        """Attention backend of the draft model."""
-        return self._batches.attention
 
     def enter(self, new: NewRow) -> None:
         self._num_cached[new.row] = 0
@@ -91,11 +79,11 @@ class StandaloneDrafter:
         self._num_cached[task.rows] = task.lengths + 1
         self._drafted[task.rows] = True
         if task.topk > 1:
-            expand = _LevelByLevel(self.model, self._batches, task)
+            expand = _LevelByLevel(self.model, self.batches, task)
             return grow(task, self.model.logits, hidden, expand, self._sampler)
         tokens = [task.roots]
         positions = task.lengths + np.arange(1, task.depth)[:, None]
-        batches = self._batches.chain(task.rows, task.rows_device, positions)
+        batches = self.batches.chain(task.rows, task.rows_device, positions)
         for step in range(task.depth):
             if step:
                 batch = replace(next(batches), input_ids=tokens[-1])
@@ -135,7 +123,7 @@ class StandaloneDrafter:
         return torch.cat(out)
 
     def _run(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
-        batch, forward = self._batches.runs(
+        batch, forward = self.batches.runs(
             rows,
             starts,
             counts,

@@ -82,7 +82,7 @@ class TreeDrafts:
         self._parts, self._trees, self._chain, self._tree = parts, trees, chain, tree
         self._drafter, self._planner, self._taps = drafter, planner, taps
         self._parameters = parts.memory.parameters(len(chain.rows))
-        kv = drafter.kv
+        kv = drafter.batches.kv
         self._root = StaticBatch(
             parts, chain, 1, chain.draft_positions[0], chain.draft_slots[0], chain.draft_lens[0], chain.draft_real, kv
         )

@@ -41,8 +41,9 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     if step.config.topk > 1 and (why := _why_no_trees(step.config, drafter)) is not None:
         return why
     if isinstance(drafter, MTPDrafter | StandaloneDrafter | BlockDrafter):
-        if drafter.attention.capabilities.plan_in_place is None:
-            return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
+        attention = drafter.batches.attention
+        if attention.capabilities.plan_in_place is None:
+            return f"the {attention.name} attention backend of the drafter cannot be replayed for other steps"
         if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and any(runner.windows.windows):
             return "MTP layers of a model with sliding windows: their queries are planned by the model"
         if isinstance(drafter, MTPDrafter) and drafter.layers.attends_to_extend:
@@ -127,8 +128,9 @@ def _drafts_of(
     if isinstance(drafter, NgramDrafter):
         return lambda chain: NgramChain(parts, chain, drafter)
     assert isinstance(drafter, MTPDrafter | StandaloneDrafter | BlockDrafter)
-    own = drafter.attention is not runner.attention
-    planner = drafter.attention.capabilities.plan_in_place if own else plan_in_place
+    attention = drafter.batches.attention
+    own = attention is not runner.attention
+    planner = attention.capabilities.plan_in_place if own else plan_in_place
     if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers):
         planner = drafter.layers.planner or planner
     if isinstance(drafter, BlockDrafter) and isinstance(drafter.layers, StreamBlock):
@@ -147,8 +149,9 @@ def _trees_of(
     runner: ModelRunner, drafter: Drafter, parts: ChainParts, trees: TreeParts, plan_in_place: InPlacePlanner
 ) -> Callable[[ChainBuffers, TreeBuffers], TreeDrafts]:
     assert isinstance(drafter, MTPDrafter)
-    own = drafter.attention is not runner.attention
-    planner = drafter.attention.capabilities.plan_in_place if own else plan_in_place
+    attention = drafter.batches.attention
+    own = attention is not runner.attention
+    planner = attention.capabilities.plan_in_place if own else plan_in_place
     assert planner is not None
     return lambda chain, tree: TreeDrafts(parts, trees, chain, tree, drafter, planner, runner.taps)
 
