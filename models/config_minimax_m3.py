@@ -125,6 +125,9 @@ def minimax_m3_fields(fields: Fields) -> Fields:
     for name, default in _DEFAULTS.items():
         published = None if section is None else section.raw.get(_NAMES[name])
         raw[name] = published if published is not None else raw.get(name, default)
+    if raw.get("index_topk_pattern") is not None or raw.get("index_topk_freq") not in (None, 1):
+        name = "index_topk_pattern" if raw.get("index_topk_pattern") is not None else "index_topk_freq"
+        fields.fail(name, f"{raw[name]!r}: layers that share the selection of another layer are not supported")
     if section is not None:
         _check_sparse(section, layers)
         kinds = section.raw.get("sparse_attention_freq")

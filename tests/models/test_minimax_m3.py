@@ -174,6 +174,7 @@ def test_the_published_model(tmp_path: Path) -> None:
         ({"moe_layer_freq": [1]}, {}, "moe_layer_freq needs a list of 60"),
         ({"layer_types": ["mamba"] * 60}, {}, "layer_types needs 60 of full_attention, minimax_m3_sparse"),
         ({"num_key_value_heads": 8}, {}, "index_n_heads 4 is not num_key_value_heads 8"),
+        ({"index_topk_freq": 4}, {}, "index_topk_freq 4: layers that share the selection of another layer"),
         ({}, {"sparse_index_dim": 32}, "index_head_dim 32 is less than the 64 rotated channels"),
         ({}, {"sparse_init_block": 1}, "sparse_init_block is not 0"),
         ({}, {"sparse_score_type": "mean"}, "sparse_score_type 'mean' is not supported"),
