@@ -103,7 +103,12 @@ def read_block(file: str, names: Collection[str], raw: Mapping[str, Any], vocab_
         )
     section = {**_section(raw, "dflash_config"), **_section(raw, "dspark_config")}
     fields = {**raw, **section}
-    is_dspark = any("DSpark" in name for name in names)
+    is_dspark = any("DSpark" in name for name in names) or fields.get("projector_type") == "dspark"
+    if fields.get("draft_vocab_size") not in (None, vocab_size):
+        raise ConfigError(
+            f"{file}: draft_vocab_size {fields['draft_vocab_size']}: heads that fill in blocks draft all {vocab_size} "
+            "tokens of the vocabulary"
+        )
     size = _integer(file, fields, "block_size")
     mask = _integer(file, fields, "mask_token_id")
     if size < (1 if is_dspark else 2):

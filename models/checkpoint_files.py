@@ -38,6 +38,8 @@ _MTP_PARTS = {
 }  # fmt: skip
 _DENSE_AS_MOE = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 """The MLP of a dense layer as transformers saves Kimi Linear's."""
+_MINIMAX_MTP = re.compile(r"(?:model\.)?mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
+_MINIMAX_BLOCK = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
 _HY3_NORM = ".final_layernorm.weight"
 _ERNIE_MTP = "model.mtp_"
 _ERNIE_PARTS = {"emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj.", "block": ""}
@@ -173,9 +175,11 @@ def _outer_name(name: str) -> str:
 
 
 def _with_mtp(files: dict[str, WeightFile], num_layers: int | None) -> dict[str, WeightFile]:
-    """MTP layers with other names (Qwen3-Next: ``mtp.``, ERNIE: ``model.mtp_``, the norm of Hy3's and Ling's), under
-    DeepSeek's names after the last main layer."""
+    """MTP layers with other names (Qwen3-Next: ``mtp.``, ERNIE: ``model.mtp_``, MiniMax-M3: ``model.mtp.layers.``, the
+    norm of Hy3's and Ling's), under DeepSeek's names after the last main layer."""
     first = _num_layers(files) if num_layers is None else num_layers
+    if any(_MINIMAX_BLOCK.search(name) for name in files):
+        return _with_minimaxes(files, first)
     if any(name.startswith(_ERNIE_MTP) for name in files):
         return _with_ernies(files, first)
     own = [name for name in files if name.startswith(_MTP)]
@@ -188,6 +192,15 @@ def _with_mtp(files: dict[str, WeightFile], num_layers: int | None) -> dict[str,
         names[name] = f"{layer}.{_MTP_PARTS[part]}.{rest}" if part in _MTP_PARTS else name
         if part == "layers":
             names[name] = f"{layer}.{rest.removeprefix('0.')}"
+    return _renamed(files, names)
+
+
+def _with_minimaxes(files: dict[str, WeightFile], first: int) -> dict[str, WeightFile]:
+    names = {}
+    for name in files:
+        if (found := _MINIMAX_MTP.fullmatch(name)) is not None:
+            rest = found[2].replace("final_layernorm.", "shared_head.norm.")
+            names[name] = f"model.layers.{first + int(found[1])}.{rest}"
     return _renamed(files, names)
 
 

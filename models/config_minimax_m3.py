@@ -71,9 +71,9 @@ def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     if any(sparse):
         blocks = _selection(read, config, tuple(i for i, own in enumerate(sparse) if not own))
         config = replace(config, attention=replace(config.attention, blocks=blocks))
-    section = fields.section("vision_config")
+    section, mtp = fields.section("vision_config"), fields.integer("num_mtp_modules", 0, minimum=0)
     vision = None if section is None else _tower(fields, section, config.hidden_size)
-    return replace(config, norm_plus=1.0, num_nextn_predict_layers=0, raw=fields.raw, vision=vision)
+    return replace(config, norm_plus=1.0, num_nextn_predict_layers=mtp, raw=fields.raw, vision=vision)
 
 
 def _tower(fields: Fields, section: Fields, hidden: int) -> VisionConfig:
@@ -125,6 +125,9 @@ def minimax_m3_fields(fields: Fields) -> Fields:
     for name, default in _DEFAULTS.items():
         published = None if section is None else section.raw.get(_NAMES[name])
         raw[name] = published if published is not None else raw.get(name, default)
+    if raw.get("index_topk_pattern") is not None or raw.get("index_topk_freq") not in (None, 1):
+        name = "index_topk_pattern" if raw.get("index_topk_pattern") is not None else "index_topk_freq"
+        fields.fail(name, f"{raw[name]!r}: layers that share the selection of another layer are not supported")
     if section is not None:
         _check_sparse(section, layers)
         kinds = section.raw.get("sparse_attention_freq")

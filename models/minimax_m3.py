@@ -23,8 +23,6 @@ from moe_engine.models.weights import WeightSource
 class MiniMaxM3Model(ImageInputs, DenseModel):
     """`Model` of the family. `batch.kv[layer]` is (keys, values), with an indexer (keys, values, index keys)."""
 
-    has_mtp = False
-
     @cached_property
     def _blocks(self) -> BlockAttention | None:
         """None: the config has no block-sparse layers."""

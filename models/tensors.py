@@ -34,16 +34,17 @@ KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
 """Ends of the names of a layer's KV cache scales. Rows of `fp8_per_tensor` alone have no scales of their own."""
 
 
+MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
 _MTP_ON_GQA = (
     "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
+    *MINIMAX_M3,
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
-renames those of ERNIE, Hy3, Qwen3-Next and Qwen3.5)."""
+renames those of ERNIE, Hy3, MiniMax-M3, Qwen3-Next and Qwen3.5)."""
 KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
-MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
-UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",), **dict.fromkeys(MINIMAX_M3, ("model.mtp.", "mtp."))}
+UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",)}
 """By architecture: begins of the names of MTP layers that are not served."""
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""

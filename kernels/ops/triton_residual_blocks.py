@@ -21,7 +21,7 @@ from moe_engine.kernels.triton.launch import element, row_stride, with_contiguou
 
 MAX_ROWS = 16
 """Residuals with more rows are mixed in torch."""
-BLOCK, WARPS = 1024, 8
+BLOCK, WARPS = 512, 8
 """Channels of an iteration."""
 
 

@@ -5,6 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.float8 import Float8
@@ -12,6 +14,9 @@ from moe_engine.models.formats.fp4 import NVFP4
 from moe_engine.models.formats.module_rules import Modules, name_list
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
+
+MX_BLOCK = (1, 32)
+"""Rows and columns of a scale in MXFP8."""
 
 
 class FP8Format:
@@ -48,18 +53,38 @@ class RowFP8:
         return None
 
 
+class MXFP8:
+    """Entry of the table of formats: ``mxfp8``: a power of two for 32 columns of a row."""
+
+    checkpoint = "MXFP8"
+
+    @staticmethod
+    def parse(section: Fields) -> BlockFP8Format:
+        """Raises ConfigError for settings that are not supported."""
+        block = section.raw.get("weight_block_size")
+        if block not in (None, list(MX_BLOCK)):
+            section.fail("weight_block_size", f"must be {list(MX_BLOCK)} for mxfp8, found {block!r}")
+        return replace(BlockFP8Format.parse(section), block=MX_BLOCK, scale_format="ue8m0")
+
+    @staticmethod
+    def hint(dtype: str) -> str | None:
+        return None
+
+
 class ModelOpt:
     """Entry of the table of formats: ``modelopt``, and hf_quant_config.json."""
 
     checkpoint = "ModelOpt"
 
     @staticmethod
-    def parse(section: Fields) -> SchemeFormat:
+    def parse(section: Fields) -> WeightFormat:
         """Raises ConfigError for settings that are not supported."""
         algorithm = section.text("quant_algo")
+        if algorithm == "MXFP8":
+            return BlockFP8Format(MX_BLOCK, "ue8m0", _left_out(section))
         schemes: dict[str, Scheme] = {"FP8": Float8(), "NVFP4": NVFP4}
         if algorithm not in schemes:
-            section.fail("quant_algo", f"{algorithm!r} is not supported; served are {' and '.join(schemes)}")
+            section.fail("quant_algo", f"{algorithm!r} is not supported; served are FP8, MXFP8 and NVFP4")
         if algorithm == "NVFP4" and section.integer("group_size", 16) != 16:
             section.fail("group_size", "must be 16")
         return SchemeFormat("modelopt", every_linear(schemes[algorithm]), _left_out(section))

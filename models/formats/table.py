@@ -15,7 +15,7 @@ from moe_engine.models.formats.awq import AWQFormat
 from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
-from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
+from moe_engine.models.formats.float8_checkpoints import MXFP8, FP8Format, ModelOpt, RowFP8
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.gguf import GGUFFormat
@@ -31,6 +31,7 @@ FORMATS: dict[str, type[Any]] = {
     "fp8": FP8Format,
     "fbgemm_fp8": RowFP8,
     "w8a8_fp8": RowFP8,
+    "mxfp8": MXFP8,
     "modelopt": ModelOpt,
     "compressed-tensors": CompressedTensors,
     "awq": AWQFormat,

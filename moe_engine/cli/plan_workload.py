@@ -16,6 +16,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.numbers import real_number, whole_number
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
+from moe_engine.planning.validate import check_ranges
 from moe_engine.tuning.costs.efficiency import engines, load_efficiency
 from moe_engine.tuning.costs.form import WEIGHTS
 from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
@@ -118,6 +119,7 @@ def _of_this_machine(own: Mapping[str, Any], args: EngineArgs, workload: Workloa
 
 
 def _of_hardware(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster, workload: Workload, slo: Slo) -> Found:
+    check_ranges(args)
     check_mode(args)
     concurrency, top = _count(own, "concurrency", None), _count(own, "top", 3)
     predictor, memory = _predictor(own, args, cluster, workload)

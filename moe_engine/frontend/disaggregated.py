@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_engine.errors import InputError
-from moe_engine.frontend.generate_input import Prompt
+from moe_engine.frontend.prompts import Prompt
 
 
 def apply_mode(mode: str, prompts: list[Prompt]) -> None:

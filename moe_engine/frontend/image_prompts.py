@@ -92,7 +92,7 @@ class ImagePrompts:
         return place_images(ids, await self._images.load(sources), vision, field)
 
     async def place_all(self, prompts: Sequence[Any], field: str) -> list[Any]:
-        """`place` for the prompts (`generate_input.Prompt`) that have images; returns these."""
+        """`place` for the prompts (`prompts.Prompt`) that have images; returns these."""
         chosen = [prompt for prompt in prompts if prompt.sources]
         found = await asyncio.gather(*(self.place(prompt.ids, prompt.sources, field) for prompt in chosen))
         for prompt, (ids, images) in zip(chosen, found):

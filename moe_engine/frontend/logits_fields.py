@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moe_engine.custom_logit_processor import pickled_bytes
 from moe_engine.errors import InputError
-from moe_engine.frontend.generate_input import Prompt
+from moe_engine.frontend.prompts import Prompt
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
 from moe_engine.types.constraint import FreeReasoning

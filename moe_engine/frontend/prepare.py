@@ -6,9 +6,7 @@ Invalid requests are refused here, before they are sent to the engine.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.disaggregated import apply_mode
 from moe_engine.frontend.encoding import Encoding, check_dimensions, check_kind
-from moe_engine.frontend.generate_input import GenerateInput, Prompt, split_prompts
+from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
@@ -28,6 +26,8 @@ from moe_engine.frontend.image_prompts import ImagePrompts, engine_ids
 from moe_engine.frontend.logits_fields import complete_sampling, thinking_tags
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.frontend.prompt_checks import PromptChecks, too_long
+from moe_engine.frontend.prompts import Prompt, split_prompts
+from moe_engine.frontend.seeds import Seeds
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.structured_output.check_process import CheckSpec
@@ -48,7 +48,6 @@ ChooseAdapter = Callable[[str | None, str | None], str | None]
 
 THREAD_CHARS = 4096
 """Requests with more text or token ids are read in a thread, so that they do not block other requests."""
-SEED_BITS = 63
 BURST = 64
 """Sequences of one request handled in a row before yielding to health probes and other requests."""
 
@@ -99,7 +98,7 @@ class Preparer:
         self._choose = choose
         self._sessions = sessions
         self._checks = PromptChecks(info, tokenizer, settings)
-        self._seeds = random.Random(settings.random_seed)
+        self._seeds = Seeds(settings.random_seed)
         self.images = ImagePrompts(info, settings.media)
         self.grammar_checks = GrammarChecks(_check_spec(info, tokenizer, settings))
         self._numbers = itertools.count(1)
@@ -146,7 +145,7 @@ class Preparer:
         """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""
         formats = logprob_format or self._python_logprobs
         self._continue_sessions(read)
-        seeds = self._draw_seeds(read.prompts)  # before the first await: seeds depend only on the order of requests
+        seeds = self._seeds.draw(read.prompts)  # before the first await: they depend only on the order of requests
         if any(prompt.sources for prompt in read.prompts):
             await self._place_images(read)
         await self._check_grammars(read.prompts)
@@ -237,15 +236,6 @@ class Preparer:
                 raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
             prompt.ids = ids
 
-    def _draw_seeds(self, prompts: list[Prompt]) -> list[int]:
-        """One seed per sequence, prompt-major. Drawn here because several schedulers would draw the same ones."""
-        seeds = []
-        for prompt in prompts:
-            given = prompt.sampling.sampling_seed
-            for copy in range(prompt.sampling.n):
-                seeds.append(self._seeds.getrandbits(SEED_BITS) if given is None else seed_of_copy(given, copy))
-        return seeds
-
     def _generation(
         self,
         inp: GenerateInput,
@@ -331,12 +321,3 @@ def _size(inp: GenerateInput) -> int:
     if isinstance(given, list):
         return sum(len(one) + 16 if isinstance(one, (str, list)) else 1 for one in given)
     return len(given) if isinstance(given, str) else 0
-
-
-def seed_of_copy(seed: int, copy: int) -> int:
-    """Seed of a copy of a prompt. Copy 0 uses the client's seed itself; the others use 64-bit hashes of (seed, copy),
-    which do not collide with copy 0 of a nearby seed such as seed + 1."""
-    if copy == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed % 2**64} {copy}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from moe_engine.errors import InputError, TooLongError
 from moe_engine.frontend.client_api import EngineInfo
-from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.prompts import Prompt, check_token_ids
 from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.tokenizer.stop_regex import compiled
 from moe_engine.tokenizer.tokenizer import Tokenizer

@@ -17,8 +17,9 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.encoding import Encoding, aborted, encode_input
 from moe_engine.frontend.frontend import Frontend
-from moe_engine.frontend.generate_input import GenerateInput, Text, check_token_ids
+from moe_engine.frontend.generate_input import GenerateInput, Text
 from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.prompts import check_token_ids
 from moe_engine.sampling_checks import TokenId
 from moe_engine.types import SamplingParams
 from moe_engine.validation import checked

@@ -54,6 +54,8 @@ LEAST = {
     "cuda_graph_max_bs_decode": 1,
     "torch_compile_max_bs": 1,
     "dp_size": 1,
+    "attn_dp_size": 1,
+    "ep_size": 1,
     "base_gpu_id": 0,
     "gpu_id_step": 1,
     "dist_timeout": 1,
@@ -95,6 +97,12 @@ BUCKETS = (
 
 HIDDEN = "***"
 """Placeholder of keys in /server_info."""
+
+
+def check_ranges(args: EngineArgs) -> None:
+    """Raises ConfigError for the first value out of range; a search over launches checks it before the first one."""
+    for complaint in _ranges(args):
+        raise ConfigError(complaint)
 
 
 def check(args: EngineArgs) -> None:

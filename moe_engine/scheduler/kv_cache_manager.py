@@ -49,8 +49,6 @@ class KVCacheManager:
         """Room for the KV of windowed layers, if it is bounded."""
         if config.host_tier_tokens:
             self.connector = self._new_connector(config)
-            if (transfers := self.transfers) is not None:
-                transfers.uses_bigrams = config.bigram_prefixes
             configure = getattr(self.connector, "configure", None)
             if configure is not None:
                 configure(config.hicache_write_policy, config.storage, self._bigrams)

@@ -9,21 +9,25 @@ from moe_engine.scheduler.host_tier import HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.types import Request
+from moe_engine.types.step_settings import StorageSettings
 
 
 class TransferTier(HostTier, ABC):
     """Implements `KVConnector`; `PrefillTier` sends, `DecodeTier` receives."""
 
     copies: ClassVar[str] = "moe_engine.worker.kv_cache.transfer_copies:TransferCopies"
-    uses_bigrams = False
-    """Set by the owner of the scheduler, as `SchedulerConfig.bigram_prefixes`."""
     state_rows = 0
     """Rows of a state in a transfer (`state_transfers`), set by the owner of the scheduler; 0: no states."""
 
     def _prepare(self) -> None:
         self.link = TransferLink()
+        self._bigrams = False
         self._serial = 0
         """Number of the last plan whose copies the transfer thread waits for."""
+
+    def configure(self, write_policy: str, storage: StorageSettings | None, bigrams: bool) -> None:
+        super().configure(write_policy, storage, bigrams)
+        self._bigrams = bigrams
 
     @property
     @abstractmethod
@@ -39,7 +43,7 @@ class TransferTier(HostTier, ABC):
 
     def _keys(self, request: Request) -> list[int]:
         """Keys of the prompt in the radix cache."""
-        return bigrams(request.prompt_ids) if self.uses_bigrams else request.prompt_ids
+        return bigrams(request.prompt_ids) if self._bigrams else request.prompt_ids
 
     def renew(self, weights: str) -> None:
         """The weights have changed; the cache is empty. Transfers to or from a server with weights of another name are

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.chunks import Chunks
-from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest, check_token_ids
+from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
 from moe_engine.frontend.generation import Piece
+from moe_engine.frontend.prompts import check_token_ids
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import native_body
 from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse

@@ -76,10 +76,22 @@ class CommonRequest(SamplingFields, kw_only=True):
     return_cached_tokens_details: Annotated[bool | None, Meta(description="cached tokens by tier, in `sglext`")] = False
     return_spec_tokens_details: Annotated[bool | None, Meta(description="accepted drafts, in `sglext`")] = False
     return_routed_experts: OffOnly = None
+    include_stop_str_in_output: Annotated[bool | None, Meta(description="vLLM's name of no_stop_trim")] = None
+    use_beam_search: OffOnly = None
+    prompt_logprobs: NotAvailable = None
+    truncate_prompt_tokens: NotAvailable = None
+    return_tokens_as_token_ids: OffOnly = None
+    logits_processors: OffOnly = None
+    repetition_detection: OffOnly = None
+    kv_transfer_params: OffOnly = None
     bootstrap_host: BootstrapHost | list[BootstrapHost | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: BootstrapRoom | list[BootstrapRoom | None] | None = None
     cache_salt: CacheSalt | None = None
+
+    def __post_init__(self) -> None:
+        if self.no_stop_trim is None:
+            self.no_stop_trim = self.include_stop_str_in_output
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -218,6 +230,8 @@ class ChatRequest(CommonRequest, kw_only=True):
     modalities: list[Annotated[str, Meta(pattern="^text$")]] | None = None
     audio: NotAvailable = None
     web_search_options: NotAvailable = None
+    chat_template: OffOnly = None
+    documents: OffOnly = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
@@ -230,6 +244,7 @@ class ChatRequest(CommonRequest, kw_only=True):
     def __post_init__(self) -> None:
         """Templates differ in the switch of thinking and in its default: an effort sets both names, except where
         `chat_template_kwargs` has them."""
+        super().__post_init__()
         asked = self.reasoning or Reasoning()
         self.reasoning_effort = asked.effort or self.reasoning_effort
         if self.thinking_token_budget is None:

@@ -234,10 +234,21 @@ def _chat_text(folder: Path, text: str) -> str:
 
 def _conversations(path: str) -> list[tuple[str, str]]:
     """(first question, first answer) of every conversation of a ShareGPT file with both."""
-    entries: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        entries: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--dataset-path {path}: cannot be read ({error.strerror}); give a ShareGPT file") from None
+    except ValueError as error:
+        raise ValueError(f"--dataset-path {path}: not JSON ({error}); give a ShareGPT file") from None
     found = []
-    for entry in entries:
-        turns = entry.get("conversations") or entry.get("conversation") or []
-        if len(turns) >= 2:
-            found.append((str(turns[0]["value"]), str(turns[1]["value"])))
+    try:
+        for entry in entries:
+            turns = entry.get("conversations") or entry.get("conversation") or []
+            if len(turns) >= 2:
+                found.append((str(turns[0]["value"]), str(turns[1]["value"])))
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(
+            f'--dataset-path {path}: not a ShareGPT file; give a list of objects with "conversations", whose turns '
+            'have a "value"'
+        ) from None
     return found

@@ -34,8 +34,6 @@ class ImageEncoder:
         self._group = group
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()  # [N, VisionConfig.row_width] each
         self.num_bytes = 0
-        self.num_encoded = 0
-        """Images encoded so far."""
 
     def rows(self, step: StepImages, before: int = 0, keep: bool = False) -> ImageRows:
         """The model's input rows for the image tokens of a step (`before` as in `ImageRows`). Images are encoded one by
@@ -83,7 +81,6 @@ class ImageEncoder:
         if not image.pixels:
             raise ValueError("an image token is computed whose image came without pixels")
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.float32)
-        self.num_encoded += 1
         return self._model.encode(self._stream.upload(pixels.view(num_patches(image), -1)), image.grid)
 
     def _keep(self, image: ImageTokens, rows: Tensor) -> Tensor:

@@ -95,6 +95,21 @@ def test_sharegpt_limits(tmp_path):
         datasets.sharegpt("", 1, vocabulary(), random.Random(0))
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (None, "cannot be read"), ("{", "not JSON"), ('{"a": 1}', "not a ShareGPT file"), ("3", "not a ShareGPT file"),
+        ('[{"conversations": [{"value": "a"}, {}]}]', "not a ShareGPT file"),
+    ],
+)  # fmt: skip
+def test_another_file_is_refused_with_its_flag(tmp_path, text, complaint):
+    path = tmp_path / "questions.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"--dataset-path .*questions.json: {complaint}.*give a"):
+        datasets.sharegpt(str(path), 1, vocabulary(), random.Random(0))
+
+
 def test_random_text_is_repeated_and_cut_to_length(tmp_path):
     path = sharegpt_file(tmp_path)
     requests = list(datasets.random_requests(8, 12, 3, 1.0, vocabulary(), random.Random(0), text_source=path))

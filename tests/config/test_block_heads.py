@@ -62,6 +62,11 @@ def test_fields_and_lengths(target: Path, loaded: Target, tmp_path: Path) -> Non
     spaced = {"dflash_config": {"mask_token_id": 7}, "block_size": 3}
     config = start(target, write(loaded, tmp_path, BlockForm(num_layers=3, tapped=(1, 3, 5)), **spaced))
     assert config.draft_head is not None and config.draft_head.tapped == (2, 4, 6)
+    section = {"mask_token_id": 9, "target_layer_ids": list(DSPARK.tapped), "projector_type": "dspark"}
+    other = {"architectures": ["DSparkDraftModel"], "dflash_config": section, "attention_mode": "gqa"}
+    config = start(target, write(loaded, tmp_path, DSPARK, **other), "DSPARK")
+    assert config.draft_head is not None and config.draft_head.block is not None
+    assert (config.draft_head.block.mask_id, config.draft_head.block.markov_rank) == (9, 24)
     config = start(target, write(loaded, tmp_path, DSPARK), "DSPARK")
     assert config.draft_head is not None
     assert config.draft_head.block == BlockConfig(4, 7, skips_first=False, markov_rank=24, markov_head="rnn")
@@ -84,6 +89,7 @@ def test_the_ledger_counts_what_is_held(target: Path, loaded: Target, tmp_path: 
     [
         (DFLASH, {"model_type": "gemma4"}, {}, "model_type gemma4: a head that fills in blocks must have layers of"),
         (DFLASH, {"speculators_model_type": "dspark"}, {}, "the format of the speculators library is not supported"),
+        (DFLASH, {"draft_vocab_size": 100}, {}, "draft_vocab_size 100: heads that fill in blocks draft all"),
         (DFLASH, {"block_size": 1}, {}, "block_size 1: a block has at least 2 tokens"),
         (DFLASH, {"block_size": None}, {}, "block_size must be a whole number, found None"),
         (DFLASH, {"dflash_config": {"mask_token_id": 9999, "target_layer_ids": [0]}}, {}, "mask_token_id 9999"),

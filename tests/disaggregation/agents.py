@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_engine.core.kv_transfer.agent import AgentSetup
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.transports.table import open_transport
@@ -121,26 +122,14 @@ class AgentPair:
         self._stack.callback(lambda: self.receiver.close())
 
     def _new_sender(self, address: str) -> PrefillAgent:
-        return PrefillAgent(
-            self.prefill.link,
-            self.prefill_rows,
-            self._schemas[0],
-            address,
-            self._keys[0],
-            lambda: None,
-            self._opener,
-        )
+        schema, keys = self._schemas[0], self._keys[0]
+        setup = AgentSetup(self.prefill.link, self.prefill_rows, schema, keys, lambda: None, self._opener)
+        return PrefillAgent(setup, address)
 
     def _new_receiver(self) -> DecodeAgent:
-        return DecodeAgent(
-            self.decode.link,
-            self.decode_rows,
-            self._schemas[1],
-            self.port,
-            self._keys[1],
-            lambda: None,
-            self._opener,
-        )
+        schema, keys = self._schemas[1], self._keys[1]
+        setup = AgentSetup(self.decode.link, self.decode_rows, schema, keys, lambda: None, self._opener)
+        return DecodeAgent(setup, self.port)
 
     def kill_prefill(self) -> None:
         """Ends the sender without a message to its peer, and starts another one at its port."""

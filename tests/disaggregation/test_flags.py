@@ -15,7 +15,8 @@ from moe_engine.core.kv_transfer.transports.mooncake import find_protocol
 from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.frontend.disaggregated import apply_mode
-from moe_engine.frontend.generate_input import GenerateInput, split_prompts
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.prompts import split_prompts
 from moe_engine.planning import validate
 from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.validate import check

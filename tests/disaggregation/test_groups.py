@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.core.kv_transfer import decode_agent
+from moe_engine.core.kv_transfer.agent import AgentSetup
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.directory import Home
 from moe_engine.core.kv_transfer.group_link import FollowerLink, GroupLink
@@ -214,14 +215,13 @@ class Server:
             threads = [group, *followers]
         for rank, (link, wake) in enumerate(zip(links, wakes)):
             tcp = partial(open_transport, "tcp", "127.0.0.1")
+            setup = AgentSetup(link, self.rows[rank], SCHEMA, None, wake, tcp, made)
             if sends:
                 home = Home(*groups, rank, f"tcp://127.0.0.1:{self.port}" if self.port else "")
-                agent = PrefillAgent(
-                    link, self.rows[rank], SCHEMA, "tcp://127.0.0.1:*", None, wake, tcp, layout=made, home=home
-                )
+                agent = PrefillAgent(setup, "tcp://127.0.0.1:*", home)
                 self.port = self.port or int(agent.address.rpartition(":")[2])
             else:
-                agent = DecodeAgent(link, self.rows[rank], SCHEMA, self.port, None, wake, tcp, layout=made, rank=rank)
+                agent = DecodeAgent(setup, self.port, rank)
             self.agents.append(agent)
             stack.callback(agent.close)
             if rank:

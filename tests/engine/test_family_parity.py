@@ -19,7 +19,7 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
         ("qwen3_moe", "chunked"),
         ("minimax_m2", "chunked"),
         ("minimax_m3", "chunked"),
-        ("minimax_m3", "n-gram drafts"),
+        ("minimax_m3", "MTP drafts"),
         ("mimo_v2_flash", "chunked"),
         ("gpt_oss", "chunked"),
         ("glm4_moe", "MTP drafts"),

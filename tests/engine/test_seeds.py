@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_engine import Engine
 from moe_engine.frontend.frontend import Frontend, FrontendSettings
 from moe_engine.frontend.generate_input import GenerateInput
-from moe_engine.frontend.prepare import seed_of_copy
+from moe_engine.frontend.seeds import seed_of_copy
 from tests.models.checkpoints import make_checkpoint
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -358,7 +359,7 @@ def make_checkpoint(
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(seed + 1)
     for index in range(num_mtp_layers):
-        _add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
+        add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
     if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP
         dense = ".0.block_sparse_moe."
         tensors = {name.replace(dense, ".0.mlp."): t for name, t in tensors.items()}
@@ -368,6 +369,9 @@ def make_checkpoint(
         tensors = {renamed.get(name, name): t for name, t in tensors.items()}
     if num_mtp_layers and not deepseek_names:
         tensors = _with_own_names(kind, tensors, f"model.layers.{fields['num_hidden_layers']}.")
+    if num_mtp_layers and kind == BLOCK_SPARSE:
+        fields["num_mtp_modules"] = num_mtp_layers
+        tensors = with_minimax_mtp(tensors, fields["num_hidden_layers"])
     if num_mtp_layers and kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         tensors = _beside(tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if fp8:
@@ -489,18 +493,33 @@ def _with_own_names(kind: str, tensors: dict[str, Tensor], layer: str) -> dict[s
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
+def with_minimax_mtp(tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """The MTP layers under the names that MiniMax-M3 publishes, instead of DeepSeek's."""
+    parts = {"shared_head.norm.": "final_layernorm.", "enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj."}
+    found = {}
+    for name, tensor in tensors.items():
+        layer = re.match(r"(language_model\.model\.)layers\.(\d+)\.(.+)", name)
+        if layer is None or int(layer[2]) < num_layers:
+            found[name] = tensor
+        elif not layer[3].startswith(("embed_tokens.", "shared_head.head.")):
+            rest = _swapped(layer[3], parts | {"": "transformer_layer."})
+            found[f"{layer[1]}mtp.layers.{int(layer[2]) - num_layers}.{rest}"] = tensor
+    return found
+
+
 def _swapped(name: str, parts: dict[str, str]) -> str:
     return next((new + name.removeprefix(old) for old, new in parts.items() if name.startswith(old)), name)
 
 
-def _add_mtp_layer(
+def add_mtp_layer(
     tensors: dict[str, Tensor], num_layers: int, index: int, hidden: int, generator: torch.Generator
 ) -> None:
     ernie = any("moe_statics" in name for name in tensors)
     like_it = 1 if "model.layers.0.linear_attn.A_log" in tensors else num_layers - 1  # the last layer with attention
     like_it = 0 if ernie else like_it  # a dense layer
-    source, target = f"model.layers.{like_it}.", f"model.layers.{num_layers + index}."
-    like = tensors["model.norm.weight"]
+    text = "language_model." if "language_model.model.norm.weight" in tensors else ""  # whose norms are stored less 1
+    source, target = f"{text}model.layers.{like_it}.", f"{text}model.layers.{num_layers + index}."
+    like = tensors[f"{text}model.norm.weight"]
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -509,13 +528,13 @@ def _add_mtp_layer(
         tensor = tensors[name]
         tensors[name.replace(source, target)] = (tensor.float() + 0.1 * noise(*tensor.shape)).to(tensor.dtype)
     ling = "model.word_embeddings.weight"
-    embedding = ling if ling in tensors else "model.embed_tokens.weight"
+    embedding = ling if ling in tensors else f"{text}model.embed_tokens.weight"
     tensors[target + "embed_tokens.weight"] = tensors[embedding].clone()
-    head = "lm_head.weight" if "lm_head.weight" in tensors else embedding
+    head = f"{text}lm_head.weight" if f"{text}lm_head.weight" in tensors else embedding
     tensors[target + "shared_head.head.weight"] = tensors[head].clone()
     tensors[target + "eh_proj.weight"] = (0.15 * noise(hidden, 2 * hidden)).to(like.dtype)
     for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{target}{name}.weight"] = (1 + 0.2 * noise(hidden)).to(like.dtype)
+        tensors[f"{target}{name}.weight"] = ((not text) + 0.2 * noise(hidden)).to(like.dtype)
     if ernie:
         tensors[f"{target}shared_head.norm.weight"] = like.clone()
 
@@ -524,7 +543,7 @@ def with_mtp_beside(tensors: dict[str, Tensor], num_layers: int, generator: torc
     """The tensors, and those of an MTP layer under the names of Qwen3-Next and Qwen3.5."""
     tensors = dict(tensors)
     hidden = tensors["model.norm.weight"].shape[0]
-    _add_mtp_layer(tensors, num_layers, 0, hidden, generator)
+    add_mtp_layer(tensors, num_layers, 0, hidden, generator)
     return _beside(tensors, f"model.layers.{num_layers}.")
 
 

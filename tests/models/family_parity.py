@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"num_mtp_layers": 1},
     "qwen3_moe": {},
     "minimax_m2": {},
-    "minimax_m3": {},
+    "minimax_m3": {"num_mtp_layers": 1},
     "mimo_v2_flash": {},
     "glm4_moe": {"num_mtp_layers": 1},
     "glm4_moe_lite": {"num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
-from tests.models.checkpoints import BLOCK_SPARSE, hub_fields
+from tests.models.checkpoints import BLOCK_SPARSE, add_mtp_layer, hub_fields, with_minimax_mtp, write_tensors
 from tests.models.vision_checkpoints import TEMPLATE, Made, Pixels
 
 IMAGE, VIDEO, START, END = 270, 271, 274, 275
@@ -42,7 +43,9 @@ def picture(rows: int, columns: int) -> Pixels:
     return Pixels(grid, torch.randn(grid[1] * grid[2], 3 * 2 * PATCH**2))
 
 
-def make_minimax_m3(path: Path, seed: int, vision: dict[str, Any] | None = None, **text: Any) -> MiniMaxOracle:
+def make_minimax_m3(
+    path: Path, seed: int, vision: dict[str, Any] | None = None, num_mtp_layers: int = 0, **text: Any
+) -> MiniMaxOracle:
     """Writes the checkpoint. `vision`: fields of the tower; `text`: of the text model."""
     import transformers
 
@@ -61,11 +64,24 @@ def make_minimax_m3(path: Path, seed: int, vision: dict[str, Any] | None = None,
     model.save_pretrained(path)
     torch.random.set_rng_state(state)
     model = type(model).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    if num_mtp_layers:
+        _add_mtp(path, num_mtp_layers, seed)
     write_tokenizer(path)
     _name_tokens(path)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
     return MiniMaxOracle(path, model)
+
+
+def _add_mtp(path: Path, count: int, seed: int) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    num_layers = raw["text_config"]["num_hidden_layers"]
+    raw["text_config"]["num_mtp_modules"] = count
+    (path / "config.json").write_text(json.dumps(raw))
+    tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for index in range(count):
+        add_mtp_layer(tensors, num_layers, index, raw["text_config"]["hidden_size"], generator)
+    write_tensors(path, with_minimax_mtp(tensors, num_layers))
 
 
 def _values(name: str, tensor: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def kimi_family(kind: str, path: Path, seed: int) -> Family:
 
 
 def minimax_m3_family(kind: str, path: Path, seed: int) -> Family:
-    made = minimax_m3_images.make_minimax_m3(path, seed, max_position_embeddings=1024)
+    made = minimax_m3_images.make_minimax_m3(path, seed, num_mtp_layers=1, max_position_embeddings=1024)
     processor = load_processor(str(path))
 
     def pixels(picture: Any) -> Pixels:

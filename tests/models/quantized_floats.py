@@ -103,6 +103,18 @@ def mxfp4(weight: Tensor) -> Written:
     )
 
 
+def mxfp8(weight: Tensor, end: str = "_inv") -> Written:
+    """A power of two for 32 columns of a row; the last ones may be fewer."""
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    powers = (padded.abs().amax(-1) / 448).log2().ceil().clamp(-127, 127)
+    data, values = _fp8(weight, powers.exp2().repeat_interleave(32, 1)[:, : weight.shape[1]])
+    return {".weight": data, f".weight_scale{end}": (powers + 127).to(torch.uint8)}, values
+
+
+def modelopt_mxfp8(weight: Tensor) -> Written:
+    return mxfp8(weight, "")
+
+
 def nf4(weight: Tensor, nested: bool = False) -> Written:
     flat = weight.numpy().reshape(-1)
     blocks = np.pad(flat, (0, -len(flat) % 64)).reshape(-1, 64)
@@ -172,6 +184,12 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
         | {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]},
     ),
     "modelopt": (matrix_fp8, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}),
+    "mxfp8": (
+        mxfp8,
+        {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32], "fmt": "e4m3"}
+        | {"scale_fmt": "ue8m0", "ignored_layers": ["lm_head"]},
+    ),
+    "modelopt mxfp8": (modelopt_mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}),
     "compressed fp8, rows": (rows_fp8, _compressed("float-quantized", 8, "channel")),
     "compressed fp8, matrix": (matrix_fp8, _compressed("float-quantized", 8, "tensor")),
     "compressed fp8, blocks": (blocks_fp8, _compressed("float-quantized", 8, "block", block_structure=[128, 128])),

@@ -7,11 +7,12 @@ the scores' magnitude are replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -60,6 +61,36 @@ def observed(margins: list[Tensor], length: int) -> Iterator[None]:
         yield
     finally:
         torch.Tensor.topk = original  # type: ignore[method-assign]
+
+
+Drawn = TypeVar("Drawn")
+
+
+def clear_draw(draw: Callable[[], Drawn], margin: float = MARGIN) -> Drawn:
+    """The first result of `draw` for which no `topk`, of routers or indexers, is decided by less than `margin` of the
+    largest score. Two implementations may take different experts at such a distance: each rounds by about 1e-6."""
+    margins: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for holder in (torch, torch.Tensor):
+            patch.setattr(holder, "topk", _recording(holder.topk, margins))
+        for _ in range(50):
+            margins.clear()
+            drawn = draw()
+            assert margins, "no selection was seen"
+            if min(margins) > margin:
+                return drawn
+    raise AssertionError("no clear selections in 50 draws")
+
+
+def _recording(topk: Any, margins: list[float]) -> Any:
+    def recorded(scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        if k < scores.shape[-1]:
+            best = scores.sort(dim=-1, descending=True).values
+            gap = (best[..., k - 1] - best[..., k]) / best[..., 0].abs().clamp(min=1e-6)
+            margins.append(float(gap.nan_to_num(nan=1.0, posinf=1.0).min()))  # masked scores are -inf
+        return topk(scores, k, *args, **kwargs)
+
+    return recorded
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:

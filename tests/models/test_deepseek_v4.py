@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +22,28 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.models import stepper
 from tests.models.family_parity import FORMS, NUM_TOKENS, compare, make_family, serve
 from tests.models.rows import all_rows
+from tests.models.sparse import clear_draw
 from tests.models.test_parity import assert_close, whole
 from tests.models.v4_checkpoints import CSA, FIELDS, HCA, PUBLISHED_RATES, SLIDING, load_v4, make_v4
 
 every_row = pytest.mark.parametrize("row", all_rows())
 PAGE = 16
 TIE = 1e-4
-"""Relative difference of index scores below which other kernels may select another entry."""
+"""Relative difference of scores below which other kernels may select another entry or expert."""
 
 
 class Made:
-    """A checkpoint with transformers' logits of some tokens; rounding decides no selection of entries."""
+    """A checkpoint with transformers' logits of some tokens; rounding decides no selection of entries or experts."""
 
     def __init__(self, path: Path, **fields: Any) -> None:
-        self.path, gap = path, 0.0
-        while gap < TIE:
-            seed = random.randrange(2**31)
-            make_v4(path, seed, tokenizer=False, **fields)
-            rng = random.Random(seed)
-            self.tokens = [rng.randrange(5, 250) for _ in range(150)]
-            model = load_v4(path)
-            with torch.no_grad(), index_scores(model) as scores:
-                self.logits: Tensor = model(torch.tensor([self.tokens])).logits[0]
-            gap = min((smallest_gap(own, model.config) for own in scores), default=1.0)
+        self.path = path
+        self.tokens, self.logits = clear_draw(lambda: self._drawn(fields), TIE)
 
-
-@contextmanager
-def index_scores(model: Any) -> Iterator[list[Tensor]]:
-    """The scores [T, entries] of each indexer in a forward of transformers' model."""
-    found: list[Tensor] = []
-    layers = [part for part in model.modules() if type(part).__name__ == "DeepseekV4IndexerScorer"]
-    hooks = [layer.register_forward_hook(lambda _, __, out: found.append(out[0])) for layer in layers]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def smallest_gap(scores: Tensor, config: Any) -> float:
-    """Between the last selected and the first other entry of any token, over the token's largest score."""
-    top_k, gap = config.index_topk, 1.0
-    for position, own in enumerate(scores):
-        visible = own[: (position + 1) // config.compress_rates[CSA]].sort(descending=True).values
-        if len(visible) > top_k:
-            gap = min(gap, float((visible[top_k - 1] - visible[top_k]) / visible.abs().max()))
-    return gap
+    @torch.no_grad()
+    def _drawn(self, fields: dict[str, Any]) -> tuple[list[int], Tensor]:
+        make_v4(self.path, random.randrange(2**31), tokenizer=False, **fields)
+        tokens = [random.randrange(5, 250) for _ in range(150)]
+        return tokens, load_v4(self.path)(torch.tensor([tokens])).logits[0]
 
 
 @pytest.fixture(scope="module")

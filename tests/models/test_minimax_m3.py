@@ -174,6 +174,7 @@ def test_the_published_model(tmp_path: Path) -> None:
         ({"moe_layer_freq": [1]}, {}, "moe_layer_freq needs a list of 60"),
         ({"layer_types": ["mamba"] * 60}, {}, "layer_types needs 60 of full_attention, minimax_m3_sparse"),
         ({"num_key_value_heads": 8}, {}, "index_n_heads 4 is not num_key_value_heads 8"),
+        ({"index_topk_freq": 4}, {}, "index_topk_freq 4: layers that share the selection of another layer"),
         ({}, {"sparse_index_dim": 32}, "index_head_dim 32 is less than the 64 rotated channels"),
         ({}, {"sparse_init_block": 1}, "sparse_init_block is not 0"),
         ({}, {"sparse_score_type": "mean"}, "sparse_score_type 'mean' is not supported"),
@@ -195,11 +196,12 @@ def test_draft_trees_are_refused(tmp_path: Path) -> None:
 
 
 def test_headers(tmp_path: Path) -> None:
-    """The tower's tensors and MTP layers are not read; a missing tensor of the indexer is named."""
+    """MTP layers are not read without drafts; a missing tensor of the indexer is named."""
     path = make_checkpoint(BLOCK_SPARSE, tmp_path / "model", tokenizer=False)
     tensors, config = load_file(path / "model.safetensors"), load_model_config(path)
+    names = ("enorm", "eh_proj", "transformer_layer.input_layernorm")
     for part in ("", "model."):
-        mtp = {f"language_model.{part}mtp.layers.0.{name}.weight": torch.ones(64) for name in ("enorm", "eh_proj")}
+        mtp = {f"language_model.{part}mtp.layers.0.{name}.weight": torch.ones(64) for name in names}
         write_tensors(path, tensors | mtp)
         check_headers(path, read_checkpoint(path), config)
     name = "language_model.model.layers.2.self_attn.index_k_proj.weight"
@@ -211,11 +213,11 @@ def test_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"speculative_algorithm": "NEXTN"}, r"NEXTN: .*MTP layers of MiniMaxM3Sparse.*use NGRAM"),
+        ({"speculative_algorithm": "NEXTN"}, r"NEXTN: .* has no multi-token-prediction layers"),
         ({"enable_torch_compile": True}, "--enable-torch-compile: not available yet"),
     ],
 )
 def test_refused_flags(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
     steps = {"speculative_num_steps": 1, "speculative_eagle_topk": 1} if "speculative_algorithm" in flags else {}
     with pytest.raises((ConfigError, NotAvailableYet), match=message):
-        resolve(EngineArgs.from_kwargs(**flags, **steps), parse(tmp_path), machine())
+        resolve(EngineArgs.from_kwargs(**flags, **steps), parse(tmp_path, {"num_mtp_modules": 0}), machine())

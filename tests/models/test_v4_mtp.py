@@ -13,6 +13,7 @@ from moe_engine.models import sizes
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, reload
 from tests.models.rows import all_rows
+from tests.models.sparse import clear_draw
 from tests.models.test_mtp import Drafter
 from tests.models.test_parity import assert_close
 from tests.models.v4_checkpoints import make_v4
@@ -23,13 +24,29 @@ every_row = pytest.mark.parametrize("row", all_rows())
 
 
 class Oracle(MTPOracle):
-    """Over a random checkpoint, with a random sequence."""
+    """Over a random checkpoint, with a random sequence of clear selections in all layers."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.path = make_v4(folder / "own", seed, num_mtp_layers=1, tokenizer=False)
         super().__init__(self.path, folder / "alone")
-        self.tokens = [random.randrange(250) for _ in range(LENGTH + 1)]
-        self.states = self.streams(self.tokens[:-1])
+        self.tokens, self.states = clear_draw(self._sequence)
+
+    def _sequence(self) -> tuple[list[int], Tensor]:
+        tokens = [random.randrange(250) for _ in range(LENGTH + 1)]
+        states = self.streams(tokens[:-1])
+        self.draft(tokens[1:], states)
+        return tokens, states
+
+    def random_chain(self, start: int) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
+        """Random drafts after `start` tokens, and the layer's outputs of each: v [1, n D] and its logits [1, V]."""
+        hidden, next_ids, outputs = self.states[:start], self.tokens[1 : start + 1], []
+        v = self.draft(next_ids, hidden)[0]
+        drafts = [random.randrange(250) for _ in range(4)]
+        for draft in drafts:
+            hidden, next_ids = torch.cat((hidden, v[-1:])), [*next_ids, draft]
+            v, logits = self.draft(next_ids, hidden)
+            outputs.append((v[-1:], logits[-1:]))
+        return drafts, outputs
 
 
 class StreamsDrafter(Drafter):
@@ -77,13 +94,10 @@ def test_drafting_further_and_back(oracle: Oracle, row: str) -> None:
     tokens, drafter = oracle.tokens, StreamsDrafter(oracle.path, row, seed=2)
     got = [drafter.step(tokens, 0, 45)]
     for start, stop in ((45, 46), (46, 49), (49, LENGTH)):
-        drafts = [random.randrange(250) for _ in range(4)]
-        hidden, next_ids, v = oracle.states[:start], tokens[1 : start + 1], got[-1][-1:]
-        for draft in drafts:
-            hidden = torch.cat((hidden, oracle.draft(next_ids, hidden)[0][-1:]))
-            next_ids = [*next_ids, draft]
+        v = got[-1][-1:]
+        for draft, want in zip(*clear_draw(lambda start=start: oracle.random_chain(start)), strict=True):  # type: ignore[misc]
             v = drafter.draft(drafter.batch([draft], decode=True), [draft], v)
-            check(drafter, v, tuple(found[-1:] for found in oracle.draft(next_ids, hidden)))  # type: ignore[arg-type]
+            check(drafter, v, want)
         drafter.main.lengths[0] = start
         got.append(drafter.step(tokens, start, stop, decode=True))
     check(drafter, torch.cat(got), oracle.draft(tokens[1:], oracle.states))

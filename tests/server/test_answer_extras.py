@@ -202,3 +202,14 @@ def test_priorities_are_refused_while_they_have_no_effect():
     refused = post(FakeClient(), "/generate", body, **flag)
     assert refused.status_code == 400 and "--enable-priority-scheduling" in refused.text
     assert post(FakeClient(), "/generate", body, **flag, uses_priority=True).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_include_stop_str_in_output_is_no_stop_trim(path: str):
+    body = CHAT if "chat" in path else {"prompt": "hi", "max_tokens": 50}
+    stop = {"stop": ["how"]}
+    trimmed, vllm, sglang = (
+        post(FakeClient("Hello world, how are you today?"), path, body | stop | more).json()["choices"][0]
+        for more in ({}, {"include_stop_str_in_output": True}, {"no_stop_trim": True})
+    )
+    assert vllm == sglang != trimmed

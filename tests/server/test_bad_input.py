@@ -185,6 +185,13 @@ OPENAI = [
     ("chat/completions", chat(logprobs=5), "logprobs", "logprobs: expected true or false, got 5"),
     ("chat/completions", chat(top_logprobs=5), "top_logprobs", "top_logprobs: needs logprobs: true"),
     ("chat/completions", chat(functions=[{"name": "f"}]), "functions", "functions: not available"),
+    ("chat/completions", chat(use_beam_search=True), "use_beam_search", "use_beam_search: not available"),
+    ("chat/completions", chat(prompt_logprobs=0), "prompt_logprobs", "prompt_logprobs: not available"),
+    ("chat/completions", chat(truncate_prompt_tokens=9), "truncate_prompt_tokens", "with --allow-auto-truncate"),
+    ("chat/completions", chat(chat_template="{{ 1 }}"), "chat_template", "start the server with --chat-template FILE"),
+    ("chat/completions", chat(documents=[{"text": "a"}]), "documents", "send them in chat_template_kwargs"),
+    ("completions", {"prompt": "a", "kv_transfer_params": {"x": 1}}, "kv_transfer_params", "not available"),
+    ("completions", {"prompt": "a", "logits_processors": ["a.b"]}, "logits_processors", "not available"),
     ("chat/completions", chat(modalities=["text", "audio"]), "modalities[1]", "modalities[1]: expected 'text'"),
     ("chat/completions", chat(web_search_options={}), "web_search_options", "web_search_options: not available"),
     (

@@ -55,9 +55,18 @@ class Pair:
 
     def counts(self, prompt: list[int], answer: list[int], depth: int) -> tuple[list[int], list[int]]:
         """Proposed and accepted drafts of the reference at each depth."""
-        if isinstance(self.head, ReferenceHead):
-            return offline_counts(self.head, prompt, answer, depth)
-        return block_counts(self.head, prompt, answer, depth)
+        return counts_of(self.head, prompt, answer, depth)
+
+
+def reference(form: Form | BlockForm, target: Target, seed: int) -> ReferenceHead | ReferenceBlockHead:
+    return ReferenceHead(form, target, seed) if isinstance(form, Form) else ReferenceBlockHead(form, target, seed)
+
+
+def counts_of(
+    head: ReferenceHead | ReferenceBlockHead, prompt: list[int], answer: list[int], depth: int
+) -> tuple[list[int], list[int]]:
+    count = offline_counts if isinstance(head, ReferenceHead) else block_counts
+    return count(head, prompt, answer, depth)  # type: ignore[arg-type]
 
 
 def make_pair(name: str, folder: Path, steps: int = 40, texts: int = 4, **fields: Any) -> Pair:
@@ -67,7 +76,7 @@ def make_pair(name: str, folder: Path, steps: int = 40, texts: int = 4, **fields
     path = agreeing_checkpoint(kind, folder / "target", random.randrange(1000), num_hidden_layers=LAYERS, **fields)
     target = Target(path)
     seed = random.randrange(1000)
-    head = ReferenceHead(form, target, seed) if isinstance(form, Form) else ReferenceBlockHead(form, target, seed)
+    head = reference(form, target, seed)
     prompts = [[random.randrange(250) for _ in range(5 * i + 4)] for i in range(4)]
     starts: list[list[int]] = [prompts[i % 4] + [random.randrange(250)] for i in range(texts)]
     if isinstance(form, BlockForm):  # a block learns the text by heart

@@ -1,7 +1,8 @@
-"""Random EAGLE heads on random targets: ``python -m tests.speculation.eagle_shapes --count 50``.
+"""Random draft heads on random targets: ``python -m tests.speculation.eagle_shapes --count 50``.
 
-Numbers of heads, widths, norms, biases, rotary settings, tapped layers and draft vocabularies are drawn. Answers with
-drafts must be those without, and the counts of accepted drafts those of a float64 reference.
+Kinds of heads (EAGLE, DFlash, DSpark), numbers of heads, widths, norms, biases, rotary settings, tapped layers, lengths
+of blocks and draft vocabularies are drawn. Answers with drafts must be those without, and the counts of accepted drafts
+those of a float64 reference.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from moe_engine import Engine
 from tests.models import random_shapes
 from tests.models.random_shapes import Refused
 from tests.speculation.agreeing import agreeing_checkpoint
-from tests.speculation.eagle_heads import Form, ReferenceHead, Target, offline_counts
+from tests.speculation.block_heads import BlockForm
+from tests.speculation.eagle_heads import Form, Target
+from tests.speculation.eagle_pairs import counts_of, reference
 
 TARGETS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2_lite", "deepseek_v3", "glm4_moe")
 MORE_TARGETS = (
@@ -37,7 +40,7 @@ class Drawn:
 
     kind: str
     fields: dict[str, Any]
-    form: Form
+    form: Form | BlockForm
     ranks: str
     depth: int
     tree: int = 1
@@ -54,7 +57,26 @@ def draw(kind: str, rng: random.Random) -> Drawn:
         fields["hidden_size"] = rng.choice((24, 48, 72))  # which the heads of the EAGLE head divide
     if ranks in ("tp 2", "dp 2"):
         _divide(fields)
+    if rng.random() < 0.3:
+        block = _draw_block(rng, layers, ranks)
+        return Drawn(kind, fields, block, ranks, rng.randint(1, min(block.drafts, 5)))
     return Drawn(kind, fields, _draw_form(rng, layers, fields, ranks), ranks, rng.choice((1, 2, 3)))
+
+
+def _draw_block(rng: random.Random, layers: int, ranks: str) -> BlockForm:
+    layer, even = rng.choice(("qwen3", "llama")), 2 if ranks in ("tp 2", "dp 2") else 1
+    heads = even * rng.choice((1, 2, 3))
+    fields: dict[str, Any] = {
+        "num_attention_heads": heads * rng.choice((1, 2)), "num_key_value_heads": heads, "rms_norm_eps": 1e-5,
+        "intermediate_size": even * rng.choice((20, 37, 96)), "rope_theta": rng.choice((1e4, 5e5)),
+        "head_dim": rng.choice((8, 16, 24)), "rope_scaling": rng.choice((None, {"rope_type": "linear", "factor": 2.0})),
+    }  # fmt: skip
+    taps = tuple(sorted(rng.sample(range(-1, layers), rng.randint(1, 3))))
+    return BlockForm(
+        size=rng.randint(2, 9), markov=rng.choice((None, "vanilla", "gated", "rnn")), rank=rng.choice((3, 16)),
+        layer=layer, num_layers=rng.choice((1, 2, 3)), tapped=taps, mask_id=rng.randrange(250),
+        confidence=rng.random() < 0.5, fields=fields,
+    )  # fmt: skip
 
 
 def _divide(fields: dict[str, Any]) -> None:
@@ -107,7 +129,7 @@ def check(drawn: Drawn, folder: Path, rng: random.Random) -> str:
     try:
         path = agreeing_checkpoint(drawn.kind, folder / "target", rng.randrange(1000), **drawn.fields)
         target = Target(path)
-        head = ReferenceHead(drawn.form, target, rng.randrange(1000))
+        head = reference(drawn.form, target, rng.randrange(1000))
     except Exception as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
     prompts = [[rng.randrange(250) for _ in range(9 * i + 1)] for i in range(4)]
@@ -116,11 +138,11 @@ def check(drawn: Drawn, folder: Path, rng: random.Random) -> str:
     flags: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 8}
     flags |= {"cpu_threads": 1, "skip_tokenizer_init": True}
     drafts: dict[str, Any] = {
-        "speculative_algorithm": "EAGLE3" if drawn.form.eagle3 else "EAGLE", "speculative_num_steps": drawn.depth,
+        "speculative_algorithm": drawn.form.algorithm, "speculative_num_steps": drawn.depth,
         "speculative_draft_model_path": str(written), "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": drawn.depth + 1, "disable_overlap_schedule": True,
     }  # fmt: skip
-    if drawn.form.token_map:
+    if isinstance(drawn.form, Form) and drawn.form.token_map:
         torch.save(list(drawn.form.token_map), written / "map.pt")
         drafts["speculative_token_map"] = str(written / "map.pt")
     with Engine(str(path), **flags, **drafts, **FORMS[drawn.ranks]) as engine:
@@ -132,7 +154,7 @@ def check(drawn: Drawn, folder: Path, rng: random.Random) -> str:
         chosen = best.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         gap = float(((best.max(-1).values - chosen) / best.abs().max()).max())
         assert gap < 1e-5, f"a token is worse than transformers' by {gap:.1e}"
-        wanted.append(offline_counts(head, prompt, tokens, drawn.depth)[1])
+        wanted.append(counts_of(head, prompt, tokens, drawn.depth)[1])
         accepted.append(output["meta_info"]["spec_num_correct_drafts"])
     counts = [sum(count) for count in wanted]
     assert accepted == counts, f"accepted {accepted}, wanted {counts}"

@@ -15,6 +15,7 @@ from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import parse_cluster
+from moe_engine.tuning.planner.prompt_steps import SAMPLED, PromptSteps
 from moe_engine.tuning.planner.steady import Load, steady_state
 from moe_engine.tuning.planner.workload import Workload
 from tests.models.published import V3
@@ -94,6 +95,18 @@ def test_chunks_cost_more_than_a_whole_prompt_and_cached_tokens_less():
     assert cached.prompt_s < whole.prompt_s < chunked.prompt_s
     alone = replace(SHARE, queue=0.0)
     assert steady_state(COST, Form(8), Load(8000, 8000, 100), 8, alone).ttft_s < whole.ttft_s
+
+
+def test_many_chunks_of_a_prompt_are_interpolated():
+    chunk, cached = random.choice([64, 100, 256]), random.choice([0, random.randint(1, 50_000)])
+    computed = chunk * random.randint(SAMPLED + 1, 900) + random.randrange(chunk)
+    seconds, before = 0.0, cached
+    while before < cached + computed:
+        tokens = min(chunk, cached + computed - before)
+        pairs = tokens * before + tokens * (tokens + 1) // 2
+        seconds += COST.step(StepShape(0, 0, 0, tokens, pairs, tokens)).seconds
+        before += tokens
+    assert PromptSteps(COST, computed, cached, chunk).added(1.0) == pytest.approx(seconds, rel=2e-3)
 
 
 def test_turns_of_a_conversation_are_cached():

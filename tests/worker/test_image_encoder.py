@@ -26,8 +26,10 @@ HOST: Any = SimpleNamespace(device=torch.device("cpu"), upload=lambda tensor: te
 class Model:
     config = SimpleNamespace(vision=VISION)
     embedding = SimpleNamespace(weight=torch.zeros(1, dtype=torch.bfloat16))
+    num_encoded = 0
 
     def encode(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        self.num_encoded += 1
         return pixels.view(-1, 4 * PATCH)[:, :WIDTH].to(torch.bfloat16)
 
 
@@ -74,15 +76,16 @@ def test_ranks_divide_images() -> None:
         limit = rng.choice((0, 200, 10000))
         model: Any = Model()
         alone = ImageEncoder(model, limit, HOST)
+        models: list[Any] = [Model() for _ in range(size)]
         expected = run(alone, steps)
         ranks = Ranks(size)
-        encoders = [ImageEncoder(model, limit, HOST, ranks.group(rank)) for rank in range(size)]
+        encoders = [ImageEncoder(own, limit, HOST, ranks.group(rank)) for rank, own in enumerate(models)]
         with ThreadPoolExecutor(size) as pool:
             found = list(pool.map(run, encoders, [steps] * size))
         for rows in found:
             assert len(rows) == len(steps) and all(map(torch.equal, rows, expected))
-        together = sum(encoder.num_encoded for encoder in encoders)
-        assert alone.num_encoded <= together <= len(known) + size * (alone.num_encoded - len(known))
+        together = sum(own.num_encoded for own in models)
+        assert model.num_encoded <= together <= len(known) + size * (model.num_encoded - len(known))
 
 
 def test_shares_are_even() -> None:

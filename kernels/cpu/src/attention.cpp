@@ -17,9 +17,9 @@ static INLINE void add_rows(Ahead* ahead, const T* first, int64_t row, int64_t w
 
 // Points a part's row groups at rows `stride` bytes apart.
 template <class T>
-static INLINE void place(Keys* keys, int part, const void* data, int64_t stride, int64_t steps) {
-  const int64_t rows = row_multiple(T{});
+static INLINE void place(Keys* keys, int part, const void* data, int64_t stride, int64_t steps, int64_t rows) {
   keys->steps[part] = steps;
+  keys->piece = rows;
   for (int64_t piece = 0; piece * rows < BLOCK; piece++) {
     keys->data[part][piece] = static_cast<const char*>(data) + piece * rows * stride;
     keys->stride[part][piece] = stride;
@@ -34,12 +34,12 @@ static INLINE int64_t copy_stride(int64_t width) {
 
 // A block's rows, converted by `read(i, row)` from another storage format; `rows` become their addresses.
 template <class T, class Read>
-static INLINE Keys read_keys(int64_t width, int64_t count, const T** rows, const Read& read) {
+static INLINE Keys read_keys(const Unit& u, int64_t width, int64_t count, const T** rows, const Read& read) {
   const int64_t stride = copy_stride<T>(width);
   char* copy = scratch<char>(KEYS, BLOCK * stride);
   Keys keys;
   keys.parts = 1;
-  place<T>(&keys, 0, copy, stride, steps_of<T>(width));
+  place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_rows<T>(u.columns));
   for (int64_t i = 0; i < count; i++) {
     T* row = reinterpret_cast<T*>(copy + i * stride);
     read(i, row);
@@ -52,16 +52,16 @@ static INLINE Keys read_keys(int64_t width, int64_t count, const T** rows, const
 // The rows of a paged block: row groups in place where slots are contiguous and the kernel can read them, else copied.
 // `rows` become the addresses of all rows.
 template <class T>
-static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count,
+static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count,
                        const T** rows) {
-  const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_rows = row_multiple(T{});
+  const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_size = piece_rows<T>(u.columns);
   const int64_t stride = copy_stride<T>(width);
   char* copy = scratch<char>(KEYS, BLOCK * stride);
   Keys keys;
   keys.parts = 1;
-  place<T>(&keys, 0, copy, stride, steps_of<T>(width));
-  for (int64_t first = 0, piece = 0; first < count; first += piece_rows, piece++) {
-    const int64_t last = std::min(first + piece_rows, count);
+  place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_size);
+  for (int64_t first = 0, piece = 0; first < count; first += piece_size, piece++) {
+    const int64_t last = std::min(first + piece_size, count);
     bool together = padded == width;
     for (int64_t i = first; i < last; i++) {
       rows[i] = cache + slots[i] * row;
@@ -99,7 +99,7 @@ struct LatentSource {
   Keys keys(const Unit& u, int64_t first, int64_t count) const {
     const T* rows[BLOCK];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
-    return paged_keys(static_cast<const T*>(cache), row, width, slots, count, rows);
+    return paged_keys(u, static_cast<const T*>(cache), row, width, slots, count, rows);
   }
   void values(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
     const T* rows[BLOCK];
@@ -112,8 +112,8 @@ struct LatentSource {
     const T* rows[BLOCK];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
     const uint8_t* bytes = static_cast<const uint8_t*>(cache);
-    Keys keys = form == PLAIN ? paged_keys(static_cast<const T*>(cache), row, width, slots, count, rows)
-                              : read_keys(width, count, rows, [&](int64_t i, T* to) {
+    Keys keys = form == PLAIN ? paged_keys(u, static_cast<const T*>(cache), row, width, slots, count, rows)
+                              : read_keys(u, width, count, rows, [&](int64_t i, T* to) {
                                   read_latent(form, bytes + slots[i] * row, latent, width - latent, to);
                                 });
     pack_values(rows, count, latent, steps, values);
@@ -141,10 +141,10 @@ struct PagedSource {
     if (form == PLAIN) {
       for (int64_t i = 0; i < count; i++) rows[i] = at<T>(v, slots[i] * v_row + u.group * v_head);
       pack_values(rows, count, value, steps, values);
-      return paged_keys(at<T>(k, u.group * k_head), k_row, width, slots, count, rows);
+      return paged_keys(u, at<T>(k, u.group * k_head), k_row, width, slots, count, rows);
     }
     auto read = [&](const uint8_t* from, int64_t row, int64_t channels) {
-      return read_keys(channels, count, rows,
+      return read_keys(u, channels, count, rows,
                        [&](int64_t i, T* to) { read_head(form, from + slots[i] * row, channels, to); });
     };
     read(at<uint8_t>(v, u.group * v_head), v_row, value);  // once the values are packed, keys reuse their buffer
@@ -198,8 +198,8 @@ struct ExpandedSource {
       view.parts = rotary > 0 ? 2 : 1;
       const int64_t before = copy_stride<T>(nope), behind = copy_stride<T>(rotary);
       char* copy = scratch<char>(KEYS, BLOCK * (before + behind));
-      put(&view, 0, keys, kv_row, nope, places, count, copy, before);
-      put(&view, 1, rope, rope_row, rotary, places, count, copy + BLOCK * before, behind);
+      put(u, &view, 0, keys, kv_row, nope, places, count, copy, before);
+      put(u, &view, 1, rope, rope_row, rotary, places, count, copy + BLOCK * before, behind);
       return view;
     }
     const int64_t size = sizeof(T), width = nope + rotary, padded = padded_k<T>(width), stride = padded + 64 / size;
@@ -210,17 +210,17 @@ struct ExpandedSource {
       std::memset(copy + i * stride + width, 0, size_t((padded - width) * size));
     }
     view.parts = 1;
-    place<T>(&view, 0, copy, stride * size, steps_of<T>(width));
+    place<T>(&view, 0, copy, stride * size, steps_of<T>(width), piece_rows<T>(u.columns));
     return view;
   }
 
   // A part of the keys: row groups in place where rows are contiguous and do not share cache sets, else copied.
-  static INLINE void put(Keys* keys, int part, const T* base, int64_t row, int64_t width, const int64_t* places,
-                         int64_t count, char* copy, int64_t stride) {
-    const int64_t size = sizeof(T), piece_rows = row_multiple(T{});
-    place<T>(keys, part, copy, stride, steps_of<T>(width));
-    for (int64_t first = 0, piece = 0; first < count; first += piece_rows, piece++) {
-      const int64_t last = std::min(first + piece_rows, count);
+  static INLINE void put(const Unit& u, Keys* keys, int part, const T* base, int64_t row, int64_t width,
+                         const int64_t* places, int64_t count, char* copy, int64_t stride) {
+    const int64_t size = sizeof(T), piece_size = piece_rows<T>(u.columns);
+    place<T>(keys, part, copy, stride, steps_of<T>(width), piece_size);
+    for (int64_t first = 0, piece = 0; first < count; first += piece_size, piece++) {
+      const int64_t last = std::min(first + piece_size, count);
       if (row * size % 4096 != 0 && places[last - 1] - places[first] == last - 1 - first &&
           in_order(places + first, last - first)) {
         keys->data[part][piece] = reinterpret_cast<const char*>(base + places[first] * row);

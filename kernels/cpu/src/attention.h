@@ -12,12 +12,12 @@
 // panels and the softmax lanes. Every chain of additions stays the same, and so do the bits.
 #pragma once
 
-#include "gemm.h"
+#include "attention_keys.h"
 #include "vec.h"
 
 namespace moe {
 
-constexpr int64_t BLOCK = 64, SPLIT = 512, FEW = 8;
+constexpr int64_t SPLIT = 512;
 
 struct Queries {
   int64_t requests;
@@ -59,36 +59,6 @@ struct Heads {
   float scale;
   const float* sinks = nullptr;  // [H]: a logit of each head that takes part in the softmax, without a value
   float* sums = nullptr;         // [T, H], if not null: output of the log2-sum-exp of the scores
-};
-
-// Keys of a block by rows, in one part or two (the second continues the channels of the first). Every group of
-// row_multiple() rows has its own address, so that whole pages are read in place.
-struct Keys {
-  const char* data[2][BLOCK / LANES];
-  int64_t stride[2][BLOCK / LANES], steps[2];
-  int parts;
-
-  const char* row(int part, int64_t i, int64_t piece_rows) const {
-    return data[part][i / piece_rows] + i % piece_rows * stride[part][i / piece_rows];
-  }
-};
-
-// Memory of the next block, prefetched a few lines at a time between this block's products: the context is scattered
-// over pages, where hardware prefetching does not help.
-struct Ahead {
-  const char* rows[2 * BLOCK];
-  int64_t count = 0, lines = 0, row = 0, line = 0;
-
-  int64_t total() const { return count * lines; }
-  void fetch(int64_t n) {
-    for (; n > 0 && row < count; row++) {
-      const int64_t stop = std::min(lines, line + n);
-      n -= stop - line;
-      for (; line < stop; line++) __builtin_prefetch(rows[row] + line * 64, 0, 2);
-      if (line < lines) return;
-      line = 0;
-    }
-  }
 };
 
 // The running softmax of a unit's columns: highest score, sum of weights, weighted values (not yet divided).
@@ -142,7 +112,7 @@ struct Attention {
   // Query panels; of few columns: rows.
   void pack_queries(const Unit& u, uint32_t* panels) const {
     if (u.columns <= FEW) {
-      std::memset(panels, 0, size_t(u.columns * key_steps * 4));
+      std::memset(panels, 0, size_t(few_rows<T>(u.columns) * key_steps * 4));
       for (int64_t c = 0; c < u.columns; c++)
         std::memcpy(panels + c * key_steps, query(u, c), size_t(heads.key_width) * sizeof(T));
       return;
@@ -236,9 +206,10 @@ struct Attention {
     return any;
   }
 
-  // The same for few columns: scores [columns][BLOCK]; `turned` (transposed) is [BLOCK][LANES].
+  // The same for few columns: scores and weights are [columns][BLOCK]; `turned`, the weights transposed for their sums,
+  // is [BLOCK][LANES].
   bool weigh_few(const Unit& u, float* scores, float* turned, int64_t first, int64_t count, int64_t steps,
-                 const Running& run, float* rescale, uint32_t* weights) const {
+                 const Running& run, float* rescale, T* weights) const {
     const F16 scale = set1(heads.scale * 1.44269504f);
     const int64_t padded = ceil_div(count, LANES) * LANES;
     bool any = false;
@@ -261,7 +232,12 @@ struct Attention {
       store(lanes, exp2((before - at) * scale));
       rescale[c] = lanes[0];
       any |= rescale[c] != 1.f;
-      for (int64_t k = 0; k < padded; k += LANES) store(s + k, exp2(fma(load(s + k), scale, shift)));
+      for (int64_t k = 0; k < padded; k += LANES) {
+        const F16 weight = exp2(fma(load(s + k), scale, shift));
+        store(s + k, weight);
+        store(weights + c * BLOCK + k, weight);
+      }
+      for (int64_t k = padded; k < steps * PER_UNIT<T>; k += LANES) store(weights + c * BLOCK + k, zero());
     }
     alignas(64) static const uint32_t none[LANES] = {};
     for (int64_t k = 0; k < padded; k += LANES) {
@@ -271,14 +247,7 @@ struct Attention {
       transpose(reinterpret_cast<uint32_t*>(turned + k * LANES), LANES, from);
     }
     F16 total = zero();
-    for (int64_t step = 0; step < steps; step++) {
-      const float* at = turned + step * PER_UNIT<T> * LANES;
-      const bool inside = step * PER_UNIT<T> < padded;
-      const F16 even = inside ? load(at) : zero(), odd = inside && PER_UNIT<T> == 2 ? load(at + LANES) : zero();
-      total = total + even;
-      if (PER_UNIT<T> == 2) total = total + odd;
-      store_units(weights + step * LANES, even, odd, T{});
-    }
+    for (int64_t k = 0; k < padded; k++) total = total + load(turned + k * LANES);
     store(run.total, fma(load(run.total), load(rescale), total));
     return any;
   }
@@ -305,18 +274,18 @@ struct Attention {
   // Scores [columns][BLOCK] of few columns.
   void score_few(const Keys& keys, int64_t count, const uint32_t* rows, int64_t columns, float* scores, Ahead* ahead,
                  int64_t share) const {
-    const int64_t key_piece = row_multiple(T{});
     uint32_t* panels = scratch<uint32_t>(TURNED, BLOCK * key_steps);
     for (int64_t k = 0; k < count; k += LANES) {
-      if (k % key_piece == 0) ahead->fetch(share);
+      ahead->fetch(share);
       const int64_t here = std::min<int64_t>(LANES, count - k);
       for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++])) {
         const T* lines[LANES];
-        for (int64_t i = 0; i < here; i++) lines[i] = reinterpret_cast<const T*>(keys.row(part, k + i, key_piece));
+        for (int64_t i = 0; i < here; i++) lines[i] = reinterpret_cast<const T*>(keys.row(part, k + i));
         pack_rows(lines, here, keys.steps[part] * PER_UNIT<T>, keys.steps[part], panels + k * key_steps + done * LANES);
       }
     }
-    gemm<T>(rows, key_steps * 4, columns, panels, key_steps * LANES, panels_of(count), key_steps, scores, BLOCK, false);
+    gemm<T>(rows, key_steps * 4, few_rows<T>(columns), panels, key_steps * LANES, panels_of(count), key_steps, scores,
+            BLOCK, false);
   }
 
   // One split of a unit. `next`, if given, is the unit that this thread will probably run next. `ready`: the scores of
@@ -334,8 +303,8 @@ struct Attention {
     uint32_t* values = scratch<uint32_t>(VALUES, (BLOCK + LANES) * value);
     std::fill(run.high, run.high + padded, -INFINITY);
     std::fill(run.total, run.total + padded, 0.f);
-    const int64_t key_piece = row_multiple(T{}), value_panels = value / LANES;
-    const int64_t value_piece = std::min(panels_by_steps(T{}), value_panels);
+    const int64_t key_piece = piece_rows<T>(u.columns), value_panels = value / LANES;
+    const int64_t value_piece = std::min(few ? 4 : panels_by_steps(T{}), value_panels);
     int64_t seeing = 0;
     for (int64_t first = begin; first < end; first += BLOCK) {
       const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
@@ -361,7 +330,7 @@ struct Attention {
       else if (few) score_few(keys, count, panels, u.columns, scores, &ahead, share);
       else score(keys, count, panels, seeing, padded, scores, ldc, &ahead, share);
       const bool moved =
-          few ? weigh_few(u, scores, masked, first, count, steps, run, rescale, weights)
+          few ? weigh_few(u, scores, masked, first, count, steps, run, rescale, reinterpret_cast<T*>(weights))
               : weigh(u, found, ldc, masked, first, count, seeing, padded, steps, last, run, rescale, weights);
       if (moved && !fresh)
         for (int64_t c = seeing; c < u.columns; c++) {
@@ -372,9 +341,14 @@ struct Attention {
         }
       for (int64_t v = 0; v < value_panels; v += value_piece) {
         ahead.fetch(share);
-        gemm_by_steps<T>(weights + seeing, padded, used - seeing, values + v * steps * LANES, steps * LANES,
-                         std::min(value_piece, value_panels - v), steps, run.out + seeing * value + v * LANES, value,
-                         !fresh);
+        const int64_t panels_here = std::min(value_piece, value_panels - v);
+        const uint32_t* from = values + v * steps * LANES;
+        if (few)
+          gemm<T>(weights, BLOCK * int64_t(sizeof(T)), few_rows<T>(u.columns), from, steps * LANES, panels_here, steps,
+                  run.out + v * LANES, value, !fresh);
+        else
+          gemm_by_steps<T>(weights + seeing, padded, used - seeing, from, steps * LANES, panels_here, steps,
+                           run.out + seeing * value + v * LANES, value, !fresh);
       }
     }
   }
@@ -430,7 +404,6 @@ struct Attention {
     const int32_t* last = last_positions(u);
     Running total = running_at(scratch<float>(TOTAL, running_floats(u.columns)), padded);
     Running here = running_at(scratch<float>(OUTPUT, running_floats(u.columns)), padded);
-    const KeepTiles keep;
     split(u, 0, panels, last, total, next, ready);
     for (int64_t s = 1; s < u.splits; s++) {
       split(u, s, panels, last, here, next, ready);
@@ -463,7 +436,7 @@ struct Attention {
           !queries.first)
         if (run_together(*this, units, count, threads)) return;
     if (count >= 2 * threads || most_splits == 1 || threads == 1) {
-      parallel(count, [&](int64_t task) {
+      parallel_products(count, [&](int64_t task) {
         whole(units[task], task + threads < count ? &units[task + threads] : nullptr);
       });
       return;
@@ -473,8 +446,7 @@ struct Attention {
     int64_t* unit_of = scratch<int64_t>(SHARED_INDEX, partial);
     for (int64_t i = 0; i < count; i++)
       std::fill(unit_of + units[i].partial, unit_of + units[i].partial + units[i].splits, i);
-    parallel(partial, [&](int64_t task) {
-      const KeepTiles keep;
+    parallel_products(partial, [&](int64_t task) {
       const Unit& u = units[unit_of[task]];
       split(u, task - u.partial, packed_queries(u), last_positions(u),
             running_at(partials + task * floats, panels_of(u.columns) * LANES));

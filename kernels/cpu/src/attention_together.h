@@ -45,7 +45,7 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
     whole.pack_queries(units[i], at.panels);
     whole.find_last(units[i], at.last);
   }
-  parallel(tasks, [&](int64_t task) {
+  parallel_products(tasks, [&](int64_t task) {
     int64_t i = count - 1;
     while (places[i].task > task) i--;
     const Place& at = places[i];
@@ -59,12 +59,12 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
     Ahead ahead;  // of the task that this thread will probably run next
     const int64_t later = first + threads * rows;
     if (later < at.context) whole.source.ahead(u, later, std::min(rows, at.context - later), &ahead);
-    const int64_t share = ceil_div(ahead.total(), ceil_div(here, row_multiple(T{})));
+    const int64_t share = ceil_div(ahead.total(), ceil_div(here, piece_rows<T>(u.columns)));
     if (u.columns <= FEW) whole.score_few(keys, here, at.panels, u.columns, to + within, &ahead, share);
     else whole.score(keys, here, at.panels, seeing, at.padded, to + within * at.padded, at.padded, &ahead, share);
   });
   const int64_t wide = ceil_div(ceil_div(whole.value, parts), 4 * LANES) * 4 * LANES;
-  parallel(count * ceil_div(whole.value, wide), [&](int64_t task) {
+  parallel_products(count * ceil_div(whole.value, wide), [&](int64_t task) {
     const Unit& u = units[task % count];
     const int64_t channel = task / count * wide;
     Heads<T> heads = whole.heads;

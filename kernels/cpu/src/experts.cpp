@@ -129,7 +129,6 @@ class Passes {
     const int64_t first = task % up_parts_ * up_width_, last = std::min(first + up_width_, s_.width_panels);
     int64_t stride = 0;
     const void* x = rows_of_(unit, &stride);
-    const KeepTiles keep;
     const Packed w{panels_.up + unit.expert * panels_.apart, 2 * s_.width_panels, s_.hidden_steps, s_.up_form};
     float* gate = scratch<float>(PRODUCT, 2 * unit.rows * GROUP * LANES);
     float* up = gate + unit.rows * GROUP * LANES;
@@ -155,7 +154,6 @@ class Passes {
     const int64_t first = task % down_parts_ * down_width_, last = std::min(first + down_width_, s_.hidden_panels);
     const Packed w{panels_.down + unit.expert * panels_.apart, s_.hidden_panels, s_.width_steps, s_.down_form};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
-    const KeepTiles keep;
     int64_t stride = stride_ * int64_t(sizeof(T));
     const void* x = hidden_ + unit.begin * stride_;
     if (s_.down_form) x = coded_rows<T>(*s_.down_form, x, &stride, unit.rows, s_.width, ROWS);
@@ -245,8 +243,8 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
   };
   const auto out_of = [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; };
   const Passes passes(units, count, s, Panels::of(weights, s), hidden, stride, rows_of, out_of);
-  parallel(passes.up_tasks, [&](int64_t task) { passes.up(task); });
-  parallel(passes.down_tasks, [&](int64_t task) { passes.down(task); });
+  parallel_products(passes.up_tasks, [&](int64_t task) { passes.up(task); });
+  parallel_products(passes.down_tasks, [&](int64_t task) { passes.down(task); });
 }
 
 // Entries (token, k) sorted by expert, then by token. An id outside [0, E) (an expert of another rank, or none)
@@ -292,10 +290,10 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   const int64_t shared_count = shared ? add_units<T>(units + count, 0, 0, 0, tokens, 0) : 0;
   const Passes common(units + count, shared_count, one, panels, hidden + rows * stride, one_stride, token_rows,
                       token_out);
-  parallel(own.up_tasks + common.up_tasks,
-           [&](int64_t task) { task < own.up_tasks ? own.up(task) : common.up(task - own.up_tasks); });
-  parallel(own.down_tasks + common.down_tasks,
-           [&](int64_t task) { task < own.down_tasks ? own.down(task) : common.down(task - own.down_tasks); });
+  parallel_products(own.up_tasks + common.up_tasks,
+                    [&](int64_t task) { task < own.up_tasks ? own.up(task) : common.up(task - own.up_tasks); });
+  parallel_products(own.down_tasks + common.down_tasks,
+                    [&](int64_t task) { task < own.down_tasks ? own.down(task) : common.down(task - own.down_tasks); });
   combine_rows<T>(partial, s.hidden, positions, top_k, topk, top_k, shared ? out : sum, shared ? s.hidden : lds, out,
                   tokens, s.hidden);
 }
@@ -314,10 +312,9 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
   T* middle = scratch<T>(SHARED_HIDDEN, m * stride);
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
   const int64_t up_width = panels_per_task(width_panels, 8 * panel_units<T>(hidden, up_form), row_tasks);
-  parallel(row_tasks * ceil_div(width_panels, up_width), [&](int64_t task) {
+  parallel_products(row_tasks * ceil_div(width_panels, up_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * up_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + up_width, width_panels);
-    const KeepTiles keep;
     float* gate = scratch<float>(PRODUCT, 2 * here * GROUP * LANES);
     float* up = gate + here * GROUP * LANES;
     for (int64_t p = begin; p < end; p += GROUP) {
@@ -334,10 +331,9 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
         std::memset(middle + (row + i) * stride + width, 0, size_t(stride - width) * sizeof(T));
   });
   const int64_t down_width = panels_per_task(second.panels, 4 * panel_units<T>(width, down_form), row_tasks);
-  parallel(row_tasks * ceil_div(second.panels, down_width), [&](int64_t task) {
+  parallel_products(row_tasks * ceil_div(second.panels, down_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * down_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + down_width, second.panels);
-    const KeepTiles keep;
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     int64_t apart = stride * int64_t(sizeof(T));
     const void* a = middle + row * stride;

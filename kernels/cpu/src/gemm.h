@@ -9,7 +9,8 @@
 namespace moe {
 
 // A by rows, `lda` bytes apart, each of `steps` units. `panel` is the distance of B's panels in units. `ahead`, if
-// given, is B of the next call (same panels and steps): it is prefetched into the L2 cache.
+// given, is B of the next call (same panels and steps): it is prefetched into the L2 cache. Without it, nothing is
+// prefetched: B was written just before.
 template <class T>
 void gemm(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps, float* c,
           int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr);
@@ -24,12 +25,21 @@ int64_t panels_by_steps(bf16);
 inline int64_t panels_by_steps(float) { return 4; }
 
 // While one exists on a thread, that thread's products keep the configuration of the matrix tiles: setting it takes as
-// long as several small products. A task that multiplies has one; no code of others runs within it.
+// long as several small products. No code of others runs within it.
 struct KeepTiles {
   KeepTiles();
   ~KeepTiles();
   KeepTiles(const KeepTiles&) = delete;
 };
+
+// parallel() for tasks that multiply.
+template <class Body>
+void parallel_products(int64_t tasks, const Body& body) {
+  parallel(tasks, [&](int64_t task) {
+    const KeepTiles keep;
+    body(task);
+  });
+}
 
 // Elements of K read at once: rows of A must be readable, and zero, up to a multiple of this.
 int64_t k_multiple(bf16);
@@ -37,6 +47,9 @@ int64_t k_multiple(bf16);
 int64_t row_multiple(bf16);
 int64_t row_multiple(float);
 inline int64_t k_multiple(float) { return 1; }
+// Few rows are best rounded up to this: products of 1 and of 4 rows in turn would each configure the matrix tiles.
+int64_t row_unit(bf16);
+inline int64_t row_unit(float) { return 1; }
 
 template <class T>
 inline int64_t padded_k(int64_t k) {

@@ -114,7 +114,7 @@ static void flat(const char* a, int64_t lda, const uint32_t* b, int64_t panel, i
 
 static void gemm_tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
                        int64_t steps, float* c, int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr) {
-  if (m <= 2 * TILE) ahead = b + 4 * TILE * LANES;  // one pass over B, which prefetches itself
+  if (ahead && m <= 2 * TILE) ahead = b + 4 * TILE * LANES;  // one pass over B, which prefetches itself
   const int64_t full = m / (2 * TILE) * (2 * TILE), rest = m - full;
   auto rows = [&](int64_t row, int64_t upper, int64_t lower) {
     const int64_t wide = lower > 0 ? 2 : 4;
@@ -201,6 +201,13 @@ int64_t row_multiple(bf16) {
   if (use_amx) return 2 * TILE;
 #endif
   return 16;
+}
+
+int64_t row_unit(bf16) {
+#if defined(MOE_AMX)
+  if (use_amx) return 4;
+#endif
+  return 1;
 }
 
 template void pack_rows<bf16>(const bf16* const*, int64_t, int64_t, int64_t, uint32_t*);

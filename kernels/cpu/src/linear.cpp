@@ -27,8 +27,7 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
   const int64_t row_block = m <= most + ROW_BLOCK / 2 ? m : most, row_tasks = ceil_div(m, row_block);
   const int64_t panel_bytes = form ? form->panel_bytes(k) : std::min(w.steps, K_BLOCK) * LANES * 4;
   const int64_t width = panels_per_task(w.panels, panel_bytes, row_tasks), tasks = ceil_div(w.panels, width);
-  parallel(row_tasks * tasks, [&](int64_t task) {
-    const KeepTiles keep;
+  parallel_products(row_tasks * tasks, [&](int64_t task) {
     // Adjacent tasks share their panels: the weights are read from memory once for all rows.
     const int64_t row = task % row_tasks * row_block, first = task / row_tasks * width;
     const int64_t here = std::min(row_block, m - row), last = std::min(first + width, w.panels);
@@ -54,8 +53,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
   const int64_t panel = panel_units<T>(k, form);
   const int64_t row_block = std::min<int64_t>(tokens, ROW_BLOCK), row_tasks = ceil_div(tokens, row_block);
   const int64_t width = panels_per_task(panels, 4 * panel, row_tasks * heads), parts = ceil_div(panels, width);
-  parallel(heads * row_tasks * parts, [&](int64_t task) {
-    const KeepTiles keep;
+  parallel_products(heads * row_tasks * parts, [&](int64_t task) {
     const int64_t head = task / (row_tasks * parts), row = task / parts % row_tasks * row_block;
     const int64_t first = task % parts * width, last = std::min(first + width, panels);
     const int64_t here = std::min(row_block, tokens - row);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moe_engine.core.kv_transfer import wire
@@ -15,6 +16,7 @@ from moe_engine.core.kv_transfer.layout import Layout
 from moe_engine.core.kv_transfer.rows import StagedRows
 from moe_engine.core.kv_transfer.thread import TransferThread
 from moe_engine.core.kv_transfer.transports.protocol import Send, Transport
+from moe_engine.processes.zmq_sockets import JobKeys
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import Message
 
@@ -26,36 +28,43 @@ class Leg(Protocol):
     attempt: int
 
 
+@dataclass(frozen=True)
+class AgentSetup:
+    """What the agents of both sides are made of.
+
+    Attributes:
+        rows: the places of the tier.
+        schema: what the handshake compares.
+        keys: of the connections; None: they are not encrypted.
+        wake_core: ends a wait of the core's loop.
+        open_transport: opens the transport, with the function that sends its bytes over the connection.
+        layout: of the ranks of the attention group.
+    """
+
+    link: TransferLink
+    rows: StagedRows
+    schema: dict[str, str]
+    keys: JobKeys | None
+    wake_core: Callable[[], None]
+    open_transport: Callable[[Send], Transport]
+    layout: Layout = field(default_factory=Layout)
+
+
 class TransferAgent(TransferThread):
     """
     Args:
-        rows: the places of the tier.
-        schema: what the handshake compares.
-        open_transport: opens the transport, with the function that sends its bytes over the connection.
-        layout, rank: this rank among those of its attention group.
-        deliver: that function.
-        wake_core: ends a wait of the core's loop.
+        rank: this rank among those of its attention group.
+        deliver: sends bytes of the transport over the connection.
 
     Raises:
         TransportError: the transport does not start.
     """
 
-    def __init__(
-        self,
-        link: TransferLink,
-        rows: StagedRows,
-        schema: dict[str, str],
-        wake_core: Callable[[], None],
-        open_transport: Callable[[Send], Transport],
-        layout: Layout | None,
-        rank: int,
-        deliver: Send,
-        max_sockets: int = 0,
-    ) -> None:
-        super().__init__(link, wake_core, max_sockets)
-        self._rows, self._schema = rows, schema
-        self._layout, self._rank = layout or Layout(), rank
-        self._transport = open_transport(deliver)
+    def __init__(self, setup: AgentSetup, rank: int, deliver: Send, max_sockets: int = 0) -> None:
+        super().__init__(setup.link, setup.wake_core, max_sockets)
+        self._rows, self._schema, self._keys = setup.rows, setup.schema, setup.keys
+        self._layout, self._rank = setup.layout, rank
+        self._transport = setup.open_transport(deliver)
         self._beat_at = time.monotonic()
 
     def _turn(self) -> None:

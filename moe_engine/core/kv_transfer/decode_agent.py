@@ -10,7 +10,6 @@ import errno
 import itertools
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,15 +17,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moe_engine.core.kv_transfer import wire
-from moe_engine.core.kv_transfer.agent import TransferAgent
+from moe_engine.core.kv_transfer.agent import AgentSetup, TransferAgent
 from moe_engine.core.kv_transfer.decode_rooms import SOCKETS_OF_PEER, Leg, Peer, Room, max_peers
 from moe_engine.core.kv_transfer.directory import address_at
 from moe_engine.core.kv_transfer.layout import Layout, parts, sources_of
-from moe_engine.core.kv_transfer.rows import StagedRows
-from moe_engine.core.kv_transfer.transports.protocol import Send, Transport, TransportError
+from moe_engine.core.kv_transfer.transports.protocol import TransportError
 from moe_engine.processes import open_files
-from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT, JobKeys
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT
 from moe_engine.scheduler.transfer_state import Message, Receiving, State
 from moe_engine.types.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 
@@ -46,24 +43,10 @@ class DecodeAgent(TransferAgent):
         TransportError: the transport does not start.
     """
 
-    def __init__(
-        self,
-        link: TransferLink,
-        rows: StagedRows,
-        schema: dict[str, str],
-        default_port: int,
-        keys: JobKeys | None,
-        wake_core: Callable[[], None],
-        open_transport: Callable[[Send], Transport],
-        *,
-        layout: Layout | None = None,
-        rank: int = 0,
-    ) -> None:
-        super().__init__(
-            link, rows, schema, wake_core, open_transport, layout, rank, lambda peer, frames: None,
-            max_sockets=SOCKETS_OF_THREAD + SOCKETS_OF_PEER * max_peers(),
-        )  # fmt: skip
-        self._default_port, self._keys = default_port, keys
+    def __init__(self, setup: AgentSetup, default_port: int, rank: int = 0) -> None:
+        max_sockets = SOCKETS_OF_THREAD + SOCKETS_OF_PEER * max_peers()
+        super().__init__(setup, rank, lambda peer, frames: None, max_sockets)
+        self._default_port = default_port
         self._peers: dict[str, Peer] = {}
         self._rooms: dict[int, Room] = {}
         self._late: list[tuple[int, Room]] = []

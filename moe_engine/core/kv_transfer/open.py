@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from moe_engine.core.executor import StepWorker
+from moe_engine.core.kv_transfer.agent import AgentSetup
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.directory import Home
 from moe_engine.core.kv_transfer.group_link import FollowerLink, GroupLink
@@ -113,15 +114,16 @@ def _start(
 ) -> None:
     flags, copies = config.args.disaggregation, cast("TransferCopies", worker.runner.kv_copies)
     port, backend = flags.disaggregation_bootstrap_port, flags.disaggregation_transfer_backend
-    layout, schema, keys = layout_of(config), cache_schema(config), job_keys(config.parallel.secret)
+    keys, layout = job_keys(config.parallel.secret), layout_of(config)
     opener = partial(open_transport, backend, _reachable(config), devices=flags.disaggregation_ib_device or "")
+    setup = AgentSetup(link, copies, cache_schema(config), keys, wake, opener, layout)
     try:
         if flags.disaggregation_mode == "decode":
-            DecodeAgent(link, copies, schema, port, keys, wake, opener, layout=layout, rank=rank)
+            DecodeAgent(setup, port, rank)
         else:
             home = _home(config, group, rank)
             address = f"tcp://{_bound(config)}:{'*' if home.bootstrap else port}"
-            PrefillAgent(link, copies, schema, address, keys, wake, opener, layout=layout, home=home)
+            PrefillAgent(setup, address, home)
     except TransportError as error:
         raise ConfigError(f"--disaggregation-transfer-backend {backend}: {error}") from error
 

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import zmq
 
 from moe_engine.core.kv_transfer import wire
-from moe_engine.core.kv_transfer.agent import TransferAgent
+from moe_engine.core.kv_transfer.agent import AgentSetup, TransferAgent
 from moe_engine.core.kv_transfer.directory import Directory, Home
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts
 from moe_engine.core.kv_transfer.prefill_rooms import Consumer, Leg, Piece, Room
-from moe_engine.core.kv_transfer.rows import StagedRows
 from moe_engine.core.kv_transfer.schema import difference
-from moe_engine.core.kv_transfer.transports.protocol import Send, Transport, TransportError
+from moe_engine.core.kv_transfer.transports.protocol import TransportError
 from moe_engine.core.kv_transfer.windows import SendWindow
-from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.processes.zmq_sockets import bind, connect
 from moe_engine.scheduler.transfer_state import Message, State
 from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
 from moe_engine.types.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
@@ -43,38 +40,26 @@ class PrefillAgent(TransferAgent):
         TransportError: the transport does not start.
     """
 
-    def __init__(
-        self,
-        link: TransferLink,
-        rows: StagedRows,
-        schema: dict[str, str],
-        address: str,
-        keys: JobKeys | None,
-        wake_core: Callable[[], None],
-        open_transport: Callable[[Send], Transport],
-        *,
-        layout: Layout | None = None,
-        home: Home | None = None,
-    ) -> None:
+    def __init__(self, setup: AgentSetup, address: str, home: Home | None = None) -> None:
         self._home = home or Home()
-        super().__init__(link, rows, schema, wake_core, open_transport, layout, self._home.rank, self._deliver)
+        super().__init__(setup, self._home.rank, self._deliver)
         self._directory = Directory(self._home.num_groups, self._layout)
         self._rooms: dict[int, Room] = {}
         self._peers: dict[bytes, Consumer] = {}
         self._socket = wire.router(self._context)
-        self.address = bind(self._socket, address, keys, "--disaggregation-bootstrap-port")
-        self._registration = self._register(keys)
+        self.address = bind(self._socket, address, self._keys, "--disaggregation-bootstrap-port")
+        self._registration = self._register()
         self._poller.register(self._socket, zmq.POLLIN)
         self._start()
 
-    def _register(self, keys: JobKeys | None) -> zmq.Socket[bytes] | None:
+    def _register(self) -> zmq.Socket[bytes] | None:
         """Registers in the directory at the bootstrap port: its own, or that of another rank, which may start later."""
         home = self._home
         if not home.bootstrap:
             self._directory.register(home.group, home.rank, "")
             return None
         socket = wire.dealer(self._context)
-        connect(socket, home.bootstrap, keys)
+        connect(socket, home.bootstrap, self._keys)
         port = self.address.rpartition(":")[2]
         socket.send(wire.encode(["register", home.group, home.rank, f"{home.advertised}:{port}"]))
         return socket

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
+from moe_engine.config.field import option_of
 from moe_engine.config.speculative import AUTO
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
@@ -48,6 +50,7 @@ def given_space(args: EngineArgs, cluster: Cluster, kv: Sequence[str]) -> Space:
         drafts=depths,
         auto_depth=auto,
         separate="disaggregation_mode" not in given and (replicas or 1) == 1,
+        fixed_by=_fixed_by(args),
         caches=not args.scheduling.disable_radix_cache,
     )
 
@@ -61,10 +64,10 @@ def check_mode(args: EngineArgs) -> None:
         )
 
 
-def _form(args: EngineArgs) -> dict[str, Any]:
-    """Fields of `Form` by the flags that give them."""
+def _form_values(args: EngineArgs) -> dict[tuple[str, ...], tuple[str, Any]]:
+    """Fields of `Form` by the flags that may give them."""
     parallel, experts = args.parallel, args.experts
-    values = {
+    return {
         ("tp_size",): ("ranks", parallel.tp_size),
         ("attn_dp_size", "enable_dp_attention"): ("attn_dp", data_parallel(args, Record())[0]),
         ("ep_size",): ("ep", parallel.ep_size),
@@ -73,7 +76,19 @@ def _form(args: EngineArgs) -> dict[str, Any]:
         ("ep_num_redundant_experts",): ("redundant", experts.ep_num_redundant_experts),
         ("enable_two_batch_overlap",): ("overlap", parallel.enable_two_batch_overlap),
     }
-    return dict(value for names, value in values.items() if args.given.intersection(names))
+
+
+def _form(args: EngineArgs) -> dict[str, Any]:
+    """Fields of `Form` that flags give."""
+    return dict(value for names, value in _form_values(args).items() if args.given.intersection(names))
+
+
+def _fixed_by(args: EngineArgs) -> list[str]:
+    """The given flags, with their values, that fix the form or the number of engines."""
+    values = args.flat()
+    names = [*itertools.chain.from_iterable(_form_values(args)), "enable_ep_moe", "dp_size", "nnodes"]
+    given = [name for name in dict.fromkeys(names) if name in args.given]
+    return [option_of(name) if values[name] is True else f"{option_of(name)} {values[name]}" for name in given]
 
 
 def _is_kept(form: Form, args: EngineArgs, cluster: Cluster) -> bool:

@@ -84,7 +84,7 @@ class Search:
             points += apart.run(gpus, model_path, refused)
             tried = len(points)
         if not (points or refused or all_forms):
-            raise ConfigError(f"no form of parallelism on {gpus} GPUs has these sizes; change or drop the given flags")
+            raise ConfigError(_no_form(self.space, gpus))
         if not points and self.concurrency is not None and most:
             raise ConfigError(
                 f"--concurrency {self.concurrency}: {gpus}x{self.predictor.cluster.gpu_key} has memory for {most} "
@@ -162,6 +162,11 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 def _name(candidate: Candidate) -> str:
     return replace(candidate, form=replace(candidate.form, overlap=False, redundant=0), drafts=0).text
+
+
+def _no_form(space: Space, gpus: int) -> str:
+    names = ", ".join(space.fixed_by) or "--hardware"
+    return f"{names}: no form of parallelism on {gpus} GPUs has these sizes; change or drop one of them"
 
 
 def _nothing_fits(refused: dict[str, str], gpus: int, gpu: str) -> str:

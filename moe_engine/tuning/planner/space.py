@@ -36,6 +36,7 @@ class Space:
         running: given running requests of all attention groups of an engine.
         drafts: given depths. auto_depth: the launch chooses one of them for each step.
         separate: prefill and decode on separate engines are tried too. caches: prefixes are cached.
+        fixed_by: flags that fix a form, for messages.
     """
 
     form: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Space:
     drafts: Sequence[int] | None = None
     auto_depth: bool = False
     separate: bool = True
+    fixed_by: Sequence[str] = ()
     caches: bool = True
 
     def forms(self, facts: ModelFacts, gpus: int) -> Iterator[tuple[Form, int]]:

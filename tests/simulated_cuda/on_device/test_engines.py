@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.models.checkpoints import make_checkpoint
+from tests.models.kimi_k3 import make_k3
 from tests.models.latent_scales import add_latent_scales
 from tests.models.mxfp4 import mxfp4_copy
 from tests.simulated_cuda import kernels, libraries, quick_start, streams
@@ -270,15 +272,18 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
     [
         ("kimi_linear", {"num_experts": 4, "num_experts_per_token": 2}),
         ("bailing_hybrid", {"num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}),
+        ("kimi_k3", {"num_experts": 4, "num_experts_per_token": 2}),
     ],
 )
 def test_captured_steps_of_decays_by_channel(
     kind: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kimi Linear: the same beside MLA, all of whose tokens have position 0. Ling: beside MLA with a gate."""
+    """Kimi Linear: the same beside MLA, all of whose tokens have position 0. Ling: beside MLA with a gate. Kimi K3:
+    with blocks of the residual, experts in a latent space and SiTU."""
     monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
     monkeypatch.setattr(triton_delta, "SHORT", 3)
-    path = make_checkpoint(kind, tmp_path / "model", 5, **sizes)
+    make = make_k3 if kind == "kimi_k3" else partial(make_checkpoint, kind)
+    path = make(tmp_path / "model", 5, **sizes)
     requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
     flags = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
     found = compared(path, tmp_path, requests, flags, cuda_graph_bs_decode="2", **FEW)
