@@ -83,8 +83,8 @@ class EntryIndexer:
             backends.linear, reader, [f"{prefix}.q_b_proj"], [a.index_heads * a.index_width], a.q_lora_rank
         )
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (a.index_heads, config.hidden_size), dtype=torch.float32)
-        self._gates = Linear(backends.linear, gates)
-        self._factor = a.index_heads**-0.5 * a.index_width**-0.5
+        # the scale of the scores is part of the weights: a step has no launch for it
+        self._gates = Linear(backends.linear, gates * (a.index_heads * a.index_width) ** -0.5)
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -106,7 +106,7 @@ class EntryIndexer:
             return
         q = self._q(latent).view(-1, self._heads, self._width)
         self._ops.rotate(q, positions, self._rotary)
-        weights = self._gates(unquantized(hidden).float()) * self._factor
+        weights = self._gates(unquantized(hidden).float())
         self._kernel.select(
             q, weights, cache.index_keys, selection.queries, self._top_k, selection.selected, selection.plan
         )

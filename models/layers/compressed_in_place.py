@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
 from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
@@ -73,18 +72,22 @@ class _Selecting:
         self.chosen = Selected(slots, [top_k] * tokens, counts)
         self.plan = indexer.plan_in_place(self.queries, attention.index_heads)
         """None: its launches cannot be captured."""
-        self._attention, self._rate, self._top_k = attention, rate, top_k
+        self._attention, self._top_k = attention, top_k
 
-    def of(self, requests: Tensor, lens: Tensor, width: int, first_entry: int) -> EntrySelection:
-        """The step's selection for rows of `width` columns. requests [T]: row of each token's request; lens [T]."""
+    def of(self, requests: Tensor, lens: Tensor, visible: Tensor, width: int, first_entry: int) -> EntrySelection:
+        """The step's selection for rows of `width` columns.
+
+        Args:
+            requests: [T], row of each token's request. lens: [T].
+            visible: [T], entries that each token sees; becomes those that it selects, in place.
+        """
         own = self.queries
         own.rows.copy_(requests)
-        visible = lens // self._rate
         torch.clamp(visible, min=1, out=own.context_lens_device)  # a token that sees none selects one, which is unused
         torch.clamp(own.context_lens_device, max=self._top_k, out=self.chosen.counts_device)
         visible.clamp_(max=self._top_k)
-        is_entry, places = entry_columns(lens, self._attention.window, width, visible)
-        return EntrySelection(own, self.chosen, self.plan, places.clamp_(max=self._top_k - 1), is_entry, first_entry)
+        is_entry, places = entry_columns(lens, self._attention.window, width, visible, self._top_k)
+        return EntrySelection(own, self.chosen, self.plan, places, is_entry, first_entry)
 
 
 class StepInPlace:
@@ -165,18 +168,19 @@ class StepInPlace:
         window = window_rows(tokens, lens, a.window, min(a.window, full.shape[1]))
         of_window, selection = lens.clamp(max=a.window), None
         for rate, rows in self._attended.items():
-            selected, visible = rows.selected, lens // max(rate, 1)
+            selected = rows.selected
             if not rate:
                 selected.slots.copy_(window)
                 selected.counts_device.copy_(of_window)
                 continue
+            visible = lens // rate
             if rate == a.selected_rate and self._selecting is not None:
                 width = selected.slots.shape[1]
-                selection = self._selecting.of(tokens.rows, lens, width, first_entry)
-                selected.slots.copy_(pad(window, (0, a.top_k), value=-1))
-                visible.clamp_(max=a.top_k)
+                selection = self._selecting.of(tokens.rows, lens, visible, width, first_entry)
+                selected.slots[:, : window.shape[1]].copy_(window)
+                selected.slots[:, window.shape[1] :].fill_(-1)
             else:
-                entries = entry_slots(full, queries.rows, rate, full.shape[1] // rate)[self._numbers] + first_entry
+                entries = entry_slots(full, tokens.rows, rate, full.shape[1] // rate) + first_entry
                 selected.slots.copy_(with_entries(window, entries, lens, a.window, rate))
             torch.add(of_window, visible, out=selected.counts_device)
         return CompressedStep(slots, tokens, {**self._attended}, kept, selection)
@@ -240,7 +244,7 @@ def _of_blocks(queries: PagedQueries, window: int) -> list[int]:
 def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, real: Tensor | None) -> KeptTokens:
     """All tokens of a step, no more of a request than a ring has rows; those of padding are in row 0."""
     places = kept.places(tokens.positions, tokens.rows, slots)
-    return KeptTokens(None, places if real is None else places.masked_fill(real == 0, 0))
+    return KeptTokens(None, places if real is None else places * real)
 
 
 def _most_entries(attention: CompressedConfig, rate: int, tokens: int) -> int:

@@ -97,12 +97,12 @@ def entry_slots(table: Tensor, requests: Tensor, rate: int, most: int) -> Tensor
     return table[requests.long(), : most * rate : rate] // rate
 
 
-def entry_columns(lens: Tensor, window: int, width: int, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the columns [T, width] are entries, of which a token has counts [T], and their numbers."""
+def entry_columns(lens: Tensor, window: int, width: int, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Which of the columns [T, width] are entries, of which a token has counts [T], and their numbers, below `most`."""
     before = lens.clamp(max=window).unsqueeze(1)
     places = torch.arange(width, device=lens.device) - before
     behind = (places >= 0) & (places < counts.unsqueeze(1))
-    return behind, places.clamp_(min=0)
+    return behind, places.clamp_(0, most - 1)
 
 
 def with_entries(rows: Tensor, entries: Tensor, lens: Tensor, window: int, rate: int) -> Tensor:
@@ -111,5 +111,5 @@ def with_entries(rows: Tensor, entries: Tensor, lens: Tensor, window: int, rate:
     wide = torch.nn.functional.pad(rows, (0, most), value=-1)
     if not most:
         return wide
-    behind, places = entry_columns(lens, window, wide.shape[1], lens // rate)
-    return torch.where(behind, entries.gather(1, places.clamp(max=most - 1)), wide)
+    behind, places = entry_columns(lens, window, wide.shape[1], lens // rate, most)
+    return torch.where(behind, entries.gather(1, places), wide)

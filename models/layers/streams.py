@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 
 def spread(x: Tensor, streams: StreamsConfig) -> Tensor:
-    """x [T, D] -> a residual whose streams all are x."""
-    n = streams.count
-    return torch.cat((x.repeat(1, n), x.new_zeros(len(x), n + n * n)), 1)
+    """x [T, D] -> a residual whose streams all are x. The weights behind them are unset: a norm sets them first."""
+    n, width = streams.count, x.shape[1]
+    residual = x.new_empty(len(x), n * width + n + n * n)
+    residual[:, : n * width].unflatten(1, (n, width)).copy_(x.unsqueeze(1))
+    return residual
 
 
 class StreamNorm:

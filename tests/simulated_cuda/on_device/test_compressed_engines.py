@@ -67,7 +67,7 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel", "compress_kernel"}
 
 
-LAUNCHES = {SLIDING: 23, HCA: 26, CSA: 39}
+LAUNCHES = {SLIDING: 23, HCA: 26, CSA: 38}
 
 
 def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
