@@ -21,10 +21,10 @@ class ModelWidths:
     Attributes:
         num_kv_heads: of each kind of layers; (): one latent for all heads (MLA), which is no limit.
         dense_width: of the dense feed-forward layers.
-        latent_width: of the space of routed experts, if they have one of their own.
         states: channels or heads of each sharded state of a request.
         block: channels that cannot be split: 128 if a kernel keeps block-FP8 weights, 1 if they are dequantized at
             load.
+        latent_width: of the space of routed experts, if they have one of their own.
     """
 
     num_heads: int
@@ -33,9 +33,9 @@ class ModelWidths:
     num_experts: int = 0
     expert_width: int = 0
     shared_width: int = 0
-    latent_width: int = 0
     block: int = 1
     states: tuple[int, ...] = ()
+    latent_width: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from moe_engine.scheduler import NEEDS_RESULT, Scheduler, SchedulerConfig
 from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.batch_builder import BatchBuilder
+from moe_engine.worker.batch.dp_step import chain_forwards
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.token_buffer import TokenBuffer
@@ -187,6 +188,9 @@ class ToyDrafter:
 
     def skip(self, rows: np.ndarray) -> None:
         return None
+
+    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
+        return chain_forwards(num_drafting, depth)
 
     def update_cache(self, computed: Computed) -> None:
         return None
