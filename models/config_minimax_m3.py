@@ -34,8 +34,6 @@ _SERVED: dict[str, Any] = {
     "swiglu_beta": 1.0, "n_shared_experts": 1, "hidden_act": ("swigluoai", "silu"),
 }  # fmt: skip
 """Fields that must have this value, or one of these, if they are there."""
-
-
 _ACTIVATION, _AROUND = "gelu", ("]<]start of image[>[", "]<]end of image[>[")
 _SERVED_TOWER: dict[str, Any] = {
     "projector_hidden_act": _ACTIVATION, "multimodal_projector_bias": True, "patch_merge_bias": True,
@@ -45,8 +43,7 @@ _SERVED_TOWER: dict[str, Any] = {
 
 def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """MiniMax-M3: norms of weights less 1, block-sparse attention behind dense first layers, a shared expert, and the
-    activation of gpt-oss in all MLPs. Without
-    `vision_config` the text model alone."""
+    activation of gpt-oss in all MLPs. Without `vision_config` the text model alone."""
     _check_served(fields, _SERVED)
     read = Fields({**minimax_m3_fields(fields).raw, "hidden_act": "silu"}, fields.source)
     layers = read.integer("num_hidden_layers")

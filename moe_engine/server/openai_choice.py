@@ -28,6 +28,8 @@ class ParserOptions:
     inside: bool = False
     """The output starts inside the reasoning."""
     stream_reasoning: bool = True
+    shows_reasoning: bool = True
+    """False: reasoning is parsed and left out."""
     tool_form: str | None = None
     functions: Mapping[str, Any] = field(default_factory=dict)
     """Functions that may be called, with the schemas of their arguments."""
@@ -62,7 +64,8 @@ def parser_options(
 ) -> ParserOptions:
     """Parser options for the output of `prompt`, from flags and request."""
     flags, tokenizer = state.flags, state.tokenizer()
-    parser = flags.reasoning_parser if req.separate_reasoning is not False else None
+    shown = req.include_reasoning is not False
+    parser = flags.reasoning_parser if req.separate_reasoning is not False or not shown else None
     reasoning = REASONING_FORMATS[parser] if parser else None
     kwargs, continued = state.template_arguments(req.chat_template_kwargs), bool(req.continue_final_message)
     inside = starts_inside(parser, prompt, kwargs, continued) if parser else False
@@ -73,6 +76,7 @@ def parser_options(
         reasoning=reasoning,
         inside=inside,
         stream_reasoning=req.stream_reasoning is not False,
+        shows_reasoning=shown,
         tool_form=form,
         functions=parameters_of(tools),
         parallel_tools=req.parallel_tool_calls is not False,
@@ -93,6 +97,7 @@ class ChoiceParser:
             if options.reasoning
             else None
         )
+        self._shows_reasoning = options.shows_reasoning
         self._tools = (
             ToolCallParser(
                 options.tool_form,
@@ -117,16 +122,13 @@ class ChoiceParser:
             return []
         if self._reasoning is None:
             return self._content(text)
-        reasoning, content = self._reasoning.push(text)
-        return ([{"reasoning_content": reasoning}] if reasoning else []) + (self._content(content) if content else [])
+        return self._parts(*self._reasoning.push(text))
 
     def finish(self) -> list[dict[str, Any]]:
         """The deltas of the text held back; call after the last piece."""
         deltas: list[dict[str, Any]] = []
         if self._reasoning is not None:
-            reasoning, content = self._reasoning.finish()
-            deltas += [{"reasoning_content": reasoning}] if reasoning else []
-            deltas += self._content(content) if content else []
+            deltas += self._parts(*self._reasoning.finish())
         if self._tools is not None:
             deltas += _deltas(self._tools.last_parts())
         return deltas
@@ -160,6 +162,10 @@ class ChoiceParser:
             "reasoning_content": "".join(reasoning) or None,
             "tool_calls": calls or None,
         }
+
+    def _parts(self, reasoning: str, content: str) -> list[dict[str, Any]]:
+        deltas = [{"reasoning_content": reasoning}] if reasoning and self._shows_reasoning else []
+        return deltas + (self._content(content) if content else [])
 
     def _content(self, text: str) -> list[dict[str, Any]]:
         if self._tools is None:

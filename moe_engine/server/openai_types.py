@@ -208,6 +208,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: Effort | None = None
     enabled: bool | None = None
     max_tokens: Annotated[Count | None, Meta(description="OpenRouter's name of max_thinking_tokens")] = None
+    exclude: Annotated[bool | None, Meta(description="OpenRouter's opposite of include_reasoning")] = None
 
 
 class ChatRequest(CommonRequest, kw_only=True):
@@ -237,6 +238,9 @@ class ChatRequest(CommonRequest, kw_only=True):
     reasoning: Reasoning | None = None
     thinking_token_budget: Annotated[Count | None, Meta(description="vLLM's name of max_thinking_tokens")] = None
     separate_reasoning: bool | None = True
+    include_reasoning: Annotated[
+        bool | None, Meta(description="false (vLLM's field): the reasoning is left out of the answer")
+    ] = True
     stream_reasoning: bool | None = True
     continue_final_message: bool | None = False
     add_generation_prompt: bool | None = None
@@ -249,6 +253,8 @@ class ChatRequest(CommonRequest, kw_only=True):
         self.reasoning_effort = asked.effort or self.reasoning_effort
         if self.thinking_token_budget is None:
             self.thinking_token_budget = asked.max_tokens
+        if asked.exclude:
+            self.include_reasoning = False
         enabled = asked.enabled
         if enabled is None and self.reasoning_effort is not None:
             enabled = self.reasoning_effort != "none"

@@ -75,6 +75,11 @@ class TestParsers:
         assert got == ("let me think", "Paris", [], "stop")
         got = self.ask(text, per_step, stream, {"separate_reasoning": False}, reasoning_parser="deepseek-r1")
         assert got == ("", text, [], "stop")
+        for hidden in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
+            for more in ({}, {"separate_reasoning": False}, {"stream_reasoning": False}):
+                got = self.ask(text, per_step, stream, {**hidden, **more}, reasoning_parser="deepseek-r1")
+                assert got == ("", "Paris", [], "stop")
+        assert self.ask("Paris", per_step, stream, {"include_reasoning": False})[:2] == ("", "Paris")
         thinking = {"chat_template_kwargs": {"thinking": True}}
         got = self.ask(text, per_step, stream, thinking, reasoning_parser="deepseek-v3")
         assert got[:2] == ("let me think", "Paris")
