@@ -11,7 +11,7 @@
 
 namespace moe {
 
-constexpr int64_t AT_ONCE = 64, PRODUCT_ROWS = 256;
+constexpr int64_t AT_ONCE = 64, PRODUCT_ROWS = 512;
 
 struct Job {
   int64_t request, first, count;  // query tokens [first, first + count) of the request

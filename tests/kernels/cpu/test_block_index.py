@@ -1,5 +1,5 @@
-"""Selections of blocks in C++: against the formula and torch's row over drawn shapes, exact ties, and the same choices in
-every batch."""
+"""Selections of blocks in C++: against the formula and torch's row over drawn shapes, exact ties, and the same choices
+in every batch."""
 
 from __future__ import annotations
 
