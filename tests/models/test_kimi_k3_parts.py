@@ -1,5 +1,6 @@
-"""The float64 formulas of Kimi K3 against layers of transformers: Ling's Kimi Delta Attention has bounded decays too, and
-Kimi Linear's MLA and router are Kimi K3's, but for the output gate. No model of transformers has the other parts."""
+"""The float64 formulas of Kimi K3 against layers of transformers: Ling's Kimi Delta Attention has bounded decays too,
+and Kimi Linear's MLA and router are Kimi K3's, but for the output gate. No model of transformers has the other parts.
+"""
 
 from __future__ import annotations
 
