@@ -1,4 +1,4 @@
-"""The common part of the message encoders of DeepSeek V3.2, V4 and V4.1, whose checkpoints have no Jinja template but an
+"""The common part of the message encoders of DeepSeek V3.2, V4 and V4.1, whose checkpoints have no template but an
 encoder in Python: order of the turns, marks, thinking, tool calls (DSML), and the vendor's texts, which are read from
 that encoder's file."""
 

@@ -140,7 +140,9 @@ def test_over_the_openai_api(tmp_path):
     parsers = {"reasoning_parser": "deepseek-v41", "tool_call_parser": "deepseekv41"}
     found = post(client, "/v1/chat/completions", body, **parsers).json()["choices"][0]["message"]
     prompt = make_tokenizer().decode(client.requests[0].prompt_ids, skip_special_tokens=False)
-    assert prompt.startswith(f"{BOS}<｜System｜>Reasoning Effort: 50") and prompt.endswith(f"{BLOCK}{EOS}{RESULTS}{OPEN}")
+    assert prompt.startswith(f"{BOS}<｜System｜>Reasoning Effort: 50") and prompt.endswith(
+        f"{BLOCK}{EOS}{RESULTS}{OPEN}"
+    )
     assert (found["reasoning_content"], found["content"].strip()) == ("why", "Look.")
     calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found["tool_calls"]]
     assert calls == [("f", {"s": "x", "n": [1]}), ("g", {})]
