@@ -1,8 +1,8 @@
 """Prompts of DeepSeek V4.1, for checkpoints without a Jinja template: the layout of the vendor's message encoder.
 
 That of DeepSeek V4 but for these: `<｜System｜>` stands before system texts and, in thinking mode, before a line with
-the effort as a number, which comes first. A system message after the first turn is a prompt. The names of the tags of calls
-have a space before them. Tools follow the system text of the first turn.
+the effort as a number, which comes first. A system message after the first turn is a prompt. Names of tags have
+a space before them. Tools follow the system text of the first turn.
 
 Source: `encoding/encoding.py` in the checkpoint of DeepSeek V4.1 and SGLang's `encoding_dsv41.py`, for the layout;
 the texts that explain the tools and the effort, and the numbers of efforts, are read from the checkpoint's file.
