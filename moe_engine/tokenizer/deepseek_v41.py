@@ -109,6 +109,6 @@ def load_deepseek_v41(folder: Path | None, special_tokens: Mapping[str, str]) ->
     for placeholder, name in _NAMES.items():
         tools = tools.replace(placeholder, name)
     efforts, text, default = (texts.get(name) for name in (_EFFORTS_NAME, _EFFORT_NAME, _DEFAULT_NAME))
-    if not isinstance(efforts, dict) or not isinstance(text, str) or default not in efforts:
-        efforts, text, default = _OWN_EFFORTS, _OWN_EFFORT, _OWN_DEFAULT
-    return DeepseekV41Chat(tools, bos, eos, efforts, text, default)
+    if isinstance(efforts, dict) and isinstance(text, str) and isinstance(default, str):
+        return DeepseekV41Chat(tools, bos, eos, efforts, text, default)
+    return DeepseekV41Chat(tools, bos, eos)
