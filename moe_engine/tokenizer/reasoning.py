@@ -75,6 +75,7 @@ REASONING_FORMATS = {
     "deepseek-r1": ReasoningFormat(forced=True),
     "deepseek-v3": ReasoningFormat(switch="thinking"),
     "deepseek-v4": ReasoningFormat(switch="thinking"),
+    "deepseek-v41": ReasoningFormat(switch="thinking"),
     "qwen3": ReasoningFormat(calls="\n<tool_call>"),
     "qwen3-thinking": ReasoningFormat(forced=True, calls="\n<tool_call>"),
     "glm45": ReasoningFormat(calls="<tool_call>"),

@@ -81,6 +81,7 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "b", [("f", {}), ("g", {})]),
     ("deepseekv32", "a\n\n" + dsml(DSML), "a\n\n", DSML_CALLS),
     ("deepseekv4", dsml(DSML, "tool_calls"), "", DSML_CALLS),
+    ("deepseekv41", dsml(DSML, "calls").replace("DSML｜", "DSML｜ "), "", DSML_CALLS),
     ("qwen25", f"Hi\n<tool_call>\n{FUNCTION_CALL}\n</tool_call>\n"
      f"<tool_call>\n{{\"arguments\": {{}}, \"name\": \"g\"}}\n</tool_call>",
      "Hi\n", [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),

@@ -306,9 +306,9 @@ def hunyuan(suffix: str) -> TaggedFormat:
     )  # fmt: skip
 
 
-def dsml(block: str) -> TaggedFormat:
-    """DeepSeek's format, with the name of its block."""
+def dsml(block: str, mark: str = DSML) -> TaggedFormat:
+    """DeepSeek's format, with the name of its block and the mark before the names of tags."""
     return TaggedFormat(
-        f"<{DSML}{block}>", f'<{DSML}invoke name="', ('">',), f'<{DSML}parameter name="', '"', ">",
-        f"</{DSML}parameter>", f"</{DSML}invoke>", f"</{DSML}{block}>", may_be_json=True,
+        f"<{mark}{block}>", f'<{mark}invoke name="', ('">',), f'<{mark}parameter name="', '"', ">",
+        f"</{mark}parameter>", f"</{mark}invoke>", f"</{mark}{block}>", may_be_json=True,
     )  # fmt: skip
