@@ -1,5 +1,5 @@
 // Products with coded weights: a group's sum is multiplied by its scale. Codes become floats in registers; with VNNI
-// and bf16 rows see coded_integers.h.
+// and bf16 rows see coded_integers.h, of many rows with AMX coded_tiles.h.
 //
 // Legend: M rows, K in-features, N out-features, G groups, MR x NR rows x panels of a tile.
 #include "coded.h"
@@ -221,7 +221,7 @@ static void integer_product(const Coding& form, const char* x, int64_t ldx, int6
                             int64_t count, const char* next, float* c, int64_t ldc) {
   int64_t done = 0;
 #if defined(MOE_INTEGER_TILES)
-  done = rows_by_tiles(m);
+  done = rows_by_tiles(form, m);
   for (int64_t n = 0; n < count && done > 0; n += CHUNK_PANELS) {
     const char* from = panels + n * form.panel_bytes(k);
     const int64_t here = std::min(CHUNK_PANELS, count - n);

@@ -1,8 +1,8 @@
 // Products of coded weights with integers: vpdpbusd, 64 products an instruction. Included by coded.cpp.
 //
 // Legend: M rows, K in-features, G groups, B blocks of K, MR x NR rows x panels of a tile.
-// A row is K bytes `high`, K bytes `low` (element = 256 high + low, both signed), and for each block its scale and the sum
-// of its group's elements up to its end.
+// A row is K bytes `high`, K bytes `low` (element = 256 high + low, both signed), and for each block its scale and the
+// sum of its group's elements up to its end.
 #pragma once
 
 #include "coded_parts.h"
@@ -110,8 +110,8 @@ static INLINE F16 minus(const F16& a, const F16& b, const F16& c) {
   return r;
 }
 
-// Adds the sum of a row's group, by the group's scale and zero point. Every operation is an instruction of its own here,
-// not the compiler's choice: all kernels give the same bits.
+// Adds the sum of a row's group, by the group's scale and zero point. No operation is left to the compiler's choice of
+// instructions: all kernels give the same bits.
 struct GroupScale {
   F16 scale, zeros;
 

@@ -1,7 +1,7 @@
 // Products of coded weights with many rows by matrix tiles. Included by coded.cpp.
 //
-// The sums of a block are exact integers, and the float operations after them are those of coded_integers.h: a row has the
-// same bits by either file, so a product may choose by its number of rows.
+// The sums of a block are exact integers, and the float operations after them are those of coded_integers.h: a row has
+// the same bits by either file, so a product may choose by its number of rows.
 //
 // Legend: as in coded_integers.h. A *chunk* is some blocks whose codes, as bytes, stay in the L1 cache.
 #pragma once
@@ -14,11 +14,10 @@
 
 namespace moe {
 
-constexpr int64_t CHUNK = 256;        // elements of K
+constexpr int64_t CHUNK = 512;  // elements of K
 constexpr int64_t CHUNK_PANELS = 4;
 constexpr int64_t TILE_ROWS = 16;
-constexpr int64_t FEWEST_ROWS = 5;    // fewer take longer by tiles than by vectors
-constexpr int64_t TILE_DEPTH = 64;    // elements of K of a tile product
+constexpr int64_t TILE_DEPTH = 64;  // elements of K of a tile product
 
 // Blocks of K, and their place in a panel.
 struct Blocks {
@@ -28,11 +27,11 @@ struct Blocks {
       : size(block_of(form)), in_group(form.group / size), codes(size * LANES * form.bits / 8),
         group_bytes(form.group_bytes()) {}
   int64_t at(int64_t block) const { return block / in_group * group_bytes + block % in_group * codes; }
-  // All that a chunk holds of a group has the same scale, or whole groups do.
   int64_t per_chunk() const { return std::max<int64_t>(CHUNK / size, 1); }
 };
 
-// Codes of blocks [first, last) of a panel -> lines of 4 elements of 16 columns, as tiles of B. `ahead`: distance to prefetch.
+// Codes of blocks [first, last) of a panel -> lines of 4 elements of 16 columns, as tiles of B. `ahead`: distance to
+// prefetch.
 template <int BITS>
 static void expand(const Blocks& blocks, const IntegerTable& table, const char* panel, int64_t first, int64_t last,
                    int64_t ahead, char* out) {
@@ -69,7 +68,7 @@ struct alignas(64) BlockSums {
   }
 };
 
-static INLINE void block_products(const TileOfRows& a, int64_t block, int64_t size, const char* codes, BlockSums* sums) {
+static INLINE void block_products(const TileOfRows& a, int64_t block, int64_t size, const char* codes) {
   amx_zero<0>();
   amx_zero<1>();
   const char* row = a.x + block * size;
@@ -80,12 +79,15 @@ static INLINE void block_products(const TileOfRows& a, int64_t block, int64_t si
     amx_dot_bytes<0, 4, 6>();
     amx_dot_bytes<1, 5, 6>();
   }
+}
+
+static INLINE void store_sums(BlockSums* sums) {
   amx_store<0>(sums->high, 64);
   amx_store<1>(sums->low, 64);
 }
 
-// c (+)= rows times blocks [first, last) of a panel, whose bytes are `codes`. WHOLE: a block is a group. Else `part` [MR][16]
-// has the sums of a group that the last chunk has begun.
+// c (+)= rows times blocks [first, last) of a panel, whose bytes are `codes`. WHOLE: a block is a group. Else `part`
+// [MR][16] has the sums of a group that the last chunk has begun.
 template <int MR, bool WHOLE, bool FACTORS>
 __attribute__((noinline)) static void tile_blocks(const Coding& form, const Blocks& blocks, const IntegerTable& table,
                                                   const TileOfRows& a, const char* codes, const char* panel,
@@ -95,11 +97,17 @@ __attribute__((noinline)) static void tile_blocks(const Coding& form, const Bloc
   auto total = [&](int64_t i, bool begins) { return begins || i >= a.rows ? zero() : load(c + i * ldc); };
 #pragma GCC unroll 16
   for (int i = 0; i < MR; i++) sum[i] = WHOLE ? total(i, first == 0) : load(part + i * LANES);
-  block_products(a, first, blocks.size, codes, &sums[0]);
+  auto products = [&](int64_t b) {
+    if (b < last) block_products(a, b, blocks.size, codes + (b - first) * blocks.size * LANES);
+  };
+  products(first);
+  store_sums(&sums[0]);
+  products(first + 1);
   for (int64_t b = first; b < last; b++) {
     const BlockSums& own = sums[(b - first) % 2];
-    if (b + 1 < last)  // while these are computed, the vectors below are
-      block_products(a, b + 1, blocks.size, codes + (b + 1 - first) * blocks.size * LANES, &sums[(b + 1 - first) % 2]);
+    // While the tiles compute the block after the next one, the vectors below read this one's sums.
+    if (b + 1 < last) store_sums(&sums[(b + 1 - first) % 2]);
+    products(b + 2);
     const float* pairs = a.pairs + 2 * (b - first);
     const int64_t g = b / blocks.in_group;
     const char* end = panel + g * blocks.group_bytes + form.code_bytes();
@@ -180,10 +188,12 @@ static void integer_tiles(const Coding& form, const char* x, int64_t ldx, int64_
   end_tiles();
 }
 
-// Whether the product of m rows is by tiles, but for the last rows if they are fewer than FEWEST_ROWS.
-static int64_t rows_by_tiles(int64_t m) {
-  if (!tiles_allowed()) return 0;
-  return m % TILE_ROWS < FEWEST_ROWS ? m - m % TILE_ROWS : m;
+// Rows of a product that tiles multiply sooner than vectors, by measurement: the first ones, none, or all.
+static int64_t rows_by_tiles(const Coding& form, int64_t m) {
+  const int64_t block = block_of(form);
+  if (!tiles_allowed() || block < 32 || m < (block == 32 ? 13 : 9)) return 0;
+  const int64_t rest = m % TILE_ROWS;
+  return rest < (block == 32 ? 8 : 5) ? m - rest : m;
 }
 
 }  // namespace moe
