@@ -441,7 +441,13 @@ class ModelConfig:
         attention = self.attention_of(layer)
         if not isinstance(attention, CompressedConfig):
             return 0, ()
-        return attention.rate(layer), attention.entry_widths(layer)
+        widths = attention.entry_widths(layer)
+        return attention.rate(layer) if widths else 0, widths
+
+    def entry_group(self, layer: int) -> tuple[int, ...]:
+        """The layers that read the entries of this layer's cache, the one that writes them first."""
+        attention = self.attention_of(layer)
+        return attention.group(layer) if isinstance(attention, CompressedConfig) else (layer,)
 
     def kept_rows(self, layer: int, draft_slots: int = 0) -> KeptRows | None:
         """What the layer keeps of contributions to entries (DeepSeek V4); None: nothing."""

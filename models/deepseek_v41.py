@@ -1,0 +1,38 @@
+"""DeepSeek V4.1 (V4.1-Flash): windows beside entries that several layers read, residual streams with late sums."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from moe_engine.kernels.attention.renewable import InPlacePlanner
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.compressed_config import SharedEntriesConfig
+from moe_engine.models.deepseek_v4 import DeepseekV4Model, streams_of
+from moe_engine.models.layers.shared_entries import SharedAttention, SharedSteps
+from moe_engine.models.weights import WeightSource
+
+
+class DeepseekV41Model(DeepseekV4Model):
+    """`Model` of the family. `batch.kv[layer]` is a `CompressedCache`."""
+
+    has_mtp = False
+
+    @cached_property
+    def _shared_steps(self) -> SharedSteps:
+        attention = self.config.attention
+        assert isinstance(attention, SharedEntriesConfig)
+        return SharedSteps(attention, self.backends)
+
+    def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
+        return (f"{prefix}.",) if prefix == "model.norm" else (f"{prefix}.", f"{streams_of(prefix)}.")
+
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> SharedAttention:
+        return SharedAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary, self._steps)
+
+    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        return batch, self._shared_steps.of(batch)
+
+    def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
+        return lambda batch: None  # rows of a step change from layer to layer: decodes are not captured
