@@ -47,7 +47,11 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
     without = tuple(i for i in range(layers) if not attention.rate(i))
     main = parse_rope_of(fields, "main", attention.rotary_width)
     others = OtherLayers(without, attention, main) if without else None
-    format = with_expert_format(fields, config.weight_format)
+    section = fields.section("quantization_config")
+    stored = None if section is None else section.raw.get("expert_dtype")
+    format = with_expert_format(
+        Fields({"expert_dtype": stored} | fields.present(), fields.source), config.weight_format
+    )
     return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
 
 

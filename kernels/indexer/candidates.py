@@ -16,9 +16,7 @@ from moe_engine.kernels.indexer.reference import MAX_SCORES, best
 from moe_engine.kernels.queries import PagedQueries
 
 
-def best_blocks(
-    q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, count: int, size: int
-) -> Tensor:
+def best_blocks(q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, count: int, size: int) -> Tensor:
     """The blocks [T, count] int64 with the highest score of an entry, then -1. The block of a token's last entry is
     always among them; of equal scores the lower block is.
 

@@ -64,7 +64,7 @@ def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> T
         streams = torch.einsum("tij,tid->tjd", mixed, streams).addcmul_(written.unsqueeze(2), x.float().unsqueeze(1))
         residual[:, :width] = streams.flatten(1)
         streams = residual[:, :width].float().view(streams.shape)  # as other parts read them
-    before = residual[:, end:].to(torch.float32, copy=True)
+    before = residual[:, end : end + n].to(torch.float32, copy=True)
     if weights.late and not len(weights.base):
         return torch.einsum("tn,tnd->td", before, streams).to(residual.dtype)
     flat = streams.flatten(1)
@@ -75,7 +75,7 @@ def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> T
         residual[:, width + n : end] = _doubly_stochastic(numbers[:, 2 * n :].view(-1, n, n), weights).flatten(1)
     read = numbers[:, :n].sigmoid() + weights.floor
     if weights.late:
-        residual[:, end:], read = read, before
+        residual[:, end : end + n], read = read, before
     return torch.einsum("tn,tnd->td", read, streams).to(residual.dtype)
 
 

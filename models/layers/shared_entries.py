@@ -69,10 +69,9 @@ class SharedSteps:
 
     def __init__(self, attention: SharedEntriesConfig, backends: Backends) -> None:
         layers = {rate: layer for layer, rate in reversed([*enumerate(attention.rates)])}
+        attend: Any = backends.attention
         self._rows = {
-            rate: StepRows(
-                _view(attention, rate), {rate: layer}, backends.attention, backends.indexer  # type: ignore[arg-type]
-            )
+            rate: StepRows(_view(attention, rate), {rate: layer}, attend, backends.indexer)
             for rate, layer in layers.items()
         }
         self._layers = layers
@@ -174,13 +173,9 @@ class SharedIndexer:
             found = best_blocks(q, weights, cache.index_keys, queries, a.candidate_blocks, a.candidate_size)
             shared.candidates = found if limited else None
         if a.limits_candidates(self._layer) and shared.candidates is not None:
-            select_among(
-                q, weights, cache.index_keys, queries, shared.candidates, a.candidate_size, selection.selected
-            )
+            select_among(q, weights, cache.index_keys, queries, shared.candidates, a.candidate_size, selection.selected)
         else:
-            self._kernel.select(
-                q, weights, cache.index_keys, queries, a.top_k, selection.selected, selection.plan
-            )
+            self._kernel.select(q, weights, cache.index_keys, queries, a.top_k, selection.selected, selection.plan)
         selection.place(shared.step.rows[a.rate(self._layer)].selected.slots)
         shared.first_entry = first_entry
 

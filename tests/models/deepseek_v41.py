@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 from moe_engine.kernels.ops.block_rounding import round_e2m1, round_e2m1_small, round_e4m3
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
@@ -192,7 +192,9 @@ class V41Reference:
         """Which entries [T, S] each token selects."""
         f, name = self.fields, f"layers.{i}.attn.indexer"
         heads, width, tokens = f["index_n_heads"], f["index_head_dim"], len(x)
-        q = self._rotated((latent @ self._t[f"{name}.wq_b.weight"].T).view(tokens, heads, width), torch.arange(tokens), rate)
+        q = self._rotated(
+            (latent @ self._t[f"{name}.wq_b.weight"].T).view(tokens, heads, width), torch.arange(tokens), rate
+        )
         products = torch.einsum("thi,si->ths", _rounded(round_e2m1, q), shared["keys"]).relu()
         gates = x @ self._t[f"{name}.weights_proj.weight"].T
         scores = torch.einsum("ths,th->ts", products, gates) * (heads * width) ** -0.5
@@ -207,14 +209,10 @@ class V41Reference:
 
     def _candidates(self, scores: Tensor, count: Tensor) -> Tensor:
         size = self.fields["candidate_block_size"]
-        found = torch.zeros_like(scores, dtype=torch.bool)
-        for t, row in enumerate(scores):
-            blocks = torch.stack([part.max() for part in row[: count[t]].split(size)]) if count[t] else row[:0]
-            if len(blocks):
-                blocks[-1] = math.inf
-            for block in self._best(blocks[None], self.fields["candidate_topk_blocks"])[0].nonzero().flatten():
-                found[t, block * size : (block + 1) * size] = True
-        return found
+        blocks = pad(scores, (0, -scores.shape[1] % size), value=-math.inf).unflatten(1, (-1, size)).amax(2)
+        newest = torch.arange(blocks.shape[1]) == (count[:, None] - 1).div(size, rounding_mode="floor")
+        chosen = self._best(blocks.masked_fill(newest, math.inf), self.fields["candidate_topk_blocks"])
+        return chosen.repeat_interleave(size, 1)[:, : scores.shape[1]]
 
     def _best(self, scores: Tensor, count: int) -> Tensor:
         """Which of scores [T, S] are the `count` best of their row, without those that are -inf."""
@@ -258,7 +256,7 @@ class V41Reference:
         f, width = self.fields, self.fields["qk_rope_head_dim"]
         theta = f["compress_rope_theta"] if rate else f["rope_theta"]
         plain = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        if not rate:
+        if not rate or not f["rope_scaling"]:
             return plain
         y = f["rope_scaling"]
         original = y["original_max_position_embeddings"]

@@ -157,9 +157,7 @@ class KVPool:
                 entries = (parts[0][len(spec.group_of(layer)) * rows[layer] :], *parts[num_parts:])
                 self._raw += [_bytes(tensor, num_slots + page_size) for tensor in entries]
         of_states = {} if states is None else states.layers
-        self.layers: Sequence[Any] = tuple(
-            of_states[i] if i in of_states else self._cache(i, rows[i]) for i in rows
-        )
+        self.layers: Sequence[Any] = tuple(of_states[i] if i in of_states else self._cache(i, rows[i]) for i in rows)
 
     def _shapes(self, layer: int, rows: int) -> list[tuple[int, tuple[int, ...]]]:
         """Rows and shape of a row of each tensor of a layer. The first tensor has entries after the rows of tokens, of
@@ -185,9 +183,7 @@ class KVPool:
             group = self.spec.group_of(layer)
             tensors, num_parts = self._tensors[group[0]], len(self.spec.layers[group[0]])
             keys = tensors[num_parts] if len(tensors) > num_parts else None
-            return CompressedCache.part(
-                tensors[0], group.index(layer), len(group), rows, self._kept[group[0]], keys
-            )
+            return CompressedCache.part(tensors[0], group.index(layer), len(group), rows, self._kept[group[0]], keys)
         parts = self._tensors[layer]
         return parts[0] if len(parts) == 1 else tuple(parts)
 
