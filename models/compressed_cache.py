@@ -27,6 +27,8 @@ class CompressedCache:
     """What earlier tokens contribute to entries, and to index keys, [K, n] each."""
     index_keys: Tensor | None
     """[E, 1, I]; None: entries are not selected."""
+    ids: Tensor | None = None
+    """[N, n]: bits of an int32 id of each token; None: none is kept."""
 
     @property
     def entries(self) -> Tensor:
@@ -44,7 +46,7 @@ class CompressedCache:
             if layer in found:
                 continue
             rate, widths = config.entry_parts(layer)
-            ((width,),) = config.kv_parts(layer, config.checkpoint_dtype)
+            (width,), *others = config.kv_parts(layer, config.checkpoint_dtype)
             num_entries = num_slots // rate if rate else 0
             keys = new(num_entries, 1, widths[1]) if len(widths) > 1 else None
             kept: tuple[Kept, ...] = ()
@@ -53,16 +55,18 @@ class CompressedCache:
                 kept = tuple(Kept(new(count, width), rows.each, rows.block) for width in rows.widths)
             group = config.entry_group(layer)
             joined = new(len(group) * num_slots + num_entries, width)
-            found |= {own: cls.part(joined, i, len(group), num_slots, kept, keys) for i, own in enumerate(group)}
+            ids = new(num_slots, *others[0]) if others else None
+            found |= {own: cls.part(joined, i, len(group), num_slots, kept, keys, ids) for i, own in enumerate(group)}
         return [found[layer] for layer in layers]
 
     @classmethod
     def part(
-        cls, joined: Tensor, i: int, count: int, num_slots: int, kept: tuple[Kept, ...], keys: Tensor | None
-    ) -> CompressedCache:
+        cls, joined: Tensor, i: int, count: int, num_slots: int, kept: tuple[Kept, ...], keys: Tensor | None,
+        ids: Tensor | None,
+    ) -> CompressedCache:  # fmt: skip
         """The cache of layer i of `count` that read the same entries. joined [count N + E, Dh]: keys of tokens of all
         layers, then the entries."""
-        return cls(joined[i * num_slots :], (count - i) * num_slots, kept, keys)
+        return cls(joined[i * num_slots :], (count - i) * num_slots, kept, keys, ids)
 
 
 def num_kept(rows: KeptRows, num_slots: int, max_rows: int) -> int:

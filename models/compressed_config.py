@@ -167,7 +167,10 @@ class StreamsConfig:
     """A part reads the sum by the weights that the part before has computed (DeepSeek V4.1); the first reads stream
     0."""
 
+    ngram: int = 0
+    """Ids of tokens that the residual carries, see `models.layers.engram`."""
+
     @property
     def width(self) -> int:
-        """Numbers of a token's residual behind the streams."""
-        return self.count * (1 + self.count) + self.count * self.late
+        """Numbers of a token's residual behind the streams; two for an id."""
+        return self.count * (1 + self.count) + self.count * self.late + 2 * self.ngram

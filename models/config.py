@@ -18,6 +18,7 @@ from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.block_config import OwnBlock
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
+from moe_engine.models.engram_config import EngramConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.pooling_config import PoolingConfig
@@ -288,6 +289,8 @@ class ModelConfig:
     """Pooling of a model that serves vectors; None for text generation."""
     streams: StreamsConfig | None = None
     """Streams of the residual; None: one tensor to which every layer adds."""
+    engram: EngramConfig | None = None
+    """Tables of n-grams; None: no layer has one."""
     residual_block: int = 0
     """Layers of a block with a sum of its own; layers read attention over these sums (Kimi K3). 0: no blocks."""
     vision: VisionConfig | None = None
@@ -434,6 +437,8 @@ class ModelConfig:
         if layer in self.state_layers:
             return ()
         parts = self.attention_of(layer).kv_parts(kv_dtype)
+        if layer == 0 and self.engram is not None:
+            parts = (*parts, (2,))  # the token's id, in the bits of two numbers
         return parts[:-1] if layer in self.attention.shared_layers else parts
 
     def entry_parts(self, layer: int) -> tuple[int, tuple[int, ...]]:

@@ -16,17 +16,16 @@ from moe_engine.models.config import ModelConfig, OtherLayers
 from moe_engine.models.config_compressed import compressed_attention, parse_experts, parse_rope_of, with_expert_format
 from moe_engine.models.config_families import build_config
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.engram_config import EngramConfig
 
 _RATES = (0, 1, 2)
 
 
 def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """V4.1-Flash: entries that several layers read, residual streams with late sums, experts in every layer."""
-    if fields.raw.get("engram_layer_ids"):
-        fields.fail("engram_layer_ids", "n-gram tables are not supported yet")
     if fields.number("gate_temp", 1.0) != 1.0:
         fields.fail("gate_temp", "is not 1: scores of experts with a temperature are not supported")
-    attention = shared_attention(fields)
+    attention, engram = shared_attention(fields), _engram(fields)
     plain = Fields({**fields.raw, "num_hash_layers": 0, "num_nextn_predict_layers": 0}, fields.source)
     moe, layers = parse_experts(plain), fields.integer("num_hidden_layers")
     config = build_config(
@@ -42,6 +41,7 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
             iterations=fields.integer("hc_sinkhorn_iters", 20),
             eps=fields.number("hc_eps", 1e-6, above=0),
             late=True,
+            ngram=0 if engram is None else engram.longest,
         ),
     )
     without = tuple(i for i in range(layers) if not attention.rate(i))
@@ -52,7 +52,31 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
     format = with_expert_format(
         Fields({"expert_dtype": stored} | fields.present(), fields.source), config.weight_format
     )
-    return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
+    return replace(config, other_layers=others, weight_format=format, engram=engram, raw=fields.raw)
+
+
+def _engram(fields: Fields) -> EngramConfig | None:
+    layers = _layers({"engram_layer_ids": [], **fields.present()}, fields, "engram_layer_ids")
+    if not layers:
+        return None
+    rows = fields.raw.get("engram_num_embeddings")
+    if not isinstance(rows, list) or len(rows) != len(layers) or not all(isinstance(count, int) for count in rows):
+        fields.fail("engram_num_embeddings", f"needs {len(layers)} numbers of rows, found {rows!r}")
+    pad = "engram_pad_token_id" if fields.has("engram_pad_token_id") else "engram_pad_id"
+    found = EngramConfig(
+        layers=layers,
+        rows=tuple(rows),
+        longest=fields.integer("engram_max_ngram_size", 4, minimum=2),
+        heads=fields.integer("engram_n_heads", 8),
+        width=fields.integer("engram_head_dim", 256),
+        first_prime=fields.integer("engram_vocab_size", 16000000, minimum=2),
+        num_ids=fields.integer("engram_compressed_vocab_size"),
+        pad_id=fields.integer(pad, 2, minimum=0),
+    )
+    for layer, count, primes in zip(layers, rows, found.primes):
+        if count != sum(primes):
+            fields.fail("engram_num_embeddings", f"{count} of layer {layer} is not the {sum(primes)} rows of its heads")
+    return found
 
 
 def shared_attention(fields: Fields) -> SharedEntriesConfig:
@@ -65,8 +89,8 @@ def shared_attention(fields: Fields) -> SharedEntriesConfig:
     parts = {field.name: getattr(base, field.name) for field in fields_of(base)}
     found = SharedEntriesConfig(
         **parts | {"rates": tuple(rates[:layers])},
-        kv_sources=_layers(fields, "kv_source_layer_ids", layers),
-        index_sources=_layers(fields, "index_source_layer_ids", layers),
+        kv_sources=_layers(fields.raw, fields, "kv_source_layer_ids"),
+        index_sources=_layers(fields.raw, fields, "index_source_layer_ids"),
         candidate_source=fields.integer("candidate_source_layer_id", -1, minimum=-1),
         candidate_blocks=fields.integer("candidate_topk_blocks", 2048),
         candidate_size=fields.integer("candidate_block_size", 8),
@@ -75,8 +99,8 @@ def shared_attention(fields: Fields) -> SharedEntriesConfig:
     return found
 
 
-def _layers(fields: Fields, name: str, layers: int) -> tuple[int, ...]:
-    found = fields.raw.get(name)
+def _layers(values: Mapping[str, Any], fields: Fields, name: str) -> tuple[int, ...]:
+    found, layers = values.get(name), fields.integer("num_hidden_layers")
     if not isinstance(found, list) or not all(isinstance(i, int) and 0 <= i < layers for i in found):
         fields.fail(name, f"must be a list of layers from 0 to {layers - 1}, found {found!r}")
     if found != sorted(set(found)):

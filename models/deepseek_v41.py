@@ -5,11 +5,15 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from moe_engine.kernels.attention.renewable import InPlacePlanner
+from moe_engine.kernels.ops.hashed_rows import TextIds
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_config import SharedEntriesConfig
 from moe_engine.models.deepseek_v4 import DeepseekV4Model, streams_of
+from moe_engine.models.layers.engram import EngramNorm, load_text_ids, put_ids
 from moe_engine.models.layers.shared_entries import SharedAttention, SharedSteps
 from moe_engine.models.weights import WeightSource
 
@@ -25,7 +29,27 @@ class DeepseekV41Model(DeepseekV4Model):
         assert isinstance(attention, SharedEntriesConfig)
         return SharedSteps(attention, self.backends)
 
+    _texts: TextIds | None = None
+    """Of the n-gram tables."""
+
+    def make_norm(self, reader: WeightSource, prefix: str) -> Any:
+        engram = self.config.engram
+        if engram is None or prefix not in [f"model.layers.{i}.input_layernorm" for i in engram.layers]:
+            return super().make_norm(reader, prefix)
+        self._texts = self._texts or load_text_ids(self.config, reader)
+        return EngramNorm(self.backends.ops, reader, streams_of(prefix), prefix, self.config, self.backends.linear)
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        residual, engram = super().embed(batch), self.config.engram
+        if engram is not None:
+            assert self._texts is not None
+            put_ids(residual, batch, self._texts, engram.longest)
+        return residual
+
     def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
+        if self.config.engram is not None and prefix.endswith(".input_layernorm"):
+            block = prefix.rpartition(".")[0]
+            return f"{prefix}.", f"{streams_of(prefix)}.", f"{block}.engram."
         return (f"{prefix}.",) if prefix == "model.norm" else (f"{prefix}.", f"{streams_of(prefix)}.")
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> SharedAttention:

@@ -49,6 +49,8 @@ UNREAD_MTP = {
     "DeepseekV41ForCausalLM": ("model.vision.", "model.aligner.", "model.image_"),
 }
 """By architecture: begins of the names of MTP layers, and of towers, that are not served."""
+TABLES = (".engram.embed.weight", ".engram.embed.scale")
+"""Tables of n-grams, which stay in their files."""
 _IMAGE_BIAS = ".mlp.gate.bias_vl"
 """The router's bias for image tokens (DeepSeek V4.1)."""
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
@@ -185,6 +187,13 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     if (streams := config.streams) is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
+    if config.engram is not None and streams is not None and layer in config.engram.layers:
+        width = config.engram.columns * config.engram.width
+        yield from _linear("engram.kv_proj", (streams.count + 1) * config.hidden_size, width)
+        yield from (
+            TensorSpec(f"engram.{name}", (streams.count, config.hidden_size), Kind.WIDE)
+            for name in ("q_weight", "k_weight")
+        )
     if config.residual_block:
         for name in ("self_attention_res", "mlp_res") if layer else ("mlp_res",):
             yield from _block_scores(name, config.hidden_size)
@@ -460,7 +469,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
     unused += (_FIRST_SCORES,) * (config.residual_block > 0)
-    ends = (_ROTARY, _IMAGE_BIAS, *KV_SCALES)
+    ends = (_ROTARY, _IMAGE_BIAS, *TABLES, *KV_SCALES)
     return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 
 

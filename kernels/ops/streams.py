@@ -53,17 +53,23 @@ class MixStreams(Protocol):
         the next result; returns the sum that the next part reads, [T, D], in the residual's dtype. Float32 inside."""
 
 
+def write_streams(x: Tensor, residual: Tensor, weights: StreamWeights) -> None:
+    """The first part of `MixStreams`: adds x [T, D] to the streams, in place."""
+    n, width = weights.count, weights.fn.shape[1]
+    streams = residual[:, :width].float().view(len(residual), n, width // n)
+    written, mixed = residual[:, width : width + n].float(), residual[:, width + n : width + n + n * n].float()
+    streams = torch.einsum("tij,tid->tjd", mixed.view(-1, n, n), streams)
+    residual[:, :width] = streams.addcmul_(written.unsqueeze(2), x.float().unsqueeze(1)).flatten(1)
+
+
 def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
     """`MixStreams` in torch."""
     n = weights.count
     width = weights.fn.shape[1]
     end = width + n + n * n
-    streams = residual[:, :width].float().view(len(residual), n, width // n)
     if x is not None:
-        written, mixed = residual[:, width : width + n].float(), residual[:, width + n : end].float().view(-1, n, n)
-        streams = torch.einsum("tij,tid->tjd", mixed, streams).addcmul_(written.unsqueeze(2), x.float().unsqueeze(1))
-        residual[:, :width] = streams.flatten(1)
-        streams = residual[:, :width].float().view(streams.shape)  # as other parts read them
+        write_streams(x, residual, weights)
+    streams = residual[:, :width].float().view(len(residual), n, width // n)  # as other parts read them
     before = residual[:, end : end + n].to(torch.float32, copy=True)
     if weights.late and not len(weights.base):
         return torch.einsum("tn,tnd->td", before, streams).to(residual.dtype)

@@ -27,8 +27,9 @@ def spread(x: Tensor, streams: StreamsConfig) -> Tensor:
     residual = x.new_empty(len(x), n * width + streams.width)
     residual[:, : n * width].unflatten(1, (n, width)).copy_(x.unsqueeze(1))
     if streams.late:
-        residual[:, -n:] = 0.0
-        residual[:, -n] = 1.0
+        first = n * width + n + n * n
+        residual[:, first : first + n] = 0.0
+        residual[:, first] = 1.0
     return residual
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
@@ -35,16 +39,20 @@ FIELDS: dict[str, Any] = {
     "moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
     "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.5,
     "swiglu_limit": 1.5, "hidden_act": "silu", "rms_norm_eps": 1e-20, "max_position_embeddings": 512,
-    "engram_layer_ids": [], "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+    "engram_layer_ids": [1, 3], "engram_vocab_size": 90, "engram_max_ngram_size": 4, "engram_n_heads": 2,
+    "engram_head_dim": 8, "engram_pad_token_id": 2, "engram_num_embeddings": [630, 834],
+    "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 """Of the language model. Widths of keys and index keys have no whole blocks: they are not rounded."""
 STD = 0.15
 
 
-def make_v41(path: Path, seed: int, tokenizer: bool = True, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
+def make_v41(path: Path, seed: int, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
     """A checkpoint, with a tensor of the vision tower and the router's biases for images. fields: changes to
     `FIELDS`."""
     raw = FIELDS | fields
+    write_tokenizer(path, raw["vocab_size"])
+    raw |= {"engram_compressed_vocab_size": len(set(text_ids(path)))}
     path.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(raw, torch.Generator().manual_seed(seed))
     write_tensors(path, {name: tensor.to(dtype) for name, tensor in tensors.items()})
@@ -52,9 +60,25 @@ def make_v41(path: Path, seed: int, tokenizer: bool = True, dtype: torch.dtype =
     outer |= {"bos_token_id": BOS, "eos_token_id": EOS, "dtype": str(dtype).removeprefix("torch.")}
     outer |= {"vision_config": {"model_type": "deepseek_v41_vision", "patch_size": 14}, "image_token_id": 9}
     (path / "config.json").write_text(json.dumps(outer, indent=1))
-    if tokenizer:
-        write_tokenizer(path, raw["vocab_size"])
     return path
+
+
+def text_ids(path: Path) -> list[int]:
+    """The number of each token's text, in the order of the first tokens with these texts."""
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    numbers = dict[str, int]()
+    return [numbers.setdefault(_text(tokenizer, id), len(numbers)) for id in range(tokenizer.get_vocab_size())]
+
+
+def _text(tokenizer: Any, id: int) -> str:
+    """A token's text without accents and case."""
+    text = tokenizer.decode([id], skip_special_tokens=False)
+    if "\ufffd" in text:
+        return str(tokenizer.id_to_token(id))
+    plain = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+    plain = "".join(c for c in plain if unicodedata.category(c) != "Mn").lower()
+    plain = re.sub(r"[ \t\r\n]+", " ", plain)
+    return (plain if plain == " " else plain.strip()) or text
 
 
 def random_tensors(f: dict[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -105,6 +129,14 @@ def random_tensors(f: dict[str, Any], generator: torch.Generator) -> dict[str, T
         norm(f"{layer}.ffn_norm", hidden)
         attention(f"{layer}.attn", i)
         experts(f"{layer}.ffn")
+        if i in f["engram_layer_ids"]:
+            engram, each = f"{layer}.engram", f["engram_head_dim"]
+            rows = f["engram_num_embeddings"][f["engram_layer_ids"].index(i)]
+            put(f"{engram}.embed.weight", rows, each, scale=1)
+            columns = (f["engram_max_ngram_size"] - 1) * f["engram_n_heads"]
+            put(f"{engram}.wkv.weight", hidden * (f["hc_mult"] + 1), columns * each)
+            for part in "qk":
+                put(f"{engram}.{part}_weight", f["hc_mult"], hidden, scale=0.5, shift=1.0)
         for part in ("attn", "ffn"):
             put(f"{layer}.hc_{part}_fn", count, f["hc_mult"] * hidden)
             put(f"{layer}.hc_{part}_base", count, scale=1.0)
@@ -119,6 +151,7 @@ class V41Reference:
     def __init__(self, path: Path) -> None:
         self.fields: dict[str, Any] = json.loads((path / "config.json").read_text())["text_config"]
         self._t = {name: tensor.double() for name, tensor in load_file(path / "model.safetensors").items()}
+        self._texts = text_ids(path)
         self.margin = math.inf
         """The least relative difference of scores that decided a choice."""
 
@@ -130,12 +163,51 @@ class V41Reference:
         before[:, 0] = 1.0
         shared: dict[str, Tensor] = {}
         for i in range(f["num_hidden_layers"]):
+            if i in f["engram_layer_ids"]:
+                streams = self._with_rows(streams, ids, i)
             for part, run in (("attn", self._attention), ("ffn", self._experts)):
                 read, write, mix = self._mixes(streams, f"layers.{i}.hc_{part}")
                 x = self._norm(f"layers.{i}.{part}_norm", torch.einsum("tn,tnd->td", before, streams))
                 streams = torch.einsum("tij,tid->tjd", mix, streams) + write.unsqueeze(2) * run(x, i, shared)[:, None]
                 before = read
         return self._norm("norm", torch.einsum("tn,tnd->td", before, streams)) @ self._t["head.weight"].T
+
+    def _with_rows(self, streams: Tensor, ids: list[int], i: int) -> Tensor:
+        """The streams with the rows of the tokens' n-grams."""
+        f, name, n = self.fields, f"layers.{i}.engram", streams.shape[1]
+        sizes, longest = self._primes(i), f["engram_max_ngram_size"]
+        bound = (2**63 - 1) // f["engram_compressed_vocab_size"] // 2
+        drawn = np.random.default_rng(10007 * i).integers(0, bound, longest, dtype=np.int64)
+        texts = [self._texts[f["engram_pad_token_id"]]] * (longest - 1) + [self._texts[id] for id in ids]
+        rows = []
+        for t in range(len(ids)):
+            mixed, own = texts[t + longest - 1] * (2 * int(drawn[0]) + 1), []
+            for back in range(1, longest):
+                mixed ^= texts[t + longest - 1 - back] * (2 * int(drawn[back]) + 1)
+                own += [mixed % size for size in sizes[len(own) : len(own) + f["engram_n_heads"]]]
+            rows.append([sum(sizes[:column]) + row for column, row in enumerate(own)])
+        found = self._t[f"{name}.embed.weight"][torch.tensor(rows)].flatten(1) @ self._t[f"{name}.wkv.weight"].T
+        key, value = found.view(len(ids), n + 1, -1).split((n, 1), 1)
+        unit = lambda x: x * (x.square().mean(-1, keepdim=True) + f["rms_norm_eps"]).rsqrt()  # noqa: E731
+        weights = self._t[f"{name}.q_weight"] * self._t[f"{name}.k_weight"]
+        dot = (unit(streams) * unit(key) * weights).sum(2, keepdim=True) * f["hidden_size"] ** -0.5
+        return streams + (dot.sign() * dot.abs().clamp(min=1e-6).sqrt()).sigmoid() * value
+
+    def _primes(self, i: int) -> list[int]:
+        """Rows of each column of a layer's table."""
+        f, used = self.fields, list[int]()
+        for layer in f["engram_layer_ids"]:
+            first = len(used)
+            for _ in range(f["engram_max_ngram_size"] - 1):
+                number = f["engram_vocab_size"] - 1
+                for _ in range(f["engram_n_heads"]):
+                    number += 1
+                    while number in used or any(number % d == 0 for d in range(2, number)):
+                        number += 1
+                    used.append(number)
+            if layer == i:
+                return used[first:]
+        raise AssertionError(i)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.fields["rms_norm_eps"]).rsqrt() * self._t[f"{name}.weight"]

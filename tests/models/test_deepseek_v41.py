@@ -35,7 +35,7 @@ class Made:
     def __init__(self, path: Path, **fields: Any) -> None:
         self.path = path
         for _ in range(50):
-            make_v41(path, random.randrange(2**31), tokenizer=False, **fields)
+            make_v41(path, random.randrange(2**31), **fields)
             self.tokens = [random.randrange(5, 250) for _ in range(110)]
             reference = V41Reference(path)
             self.logits: Tensor = reference.logits(self.tokens)
@@ -118,16 +118,18 @@ PUBLISHED: dict[str, Any] = {
     "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36], "candidate_source_layer_id": 20,
     "candidate_topk_blocks": 2048, "candidate_block_size": 8, "index_n_heads": 32, "index_head_dim": 128,
     "index_topk": 512, "moe_intermediate_size": 2304, "n_routed_experts": 384, "num_experts_per_tok": 6,
-    "max_position_embeddings": 1048576,
+    "max_position_embeddings": 1048576, "engram_layer_ids": [1, 14], "engram_num_embeddings": [384006168, 384016682],
+    "engram_vocab_size": 16000000, "engram_n_heads": 8, "engram_head_dim": 256,
 }  # fmt: skip
-"""The language model of V4.1-Flash without n-gram tables."""
+"""The language model of V4.1-Flash."""
 
 
 def test_sizes_of_the_published_model(tmp_path: Path) -> None:
     """552 billion parameters; entries and index keys of one layer of single tokens and three of pairs."""
     quantization = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
     outer = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
-    raw = outer | {"text_config": FIELDS | PUBLISHED, "quantization_config": quantization}
+    text = FIELDS | PUBLISHED | {"engram_compressed_vocab_size": 99092}
+    raw = outer | {"text_config": text, "quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = load_model_config(tmp_path)
     count = sum(spec.num_elements * spec.copies for spec in model_tensors(config))
@@ -139,7 +141,7 @@ def test_sizes_of_the_published_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"engram_layer_ids": [1, 14]}, "engram_layer_ids n-gram tables are not supported yet"),
+        ({"engram_num_embeddings": [630, 835]}, "engram_num_embeddings 835 of layer 3 is not the 834 rows"),
         ({"gate_temp": 0.5}, "gate_temp is not 1"),
         ({"compress_ratios": [0, 0, 4, 4, 4, 1, 1, 1, 1]}, "compress_ratios needs 9 of 0, 1, 2"),
         ({"kv_source_layer_ids": [3, 4, 5]}, "kv_source_layer_ids .* has no layer up to layer 2, which reads entries"),
@@ -152,7 +154,8 @@ def test_sizes_of_the_published_model(tmp_path: Path) -> None:
     ],
 )
 def test_bad_configs_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
-    raw = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": FIELDS | fields}
+    text = FIELDS | {"engram_compressed_vocab_size": 99092} | fields
+    raw = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=message):
         load_model_config(tmp_path)

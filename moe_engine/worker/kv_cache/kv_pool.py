@@ -183,7 +183,9 @@ class KVPool:
             group = self.spec.group_of(layer)
             tensors, num_parts = self._tensors[group[0]], len(self.spec.layers[group[0]])
             keys = tensors[num_parts] if len(tensors) > num_parts else None
-            return CompressedCache.part(tensors[0], group.index(layer), len(group), rows, self._kept[group[0]], keys)
+            ids = tensors[1] if num_parts > 1 else None
+            place = group.index(layer), len(group)
+            return CompressedCache.part(tensors[0], *place, rows, self._kept[group[0]], keys, ids)
         parts = self._tensors[layer]
         return parts[0] if len(parts) == 1 else tuple(parts)
 
