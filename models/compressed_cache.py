@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_engine.kernels.compression.protocol import Kept
-from moe_engine.models.compressed_config import KeptRows
+from moe_engine.models.compressed_config import KeptRows, entry_group
 from moe_engine.models.config import ModelConfig
 
 
@@ -53,7 +53,7 @@ class CompressedCache:
             if (rows := config.kept_rows(layer)) is not None:
                 count = num_kept(rows, num_slots, max_rows)
                 kept = tuple(Kept(new(count, width), rows.each, rows.block) for width in rows.widths)
-            group = config.entry_group(layer)
+            group = entry_group(config.attention_of(layer), layer)
             joined = new(len(group) * num_slots + num_entries, width)
             ids = new(num_slots, *others[0]) if others else None
             found |= {own: cls.part(joined, i, len(group), num_slots, kept, keys, ids) for i, own in enumerate(group)}

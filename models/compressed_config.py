@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moe_engine.models.engram_config import EngramConfig
+
 
 class KeptRows(NamedTuple):
     """Rows of a layer's cache with what tokens contribute to entries, as `kernels.compression.protocol.Kept` has them:
@@ -167,10 +169,20 @@ class StreamsConfig:
     """A part reads the sum by the weights that the part before has computed (DeepSeek V4.1); the first reads stream
     0."""
 
-    ngram: int = 0
-    """Ids of tokens that the residual carries, see `models.layers.engram`."""
+    engram: EngramConfig | None = None
+    """Tables of n-grams, whose rows are added to the streams; None: no layer has one."""
+
+    @property
+    def ngram(self) -> int:
+        """Ids of tokens that the residual carries, see `models.layers.engram`."""
+        return 0 if self.engram is None else self.engram.longest
 
     @property
     def width(self) -> int:
         """Numbers of a token's residual behind the streams; two for an id."""
         return self.count * (1 + self.count) + self.count * self.late + 2 * self.ngram
+
+
+def entry_group(attention: object, layer: int) -> tuple[int, ...]:
+    """The layers that read the entries of this layer's cache, the one that writes them first."""
+    return attention.group(layer) if isinstance(attention, CompressedConfig) else (layer,)

@@ -18,7 +18,6 @@ from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.block_config import OwnBlock
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
-from moe_engine.models.engram_config import EngramConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.pooling_config import PoolingConfig
@@ -289,8 +288,6 @@ class ModelConfig:
     """Pooling of a model that serves vectors; None for text generation."""
     streams: StreamsConfig | None = None
     """Streams of the residual; None: one tensor to which every layer adds."""
-    engram: EngramConfig | None = None
-    """Tables of n-grams; None: no layer has one."""
     residual_block: int = 0
     """Layers of a block with a sum of its own; layers read attention over these sums (Kimi K3). 0: no blocks."""
     vision: VisionConfig | None = None
@@ -436,9 +433,9 @@ class ModelConfig:
         the model's."""
         if layer in self.state_layers:
             return ()
-        parts = self.attention_of(layer).kv_parts(kv_dtype)
-        if layer == 0 and self.engram is not None:
-            parts = (*parts, (2,))  # the token's id, in the bits of two numbers
+        has_ids = layer == 0 and self.streams is not None and self.streams.ngram > 0
+        ids = ((2,),) if has_ids else ()  # bits of the token's id
+        parts = (*self.attention_of(layer).kv_parts(kv_dtype), *ids)
         return parts[:-1] if layer in self.attention.shared_layers else parts
 
     def entry_parts(self, layer: int) -> tuple[int, tuple[int, ...]]:
@@ -449,17 +446,10 @@ class ModelConfig:
         widths = attention.entry_widths(layer)
         return attention.rate(layer) if widths else 0, widths
 
-    def entry_group(self, layer: int) -> tuple[int, ...]:
-        """The layers that read the entries of this layer's cache, the one that writes them first."""
-        attention = self.attention_of(layer)
-        return attention.group(layer) if isinstance(attention, CompressedConfig) else (layer,)
-
     def kept_rows(self, layer: int, draft_slots: int = 0) -> KeptRows | None:
         """What the layer keeps of contributions to entries (DeepSeek V4); None: nothing."""
-        attention = self.attention_of(layer)
-        if not isinstance(attention, CompressedConfig):
-            return None
-        return attention.kept_rows(layer, self.page_multiple, draft_slots)
+        own, page = self.attention_of(layer), self.page_multiple
+        return own.kept_rows(layer, page, draft_slots) if isinstance(own, CompressedConfig) else None
 
     def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str, draft_slots: int = 0) -> int:
         """Cached bytes of one token in these layers, without entries; scales of FP8 rows included, and the kept
@@ -478,8 +468,7 @@ class ModelConfig:
 
     def entry_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of all layers' entries, divided by their tokens."""
-        each = kv_format.STORED[kv_dtype][1]
-        entries = (self.entry_parts(layer) for layer in range(self.num_layers))
+        each, entries = kv_format.STORED[kv_dtype][1], map(self.entry_parts, range(self.num_layers))
         return sum(sum(widths) * each // rate for rate, widths in entries if rate)
 
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False, draft_slots: int = 0) -> int:

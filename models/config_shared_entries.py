@@ -41,7 +41,7 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
             iterations=fields.integer("hc_sinkhorn_iters", 20),
             eps=fields.number("hc_eps", 1e-6, above=0),
             late=True,
-            ngram=0 if engram is None else engram.longest,
+            engram=engram,
         ),
     )
     without = tuple(i for i in range(layers) if not attention.rate(i))
@@ -52,7 +52,7 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
     format = with_expert_format(
         Fields({"expert_dtype": stored} | fields.present(), fields.source), config.weight_format
     )
-    return replace(config, other_layers=others, weight_format=format, engram=engram, raw=fields.raw)
+    return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
 
 
 def _engram(fields: Fields) -> EngramConfig | None:

@@ -187,8 +187,8 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     if (streams := config.streams) is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
-    if config.engram is not None and streams is not None and layer in config.engram.layers:
-        width = config.engram.columns * config.engram.width
+    if streams is not None and streams.engram is not None and layer in streams.engram.layers:
+        width = streams.engram.columns * streams.engram.width
         yield from _linear("engram.kv_proj", (streams.count + 1) * config.hidden_size, width)
         yield from (
             TensorSpec(f"engram.{name}", (streams.count, config.hidden_size), Kind.WIDE)

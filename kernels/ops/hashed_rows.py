@@ -37,7 +37,7 @@ def token_map(tokenizer_file: Path) -> tuple[list[int], int]:
     for token in range(tokenizer.get_vocab_size()):
         text = tokenizer.decode([token], skip_special_tokens=False)
         key = tokenizer.id_to_token(token) if "\ufffd" in text else normalizer.normalize_str(text) or text
-        found.append(ids.setdefault(key, len(ids)))
+        found.append(ids.setdefault(str(key), len(ids)))
     return found, len(ids)
 
 

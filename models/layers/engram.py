@@ -31,8 +31,9 @@ ID_BYTES = 4
 
 def load_text_ids(config: ModelConfig, reader: WeightSource) -> TextIds:
     """Raises CheckpointError: the tokenizer is missing, or is not that of the tables."""
-    engram, file = config.engram, Path(config.source).parent / "tokenizer.json"
-    assert engram is not None
+    streams, file = config.streams, Path(config.source).parent / "tokenizer.json"
+    assert streams is not None and streams.engram is not None
+    engram = streams.engram
     if reader.made_up:
         return TextIds(range(config.vocab_size), config.vocab_size, engram.pad_id, reader.device)
     try:
@@ -73,8 +74,9 @@ class EngramNorm(StreamNorm):
         self, ops: Ops, reader: WeightSource, prefix: str, norm: str, config: ModelConfig, backend: Any
     ) -> None:
         super().__init__(ops, reader, prefix, norm, config)
-        engram, streams, hidden = config.engram, config.streams, config.hidden_size
-        assert engram is not None and streams is not None
+        streams, hidden = config.streams, config.hidden_size
+        assert streams is not None and streams.engram is not None
+        engram = streams.engram
         own = f"{norm.rpartition('.')[0]}.engram"
         layer = int(norm.split(".")[2])
         place = engram.layers.index(layer)

@@ -51,9 +51,9 @@ def make_v41(path: Path, seed: int, dtype: torch.dtype = torch.float32, **fields
     """A checkpoint, with a tensor of the vision tower and the router's biases for images. fields: changes to
     `FIELDS`."""
     raw = FIELDS | fields
+    path.mkdir(parents=True, exist_ok=True)
     write_tokenizer(path, raw["vocab_size"])
     raw |= {"engram_compressed_vocab_size": len(set(text_ids(path)))}
-    path.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(raw, torch.Generator().manual_seed(seed))
     write_tensors(path, {name: tensor.to(dtype) for name, tensor in tensors.items()})
     outer = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": raw}

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_engine.kernels.compression.protocol import Kept
 from moe_engine.kernels.kv_format.formats import STORED
 from moe_engine.models.compressed_cache import CompressedCache, num_kept
-from moe_engine.models.compressed_config import KeptRows
+from moe_engine.models.compressed_config import KeptRows, entry_group
 from moe_engine.models.config import ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -89,7 +89,8 @@ def kv_spec(
     if not any(rate for rate, _ in entries):
         return KVSpec(tuple(layers), dtype)
     kept = tuple(config.kept_rows(i, draft_slots) for i in range(len(layers)))
-    return KVSpec(tuple(layers), dtype, tuple(entries), kept, tuple(map(config.entry_group, range(len(layers)))))
+    groups = tuple(entry_group(config.attention_of(i), i) for i in range(len(layers)))
+    return KVSpec(tuple(layers), dtype, tuple(entries), kept, groups)
 
 
 class KVPool:
