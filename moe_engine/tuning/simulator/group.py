@@ -22,7 +22,7 @@ from moe_engine.tuning.simulator.rank_log import GroupLog
 from moe_engine.tuning.simulator.recorder import Running
 from moe_engine.tuning.simulator.runs import Runs
 from moe_engine.tuning.simulator.workload import answer_tokens
-from moe_engine.types import Request, SamplingParams, StepPlan, StepResult
+from moe_engine.types import KVOps, Request, SamplingParams, StepPlan, StepResult
 
 EOS = 0
 SAMPLING = SamplingParams(max_new_tokens=None)
@@ -262,15 +262,17 @@ def _answer(request: Request, count: int) -> list[int]:
     return answer_tokens(request.seed, done, done + count)
 
 
-def loaded_tokens(plan: StepPlan) -> int:
+def loaded_tokens(kv_ops: KVOps) -> int:
     """Tokens that a step loads from the host-RAM tier."""
-    return 0 if plan.kv_ops is None else sum(len(load.places) for load in plan.kv_ops.loads)
+    return sum(len(load.places) for load in kv_ops.loads)
 
 
 def shape_of(plan: StepPlan) -> StepShape:
     """Counts of one scheduler's step."""
     num = plan.num_decodes
     counts, starts = plan.counts, plan.starts
+    if num == len(counts) and plan.speculation is None:
+        return StepShape(num, sum(starts) + num, 0, 0, 0, num)
     decode_tokens = sum(counts[:num])
     drafts = max(counts[:num], default=1) - 1 if plan.speculation is not None else 0
     tokens = pairs = cached = fresh = 0
