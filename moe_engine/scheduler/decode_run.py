@@ -58,7 +58,9 @@ def decodes_after(decodes: list[Request], steps: int) -> list[Request]:
     return [r for r in decodes if r.max_new_tokens - len(r.output_ids) - steps > 1]
 
 
-def run_decodes(scheduler: Scheduler, taken: Steps, contended: Steps, answer: Callable[[Request, int], list[int]]) -> None:
+def run_decodes(
+    scheduler: Scheduler, taken: Steps, contended: Steps, answer: Callable[[Request, int], list[int]]
+) -> None:
     """Plans decode steps, and applies the results of as many steps, the oldest of which is already in flight.
 
     Args:
