@@ -20,9 +20,9 @@ _FIRST_COMMON = 1 << 50
 
 
 def answer_tokens(number: int, begin: int, end: int) -> list[int]:
-    """Tokens [begin, end) of an answer. The first one and then every `TAIL`th one occur in no other answer: prefixes are
-    told apart by the first token that differs, sessions by their last `TAIL` tokens. The others depend on their
-    position alone."""
+    """Tokens [begin, end) of an answer. The first one, `number`, and then every `TAIL`th one occur in no other answer:
+    prefixes are told apart by the first token that differs, sessions by their last `TAIL` tokens. The others depend on
+    their position alone."""
     if end > len(_COMMON):
         _COMMON.extend(range(_FIRST_COMMON + len(_COMMON), _FIRST_COMMON + 2 * end))
     tokens = _COMMON[begin:end]
@@ -49,8 +49,8 @@ class Arrival:
     """A request. `seconds`: its arrival on the simulated clock; `output_len`: tokens of its answer.
 
     `max_tokens` is what the client allows (at least `output_len`; the scheduler sees this limit only). `answer_ids` is
-    the number of its first answer token (`answer_tokens`), drawn by the simulation. `conversation` identifies the turns of a dialogue, or
-    of a sub-agent within it. `pause`: seconds after the previous answer; None: at `seconds`.
+    the number of its first answer token (`answer_tokens`), drawn by the simulation. `conversation` identifies the turns
+    of a dialogue, or of a sub-agent within it. `pause`: seconds after the previous answer; None: at `seconds`.
     """
 
     seconds: float
