@@ -24,6 +24,9 @@ _UNSUPPORTED = (
 )  # fmt: skip
 """Switches of published files that no released model sets."""
 _HEAD_WISE = "head_wise"
+_SERVED = {
+    "gated_attention_proj_granularity_type": _HEAD_WISE, "scoring_func": "sigmoid", "score_function": "sigmoid",
+}  # fmt: skip
 
 
 def bailing_fields(fields: Fields) -> Fields:
@@ -117,12 +120,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         fields.fail("no_kda_lora", "is false: gates from products of low rank are not supported in this family")
     if not fields.flag("moe_router_enable_expert_bias", True):
         fields.fail("moe_router_enable_expert_bias", "is false: a router without a bias is not supported")
-    gate = fields.text("gated_attention_proj_granularity_type", _HEAD_WISE)
-    if gate != _HEAD_WISE:
-        fields.fail("gated_attention_proj_granularity_type", f"{gate!r} is not supported; supported: {_HEAD_WISE}")
-    for name in ("scoring_func", "score_function"):
-        if (score := fields.text(name, "sigmoid")) != "sigmoid":
-            fields.fail(name, f"{score!r} is not supported; supported: sigmoid")
+    fields.check_served(_SERVED)
     keys = fields.integer("num_kv_heads_for_linear_attn", 0, minimum=0)
     if keys not in (0, fields.integer("num_attention_heads")):
         fields.fail("num_kv_heads_for_linear_attn", f"{keys} is not supported: keys need as many heads as values")

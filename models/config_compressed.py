@@ -172,9 +172,7 @@ def _experts(fields: Fields) -> MoEConfig:
 
 def _weight_format(fields: Fields, declared: WeightFormat) -> WeightFormat:
     """Block FP8 without the compressors, with experts in MXFP4 if the config says so (V4-Flash-Base has none)."""
-    dtype = fields.text("expert_dtype", None)
-    if dtype not in (None, "fp4", "fp8", "bf16"):
-        fields.fail("expert_dtype", f"{dtype!r} is not supported; supported: fp4, fp8, bf16")
+    dtype = fields.choice("expert_dtype", None, "fp4", "fp8", "bf16")
     if not isinstance(declared, BlockFP8Format):
         return declared
     format = replace(declared, plain=replace(declared.plain, parts=(*declared.plain.parts, "compressor")))

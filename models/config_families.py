@@ -211,9 +211,7 @@ def rotary_width(fields: Fields, head_dim: int, default: float) -> int:
 
 def build_config(fields: Fields, generation: Mapping[str, Any], *, rope: RopeConfig, **parts: Any) -> ModelConfig:
     """The fields common to all families."""
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        fields.fail("hidden_act", f"{activation!r} is not supported; supported: silu")
+    fields.check_served({"hidden_act": ("silu", "swish")})
     dtype = fields.text("dtype", None) or fields.text("torch_dtype", None) or "bfloat16"
     return ModelConfig(
         source=fields.source,

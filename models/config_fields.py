@@ -136,6 +136,20 @@ class Fields:
             self.fail(name, f"must be a string, found {value!r}")
         return value
 
+    def choice(self, name: str, default: Any, *served: str) -> Any:
+        """A string that is one of `served`, or the default."""
+        value = self.text(name, default)
+        if value != default and value not in served:
+            self.fail(name, f"{value!r} is not supported; supported: {', '.join(served)}")
+        return value
+
+    def check_served(self, served: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a field that has another value than the served one, or than those of a tuple."""
+        for name, value in served.items():
+            values = value if isinstance(value, tuple) else (value,)
+            if self.has(name) and self.raw[name] not in values:
+                self.fail(name, f"{self.raw[name]!r} is not supported; supported: {', '.join(map(str, values))}")
+
     def section(self, name: str) -> Fields | None:
         value = self.raw.get(name)
         if value is None:

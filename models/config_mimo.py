@@ -113,5 +113,4 @@ def _refuse_other(fields: Fields) -> None:
         fields.fail("v_head_dim", f"{fields.integer('v_head_dim')} is not a multiple of 4")
     if fields.integer("n_shared_experts", 0, minimum=0):
         fields.fail("n_shared_experts", "is not 0: shared experts are not supported for this model")
-    if (method := fields.text("topk_method")) != "noaux_tc":
-        fields.fail("topk_method", f"{method!r} is not supported for this model; supported: noaux_tc")
+    fields.check_served({"topk_method": "noaux_tc"})

@@ -44,7 +44,7 @@ _SERVED_TOWER: dict[str, Any] = {
 def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """MiniMax-M3: norms of weights less 1, block-sparse attention behind dense first layers, a shared expert, and the
     activation of gpt-oss in all MLPs. Without `vision_config` the text model alone."""
-    _check_served(fields, _SERVED)
+    fields.check_served(_SERVED)
     read = Fields({**minimax_m3_fields(fields).raw, "hidden_act": "silu"}, fields.source)
     layers = read.integer("num_hidden_layers")
     moe = MoEConfig(
@@ -75,8 +75,8 @@ def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
 
 def _tower(fields: Fields, section: Fields, hidden: int) -> VisionConfig:
     for part in (fields, section):
-        _check_served(part, _SERVED_TOWER)
-    _check_served(section, {"hidden_act": _ACTIVATION})
+        part.check_served(_SERVED_TOWER)
+    section.check_served({"hidden_act": _ACTIVATION})
     width, heads = section.integer("hidden_size", 1280), section.integer("num_attention_heads", 16)
     if width % heads or width // heads < 6:
         section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of at least 6 channels")
@@ -105,14 +105,6 @@ def _tower(fields: Fields, section: Fields, hidden: int) -> VisionConfig:
         projector_width=fields.integer("projector_hidden_size", hidden),
         around=(around.get(_AROUND[0], token + 4), around.get(_AROUND[1], token + 5)),
     )
-
-
-def _check_served(fields: Fields, served: Mapping[str, Any]) -> None:
-    for name, value in served.items():
-        values = value if isinstance(value, tuple) else (value,)
-        if fields.has(name) and fields.raw[name] not in values:
-            listed = ", ".join(map(str, values))
-            fields.fail(name, f"{fields.raw[name]!r} is not supported for this model; supported: {listed}")
 
 
 def minimax_m3_fields(fields: Fields) -> Fields:
@@ -155,8 +147,7 @@ def _check_sparse(section: Fields, layers: int) -> None:
     """Raises ConfigError for parts of the indexer that are not served."""
     if section.integer("sparse_init_block", 0, minimum=0):
         section.fail("sparse_init_block", "is not 0: first blocks that are always selected are not supported")
-    if (kind := section.text("sparse_score_type", "max")) != "max":
-        section.fail("sparse_score_type", f"{kind!r} is not supported; supported: max")
+    section.check_served({"sparse_score_type": "max"})
     kinds, without = section.raw.get("sparse_attention_freq"), section.raw.get("sparse_disable_index_value")
     if kinds is None or without is None or not section.flag("use_sparse_attention", True):
         return

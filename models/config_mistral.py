@@ -79,8 +79,7 @@ def parse_llava(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     if section is None or section.text("model_type", "") != "pixtral":
         return config
     outer = Fields({**_LLAVA, **fields.raw}, fields.source)
-    if (strategy := outer.text("vision_feature_select_strategy")) != "full":
-        fields.fail("vision_feature_select_strategy", f"{strategy!r} is not supported; supported: 'full'")
+    outer.check_served({"vision_feature_select_strategy": "full"})
     return replace(config, vision=replace(_tower(outer, section, config), tower=PIXTRAL_12B, merge=1))
 
 
@@ -88,12 +87,8 @@ def _tower(fields: Fields, section: Fields, config: ModelConfig) -> VisionConfig
     width, heads = section.integer("hidden_size", 1024), section.integer("num_attention_heads", 16)
     if width % heads or (width // heads) % 4:
         section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")
-    for name, served in (("vision_feature_layer", (-1, [-1])), ("projector_hidden_act", ("gelu",))):
-        if fields.has(name) and fields.raw[name] not in served:
-            fields.fail(name, f"{fields.raw[name]!r} is not supported; supported: {served[0]}")
-    activation = section.text("hidden_act", "gelu")
-    if activation not in ("silu", "gelu"):
-        section.fail("hidden_act", f"{activation!r} is not supported; supported: silu, gelu")
+    fields.check_served({"vision_feature_layer": (-1, [-1]), "projector_hidden_act": "gelu"})
+    activation = section.choice("hidden_act", "gelu", "silu", "gelu")
     rotary = section.section("rope_parameters") or section
     image_token = fields.integer("image_token_index" if fields.has("image_token_index") else "image_token_id", 10)
     return VisionConfig(

@@ -36,10 +36,7 @@ def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
 
 def _refuse_other_minimax(fields: Fields) -> None:
     """Raises ConfigError for settings of other MiniMax models."""
-    if (kind := fields.text("qk_norm_type", "per_layer")) != "per_layer":
-        fields.fail("qk_norm_type", f"{kind!r} is not supported; supported: per_layer")
-    if (score := fields.text("scoring_func", "sigmoid")) != "sigmoid":
-        fields.fail("scoring_func", f"{score!r} is not supported for this model; supported: sigmoid")
+    fields.check_served({"qk_norm_type": "per_layer", "scoring_func": "sigmoid"})
     if any(kind != 1 for kind in fields.raw.get("attn_type_list") or ()):
         fields.fail("attn_type_list", "has layers of linear attention (MiniMax-M1), which are not supported")
     if fields.integer("shared_intermediate_size", 0, minimum=0):

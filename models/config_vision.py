@@ -30,7 +30,7 @@ def parse_qwen2_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
     later = {"hidden_size": width, "intermediate_size": int(width * section.number("mlp_ratio", 4.0))}
     renamed = Fields({**section.raw, **later}, fields.source, "vision_config.")  # names of the later families
     vision = _common(fields, renamed, QWEN2, config.hidden_size, patch_size=14)
-    activation = _activation(section, "quick_gelu", ("quick_gelu",))
+    activation = section.choice("hidden_act", "quick_gelu", "quick_gelu")
     return replace(_named(config, fields), vision=replace(vision, activation=activation))
 
 
@@ -42,7 +42,7 @@ def parse_qwen2_5_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
         _common(fields, section, QWEN2_5, config.hidden_size, patch_size=14),
         window=section.integer("window_size", 112),
         full_layers=_layers(section, "fullatt_block_indexes", (7, 15, 23, 31), section.integer("depth")),
-        activation=_activation(section, "silu", ("silu",)),
+        activation=section.choice("hidden_act", "silu", "silu"),
     )
     if vision.window < vision.patch_size * vision.merge:
         section.fail("window_size", f"{vision.window} is smaller than a token of {vision.patch_size * vision.merge}")
@@ -93,7 +93,7 @@ def with_qwen3_tower(
         _common(fields, section, QWEN3, config.hidden_size, patch_size=16),
         num_positions=positions,
         deepstack_layers=deepstack,
-        activation=_activation(section, "gelu_pytorch_tanh", ("gelu_pytorch_tanh",)),
+        activation=section.choice("hidden_act", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
     )
     return replace(_named(config, fields), rope=replace(config.rope, axes=axes), vision=vision)
 
@@ -171,13 +171,6 @@ def _layers(section: Fields, name: str, default: tuple[int, ...], num_layers: in
     if not isinstance(found, list) or not all(isinstance(i, int) and 0 <= i < num_layers for i in found):
         section.fail(name, f"needs numbers of the {num_layers} layers, found {found!r}")
     return tuple(found)
-
-
-def _activation(section: Fields, default: str, known: tuple[str, ...]) -> str:
-    found: str = section.text("hidden_act", default)
-    if found not in known:
-        section.fail("hidden_act", f"{found!r} is not supported; supported: {', '.join(known)}")
-    return found
 
 
 def _named(config: ModelConfig, fields: Fields) -> ModelConfig:

@@ -158,7 +158,14 @@ def _modules(
         if match is None:
             raise ConfigError(f"{file}: tensor {tensor}: {_why_not(tensor)}")
         names.setdefault(match[1], set()).add(match[2])
-    modules = {_module_name(stored): stored for stored in names}
+    modules: dict[str, str] = {}
+    for stored in names:
+        other = modules.setdefault(_module_name(stored), stored)
+        if other != stored:
+            first, second = (f"{one}.lora_{min(names[one])}.weight" for one in (other, stored))
+            raise CheckpointError(
+                f"{file}: tensors {first} and {second} are of the same module, {_module_name(stored)}; keep one of them"
+            )
     wrong = [name for name in modules if name not in shapes]
     if wrong:
         more = f", and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""

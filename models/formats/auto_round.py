@@ -26,11 +26,8 @@ class AutoRound:
     @staticmethod
     def parse(section: Fields) -> SchemeFormat:
         """Raises ConfigError for settings that are not supported."""
-        form = section.text("packing_format", _GPTQ)
-        if form not in (_GPTQ, _AWQ):
-            section.fail("packing_format", f"{form!r} is not supported; served are {_GPTQ} and {_AWQ}")
-        if section.text("data_type", "int") != "int":
-            section.fail("data_type", f"{section.text('data_type')!r} is not supported; served is int")
+        form = section.choice("packing_format", _GPTQ, _GPTQ, _AWQ)
+        section.check_served({"data_type": "int"})
         own: Any = section.raw.get("extra_config") or {}
         if not isinstance(own, dict) or not all(isinstance(settings, dict) for settings in own.values()):
             section.fail("extra_config", "must be an object with settings of modules")

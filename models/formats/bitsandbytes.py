@@ -133,9 +133,7 @@ class BitsAndBytes:
         """Raises ConfigError for settings that are not supported."""
         scheme: Scheme
         if section.flag("load_in_4bit"):
-            kind = section.text("bnb_4bit_quant_type", "fp4")
-            if kind not in _TYPES:
-                section.fail("bnb_4bit_quant_type", f"{kind!r} is not supported; served are nf4 and fp4")
+            kind = section.choice("bnb_4bit_quant_type", "fp4", *_TYPES)
             if section.text("bnb_4bit_quant_storage", "uint8") != "uint8":
                 section.fail("bnb_4bit_quant_storage", "must be uint8")
             block = section.integer("bnb_4bit_blocksize", 64)

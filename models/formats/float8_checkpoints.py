@@ -28,12 +28,10 @@ class FP8Format:
     @staticmethod
     def parse(section: Fields) -> WeightFormat:
         """Raises ConfigError for settings that are not supported."""
-        scheme = section.text("activation_scheme", "dynamic")
+        scheme = section.choice("activation_scheme", "dynamic", "static", "dynamic")
         whole = scheme == "static" or section.has("ignored_layers")
         if section.has("weight_block_size") or not whole:
             return BlockFP8Format.parse(section)
-        if scheme not in ("static", "dynamic"):
-            section.fail("activation_scheme", f"{scheme!r} is not supported; served are static and dynamic")
         return of_matrices("fp8", section)
 
     hint = BlockFP8Format.hint

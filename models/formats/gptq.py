@@ -73,9 +73,7 @@ class GPTQFormat:
     @staticmethod
     def parse(section: Fields) -> SchemeFormat:
         """Raises ConfigError for settings that are not supported."""
-        form = section.text("checkpoint_format", "gptq")
-        if form not in ("gptq", "gptq_v2"):
-            section.fail("checkpoint_format", f"{form!r} is not supported; served are gptq and gptq_v2")
+        form = section.choice("checkpoint_format", "gptq", "gptq", "gptq_v2")
         symmetric, offset = section.flag("sym", True), int(form == "gptq")
         bits, group, ordered = parse_bits(section), parse_group(section), section.flag("desc_act", False)
         scheme = GPTQ(bits, group, symmetric, ordered, zero_offset=offset)

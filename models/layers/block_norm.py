@@ -5,7 +5,7 @@ Legend: T tokens, D hidden, N rows of a token in the residual of `kernels.ops.re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,9 @@ from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.ops.residual_blocks import BlockWeights, mix_blocks
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
-
-if TYPE_CHECKING:
-    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 _PARTS = {"input_layernorm": "self_attention_res", "post_attention_layernorm": "mlp_res", "norm": "output_attn_res"}
 """Norms, and the weights of the sums that they norm."""
@@ -38,23 +35,21 @@ def block_prefix(norm: str) -> str:
     return f"{block}.{_PARTS[name]}"
 
 
-class BlockNorm:
+class BlockNorm(ResidualNorm):
     """`RMSNorm` of the weighted sum of the residual's rows, after a result is added to the row of its block.
 
     Args:
         prefix: of the norm.
     """
 
-    fuses_router = adds_pairs = adds_rows = False
-
     def __init__(self, ops: Ops, reader: WeightSource, prefix: str, config: ModelConfig) -> None:
+        super().__init__(ops, reader, prefix, config)
         width, layer = config.hidden_size, layer_index(prefix)
         in_layer = prefix.endswith(".post_attention_layernorm")
         # the result that is added before comes from the same layer, or from the one before
         source = config.num_layers - 1 if layer < 0 else layer - 1 + in_layer
         self._row = 1 + source // config.residual_block
         starts = in_layer and layer % config.residual_block == 0
-        self._norm = RMSNorm(ops, reader, prefix, width, config.norm_eps)
         self._score_norm = self._score = None
         if self._row:
             name = block_prefix(prefix)
@@ -65,25 +60,11 @@ class BlockNorm:
             self._weights = BlockWeights(self._score_norm, self._score[0], config.norm_eps, self._row, starts)
         self._mix = ops.capabilities.mix_blocks or mix_blocks
         self._rows = False
-        self._all_reduce: CustomAllReduce | None = None
-
-    @property
-    def width(self) -> int:
-        """See `RMSNorm`."""
-        return self._norm.width
 
     def feed(self, *readers: ActivationFormat) -> None:
         """See `RMSNorm`. Results with scales come from a launch of their own."""
-        self._norm.feed(*readers)
+        super().feed(*readers)
         self._rows = any(reader.rows for reader in readers)
-
-    def keep_unquantized(self) -> None:
-        """See `RMSNorm`."""
-        self._norm.keep_unquantized()
-
-    def sum_over(self, all_reduce: CustomAllReduce) -> None:
-        """From now on `add` gets partial sums of the ranks' rows."""
-        self._all_reduce = all_reduce
 
     def __call__(self, residual: Tensor) -> Any:
         """The norm of the sum of a new residual's rows."""

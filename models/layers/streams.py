@@ -8,21 +8,17 @@ Legend: T tokens, D hidden, n streams.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
-from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.compressed_config import StreamsConfig
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.weights import WeightSource
-
-if TYPE_CHECKING:
-    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 
 def spread(x: Tensor, streams: StreamsConfig) -> Tensor:
@@ -33,7 +29,7 @@ def spread(x: Tensor, streams: StreamsConfig) -> Tensor:
     return residual
 
 
-class StreamNorm:
+class StreamNorm(ResidualNorm):
     """`RMSNorm` on streams: adds a result to them, then norms their sum with weights that depend on them.
 
     Args:
@@ -41,11 +37,10 @@ class StreamNorm:
         is_last: the sum is the head's input; no result is added after it.
     """
 
-    fuses_router = adds_pairs = adds_rows = False
-
     def __init__(
         self, ops: Ops, reader: WeightSource, prefix: str, norm: str, config: ModelConfig, is_last: bool = False
     ) -> None:
+        super().__init__(ops, reader, norm, config)
         streams = config.streams
         assert streams is not None
         n, width, wide = streams.count, config.hidden_size, torch.float32
@@ -56,25 +51,6 @@ class StreamNorm:
         scale = torch.cat([part.expand(count) for part, count in zip(scale, (n, n, n * n))])
         self._weights = StreamWeights(fn, base, scale, n, streams.iterations, config.norm_eps, streams.eps)
         self._mix = ops.capabilities.mix_streams or mix_streams
-        self._norm = RMSNorm(ops, reader, norm, width, config.norm_eps)
-        self._all_reduce: CustomAllReduce | None = None
-
-    @property
-    def width(self) -> int:
-        """See `RMSNorm`."""
-        return self._norm.width
-
-    def feed(self, *readers: ActivationFormat) -> None:
-        """See `RMSNorm`."""
-        self._norm.feed(*readers)
-
-    def keep_unquantized(self) -> None:
-        """See `RMSNorm`."""
-        self._norm.keep_unquantized()
-
-    def sum_over(self, all_reduce: CustomAllReduce) -> None:
-        """From now on `add` gets partial sums of the ranks' rows."""
-        self._all_reduce = all_reduce
 
     def __call__(self, residual: Tensor) -> Any:
         """The norm of the weighted sum of new streams."""

@@ -1,7 +1,8 @@
 """Kimi K3: random checkpoints under the published names, and the model's formulas in float64.
 
 transformers has no Kimi K3; the formulas are those of the reports (Kimi Linear, arXiv 2510.26692; Attention Residuals,
-arXiv 2603.15031; Kimi K3, arXiv 2607.24653). The delta rule runs token by token.
+arXiv 2603.15031; Kimi K3, arXiv 2607.24653). The delta rule runs token by token. `test_kimi_k3_parts.py` compares the
+parts that other models of transformers have.
 
 Legend: T tokens, D hidden, H heads, N qk_nope, R shared key channels, V v_head, C kv_lora_rank, E experts, K chosen,
 L latent, W width of a head of Kimi Delta Attention.
@@ -167,7 +168,7 @@ class K3Reference:
             found.append(self._mixed(f"{layer}.self_attention_res", rows))
             x = self._norm(f"{layer}.input_layernorm", found[-1])
             is_mla = i + 1 in f["linear_attn_config"]["full_attn_layers"]
-            mixed = (self._mla if is_mla else self._delta)(f"{layer}.self_attn", x)
+            mixed = (self.mla if is_mla else self.delta)(f"{layer}.self_attn", x)
             if i % f["attn_res_block_size"]:
                 rows[-1] = rows[-1] + mixed
             else:
@@ -200,23 +201,27 @@ class K3Reference:
         gate, up, down = (self._weight(f"{name}.{part}") for part in parts)
         return self._situ(x @ gate.T, x @ up.T) @ down.T
 
-    def _experts(self, name: str, x: Tensor) -> Tensor:
+    def shares(self, name: str, x: Tensor) -> Tensor:
+        """Weights of the experts for the tokens x [T, D], 0 where they are not chosen: [T, E]."""
         f = self.fields
         scores = (x @ self._weight(f"{name}.gate").T).sigmoid()
-        chosen = (
-            (scores + self._tensors[f"{name}.gate.e_score_correction_bias"]).topk(f["num_experts_per_token"]).indices
-        )
+        bias = self._tensors[f"{name}.gate.e_score_correction_bias"]
+        chosen = (scores + bias).topk(f["num_experts_per_token"]).indices
         weights = scores.gather(1, chosen)
         weights = f["routed_scaling_factor"] * weights / weights.sum(-1, keepdim=True)
+        return torch.zeros_like(scores).scatter(1, chosen, weights)
+
+    def _experts(self, name: str, x: Tensor) -> Tensor:
+        shares = self.shares(name, x)
         inner = x @ self._weight(f"{name}.routed_expert_down_proj").T
         mixed = torch.zeros_like(inner)
-        for expert in range(f["num_experts"]):
-            share = (weights * (chosen == expert)).sum(-1, keepdim=True)
-            mixed += share * self._mlp(f"{name}.experts.{expert}", inner, ("w1", "w3", "w2"))
+        for expert in range(self.fields["num_experts"]):
+            mixed += shares[:, expert : expert + 1] * self._mlp(f"{name}.experts.{expert}", inner, ("w1", "w3", "w2"))
         routed = self._norm(f"{name}.routed_expert_norm", mixed) @ self._weight(f"{name}.routed_expert_up_proj").T
         return routed + self._mlp(f"{name}.shared_experts", x)
 
-    def _mla(self, name: str, x: Tensor) -> Tensor:
+    def mla(self, name: str, x: Tensor) -> Tensor:
+        """MLA of the block `name` for x [T, D]: [T, D]."""
         f, tokens = self.fields, len(x)
         heads, key, shared = f["num_attention_heads"], f["qk_nope_head_dim"], f["qk_rope_head_dim"]
         q = self._norm(f"{name}.q_a_layernorm", x @ self._weight(f"{name}.q_a_proj").T, LATENT_EPS)
@@ -233,7 +238,8 @@ class K3Reference:
             out = out * (x @ self._weight(f"{name}.g_proj").T).sigmoid()
         return out @ self._weight(f"{name}.o_proj").T
 
-    def _delta(self, name: str, x: Tensor) -> Tensor:
+    def delta(self, name: str, x: Tensor) -> Tensor:
+        """Kimi Delta Attention of the block `name` for x [T, D]: [T, D]."""
         kda, tokens = self.fields["linear_attn_config"], len(x)
         heads, width = kda["num_heads"], kda["head_dim"]
 

@@ -151,3 +151,17 @@ def test_names_of_models_for_images(tmp_path: Path, inner: str) -> None:
     found = read_adapter(path, load_model_config(base))
     assert [module.name for module in found.modules] == [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
     assert {found.tensor(module, part) for module in found.modules for part in "AB"} == set(renamed)
+
+
+@pytest.mark.parametrize("parts", ["A", "B", "AB"])
+def test_two_names_of_one_module(base: Path, tmp_path: Path, parts: str) -> None:
+    """The text model of a checkpoint may be named in two ways; the second one's weights would be lost."""
+    path = make_adapter(tmp_path / "a", base, ("q_proj",))
+    tensors = load_file(path / WEIGHTS_FILE)
+    stored = [PREFIX + inner + "layers.1.self_attn.q_proj" for inner in ("model.", "language_model.model.")]
+    for part in parts:
+        tensors[f"{stored[1]}.lora_{part}.weight"] = tensors[f"{stored[0]}.lora_{part}.weight"].clone()
+    save_file(tensors, path / WEIGHTS_FILE)
+    with pytest.raises(MoeEngineError) as refusal:
+        read_adapter(path, load_model_config(base))
+    assert all(f"{name}.lora_{part}.weight" in str(refusal.value) for name, part in zip(stored, "A" + parts[0]))

@@ -121,7 +121,7 @@ def test_config_of_llava(tmp_path: Path) -> None:
     made = make_pixtral(tmp_path / "made", 1)
     raw = json.loads((made.path / "config.json").read_text())
     for change, message in (
-        ({"vision_feature_select_strategy": "default"}, "'default' is not supported; supported: 'full'"),
+        ({"vision_feature_select_strategy": "default"}, "'default' is not supported; supported: full"),
         ({"text_config": raw["text_config"] | {"model_type": "gemma"}}, "text_config.model_type 'gemma' is not"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw | change))

@@ -1,0 +1,45 @@
+"""The common part of norms whose residual has more than one row of D channels for a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_engine.kernels.ops.protocol import Ops
+from moe_engine.kernels.quantization.protocol import ActivationFormat
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
+
+
+class ResidualNorm:
+    """Replaces `RMSNorm` in layers; a subclass has `__call__`, `add` and `stream`.
+
+    Args:
+        norm: prefix of the norm.
+    """
+
+    fuses_router = adds_pairs = adds_rows = False
+
+    def __init__(self, ops: Ops, reader: WeightSource, norm: str, config: ModelConfig) -> None:
+        self._norm = RMSNorm(ops, reader, norm, config.hidden_size, config.norm_eps)
+        self._all_reduce: CustomAllReduce | None = None
+
+    @property
+    def width(self) -> int:
+        """See `RMSNorm`."""
+        return self._norm.width
+
+    def feed(self, *readers: ActivationFormat) -> None:
+        """See `RMSNorm`."""
+        self._norm.feed(*readers)
+
+    def keep_unquantized(self) -> None:
+        """See `RMSNorm`."""
+        self._norm.keep_unquantized()
+
+    def sum_over(self, all_reduce: CustomAllReduce) -> None:
+        """From now on `add` gets partial sums of the ranks' rows."""
+        self._all_reduce = all_reduce
