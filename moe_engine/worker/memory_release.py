@@ -105,7 +105,7 @@ class MemoryRelease:
 
 def _obstacle(runner: ModelRunner) -> str | None:
     if runner.stream.asynchronous:
-        if runner.graphs is not None:
+        if runner.forward.graphs is not None:
             return "CUDA graphs hold the addresses of weights and KV cache; start with --disable-cuda-graph"
         return None
     if sys.platform != "linux":

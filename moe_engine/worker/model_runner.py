@@ -4,10 +4,8 @@ that owns the device."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from moe_engine.errors import StepError, StepNotRun
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.kernels.sampling.protocol import SamplingKernel
-from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.batch import Model
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -26,10 +24,11 @@ from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
-from moe_engine.worker.batch.step_batch import StepBatch, concatenate
+from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.captured_groups import AttentionWindows
 from moe_engine.worker.device_stream import DeviceStream, HostCopy, StepClock
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
+from moe_engine.worker.forward_pass import RUNNING, ForwardPass
 from moe_engine.worker.fused_decode import FusedDecode
 from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
@@ -42,14 +41,8 @@ from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.drafted_step import DraftedStep
 from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds
 from moe_engine.worker.speculation.step import SpeculativeStep
-from moe_engine.worker.step_graphs import StepGraphs
 from moe_engine.worker.step_sampling import Passes, StepSampling
 from moe_engine.worker.step_shape import StepShape
-
-if TYPE_CHECKING:  # of models with a vision tower alone
-    from moe_engine.worker.image_encoder import ImageEncoder
-
-RUNNING = "running the model"
 
 
 class ModelRunner:
@@ -78,39 +71,37 @@ class ModelRunner:
         passes: LogitsPasses = UNBOUNDED,
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        self.model = model
         self.kv_pool = kv_pool
         self.rows = rows
-        self.attention = attention
         self.stream = stream
         self.windows = AttentionWindows(windows, None if rows.windows is None else rows.windows.table)
-        self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream, windows[0], rows.windows)
+        builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream, windows[0], rows.windows)
         self.sampler = Sampler(rows.sampling, stream, sampling, passes)
         self.sampling = StepSampling(rows, self.sampler, stream)
         self.shared = DPSteps(parallel, stream.device, kv_pool.layers)
+        self.forward = ForwardPass(model, kv_pool, rows, attention, builder, self.shared)
         self.speculation: SpeculativeStep | None = None
         self.kv_copies: KVCopies | None = None
         self.lora: LoraAdapters | None = None
-        self.graphs: StepGraphs | None = None
         self.drafted: DraftedStep | None = None
         self.fused: FusedDecode | None = None
         self.taps: HiddenTaps | None = None
-        self.images: ImageEncoder | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
         self._inference_mode = torch.inference_mode()  # made once: short steps notice it
-        self._phase = "idle"
         self._logits_ended = 0.0
         self._failed: int | None = None  # number of the previous step, if it raised or was not run
         self._empty = torch.zeros(0, dtype=torch.int64)
 
     @property
+    def model(self) -> Model:
+        """The model of the forward, observed while passes are recorded."""
+        return self.forward.model
+
+    @property
     def phase(self) -> str:
         """Phase of the current or last step; may be read from any thread."""
-        model = self.model
-        if not (self._phase.startswith(RUNNING) and isinstance(model, Decoder | ExpertRecordingModel)):
-            return self._phase
-        return f"{self._phase}, layer {model.at_layer}"
+        return self.forward.phase
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a step and returns its result.
@@ -142,7 +133,7 @@ class ModelRunner:
             if self.kv_copies is not None:
                 self.kv_copies.end_all()
             raise StepError(
-                f"step {plan.number}, {self._phase}: {len(plan.rows)} requests ({plan.num_decodes} decodes), "
+                f"step {plan.number}, {self.forward.doing}: {len(plan.rows)} requests ({plan.num_decodes} decodes), "
                 f"{plan.num_tokens} tokens: {type(error).__name__}: {error}"
             ) from error
 
@@ -158,11 +149,11 @@ class ModelRunner:
         if fused is not None:
             return PendingStep(plan.number, plan.rows, fused, seconds=time.perf_counter() - began)
         self._draft_idle(plan)
-        shape = self._graph_shape(plan)
+        shape = self.forward.graph_shape(plan)
         if shape is not None:
             return self._launch_replayed(plan, shape, began)
         sizes = self.shared.sizes(plan)
-        batch, hidden = self._forward(plan, sizes)  # [T, D]
+        batch, hidden = self.forward.run(plan, sizes, None if self.fused is None else self.fused.prefixes)  # [T, D]
         if self.rows.states is not None:
             self.rows.states.save_ends(plan)
         return self._finish_step(plan, batch, hidden, sizes, began)
@@ -171,13 +162,13 @@ class ModelRunner:
         """What a plan changes before its forward: copies of KV, adapters in slots, pages, states, rows."""
         if plan.kv_ops is not None:
             assert self.kv_copies is not None
-            self._phase = "copying KV"
+            self.forward.doing = "copying KV"
             self.kv_copies.start(plan.kv_ops)
         if plan.lora_loads:
             assert self.lora is not None
-            self._phase = "loading adapters into slots"
+            self.forward.doing = "loading adapters into slots"
             self.lora.fill_slots(plan.lora_loads)
-        self._phase = "updating rows"
+        self.forward.doing = "updating rows"
         if plan.window_pages:
             assert self.rows.windows is not None
             self.rows.windows.map_pages(plan.window_pages)
@@ -191,7 +182,7 @@ class ModelRunner:
 
     def _launch_replayed(self, plan: StepPlan, shape: StepShape, began: float) -> PendingResult:
         clock = self._clock()
-        batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
+        batch, hidden, logits = self.forward.replay(shape, lambda: self.forward.builder.build(plan))
         states = self._hidden_states(plan, batch, hidden)
         pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
         pending.hidden, pending.clock = states, clock
@@ -223,88 +214,28 @@ class ModelRunner:
     def _passes(self, plan: StepPlan, hidden: Tensor, logits: Tensor | None = None) -> Passes:
         """The passes over the logits of hidden [S, D]. A CUDA graph may have computed them already: logits [S, V]."""
         if logits is not None:
-            computed, self._phase, self._logits_ended = logits, "sampling", time.perf_counter()
+            computed, self.forward.doing, self._logits_ended = logits, "sampling", time.perf_counter()
             return lambda work: [work(slice(0, len(computed)), computed)]
         return partial(self.sampler.passes.over, self._logits, hidden, self.shared.sizes(plan))
 
     def _logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """The LM head, hidden [S, D] -> [S, V] float32."""
-        self._phase = "computing logits"
+        self.forward.doing = "computing logits"
         logits = self.model.logits(hidden, sizes)
-        self._phase, self._logits_ended = "sampling", time.perf_counter()
+        self.forward.doing, self._logits_ended = "sampling", time.perf_counter()
         return logits
-
-    def _graph_shape(self, plan: StepPlan) -> StepShape | None:
-        """The CUDA graph for a step, if any; None with two-batch overlap or while passes are recorded."""
-        return self.graphs.shape_of(plan) if self.graphs is not None and self._replays(plan) else None
 
     def _drafted_shape(self, plan: StepPlan) -> StepShape | None:
         """The same for a step whose drafts are captured too."""
         drafted = self.drafted
-        takes = drafted is not None and drafted.takes(plan) and self._replays(plan)
+        takes = drafted is not None and drafted.takes(plan) and self.forward.replays(plan)
         return drafted.graphs.shape_of(plan) if drafted is not None and takes else None
-
-    def _replays(self, plan: StepPlan) -> bool:
-        if self.shared.halves(plan) is not None:
-            return False
-        return not (isinstance(self.model, ExpertRecordingModel) and self.model.is_watching)
-
-    def _replay(self, shape: StepShape, build: Callable[[], StepBatch]) -> tuple[StepBatch, Tensor, Tensor | None]:
-        """Replays a graph: the step's batch, hidden states [T, D] and logits [T, V] (None if the graph has no head)."""
-        assert self.graphs is not None
-        self._phase = "building the batch"
-        batch = build()
-        self.rows.note_tokens(batch.slots, batch.input_ids)
-        self._phase = f"{RUNNING} (replayed for {shape.size} requests)"
-        return batch, *self.graphs.run(shape, batch)
-
-    def _forward(self, plan: StepPlan, sizes: StepSizes | None) -> tuple[StepBatch, Tensor]:
-        """Builds the batch and runs the model, in two halves with two-batch overlap: hidden states [T, D]."""
-        # with several groups the exchanged facts include prompt logprobs, so that all groups decide alike
-        whole = bool(self.rows.prompt_logprobs) and not self.shared.is_shared
-        parts = None if whole else self.shared.halves(plan)
-        self._phase = "building the batch"
-        if parts is None:
-            batch = self.builder.build(plan)
-            forward = self._with_prefix(self._prepare(batch, sizes))
-            self._phase = RUNNING
-            return batch, self.model.forward(forward)
-        batches = [self.builder.build(part) for part, _ in parts]
-        forwards, before = [], 0
-        for batch, (_, half) in zip(batches, parts):
-            forwards.append(self._prepare(batch, half, before))
-            before += 0 if batch.images is None else len(batch.images.tokens)
-        self._phase = f"{RUNNING} in two halves"
-        return concatenate(*batches), torch.cat(self._run_overlapped(forwards))
-
-    def _prepare(
-        self, batch: StepBatch, sizes: StepSizes | None, before: int = 0, keep_images: bool = False
-    ) -> ForwardBatch:
-        """Plans the attention of a batch and encodes its images; `before`: image tokens of the first half."""
-        self.rows.note_tokens(batch.slots, batch.input_ids)
-        self._phase = "planning attention"
-        forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
-        if batch.images is None:
-            return forward
-        assert self.images is not None
-        self._phase = f"encoding {len(batch.images.parts)} images"
-        return replace(forward, images=self.images.rows(batch.images, before, keep_images))
-
-    def _with_prefix(self, forward: ForwardBatch) -> ForwardBatch:
-        prefixes, prompts = self.fused.prefixes if self.fused is not None else None, forward.attention.prefill
-        if prefixes is None or prompts is None or forward.adapters is not None:
-            return forward
-        return replace(forward, expanded=prefixes.of_prompts(prompts))
-
-    def _run_overlapped(self, forwards: list[ForwardBatch]) -> list[Tensor]:
-        assert isinstance(self.model, Decoder | ExpertRecordingModel)
-        return self.model.forward_overlapped(forwards)
 
     def _run_idle(self, plan: StepPlan) -> None:
         """A step with an idle batch: this rank's group has no requests, other groups may have requests."""
         if not self.shared.is_shared:
             return
-        self._phase = "drafting with an idle batch"
+        self.forward.doing = "drafting with an idle batch"
         sizes = self.shared.sizes(plan)
         assert sizes is not None
         drafted = self._drafted_shape(plan)
@@ -316,18 +247,13 @@ class ModelRunner:
         self._draft_idle(plan)
         if sizes.is_idle:
             return
-        shape = self._graph_shape(plan)
-        if shape is not None and self.graphs is not None:
-            empty, logits = self.graphs.run(shape, None)
+        shape = self.forward.graph_shape(plan)
+        if shape is not None and self.forward.graphs is not None:
+            empty, logits = self.forward.graphs.run(shape, None)
             if logits is None:
                 self.sampler.passes.join(self._logits, empty, sizes)
             return
-        parts = self.shared.halves(plan)
-        self._phase = f"{RUNNING} with an idle batch"
-        if parts is None:
-            hidden = self.model.forward(self.shared.idle_batch(sizes))
-        else:
-            hidden = self._run_overlapped([self.shared.idle_batch(half) for _, half in parts])[0]
+        hidden = self.forward.run_idle(plan, sizes)
         head = self.shared.prompt_head(self.model, plan)
         if head is not None:
             head.finish(hidden)
@@ -344,7 +270,7 @@ class ModelRunner:
         if step is None:
             raise ValueError(f"plan {plan.number} speculates, but this worker has no drafter")
         began = time.perf_counter()
-        self._phase = "drafting"
+        self.forward.doing = "drafting"
         sizes = self.shared.sizes(plan)
         left_out: list[tuple[int, int]] = []
         if sizes is None:  # else the other ranks expect all tokens of the plan
@@ -376,16 +302,16 @@ class ModelRunner:
         drafted = time.perf_counter()
         if plan.masked:
             step.report_drafts(plan, verification)
-        shape, prompts = self._graph_shape(plan), []
+        shape, prompts = self.forward.graph_shape(plan), []
         model_began, logits = drafted, None
         if shape is not None:
-            batch, hidden, logits = self._replay(shape, lambda: step.verifications.build(plan, verification))
+            batch, hidden, logits = self.forward.replay(shape, lambda: step.verifications.build(plan, verification))
             forward = batch.forward_batch(None, self.kv_pool.layers, sizes)
         else:
-            self._phase = "building the batch"
+            self.forward.doing = "building the batch"
             batch = step.verifications.build(plan, verification)
-            forward = self._prepare(batch, sizes, keep_images=speculation.follow)
-            self._phase, model_began = RUNNING, time.perf_counter()
+            forward = self.forward.prepare(batch, sizes, keep_images=speculation.follow)
+            self.forward.doing, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward) if taps is None else taps.during(self.model.forward, forward)
             if self.rows.states is not None:
                 self.rows.states.save_ends(plan)
@@ -403,7 +329,7 @@ class ModelRunner:
         copy = self.stream.download([accepted.tokens, accepted.counts, new, *paths])
         follow_began = time.perf_counter()
         if speculation.follow:
-            self._phase = "draft extend"
+            self.forward.doing = "draft extend"
             seen = hidden if taps is None else taps.take()
             step.update_cache(plan, batch, forward, seen, verification, accepted)
         ended = time.perf_counter()
@@ -421,11 +347,11 @@ class ModelRunner:
     ) -> PendingSpeculation:
         """A step whose drafts are captured."""
         clock = self._clock()
-        self._phase = f"{RUNNING} (replayed with drafts for {shape.size} requests)"
+        self.forward.doing = f"{RUNNING} (replayed with drafts for {shape.size} requests)"
         sampled, hidden, logits = drafted.verify(plan, shape, clock)
-        self._phase = "sampling"
+        self.forward.doing = "sampling"
         drawn = self.sampling.run(self._passes(plan, hidden, logits), sampled, below=drafted.drafts_below(shape))
-        self._phase = "draft extend"
+        self.forward.doing = "draft extend"
         if clock is not None:
             clock.mark()
         copy, nodes = drafted.follow(shape, drawn)
@@ -448,7 +374,7 @@ class ModelRunner:
         fused, model = self.fused, self.model
         if fused is None or not isinstance(model, Decoder | ExpertRecordingModel) or not fused.takes(plan):
             return None
-        self._phase = RUNNING
+        self.forward.doing = RUNNING
         tokens = model.fused_pass(partial(fused.run, plan))
         return None if tokens is None else HostCopy([tokens])
 
@@ -472,7 +398,7 @@ class ModelRunner:
         head = self.shared.prompt_head(self.model, plan)
         if not self.rows.prompt_logprobs and head is None:
             return []
-        self._phase = "computing prompt log-probabilities"
+        self.forward.doing = "computing prompt log-probabilities"
         logits_of = self.model.logits if head is None else head
         pending = []
         for i in range(plan.num_decodes, len(plan.rows)):

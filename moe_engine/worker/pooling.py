@@ -102,7 +102,7 @@ class PoolingRunner(ModelRunner):
     def _finish_step(
         self, plan: StepPlan, batch: StepBatch, hidden: Tensor, sizes: StepSizes | None, began: float
     ) -> PendingResult:
-        self._phase = "pooling"
+        self.forward.doing = "pooling"
         rows, states = self._pooling.take(plan, batch.offsets, hidden)
         copy = self.stream.download([self.model.logits(states)]) if rows else None
         sampled = [row for row, samples in zip(plan.rows, plan.samples) if samples]

@@ -206,8 +206,8 @@ class WeightUpdate:
         with torch.no_grad():
             for part in staged:
                 part.copy()
-        if self._runner.images is not None:
-            self._runner.images.forget()
+        if self._runner.forward.images is not None:
+            self._runner.forward.images.forget()
         if self._runner.fused is not None:
             self._runner.fused.forget_prefix()
         self._runner.stream.synchronize()

@@ -104,7 +104,7 @@ def test_images_share_prefixes_by_content(engine: InProcessEngine) -> None:
 
 
 def test_encoder_results_are_kept_up_to_a_limit(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = engine.worker.runner.images
+    encoder = engine.worker.runner.forward.images
     assert encoder is not None
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     image = random_pixels(2, 2, generator)

@@ -99,11 +99,11 @@ def half_right(name: str) -> MakeDrafter:
 
     def make(runner: ModelRunner, rng: np.random.Generator) -> Any:
         target: Any = runner.model
-        runner.model = MarkovTarget(target.table + 2.0 * target.table.roll(1, 2))
+        runner.forward.model = MarkovTarget(target.table + 2.0 * target.table.roll(1, 2))
         try:
             return MAKERS[name](runner, rng)
         finally:
-            runner.model = target
+            runner.forward.model = target
 
     return make
 

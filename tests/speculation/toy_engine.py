@@ -257,7 +257,7 @@ def exact_standalone(runner: ModelRunner, rng: np.random.Generator) -> Standalon
     """The engine's `StandaloneDrafter`, with the target as draft model and a separate KV cache."""
     rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
     pool = KVPool(KVSpec.mla(1, 2, 0, torch.float32), runner.kv_pool.num_slots, page_size, stream)
-    attention: Any = runner.attention
+    attention: Any = runner.forward.attention
     batches = DraftBatches(BatchBuilder(rows, page_size, MLAFormPolicy(), stream), attention, pool.layers, stream)
     assert isinstance(runner.model, MarkovTarget) and rows.history is not None
     model = MarkovTarget(runner.model.table)
@@ -270,7 +270,7 @@ def exact_mtp(num_layers: int) -> MakeDrafter:
     def make(runner: ModelRunner, rng: np.random.Generator) -> MTPDrafter:
         assert isinstance(runner.model, MarkovTarget) and runner.rows.history is not None
         layers: Any = ExactMTP(runner.model.table, num_layers, runner.rows.history)
-        batches = DraftBatches(runner.builder, runner.attention, runner.kv_pool.layers, runner.stream)
+        batches = DraftBatches(runner.forward.builder, runner.forward.attention, runner.kv_pool.layers, runner.stream)
         return MTPDrafter(layers, batches, runner.rows, runner.sampler, runner.stream, hidden=2)
 
     return make
@@ -317,9 +317,9 @@ class ToyEngine:
         self.runner = runner = ModelRunner(MarkovTarget(table), pool, rows, attention, stream)
         if speculation is not None and make_drafter is not None:
             self.drafter = make_drafter(runner, np.random.default_rng(seed))
-            batches = DraftBatches(runner.builder, attention, pool.layers, stream)
+            batches = DraftBatches(runner.forward.builder, attention, pool.layers, stream)
             runner.speculation = SpeculativeStep(
-                speculation, self.drafter, rows, runner.builder, runner.sampler, pool, batches, stream
+                speculation, self.drafter, rows, runner.forward.builder, runner.sampler, pool, batches, stream
             )
         if captured:
             self._capture(captured, speculation or SpeculationConfig("ngram", 0))

@@ -49,7 +49,7 @@ def test_every_kernel_that_compiles_is_warmed_up() -> None:
 @pytest.mark.parametrize(("context_len", "largest"), [(64, 40), (2000, 300), (16, 100)])
 def test_steps_of_every_size_class_run_and_restore_all_state(context_len: int, largest: int) -> None:
     runner = stub_runner(max_rows=11, context_len=context_len)
-    runner.model = StubModel(1024, 11, largest)
+    runner.forward.model = StubModel(1024, 11, largest)
     plans: list[StepPlan] = []
     execute = runner.execute
 
@@ -74,7 +74,7 @@ def test_steps_of_every_size_class_run_and_restore_all_state(context_len: int, l
 def test_contexts_beyond_the_top_k_run() -> None:
     """With steps much smaller than the top-k of sparse attention."""
     runner = stub_runner(max_rows=2, context_len=3000)
-    runner.model, starts = StubModel(1024, 2, 8), []
+    runner.forward.model, starts = StubModel(1024, 2, 8), []
     execute = runner.execute
     runner.execute = lambda plan: (starts.extend(plan.starts), execute(plan))[1]  # type: ignore[method-assign]
     warm_sizes(runner, 8, 2048)

@@ -84,11 +84,13 @@ def drafting(
     depth = max(settings.counts) - 1
     rows = RequestRows(8, 100, VOCABULARY, stream, num_drafts=depth)
     runner = ModelRunner(model, pool, rows, attention, stream, parallel=parallel, passes=LogitsPasses(rows_at_once))
-    batches = DraftBatches(runner.builder, attention, pool.layers, stream)
+    batches = DraftBatches(runner.forward.builder, attention, pool.layers, stream)
     drafter = MTPDrafter(model, batches, rows, runner.sampler, stream, 1)
     drafter.states = torch.zeros(rows.max_rows, 1)
     config = SpeculationConfig("nextn", depth, **more)
-    runner.speculation = SpeculativeStep(config, drafter, rows, runner.builder, runner.sampler, pool, batches, stream)
+    runner.speculation = SpeculativeStep(
+        config, drafter, rows, runner.forward.builder, runner.sampler, pool, batches, stream
+    )
     backend = RepeatedCalls()
     assert capture_graphs(runner, settings, backend=backend) == settings.num_graphs
     assert backend.num_captured == sum(recorded(settings, chains=True))  # the ledger's count

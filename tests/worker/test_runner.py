@@ -109,7 +109,7 @@ def test_hidden_states_are_of_the_rows_own_tokens() -> None:
         spans = zip(plan.rows, plan.starts, plan.counts)
         expected = {row: tokens[row][start : start + count] for row, start, count in spans if row % 3}
         assert {row: array("f", states).tolist() for row, states in (result.vectors or {}).items()} == expected
-        orders.add(tuple(np.diff(runner.builder.build(plan).offsets) > 0) if plan.rows else ())
+        orders.add(tuple(np.diff(runner.forward.builder.build(plan).offsets) > 0) if plan.rows else ())
         return result
 
     PlanDriver(execute, runner.kv_pool, 8, random.randrange(1000), retract=0.2, repoint=0.2).run(sequences)

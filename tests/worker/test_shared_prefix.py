@@ -77,11 +77,11 @@ def test_answers_do_not_depend_on_sharing(kv_cache_dtype: str, tmp_path: Path, m
 
     monkeypatch.setattr(mla_chunks, "_share", counted)
     try:
-        if not engine.worker.runner.builder._form.shares:
+        if not engine.worker.runner.forward.builder._form.shares:
             pytest.skip("no kernel here shares contexts (no C++ compiler)")
         answers = []
         for shares in (True, False):
-            engine.worker.runner.builder._form = MLAFormPolicy(20.0, shares=shares)
+            engine.worker.runner.forward.builder._form = MLAFormPolicy(20.0, shares=shares)
             before = len(made)
             answers.append({rid: answer.token_ids for rid, answer in engine.run(script).items()})
             assert (len(made) > before) == shares

@@ -91,7 +91,7 @@ def _chains(counts: list[int], depth: int) -> StepPlan:
 
 def test_only_even_decodes_up_to_the_largest_size() -> None:
     runner, _, _ = _runner(GraphSettings((1, 4), counts=(1, 3)))
-    graphs = runner.graphs
+    graphs = runner.forward.graphs
     assert graphs is not None
     prompt = StepPlan(1, [0], [0], [4], [True], [1, 2, 3, 4], 0, [5, 6, 7, 8])
     mixed = StepPlan(1, [0, 1], [3, 0], [1, 1], [True, True], [9, 10], 1, [5])
@@ -135,7 +135,8 @@ def test_no_group_replays_when_another_cannot(other: StepFacts) -> None:
     facts = (StepFacts(2, 2), other)
     for group, plan in enumerate((_decodes(2), StepPlan(1))):
         runner, _, _ = _runner(GraphSettings((1, 2, 4), counts=(1, 3)), 2, group)
-        assert runner.graphs is not None and runner.graphs.shape_of(replace(plan, dp_facts=facts)) is None
+        graphs = runner.forward.graphs
+        assert graphs is not None and graphs.shape_of(replace(plan, dp_facts=facts)) is None
 
 
 def test_padding_has_no_data_of_larger_steps() -> None:
@@ -156,16 +157,16 @@ def test_a_failed_copy_leaves_neutral_padding() -> None:
     """Padded tokens then write to slot 0, not to the slots of the failed step."""
     runner, model, _ = _runner(GraphSettings((4,)))
     runner.execute(_decodes(1))
-    build = runner.builder.build
+    build = runner.forward.builder.build
 
     def broken(plan: StepPlan) -> Any:
         batch = build(plan)
         return replace(batch, slots=torch.cat((batch.slots, batch.slots)))
 
-    runner.builder.build = broken  # type: ignore[method-assign]
+    runner.forward.builder.build = broken  # type: ignore[method-assign]
     with pytest.raises(StepError):
         runner.execute(_decodes(4))
-    runner.builder.build = build  # type: ignore[method-assign]
+    runner.forward.builder.build = build  # type: ignore[method-assign]
     runner.execute(replace(_decodes(1), number=9))
     batch = model.batches[-1]
     assert batch.positions.tolist() == [3, 0, 0, 0] and batch.slots.tolist() == [9, 0, 0, 0]
@@ -177,7 +178,7 @@ def test_a_failed_copy_leaves_neutral_padding() -> None:
 def test_recorded_passes_are_not_replayed() -> None:
     runner, model, backend = _runner(GraphSettings((4,)))
     recorder: Any = SimpleNamespace(wanted=True, counting=False, end_pass=lambda: None)
-    runner.model = ExpertRecordingModel(model, recorder)  # type: ignore[arg-type]
+    runner.forward.model = ExpertRecordingModel(model, recorder)  # type: ignore[arg-type]
     assert not runner.execute(_decodes(2)).cuda_graph and model.batches[-1].num_tokens == 2
     recorder.wanted = False
     assert runner.execute(_decodes(2)).cuda_graph and backend.num_replays == 1
@@ -188,10 +189,10 @@ def test_recorded_passes_are_not_replayed() -> None:
 
 def test_devices_and_backends_without_graphs_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
     runner = stub_runner(max_rows=4)
-    assert capture_graphs(runner, GraphSettings((1, 2))) == 0 and runner.graphs is None  # a CPU
-    assert capture_graphs(runner, GraphSettings((1, 2)), backend=RepeatedCalls()) == 0 and runner.graphs is None
+    assert capture_graphs(runner, GraphSettings((1, 2))) == 0 and runner.forward.graphs is None  # a CPU
+    assert capture_graphs(runner, GraphSettings((1, 2)), backend=RepeatedCalls()) == 0 and runner.forward.graphs is None
     assert "the stub attention backend cannot be replayed" in caplog.text
-    assert runner.attention.capabilities.plan_in_place is None
+    assert runner.forward.attention.capabilities.plan_in_place is None
 
 
 def test_a_refused_capture_names_the_flag_that_helps() -> None:
@@ -200,7 +201,7 @@ def test_a_refused_capture_names_the_flag_that_helps() -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     runner = stub_runner(max_rows=4)
-    runner.attention = ReplayableTorch(runner.attention)  # type: ignore[assignment]
+    runner.forward.attention = ReplayableTorch(runner.forward.attention)  # type: ignore[assignment]
     with pytest.raises(CaptureError, match=r"2 requests cannot be captured.*--disable-cuda-graph"):
         capture_graphs(runner, GraphSettings((1, 2)), backend=Refusing())  # type: ignore[arg-type]
 
@@ -217,4 +218,4 @@ def test_the_largest_graph_is_captured_first(capsys: pytest.CaptureFixture[str])
     runner, model, _ = _runner(GraphSettings((1,)))
     assert capture_graphs(runner, GraphSettings((1, 3, 8), (1, 2)), progress=True, backend=Ordered()) == 6
     assert order == sorted(order, reverse=True) == [16, 8, 6, 3, 2, 1]
-    assert "Capturing batches" in capsys.readouterr().err and isinstance(runner.graphs, StepGraphs)
+    assert "Capturing batches" in capsys.readouterr().err and isinstance(runner.forward.graphs, StepGraphs)

@@ -89,7 +89,7 @@ def test_compiled_decodes_make_the_same_tokens(
         runner = engine.worker.runner
         for recorded in (False, True):
             if recorded:
-                runner.attention = ReplayableTorch(runner.attention)
+                runner.forward.attention = ReplayableTorch(runner.forward.attention)
                 settings = GraphSettings((1, 3, 6), counts=(1, drafts + 1))
                 assert capture_graphs(runner, settings, backend=RepeatedCalls()) == settings.num_graphs
             found = engine.run(_script(5))

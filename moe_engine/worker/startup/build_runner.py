@@ -147,9 +147,9 @@ def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None
     drafts = options.speculation is not None
     runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts)
     group = model.parallel.attn_tp if options.mm_enable_dp_encoder and model.parallel.attn_tp.size > 1 else None
-    runner.images = ImageEncoder(model, options.image_cache_bytes, runner.stream, group)
+    runner.forward.images = ImageEncoder(model, options.image_cache_bytes, runner.stream, group)
     if runner.stream.asynchronous:
-        runner.images.warm_up()
+        runner.forward.images.warm_up()
 
 
 def _make_pools(

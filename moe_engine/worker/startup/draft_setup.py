@@ -129,7 +129,7 @@ def _drafts_of(
         return lambda chain: NgramChain(parts, chain, drafter)
     assert isinstance(drafter, MTPDrafter | StandaloneDrafter | BlockDrafter)
     attention = drafter.batches.attention
-    own = attention is not runner.attention
+    own = attention is not runner.forward.attention
     planner = attention.capabilities.plan_in_place if own else plan_in_place
     if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers):
         planner = drafter.layers.planner or planner
@@ -150,7 +150,7 @@ def _trees_of(
 ) -> Callable[[ChainBuffers, TreeBuffers], TreeDrafts]:
     assert isinstance(drafter, MTPDrafter)
     attention = drafter.batches.attention
-    own = attention is not runner.attention
+    own = attention is not runner.forward.attention
     planner = attention.capabilities.plan_in_place if own else plan_in_place
     assert planner is not None
     return lambda chain, tree: TreeDrafts(parts, trees, chain, tree, drafter, planner, runner.taps)

@@ -68,7 +68,7 @@ def attach_experts(
     Args:
         mtp: the model's drafting MTP layers; their experts move with the model's own.
     """
-    model = runner.model
+    model = runner.forward.model
     if settings.recorder_mode is None or not isinstance(model, Decoder) or not model.moes:
         return ExpertControl()
     layers = moe_layers(model)
@@ -88,7 +88,7 @@ def attach_experts(
         model.record(recorder if on else None)
         observed.counts_in_layers = not any(layer.records_experts for layer in layers.values())
         recorder.count_in_place(on and observed.counts_in_layers)
-        runner.model = observed if on else model
+        runner.forward.model = observed if on else model
 
     return ExpertControl(recorder, balance, observed, observe)
 

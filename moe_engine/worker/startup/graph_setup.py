@@ -35,7 +35,7 @@ def capture_graphs(
     backend = backend or make_graphs(runner.stream.device)
     if not settings.sizes or backend is None:
         return 0
-    attention, model, captured = runner.attention, runner.model, False
+    attention, model, captured = runner.forward.attention, runner.model, False
     own = model.planner_of_decodes() if isinstance(model, Decoder) else None
     plan_in_place = own or attention.capabilities.plan_in_place
     if plan_in_place is not None:
@@ -44,8 +44,8 @@ def capture_graphs(
         logger.warning("No CUDA graphs: the %s attention backend cannot be replayed for other steps", attention.name)
         return 0
     runner.kv_pool.clear_dummy_page()
-    assert runner.graphs is not None
-    shapes = runner.graphs.shapes | (runner.drafted.graphs.shapes if runner.drafted is not None else set())
+    assert runner.forward.graphs is not None
+    shapes = runner.forward.graphs.shapes | (runner.drafted.graphs.shapes if runner.drafted is not None else set())
     return len(shapes)
 
 
@@ -64,11 +64,11 @@ def _capture(
         drafted = DraftGraphs(settings, draft_parts(runner, settings, plan_in_place, outputs), backend)
     if not graphs.capture(drafted, progress=progress):
         return False
-    runner.graphs = graphs
+    runner.forward.graphs = graphs
     if drafted is not None and drafted.shapes:
         assert runner.speculation is not None
         runner.drafted = DraftedStep(runner.speculation, drafted, runner.rows, runner.stream)
     elif runner.speculation is not None:
-        why = why or f"the {runner.attention.name} attention backend plans by exact lengths on the host"
+        why = why or f"the {runner.forward.attention.name} attention backend plans by exact lengths on the host"
         logger.info("Drafts are not captured (%s): a step with drafts waits once, for the accepted lengths", why)
     return True

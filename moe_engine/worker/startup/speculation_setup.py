@@ -52,7 +52,7 @@ def add_speculation(
     """
     rows, stream, pool = runner.rows, runner.stream, runner.kv_pool
     assert rows.history is not None, "RequestRows was created without num_drafts"
-    target = DraftBatches(runner.builder, runner.attention, pool.layers, stream)
+    target = DraftBatches(runner.forward.builder, runner.forward.attention, pool.layers, stream)
     drafter: Drafter
     if config.uses_own_layers:
         path, exported = config.draft_model_path or options.model_path, config.draft_model_path is not None
@@ -69,7 +69,7 @@ def add_speculation(
     if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and config.topk == 1 and exact:
         fused = FusedStep(drafter, rows, runner.sampler, pool.layers)
     runner.speculation = SpeculativeStep(
-        config, drafter, rows, runner.builder, runner.sampler, pool, target, stream, fused
+        config, drafter, rows, runner.forward.builder, runner.sampler, pool, target, stream, fused
     )
 
 
@@ -125,11 +125,11 @@ def _head(
 
 
 def _draft_images(runner: ModelRunner) -> DraftImages | None:
-    if runner.rows.images is None or runner.images is None:
+    if runner.rows.images is None or runner.forward.images is None:
         return None
     from moe_engine.worker.speculation.draft_images import DraftImages
 
-    return DraftImages(runner.rows.images, runner.images)
+    return DraftImages(runner.rows.images, runner.forward.images)
 
 
 def _standalone(

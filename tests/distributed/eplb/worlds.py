@@ -51,7 +51,7 @@ class Loaded:
 
     def look(self) -> None:
         """The current model: the recording wrapper may have been installed or removed."""
-        self.stepper.model = self.runner.model
+        self.stepper.model = self.runner.forward.model
 
     def sizes_of(self, batch: Any) -> StepSizes | None:
         parallel = self.parallel
@@ -76,7 +76,8 @@ def load(case: Case, parallel: ParallelContext) -> Loaded:
     if case.mtp:
         mtp = load_mtp(case.path, config, model, LoadOptions("float32"))
         stepper.kv += make_kv(local, stepper.kv[0].shape[0], torch.float32, num_mtp_layers=mtp.num_layers)
-    runner: Any = SimpleNamespace(model=model, stream=SimpleNamespace(device=torch.device("cpu")))
+    device = torch.device("cpu")
+    runner: Any = SimpleNamespace(forward=SimpleNamespace(model=model), stream=SimpleNamespace(device=device))
     control = attach_experts(runner, config, case.settings, parallel, backends.experts, mtp)
     loaded = Loaded(stepper, mtp, parallel, control, runner)
     loaded.look()

@@ -76,7 +76,7 @@ def meeting_worker(config: Any, place: RankPlace, progress: Progress, hold: Hold
     worker = make_worker(config, progress=False)  # the whole model on every rank: all compute the same tokens
     progress.phase = lambda: worker.runner.phase
     group = DistributedGroup(dist.group.WORLD, 30.0, observe=progress.observe)
-    worker.runner.model = Meeting(worker.runner.model, group, place, hold)  # after the warm-up of each rank
+    worker.runner.forward.model = Meeting(worker.runner.model, group, place, hold)  # after the warm-up of each rank
     return worker
 
 
