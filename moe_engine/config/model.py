@@ -134,8 +134,8 @@ class ModelArgs:
     chat_template: str | None = flag(
         None,
         "File with a Jinja chat template (or JSON with a `chat_template`), the template itself, or a built-in one: "
-        "`deepseek-v32`, `deepseek-v4`, `kimi-k3`, `gme-qwen2-vl`. Left out: the tokenizer's own; for DeepSeek V3.2 "
-        "and V4 and Kimi K3, whose checkpoints have none, the built-in one.",
+        "`deepseek-v32`, `deepseek-v4`, `deepseek-v41`, `kimi-k3`, `gme-qwen2-vl`. Left out: the tokenizer's own; for "
+        "DeepSeek V3.2, V4 and V4.1 and Kimi K3 without a template of their own, the built-in one.",
         metavar="FILE",
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub model.", metavar="REV")

@@ -78,7 +78,7 @@ class ServerArgs:
         "out: reasoning stays in the text; the embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("deepseek-v41", "nemotron_3",
+            ("nemotron_3",
              "apertus2509", "beam", "dots", "k2_horizon", "muse", "poolside_v1",
              "nanbeige", "step3p5", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
              "cohere_command4", "gigachat35", "response_template"),
@@ -91,7 +91,7 @@ class ServerArgs:
         "Left out: tool calls stay in the text; the demo model gets its own parser.",
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
-            ("deepseekv41", "step3",
+            ("step3",
              "apertus2509", "beam", "cohere_command4", "k2_horizon", "lfm2", "minicpm5",
              "muse", "poolside_v1", "spark25", "step3p5", "nanbeige", "trinity", "interns1", "gigachat3",
              "gigachat35", "gemma4", "inkling", "iquest_q1", "response_template"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import resource
-import signal
 import sys
 import warnings
 from contextlib import suppress
@@ -22,6 +21,7 @@ import msgspec
 
 from moe_engine.models.vision.own_processors import own_processor, qwen_settings
 from moe_engine.processes.pipe_frames import read_frame, write_frame
+from moe_engine.processes.stop_signals import ignore_stop_signals
 
 MAX_MEMORY_BYTES = 8 << 30
 NICENESS = 5
@@ -50,8 +50,7 @@ class Processed(msgspec.Struct, array_like=True):
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     absent: dict[str, Any] = dict.fromkeys(("torch", "torchvision"))

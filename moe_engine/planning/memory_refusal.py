@@ -106,13 +106,21 @@ def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]
             limits = dataclasses.replace(limits, chunk=chunk)
             flags.append(f"--chunked-prefill-size {chunk}")
         if running and running < limits.running:
-            limits = dataclasses.replace(limits, running=running)
+            limits = _with_running(limits, running)
             flags.append(f"--max-running-requests {running}")
         if context and context < limits.context_len:
             limits = dataclasses.replace(limits, context_len=context)
             flags.append(f"--context-length {context}")
         if flags:
             yield flags, limits
+
+
+def _with_running(limits: StepLimits, running: int) -> StepLimits:
+    """The limits with fewer requests. By default each has a snapshot; else the number of states is given by a flag."""
+    fewer = limits.running - running
+    by_default = limits.num_snapshots == limits.running
+    snapshots = running if by_default else limits.num_snapshots + fewer * (limits.num_snapshots > 0)
+    return dataclasses.replace(limits, running=running, num_snapshots=snapshots)
 
 
 def _sufficient_fraction(given: SizingInput) -> float | None:

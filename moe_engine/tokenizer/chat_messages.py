@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from moe_engine.errors import InputError
 
-DEEPSEEK_V32, DEEPSEEK_V4, KIMI_K3 = "deepseek-v32", "deepseek-v4", "kimi-k3"
+DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V41, KIMI_K3 = "deepseek-v32", "deepseek-v4", "deepseek-v41", "kimi-k3"
 GME_QWEN2_VL = "gme-qwen2-vl"
-BUILT_IN_TEMPLATES = (DEEPSEEK_V32, DEEPSEEK_V4, KIMI_K3, GME_QWEN2_VL)
+BUILT_IN_TEMPLATES = (DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V41, KIMI_K3, GME_QWEN2_VL)
 """Names for `--chat-template`."""
 _RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 

@@ -22,6 +22,7 @@ from moe_engine.tokenizer.chat_messages import (
     BUILT_IN_TEMPLATES,
     DEEPSEEK_V4,
     DEEPSEEK_V32,
+    DEEPSEEK_V41,
     GME_QWEN2_VL,
     KIMI_K3,
     ChatEncoder,
@@ -31,16 +32,23 @@ from moe_engine.tokenizer.chat_messages import (
 )
 from moe_engine.tokenizer.deepseek_v4 import load_deepseek_v4
 from moe_engine.tokenizer.deepseek_v32 import load_deepseek_v32
+from moe_engine.tokenizer.deepseek_v41 import load_deepseek_v41
 from moe_engine.tokenizer.kimi_k3 import load_kimi_k3
 from moe_engine.tokenizer.template_formats import reasoning_format, tool_format
 
 _LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s([^%]*?(\.content|\[['\"]content['\"]\])|content\s*-?%)")
 
 _ENCODERS: dict[str | None, Callable[[Path | None, Mapping[str, str]], ChatEncoder]] = {
-    DEEPSEEK_V32: load_deepseek_v32, DEEPSEEK_V4: load_deepseek_v4, KIMI_K3: load_kimi_k3,
+    DEEPSEEK_V32: load_deepseek_v32, DEEPSEEK_V4: load_deepseek_v4, DEEPSEEK_V41: load_deepseek_v41,
+    KIMI_K3: load_kimi_k3,
 }  # fmt: skip
 """Encoders of models whose checkpoints have no template, by name."""
-_ENCODER_OF = {"deepseek_v32": DEEPSEEK_V32, "deepseek_v4": DEEPSEEK_V4, "kimi_k3": KIMI_K3}
+_ENCODER_OF = {
+    "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v41": DEEPSEEK_V41,
+    "kimi_k3": KIMI_K3,
+}
 """Loaders by `model_type`."""
 
 

@@ -1,4 +1,4 @@
-"""The common part of the message encoders of DeepSeek V3.2 and V4, whose checkpoints have no Jinja template but an
+"""The common part of the message encoders of DeepSeek V3.2, V4 and V4.1, whose checkpoints have no template but an
 encoder in Python: order of the turns, marks, thinking, tool calls (DSML), and the vendor's texts, which are read from
 that encoder's file."""
 
@@ -43,6 +43,10 @@ class DeepseekChat(ChatEncoder, ABC):
     model: ClassVar[str]
     calls_tag: ClassVar[str]
     """Around the tool calls of an answer."""
+    mark: ClassVar[str] = DSML
+    """Before the names of the tags of tool calls."""
+    system_asks: ClassVar[bool] = False
+    """System messages after the first turn are prompts."""
 
     def render(
         self,
@@ -62,11 +66,11 @@ class DeepseekChat(ChatEncoder, ABC):
         thinking = thinks(kwargs)
         turns, first = self.turns(messages, thinking, bool(tools))
         described = f"\n\n{explain_tools(self.tools_text, tools)}" if tools else ""
-        out = [self.bos, self.begin(thinking, kwargs)]
+        out = [self.bos, self.begin(turns, thinking, kwargs)]
         if described and (not turns or turns[0]["role"] != "system"):
             out.append(described)
         for i, turn in enumerate(turns):
-            if turn["role"] == "system":
+            if turn["role"] == "system" and not (i and self.system_asks):
                 out.append(turn["content"] + (described if i == 0 else ""))
             elif turn["role"] == "assistant":
                 out.append(self._answer(turn, thinking and i > first))
@@ -83,13 +87,13 @@ class DeepseekChat(ChatEncoder, ABC):
     ) -> tuple[list[dict[str, Any]], int]:
         """The turns of a conversation; with thinking, answers after turn `first` have reasoning: (turns, first)."""
 
-    def begin(self, thinking: bool, kwargs: Mapping[str, Any] | None) -> str:
+    def begin(self, turns: Sequence[Mapping[str, Any]], thinking: bool, kwargs: Mapping[str, Any] | None) -> str:
         """Text before the first turn."""
         return ""
 
     @abstractmethod
     def prompt(self, turns: Sequence[Mapping[str, Any]], i: int) -> tuple[str, str | None]:
-        """Text of turn i, which is neither of the system nor an answer; and what opens an answer after it, before the
+        """Text of turn i, which is a prompt; and what opens an answer after it, before the
         tag of the reasoning. None: no answer follows it."""
 
     def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
@@ -105,7 +109,7 @@ class DeepseekChat(ChatEncoder, ABC):
         reasoning = f"{turn.get('reasoning_content') or ''}{THINK_END}" if with_reasoning else ""
         content = turn.get("content") or ""
         if calls := turn.get("tool_calls"):
-            content = write_calls(content, calls, self.calls_tag, f"messages[{turn['index']}].tool_calls")
+            content = write_calls(content, calls, self.calls_tag, self.mark, f"messages[{turn['index']}].tool_calls")
         return f"{reasoning}{content}{self.eos}"
 
     def unknown_role(self, role: str, i: int) -> InputError:
@@ -131,9 +135,10 @@ def prepare_turn(messages: Sequence[Mapping[str, Any]], i: int) -> dict[str, Any
     return prepare_message(message, keep_parts=False) | {"index": i}
 
 
-def last_user(turns: Sequence[Mapping[str, Any]]) -> int:
-    """The last turn of the user or developer; -1: none."""
-    return max((i for i, turn in enumerate(turns) if turn["role"] in ("user", "developer")), default=-1)
+def last_user(turns: Sequence[Mapping[str, Any]], system_asks: bool = False) -> int:
+    """The last turn of the user or developer (`system_asks`: or of the system, after the first turn); -1: none."""
+    asks = lambda i, role: role in ("user", "developer") or (system_asks and i and role == "system")  # noqa: E731
+    return max((i for i, turn in enumerate(turns) if asks(i, turn["role"])), default=-1)
 
 
 def explain_tools(text: str, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -144,11 +149,12 @@ def explain_tools(text: str, tools: Sequence[Mapping[str, Any]]) -> str:
     return text.replace(SCHEMAS, "\n".join(schemas))
 
 
-def write_calls(content: str, calls: Sequence[Mapping[str, Any]], block: str, place: str) -> str:
+def write_calls(content: str, calls: Sequence[Mapping[str, Any]], block: str, mark: str, place: str) -> str:
     """An answer's content and its tool calls.
 
     Args:
         block: name of the tag around all calls.
+        mark: before the names of tags.
         place: of the calls in the request, for errors.
 
     Raises:
@@ -156,11 +162,11 @@ def write_calls(content: str, calls: Sequence[Mapping[str, Any]], block: str, pl
     """
     # the parser leaves the empty line before a block in the content, which clients send back
     content = content.removesuffix("\n\n")
-    written = "\n".join(_call(call, f"{place}[{j}]") for j, call in enumerate(calls))
-    return f"{content}\n\n<{DSML}{block}>\n{written}\n</{DSML}{block}>"
+    written = "\n".join(_call(call, mark, f"{place}[{j}]") for j, call in enumerate(calls))
+    return f"{content}\n\n<{mark}{block}>\n{written}\n</{mark}{block}>"
 
 
-def _call(call: Mapping[str, Any], place: str) -> str:
+def _call(call: Mapping[str, Any], mark: str, place: str) -> str:
     function = call["function"]
     arguments = function["arguments"]
     if not isinstance(arguments, dict):
@@ -171,9 +177,9 @@ def _call(call: Mapping[str, Any], place: str) -> str:
         is_text = isinstance(value, str)
         text = value if is_text else json.dumps(value, ensure_ascii=False)
         kind = "true" if is_text else "false"
-        lines.append(f'<{DSML}parameter name="{key}" string="{kind}">{text}</{DSML}parameter>')
+        lines.append(f'<{mark}parameter name="{key}" string="{kind}">{text}</{mark}parameter>')
     parameters = "\n".join(lines)
-    return f'<{DSML}invoke name="{function["name"]}">\n{parameters}\n</{DSML}invoke>'
+    return f'<{mark}invoke name="{function["name"]}">\n{parameters}\n</{mark}invoke>'
 
 
 def vendor_texts(folder: Path | None, name: Path, tools_name: str, model: str) -> dict[str, Any] | None:

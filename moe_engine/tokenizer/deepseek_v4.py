@@ -72,12 +72,12 @@ class DeepseekV4Chat(DeepseekChat):
         turns = self._turns(messages)
         if thinking and has_tools:
             return turns, -1
-        last = last_user(turns)
+        last = last_user(turns, self.system_asks)
         if thinking:
             turns = [turn for i, turn in enumerate(turns) if turn["role"] != "developer" or i >= last]
-        return turns, last_user(turns)
+        return turns, last_user(turns, self.system_asks)
 
-    def begin(self, thinking: bool, kwargs: Mapping[str, Any] | None) -> str:
+    def begin(self, turns: Sequence[Mapping[str, Any]], thinking: bool, kwargs: Mapping[str, Any] | None) -> str:
         effort = str((kwargs or {}).get("reasoning_effort"))
         return self.efforts.get(_SYNONYMS.get(effort, effort), "") if thinking else ""
 

@@ -14,6 +14,7 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("solar_open", ("<|tool_call:begin|>",)),
     ("minimax-m3", ("]<]minimax[>[", "<tool_call>")),
     ("minimax-m2", ("<minimax:tool_call>",)),
+    ("deepseekv41", ("｜DSML｜ calls",)),
     ("deepseekv4", ("｜DSML｜", "<tool_result>")),
     ("deepseekv32", ("｜DSML｜",)),
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
@@ -61,7 +62,7 @@ def reasoning_format(template: str) -> str | None:
     if "enable_thinking" in template:
         return "qwen3"
     if tools is not None and tools.startswith("deepseek") and _SWITCH.search(template):
-        return "deepseek-v4" if tools == "deepseekv4" else "deepseek-v3"
+        return {"deepseekv4": "deepseek-v4", "deepseekv41": "deepseek-v41"}.get(tools, "deepseek-v3")
     opens = THINK_START in template[template.rfind("add_generation_prompt") :]
     if not opens:
         return None

@@ -32,6 +32,7 @@ FORMS = (
     "glm45",
     "deepseekv32",
     "deepseekv4",
+    "deepseekv41",
     "minimax-m2",
     "minimax-m3",
     "pythonic",

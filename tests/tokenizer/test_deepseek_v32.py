@@ -197,7 +197,9 @@ def test_other_checkpoints_have_no_encoder(tmp_path):
     assert load_chat_template(None, None, {}, checkpoint(tmp_path, "deepseek_v3")) is None
     (tmp_path / "config.json").write_text("[")
     assert load_chat_template(None, None, {}, tmp_path) is None
-    with pytest.raises(ConfigError, match="built-in name: deepseek-v32, deepseek-v4, kimi-k3, gme-qwen2-vl"):
+    with pytest.raises(
+        ConfigError, match="built-in name: deepseek-v32, deepseek-v4, deepseek-v41, kimi-k3, gme-qwen2-vl"
+    ):
         load_chat_template("deepseek-v3.2", None, {}, tmp_path)
 
 

@@ -20,6 +20,7 @@ from types import FrameType
 from moe_engine.cli.router.fleet import Fleet
 from moe_engine.errors import ConfigError
 from moe_engine.processes.child import describe_exit, end_with_parent
+from moe_engine.processes.stop_signals import stop_signals
 from moe_engine.server.listen import bind
 
 POLL_SECONDS = 0.2
@@ -69,7 +70,7 @@ class Worker:
 
 
 def run(fleet: Fleet) -> int:
-    """Runs until SIGTERM, SIGINT or the router's end; the exit code. Raises ConfigError: wrong flags, a port in use."""
+    """Runs until a stop signal or the router's end; the exit code. Raises ConfigError: wrong flags, a port in use."""
     workers: list[Worker] = []
     router: subprocess.Popen[bytes] | None = None
     bind(fleet.host, fleet.port).close()  # a port in use is an error now, not after the servers' start
@@ -135,7 +136,7 @@ def _stop_signal() -> Iterator[Callable[[], bool]]:
     def handle(number: int, frame: FrameType | None) -> None:
         asked.append(number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield lambda: bool(asked)
     finally:

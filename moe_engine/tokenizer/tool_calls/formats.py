@@ -187,16 +187,16 @@ _PYTHONIC = ToolFormat(
 )
 
 
-def _dsml(block: str) -> ToolFormat:
+def _dsml(block: str, mark: str = DSML) -> ToolFormat:
     syntax = CallSyntax(
-        f"<{DSML}{block}>", "\n", f"</{DSML}{block}>", "", f'<{DSML}invoke name="', '">\n', f"</{DSML}invoke>\n",
-        also_begins=f'<{DSML}invoke name="',
+        f"<{mark}{block}>", "\n", f"</{mark}{block}>", "", f'<{mark}invoke name="', '">\n', f"</{mark}invoke>\n",
+        also_begins=f'<{mark}invoke name="',
         parameters=ParameterSyntax(
-            f'<{DSML}parameter name="', '" string="false">', '" string="true">', f"</{DSML}parameter>\n",
-            f"</{DSML}parameter>",
+            f'<{mark}parameter name="', '" string="false">', '" string="true">', f"</{mark}parameter>\n",
+            f"</{mark}parameter>",
         ),
     )  # fmt: skip
-    return ToolFormat(dsml(block).parse, (DSML,), syntax)
+    return ToolFormat(dsml(block, mark).parse, (DSML,), syntax)
 
 
 def _kimi_k3() -> ToolFormat:
@@ -244,6 +244,7 @@ TOOL_FORMATS = {
     ),
     "deepseekv32": _dsml("function_calls"),
     "deepseekv4": _dsml("tool_calls"),
+    "deepseekv41": _dsml("calls", f"{DSML} "),
     "qwen": _QWEN,
     "qwen25": _QWEN,
     "hermes": _QWEN,
