@@ -27,6 +27,7 @@ from tests.models.kimi_k3 import IMAGE, PATCH, VISION, K3Reference, make_k3
 from tests.models.kimi_k3_tower import TowerReference
 from tests.models.published import KIMI_K3
 from tests.models.rows import all_rows
+from tests.models.test_kimi_k3 import BOUND
 from tests.models.test_parity import assert_close
 from tests.models.vision_checkpoints import GreedyOracle, Pixels
 
@@ -65,7 +66,7 @@ def test_logits(made: Oracle, row: str) -> None:
     rows = loaded.model.encode(image.values, image.grid)
     assert_close(rows, made.embed(image))
     assert_close(loaded.model.encode((other := picture(1, 2)).values, other.grid), made.embed(other))
-    check_logits(loaded, made.path, row, made, (*around([image], IMAGE, count=30), [image]), rows, IMAGE)
+    check_logits(loaded, made.path, row, made, (*around([image], IMAGE, count=30), [image]), rows, IMAGE, BOUND)
 
 
 def test_requests(made: Oracle, tmp_path: Path) -> None:
