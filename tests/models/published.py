@@ -129,7 +129,15 @@ KIMI_K3: dict[str, Any] = {
             },
         },
     },
-    "vision_config": {"model_type": "kimi_k3_vision", "patch_size": 14, "vt_hidden_size": 1024},
+    "vision_config": {
+        "patch_size": 14, "vt_hidden_size": 1024, "qkv_hidden_size": 1536, "vt_intermediate_size": 4096,
+        "vt_num_attention_heads": 12, "vt_num_hidden_layers": 27, "init_pos_emb_height": 64, "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4, "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool", "mlp_type": "mlp2",
+        "norm_type": "rmsnorm", "attn_bias": False, "linear_bias": False, "patch_embed_proj_bias": False,
+        "pos_emb_type": "divided_fixed", "pos_emb_interpolation_mode": "bilinear", "mm_hidden_size": 1024,
+        "mm_projector_type": "patchmergerv2", "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
+        "activation_func": "gelu_pytorch_tanh", "text_hidden_size": 7168,
+    },
 }  # fmt: skip
 """The fields of the published file; of the ignored modules of its quantization, those that the text model has."""
 LING_FLASH: dict[str, Any] = {
