@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
     from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
     from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
+    from moe_engine.kernels.block_index.cpu import CpuBlockIndex
     from moe_engine.kernels.block_index.protocol import BlockIndexKernel
     from moe_engine.kernels.block_index.reference import TorchBlockIndex
     from moe_engine.kernels.block_index.triton_blocks import TritonBlockIndex
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
     INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer(), TritonIndexer(), DeepGemmIndexer()]
-    BLOCK_INDEX: list[BlockIndexKernel] = [TorchBlockIndex(), TritonBlockIndex()]
+    BLOCK_INDEX: list[BlockIndexKernel] = [TorchBlockIndex(), CpuBlockIndex(), TritonBlockIndex()]
     VARLEN: list[VarlenKernel] = [TorchVarlen(), TritonVarlen()]
     DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta(), TritonDelta()]
     COMPRESSION: list[CompressionKernel] = [TorchCompression(), CpuCompression(), TritonCompression()]

@@ -112,12 +112,7 @@ PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
 DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
 COMPRESSION = _rows("compression", "TorchCompression", "CpuCompression", torch_uncaptured=_uncaptured_compression)
-BLOCK_INDEX = [
-    Row(
-        "torch", "moe_engine.kernels.block_index.reference:TorchBlockIndex", 0, _torch,
-        why_not_captured=_uncaptured_indexer,
-    )
-]  # fmt: skip
+BLOCK_INDEX = _rows("block_index", "TorchBlockIndex", "CpuBlockIndex", torch_uncaptured=_uncaptured_indexer)
 VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
 
 _FIXED = ("deterministic",)

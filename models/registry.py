@@ -39,6 +39,7 @@ _DEEPSEEK_V41 = "moe_engine.models.deepseek_v41:DeepseekV41Model"
 _KIMI = "moe_engine.models.kimi:KimiModel"
 _LING = "moe_engine.models.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
+_KIMI_K3 = "moe_engine.models.kimi_linear:KimiK3Model"
 _MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
@@ -99,7 +100,7 @@ for _name, _target, _parser in (
     ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("KimiLinearForCausalLM", _KIMI_LINEAR, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
-    ("KimiK3ForConditionalGeneration", _KIMI_LINEAR, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
+    ("KimiK3ForConditionalGeneration", _KIMI_K3, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
     ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),

@@ -1,5 +1,5 @@
 """Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, the indexer, entries and
-streams of DeepSeek V4.
+streams of DeepSeek V4, blocks of MiniMax-M3.
 
 Legend: a argument namespace, s setting.
 """
@@ -39,7 +39,8 @@ def paged(a: Any, s: Setting) -> Cost:
     program."""
     requests, (tokens, heads) = len(a.rows), a.q.shape[:2]
     groups, kind = a.keys.shape[1], a.keys.element_size()
-    context = min(s.context, a.WINDOW) if a.WINDOW else s.context
+    context = min(s.context, a.table.shape[1])  # of selected tokens fewer than the context
+    context = min(context, a.WINDOW) if a.WINDOW else context
     partials = min(len(a.partial), requests + a.grid[0]) if a.grid[0] > requests else 0
     blocks = requests * -(-tokens * heads // (requests * groups * a.BLOCK_M))
     partials = min(partials, blocks * pieces_of(context, a.BLOCK_N))
@@ -148,3 +149,22 @@ def index_select(a: Any, s: Setting) -> Cost:
     """Three passes find the bound, one writes; the scores come from L2 after the first."""
     tokens, chosen = len(a.scores), min(a.TOP_K, s.context)
     return Cost(tokens * s.context * FP32 + tokens * chosen * FP32, tokens * a.width * FP32)
+
+
+# -- blocks of MiniMax-M3
+
+
+@cost_of("block_scores_kernel")
+def block_scores(a: Any, s: Setting) -> Cost:
+    """Index keys of each request once."""
+    tokens, requests = len(a.q), len(a.rows)
+    keys = requests * s.context * (a.WIDTH * a.cache.element_size() + FP32)
+    flops = 2.0 * tokens * a.NUM_HEADS * s.context * a.WIDTH
+    return Cost(size(a.q) + keys, tokens * a.NUM_HEADS * -(-s.context // a.SIZE) * FP32, {NAMES[a.q.dtype]: flops})
+
+
+@cost_of("select_blocks_kernel")
+def select_blocks(a: Any, s: Setting) -> Cost:
+    """Scores of blocks, and the slots of the selected ones."""
+    rows, chosen = a.grid[0], min(a.TOP_K * a.SIZE, s.context)
+    return Cost(rows * (-(-s.context // a.SIZE) + chosen) * FP32, rows * a.width * a.SIZE * FP32)

@@ -1,9 +1,9 @@
 """The layers of a model by its config.json: their kinds, and the least work of a layer of each kind.
 
 Families: MLA with or without an indexer, GQA with or without windows, gated delta nets (Qwen3-Next), windows beside
-compressed entries (DeepSeek V4); dense layers and mixtures. Norms, biases and convolutions are not counted. Bytes are
-those of the checkpoint: MXFP4 experts count 17
-bytes for 32 numbers, integers of 4 bits 18, whatever an engine makes of them.
+compressed entries (DeepSeek V4), selected blocks (MiniMax-M3); dense layers and mixtures. Norms, biases and
+convolutions are not counted. Bytes are those of the checkpoint: MXFP4 experts count 17 bytes for 32 numbers, integers
+of 4 bits 18, whatever an engine makes of them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ BF16, FP32 = 2, 4
 MXFP4 = 17 / 32
 """Bytes of a number, with its share of the scale."""
 LINEAR, WINDOWED, FULL, SELECTED, HEAVY = "linear", "windowed", "full", "selected", "compressed"
+BLOCKS = "block-sparse"
 _KINDS = {
     "linear_attention": LINEAR, "sliding_attention": WINDOWED, "full_attention": FULL,
     "compressed_sparse_attention": SELECTED, "heavily_compressed_attention": HEAVY,
+    "minimax_m3_sparse": BLOCKS,
 }  # fmt: skip
 LAYER_TYPES = {kind: name for name, kind in _KINDS.items()}
 """Names of mixers in `layer_types`."""
@@ -62,6 +64,8 @@ class Layer:
     indexed: float = 0.0
     """Bytes of index keys of a context token."""
     index_flops: float = 0.0
+    index_parts: int = 1
+    """Ranks of tensor parallelism that divide the index heads."""
     state: float = 0.0
     """Bytes of a request's state, read and written in each step."""
     token_flops: float = 0.0
@@ -135,6 +139,8 @@ def _mixers(config: Mapping[str, Any], layers: int) -> list[str]:
 def _mixtures(config: Mapping[str, Any], layers: int) -> list[bool]:
     if not num_experts(config):
         return [False] * layers
+    if (given := config.get("mlp_layer_types")) is not None:
+        return [kind == "sparse" for kind in given[:layers]]
     first, dense = config.get("first_k_dense_replace", 0), config.get("mlp_only_layers") or []
     step = config.get("decoder_sparse_step", 1)
     return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers)]
@@ -167,7 +173,8 @@ def layers_of(config: Mapping[str, Any]) -> list[tuple[int, Layer]]:
 def _feed_forward(config: Mapping[str, Any], moe: bool) -> dict[str, Any]:
     hidden = config["hidden_size"]
     if not moe:
-        return {"dense": 3 * hidden * config["intermediate_size"], "gate": 0}
+        width = config.get("dense_intermediate_size") or config["intermediate_size"]
+        return {"dense": 3 * hidden * width, "gate": 0}
     expert = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
     width = config.get("shared_expert_intermediate_size")
     shared = num_shared(config) * expert if width is None else 3 * hidden * width
@@ -186,8 +193,13 @@ def _mixing(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
     queries = 2 * heads if "linear_num_value_heads" in config else heads  # a gate beside each query
     pair = 4 * heads * width
     most = config["sliding_window"] if mixer == WINDOWED else None
-    return {
-        "attention": hidden * width * (queries + heads + 2 * kv_heads), "record": 2 * kv_heads * width * BF16,
+    attention, found = hidden * width * (queries + heads + 2 * kv_heads), {}
+    if mixer == BLOCKS:
+        index, most = config["index_head_dim"], config["index_topk_blocks"] * config["index_block_size"]
+        attention += hidden * index * (kv_heads + 1)
+        found = {"indexed": index * BF16, "index_flops": 2 * kv_heads * index, "index_parts": kv_heads}
+    return found | {
+        "attention": attention, "record": 2 * kv_heads * width * BF16,
         "kv_heads": kv_heads, "flops": pair, "prefill_flops": pair, "most": most,
     }  # fmt: skip
 

@@ -123,6 +123,21 @@ MODELS["glm-4.6"] = {
 }  # fmt: skip
 """In block FP8, as --quantization gives it."""
 
+MODELS["minimax-m3"] = {
+    "architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3_vl_text", "hidden_size": 6144,
+    "num_hidden_layers": 60, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 3072, "dense_intermediate_size": 12288, "shared_intermediate_size": 3072,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "n_shared_experts": 1, "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.0, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rotary_dim": 64,
+    "partial_rotary_factor": 0.5, "rope_theta": 5000000, "vocab_size": 200064, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1048576, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "hidden_act": "swigluoai", "bos_token_id": 200019, "eos_token_id": 200020,
+    "index_n_heads": 4, "index_head_dim": 128, "index_block_size": 128, "index_topk_blocks": 16,
+    "index_local_blocks": 1, "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57, "quantization_config": _BLOCK_FP8,
+}  # fmt: skip
+"""The text model, in block FP8, as --quantization gives it."""
+
 MODELS["llama-8b-awq"] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
@@ -169,6 +184,8 @@ def shortened(config: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     short = config | {"num_hidden_layers": len(kept)}
     if "first_k_dense_replace" in config:
         short["first_k_dense_replace"] = sum(not kinds[i][1] for i in kept)
+    if "mlp_layer_types" in config:
+        short["mlp_layer_types"] = [config["mlp_layer_types"][i] for i in kept]
     if len({mixer for mixer, _ in kinds}) > 1:
         short["layer_types"] = [LAYER_TYPES[kinds[i][0]] for i in kept]
     return short, counts

@@ -89,7 +89,8 @@ def decode(
         kept = min(tp, layer.kv_heads)
         kv += count * batch * (layer.seen(context) * layer.record / BF16 * kv_bytes / kept + context * layer.indexed)
         state += count * batch * 2 * layer.state / tp
-        seen = layer.seen(context) * layer.flops / tp + context * layer.index_flops + layer.token_flops / tp
+        index_flops = layer.index_flops / min(tp, layer.index_parts)
+        seen = layer.seen(context) * layer.flops / tp + context * index_flops + layer.token_flops / tp
         flops += count * tokens * seen
     peak = hardware["peak_bytes_per_s"]
     attention_us = max((kv + state) / peak, flops / hardware["best_attention_flops"]) * 1e6
@@ -103,7 +104,8 @@ def prefill(config: Mapping[str, Any], form: Form, hardware: Hardware, tokens: i
     for count, layer in layers_of(config):
         pairs = sum(map(layer.seen, range(1, tokens + 1)))
         every = tokens * (tokens + 1) / 2
-        seen = layer.prefill_flops / form.tp * pairs + layer.index_flops * every
+        index_flops = layer.index_flops / min(form.tp, layer.index_parts)
+        seen = layer.prefill_flops / form.tp * pairs + index_flops * every
         flops += count * (seen + layer.token_flops * tokens / form.tp)
     head = 2.0 * (tokens - 1) * config["vocab_size"] * config["hidden_size"] / form.tp
     products = step.product_flops - head

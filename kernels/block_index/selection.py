@@ -21,6 +21,12 @@ from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.uploads import upload
 
 
+def refuse_tree(queries: PagedQueries) -> None:
+    """Raises ValueError for a draft tree."""
+    if queries.visible is not None:
+        raise ValueError("block-sparse attention is causal: a draft tree (visible) has no blocks of its own")
+
+
 def counts(queries: PagedQueries, rule: BlockRule, heads: int) -> list[int]:
     """Selected tokens of each row of a selection."""
     return [rule.num_selected(visible) for visible in num_visible(queries) for _ in range(heads)]
@@ -49,8 +55,7 @@ class TokenPlaces:
 
     @classmethod
     def of(cls, queries: PagedQueries) -> TokenPlaces:
-        if queries.visible is not None:
-            raise ValueError("block-sparse attention is causal: a draft tree (visible) has no blocks of its own")
+        refuse_tree(queries)
         lens, device = queries.query_lens, queries.rows.device
         request_of = np.repeat(np.arange(len(lens)), lens).astype(np.int32)
         ends = np.repeat(np.cumsum(lens, dtype=np.int64), lens)

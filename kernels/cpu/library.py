@@ -43,6 +43,7 @@ UNITS = (
     "layers",
     "permutation",
     "indexer",
+    "block_index",
     "delta",
     "compression",
     "streams",
@@ -110,6 +111,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_rows_permute": (None, [P, L, L, P, L, L, P]),
     "moe_rows_combine": (None, [N, P, L, P, L, P, L, P, L, P, L, L]),
     "moe_index_select": (None, [N, N, P, L, L, P, P, L, P, L, L, L, L, P, L]),
+    "moe_block_select": (None, [N, P, L, L, P, L, P, L, L, L, L, L, L, P, L]),
     "moe_gated_delta": (None, [N, P, P, P, P, P, P, P]),
     "moe_compress": (None, [N, P, P, L, P, L, P, L]),
     "moe_mix_streams": (None, [N, P, P, L, P, L, P]),
@@ -174,6 +176,7 @@ class Library:
     moe_rows_permute: Any
     moe_rows_combine: Any
     moe_index_select: Any
+    moe_block_select: Any
     moe_lora: Any
 
     def __init__(self, file: Path, amx: bool) -> None:

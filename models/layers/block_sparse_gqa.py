@@ -63,10 +63,8 @@ class BlockSparseGQAttention(GQAttention):
         q = self.before(hidden, batch.positions, inputs.slots, cache)
         index_cache = _as_keys(batch.kv[self._layer_index][2])
         index_q = self._update_index(hidden, batch.positions, inputs.slots, index_cache)
-        out = q.new_empty(*q.shape[:2], self._gqa.value_width)
-        for chunk in inputs.chunks:
-            out[chunk.tokens] = self._mixed(q[chunk.tokens], cache, chunk, index_q, index_cache)
-        return self.after(out)
+        parts = [self._mixed(q[chunk.tokens], cache, chunk, index_q, index_cache) for chunk in inputs.chunks]
+        return self.after(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _update_index(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """Writes the tokens' index keys, and returns their index queries [T, G, I] in the cache's dtype."""

@@ -45,9 +45,9 @@ def serve(argv: Sequence[str], prog: str) -> int:
         return _explain(args, as_json)
     if as_json:
         raise ConfigError("--json belongs to --explain")
-    from moe_engine.server.stop import sigterm_exits
+    from moe_engine.server.stop import stop_signals_exit
 
-    with sigterm_exits():
+    with stop_signals_exit():
         from moe_engine.server import launch
 
         return launch.serve(args)

@@ -1,7 +1,7 @@
 """Launcher of a node without the leader (--node-rank > 0): starts its ranks, reports deaths, exits with the leader.
 
 The first SIGTERM is ignored, because a cluster scheduler sends it to every node at once and the leader drains first. A
-second one, or Ctrl-C, stops this node's ranks at once.
+second one, or Ctrl-C, stops this node's ranks at once. SIGHUP is ignored: the leader ends this node.
 """
 
 from __future__ import annotations
@@ -154,8 +154,10 @@ def _first_sigterm_ignored() -> Iterator[None]:
         logger.info("SIGTERM: the leader drains and then stops this node; a second SIGTERM stops it at once")
         signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
 
-    before = signal.signal(signal.SIGTERM, once)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, once)}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -15,6 +15,7 @@ from moe_engine.frontend.logprob_format import Columns, LogprobFormat, extend, n
 from moe_engine.frontend.request_times import meta_times
 from moe_engine.frontend.session_turns import Joined, Turn
 from moe_engine.tokenizer.assembler import TextAssembler
+from moe_engine.tokenizer.stop import Beginnings
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
 
@@ -166,6 +167,12 @@ class Generation:
         if len(texts) > 1:
             texts[:] = ["".join(texts)]
         return texts[0] if texts else ""
+
+    @property
+    def beginnings(self) -> Beginnings | None:
+        """`Tokenizer.beginnings`, for the marks of an output that has ended without a stop; None for others."""
+        was_cut = self.finish is not None and self.finish["type"] != "stop"
+        return self.tokenizer.beginnings if was_cut and self.tokenizer is not None else None
 
     def feed(self, delta: RequestDelta) -> None:
         """Adds a delta. `finish` is set once the sequence has ended."""

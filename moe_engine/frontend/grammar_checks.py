@@ -9,7 +9,6 @@ import asyncio
 import pickle
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from hashlib import sha256
 
 import msgspec
@@ -50,7 +49,9 @@ class GrammarChecks:
         """The constraint for the engine, with the same grammar.
 
         Raises:
-            InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`.
+            InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`. 503: too many wait, or the
+                process was killed at its start, twice.
+            GenerationError: the process does not start.
         """
         if self._children is None:
             return await asyncio.to_thread(read_constraint, constraint) if constraint.unread else constraint
@@ -108,16 +109,14 @@ class CheckChild(FrameChild):
     """A process that compiles grammars."""
 
     def __init__(self, spec: CheckSpec) -> None:
-        super().__init__("moe_engine.structured_output.check_process")
+        super().__init__("moe_engine.structured_output.check_process", "the process that checks grammars")
         yield_to_steps(thread=self.pid)
         self._spec = spec
 
     def begin(self) -> None:
-        """Raises GenerationError if the process does not start."""
-        with suppress(EOFError):
-            if self.exchange(pickle.dumps(self._spec), START_SECONDS) is not None:
-                return
-        raise GenerationError("the process that checks grammars failed to start; see the server's log")
+        """Raises GenerationError: it is not ready in time. EOFError: it has ended."""
+        if self.exchange(pickle.dumps(self._spec), START_SECONDS) is None:
+            raise GenerationError(f"{self.name} was not ready within {START_SECONDS:g} s; try again")
 
     def ask(self, constraint: Constraint) -> Verdict:
         """Raises EOFError: the process has crashed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import resource
-import signal
 import sys
 import warnings
 from contextlib import suppress
@@ -22,6 +21,7 @@ import msgspec
 
 from moe_engine.models.vision.own_processors import own_processor, qwen_settings
 from moe_engine.processes.pipe_frames import read_frame, write_frame
+from moe_engine.processes.stop_signals import ignore_stop_signals
 
 MAX_MEMORY_BYTES = 8 << 30
 NICENESS = 5
@@ -47,11 +47,12 @@ class Processed(msgspec.Struct, array_like=True):
     grid: tuple[int, int, int] = (0, 0, 0)
     pixels: bytes = b""
     """float32 in native byte order, [patches, numbers of a patch]."""
+    size: tuple[int, int] = (0, 0)
+    """Width and height of the sent image in pixels."""
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     absent: dict[str, Any] = dict.fromkeys(("torch", "torchvision"))
@@ -103,7 +104,9 @@ def _processed(processor: Any, max_decoded: int, data: bytes) -> Processed:
                 width, height = opened.size
                 if width * height > max_decoded:
                     return Processed(f"the image has {width} x {height} pixels{less}")
-                image = ImageOps.exif_transpose(opened).convert("RGB")
+                image = ImageOps.exif_transpose(opened)
+                keeps = getattr(processor, "reads_alpha", False) and image.has_transparency_data
+                image = image.convert("RGBA" if keeps else "RGB")
     except UnidentifiedImageError:
         return Processed(f"is not an image of a known format ({', '.join(FORMATS)})")
     except Image.DecompressionBombError:
@@ -119,7 +122,7 @@ def _processed(processor: Any, max_decoded: int, data: bytes) -> Processed:
     except MemoryError:
         return Processed(_TOO_LARGE)
     frames, rows, columns = (int(count) for count in found["image_grid_thw"][0])
-    return Processed(None, (frames, rows, columns), found["pixel_values"].astype("float32").tobytes())
+    return Processed(None, (frames, rows, columns), found["pixel_values"].astype("float32").tobytes(), image.size)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ class Processors:
         self._children = FrameChildren(lambda: _Child(setup))
 
     def process(self, data: bytes) -> Processed:
-        """Blocking. Raises MediaError: the image is wrong. GenerationError: the process does not start."""
+        """Blocking. Raises MediaError: the image is wrong. GenerationError: the process does not start.
+        InputError: 503, it was killed at its start, twice."""
         try:
             done = self._children.call(lambda child: child.ask(data))
         except EOFError:
@@ -34,16 +35,13 @@ class Processors:
 
 class _Child(FrameChild):
     def __init__(self, setup: ImageSetup) -> None:
-        super().__init__("moe_engine.media.image_process")
+        super().__init__("moe_engine.media.image_process", "the process that reads images")
         self._setup = setup
 
     def begin(self) -> None:
-        """Raises GenerationError."""
-        try:
-            answer = self.exchange(msgspec.msgpack.encode(self._setup), START_SECONDS)
-            problem = "not in time" if answer is None else msgspec.msgpack.decode(answer)
-        except EOFError:
-            problem = "it has ended; see the server's log"
+        """Raises GenerationError: it cannot work, or is not ready in time. EOFError: it has ended."""
+        answer = self.exchange(msgspec.msgpack.encode(self._setup), START_SECONDS)
+        problem = "not in time" if answer is None else msgspec.msgpack.decode(answer)
         if problem is not None:
             raise GenerationError(
                 f"the process that reads images failed to start: {problem} (needs pip install '.[vision]')"

@@ -42,9 +42,12 @@ def refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_r
         least = int((ledger.weight_bytes + PROCESS_BYTES) / CPU_SHARE)
     else:
         least = int(ledger.weight_bytes * (1 + GPU_RESERVE_SHARE)) + GPU_RESERVE_BYTES
-    return ConfigError(
-        message + f"no flag changes that: the weights alone need a machine with more than {gb(least)} of free memory"
-    )
+    needs = f"the weights alone need a machine with more than {gb(least)} of free memory"
+    num_ranks, num_devices = given.parallel.ranks_per_node, given.machine.num_devices or 1
+    if num_ranks < num_devices and given.parallel.num_replicas == 1:
+        needs += f", and this launch uses {num_ranks} of {num_devices} GPUs; divide them with --tp-size {num_devices}"
+        return ConfigError(f"{message}{needs}, or let `moe-engine plan --workload` choose the form")
+    return ConfigError(f"{message}no flag changes that: {needs}")
 
 
 def _or(fixes: list[str]) -> str:
@@ -103,13 +106,21 @@ def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]
             limits = dataclasses.replace(limits, chunk=chunk)
             flags.append(f"--chunked-prefill-size {chunk}")
         if running and running < limits.running:
-            limits = dataclasses.replace(limits, running=running)
+            limits = _with_running(limits, running)
             flags.append(f"--max-running-requests {running}")
         if context and context < limits.context_len:
             limits = dataclasses.replace(limits, context_len=context)
             flags.append(f"--context-length {context}")
         if flags:
             yield flags, limits
+
+
+def _with_running(limits: StepLimits, running: int) -> StepLimits:
+    """The limits with fewer requests. By default each has a snapshot; else the number of states is given by a flag."""
+    fewer = limits.running - running
+    by_default = limits.num_snapshots == limits.running
+    snapshots = running if by_default else limits.num_snapshots + fewer * (limits.num_snapshots > 0)
+    return dataclasses.replace(limits, running=running, num_snapshots=snapshots)
 
 
 def _sufficient_fraction(given: SizingInput) -> float | None:

@@ -12,6 +12,7 @@ from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.table import format_of_kernels
+from moe_engine.models.sizes import weight_bytes
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.checkpoint import CheckpointFacts
@@ -26,7 +27,7 @@ from moe_engine.planning.resolve_parallel import ParallelPlan, with_dispatch_dty
 from moe_engine.planning.resolve_speculation import DraftModel
 from moe_engine.planning.sizing import Sizing, size_memory
 from moe_engine.planning.sizing_input import SizingInput
-from moe_engine.planning.state_memory import with_snapshots
+from moe_engine.planning.state_memory import with_room_for_kv, with_snapshots
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.weight_offload import WeightOffload, resolve_offload
 from moe_engine.types import SpeculationConfig
@@ -84,13 +85,15 @@ def resolve_steps(
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
-    limits = with_snapshots(limits, args, model, record)
-    args = _with_window_ratio(args, model, record)
-    graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
     kept = format_of_kernels(model.weight_format, part.device, kernels.model)
     offload = resolve_offload(
         args, model, part, parallel.topology, experts, size, kept, parallel.ranks_per_node, record
     )  # fmt: skip
+    weights = weight_bytes(model, size, False, parallel.topology, experts.num_redundant, kept) - offload.host_bytes
+    limits = with_room_for_kv(limits, args, local, kernels.model.need.dtype, part, weights)
+    limits = with_snapshots(limits, args, model, record)
+    args = _with_window_ratio(args, model, record)
+    graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
     sizing = _size(
         args, model, part, kernels, limits, checkpoint, speculation, draft, parallel, experts, graphs, lora, offload
     )

@@ -16,12 +16,15 @@ from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.state_config import STATE_BYTES
-from moe_engine.planning.ledger import STATES_ROW, LedgerRow
+from moe_engine.planning.ledger import STATES_ROW, LedgerRow, gb
+from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.step_limits import StepLimits
 
 PADDING_ROWS = 1
+STATES_SHARE = 1 / 3
+"""Share of the memory beside the weights that states take by default; KV cache and steps get the rest."""
 
 
 def state_rows(given: SizingInput) -> list[LedgerRow]:
@@ -50,6 +53,25 @@ def stores_any(model: ModelConfig) -> bool:
 def caches_prefixes(model: ModelConfig) -> bool:
     """Whether snapshots of the states can be kept for prefixes."""
     return stores_any(model) and not model.windows
+
+
+def with_room_for_kv(
+    limits: StepLimits, args: EngineArgs, model: ModelConfig, dtype: str, machine: Machine, weights: int
+) -> StepLimits:
+    """The limits with fewer running requests, if their number is open and their states would leave too little memory.
+
+    Args:
+        model: with the heads of one rank. weights: bytes of this rank.
+    """
+    if not model.state_groups or args.memory.max_running_requests is not None:
+        return limits
+    cached = not args.scheduling.disable_radix_cache and args.memory.max_mamba_cache_size is None
+    each = state_bytes(model, dtype) * (1 + cached + limits.request_tokens * limits.drafts)
+    most = max(1, int(STATES_SHARE * (machine.available_bytes - weights)) // each)
+    if most >= limits.running:
+        return limits
+    reason = f"states of {gb(each)} for each request take a third of the memory beside the weights"
+    return dataclasses.replace(limits, running=most, running_reason=reason)
 
 
 def with_snapshots(limits: StepLimits, args: EngineArgs, model: ModelConfig, record: Record) -> StepLimits:

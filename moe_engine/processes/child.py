@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.processes.watched_thread import start_watched
 
 _LIBC = ctypes.CDLL(None)
@@ -94,10 +95,9 @@ def describe_exit(code: int) -> str:
 def read_spec() -> Any:
     """In the child: reads the specification. From then on a thread exits the process when the parent dies.
 
-    SIGINT and SIGTERM are ignored: a supervisor sends them to every process of a group, and the parent drains first.
+    Stop signals are ignored: a supervisor sends them to every process of a group, and the parent drains first.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     stream = os.fdopen(os.dup(0), "rb")
     spec = pickle.load(stream)
 

@@ -9,17 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import IO, Generic, TypeVar
 
 import psutil
 
+from moe_engine.errors import GenerationError, InputError
+from moe_engine.processes.child import describe_exit
 from moe_engine.processes.pipe_frames import LENGTH_BYTES, frame
 from moe_engine.processes.stopped import HELD_SECONDS, LOOK_SECONDS, StoppedProcessDetector
 
 logger = logging.getLogger("moe_engine")
 
+EXIT_SECONDS = 1.0
 STARVED_SECONDS = 120.0
 """Longest wait for a process that gets less processor time than its time limit: others use the processors."""
 
@@ -52,9 +55,11 @@ class FrameChild:
 
     Args:
         module: run with `python -m`; reads a frame from stdin and writes its answer to stdout, in turn.
+        name: for errors that clients see.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, name: str = "a child process") -> None:
+        self.name = name
         self._popen = subprocess.Popen(
             [sys.executable, "-m", module], bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )
@@ -63,7 +68,8 @@ class FrameChild:
         self._module = module
 
     def begin(self) -> None:
-        """Waits until the process can answer. It is killed if this raises."""
+        """Waits until the process can answer. It is killed if this raises. EOFError: it has ended; a second one is
+        started."""
 
     @property
     def pid(self) -> int:
@@ -76,6 +82,16 @@ class FrameChild:
     def kill(self) -> None:
         self._popen.kill()
         self._popen.wait()
+
+    def ended_at_start(self) -> InputError | GenerationError:
+        """The error for clients of a process whose `begin` has raised EOFError. A signal is worth another try."""
+        with suppress(subprocess.TimeoutExpired):  # its pipes are closed before it has ended
+            self._popen.wait(EXIT_SECONDS)
+        self.kill()
+        message = f"{self.name} {describe_exit(self._popen.returncode)} before it was ready"
+        if self._popen.returncode < 0:
+            return InputError(f"{message}, and so did a second one; try again", status=503)
+        return GenerationError(f"{message}; see the server's log")
 
     def exchange(self, data: bytes, seconds: float) -> bytes | None:
         """The answer to a frame; None if it is late (`_Limit`). Raises EOFError: the process has ended, or a signal has
@@ -139,7 +155,8 @@ class FrameChildren(Generic[Child]):
         kernel may have killed it for other processes' memory, and what stopped it may have stopped the idle ones too.
 
         Raises:
-            EOFError: the second process has ended too.
+            EOFError: the second process has ended too, or `close` was called.
+            InputError, GenerationError: two processes have ended at their start (503 if by a signal).
         """
         try:
             with self.borrow() as child:
@@ -178,12 +195,22 @@ class FrameChildren(Generic[Child]):
         return self._start()
 
     def _start(self) -> Child:
-        child = self._make()
-        with self._lock:
-            self._all = {some for some in self._all if some.is_alive} | {child}
-        try:
-            child.begin()
-        except BaseException:
-            child.kill()
-            raise
-        return child
+        """Raises as `call`; EOFError only after `close`."""
+        for is_last in (False, True):
+            child = self._make()
+            with self._lock:
+                self._all = {some for some in self._all if some.is_alive} | {child}
+            try:
+                child.begin()
+                return child
+            except EOFError:
+                error = child.ended_at_start()
+                if self._closed:
+                    raise
+                logger.error("%s", error)
+                if is_last:
+                    raise error from None
+            except BaseException:
+                child.kill()
+                raise
+        raise AssertionError

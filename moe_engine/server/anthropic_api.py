@@ -48,7 +48,7 @@ class AnthropicApi:
             return EventStream(self._state.frontend, job, events, anthropic_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         g, parser = job.generations[0], ChoiceParser(parsers)
-        content = [_block(part) for part in parts_of(parser, g.text)]
+        content = [_block(part) for part in parts_of(parser, g.text, g.beginnings)]
         stop = _stop(parser.finish_reason(g.finish), g, max_tokens)
         return json_response(_message(g, model, content, stop, _usage(g, parsers)))
 
@@ -101,7 +101,9 @@ class _Events:
             self._started = True
             empty = _message(g, self._model, [], (None, None), _usage(g, self._parsers, begins=True))
             yield _event("message_start", message=empty)
-        deltas = parser.push(piece.text) + (parser.finish() if piece.finish is not None else [])
+        deltas = parser.push(piece.text)
+        if piece.finish is not None:
+            deltas += parser.finish(piece.generation.beginnings)
         for change in self._parts.push(deltas):
             yield _change(*change)
         if piece.finish is not None:

@@ -226,7 +226,9 @@ class _Lines:
 
     def of(self, piece: Piece) -> bytes:
         parser, lines = self._parser, b""
-        deltas = parser.push(piece.text) + (parser.finish() if piece.finish is not None else [])
+        deltas = parser.push(piece.text)
+        if piece.finish is not None:
+            deltas += parser.finish(piece.generation.beginnings)
         if not parser.parses:
             lines = b"".join(self._line(delta["content"]) for delta in deltas)
         else:
@@ -254,7 +256,7 @@ class _Lines:
         return stream_error(error, ollama_body)
 
     def whole(self, g: Generation) -> dict[str, Any]:
-        parts = parts_of(self._parser, g.text)
+        parts = parts_of(self._parser, g.text, g.beginnings)
         text, thinking = ("".join(part.text for part in parts if part.kind == kind) for kind in ("text", "reasoning"))
         return self.part(text, thinking, [_call(part) for part in parts if part.kind == "call"]) | _end(g)
 

@@ -162,7 +162,7 @@ class ChatApi:
         choices, extras = [], ChoiceExtras(req)
         for g in job.generations:
             parser = ChoiceParser(parsers)
-            message = parser.whole(g.text)
+            message = parser.whole(g.text, g.beginnings)
             choices.append(
                 {
                     "index": g.index,
@@ -207,7 +207,7 @@ class _Events(ChunkEvents):
         parser, before = found
         deltas = parser.push(piece.text)
         if finish is not None:
-            deltas += parser.finish()
+            deltas += parser.finish(g.beginnings)
         elif not (entries or ids or self._continuous):
             for delta in deltas:
                 events += before + encode_json(delta) + PLAIN_END

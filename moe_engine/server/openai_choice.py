@@ -9,6 +9,7 @@ from typing import Any
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_parser, starts_inside
+from moe_engine.tokenizer.stop import Beginnings
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser, ToolDelta, parameters_of
 
 
@@ -124,13 +125,13 @@ class ChoiceParser:
             return self._content(text)
         return self._parts(*self._reasoning.push(text))
 
-    def finish(self) -> list[dict[str, Any]]:
-        """The deltas of the text held back; call after the last piece."""
+    def finish(self, beginnings: Beginnings | None) -> list[dict[str, Any]]:
+        """The deltas of the text held back; call after the last piece. `beginnings`: `Generation.beginnings`."""
         deltas: list[dict[str, Any]] = []
         if self._reasoning is not None:
-            deltas += self._parts(*self._reasoning.finish())
+            deltas += self._parts(*self._reasoning.finish(beginnings))
         if self._tools is not None:
-            deltas += _deltas(self._tools.last_parts())
+            deltas += _deltas(self._tools.last_parts(beginnings))
         return deltas
 
     def finish_reason(self, finish: dict[str, Any] | None) -> str | None:
@@ -140,12 +141,12 @@ class ChoiceParser:
             return "tool_calls"
         return finish["type"]
 
-    def whole(self, text: str) -> dict[str, Any]:
-        """The message of a complete output."""
+    def whole(self, text: str, beginnings: Beginnings | None) -> dict[str, Any]:
+        """The message of a complete output; `beginnings` as of `finish`."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[dict[str, Any]] = []
-        for delta in self.push(text) + self.finish():
+        for delta in self.push(text) + self.finish(beginnings):
             content.append(delta.get("content", ""))
             reasoning.append(delta.get("reasoning_content", ""))
             for call in delta.get("tool_calls", ()):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_engine.server.openai_choice import ChoiceParser
+from moe_engine.tokenizer.stop import Beginnings
 
 Change = Literal["begin", "add", "end"]
 
@@ -86,10 +87,10 @@ class OutputParts:
             yield "add", self._open, text
 
 
-def parts_of(parser: ChoiceParser, text: str) -> list[Part]:
-    """The parts of a complete output."""
+def parts_of(parser: ChoiceParser, text: str, beginnings: Beginnings | None) -> list[Part]:
+    """The parts of a complete output; `beginnings` as of `ChoiceParser.finish`."""
     parts = OutputParts()
-    for _ in parts.push(parser.push(text) + parser.finish()):
+    for _ in parts.push(parser.push(text) + parser.finish(beginnings)):
         pass
     for _ in parts.close():
         pass

@@ -36,7 +36,7 @@ class Answer:
         if self._logprobs is not None:
             self._logprobs.add(piece.token_ids, piece.logprobs)
         ends = piece.finish is not None
-        deltas = self._parser.push(piece.text) + (self._parser.finish() if ends else [])
+        deltas = self._parser.push(piece.text) + (self._parser.finish(piece.generation.beginnings) if ends else [])
         for change, part, text in chain(self._parts.push(deltas), self._parts.close() if ends else ()):
             entries = []
             if change == "add" and self._logprobs is not None:

@@ -1,4 +1,4 @@
-"""Runs the HTTP application: listens, calls the ready hook, drains on SIGTERM."""
+"""Runs the HTTP application: listens, calls the ready hook, drains on SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import uvicorn
 
 from moe_engine import logs
 from moe_engine.errors import ConfigError
+from moe_engine.processes.stop_signals import stop_signals
 from moe_engine.server import access_log
 from moe_engine.server.http_protocol import Connection
 from moe_engine.server.stop import SecondSignal, StopSwitch
@@ -46,6 +47,8 @@ class GracefulServer(uvicorn.Server):
             self._ready_task = asyncio.create_task(_call(self._on_ready, host, port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGHUP and self.should_exit:
+            return  # both the kernel and a shell send it when a terminal closes
         if self.should_exit and self._second is not None:
             self._second.take(sig)
         self.stop()
@@ -67,7 +70,7 @@ class GracefulServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in stop_signals()}
         try:
             yield
         finally:
@@ -96,14 +99,14 @@ async def serve(
     stop: StopSwitch | None = None,
     second: SecondSignal | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then stops accepting, drains running requests, and returns.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then stops accepting, drains running requests, and returns.
 
     Args:
         sock: from `bind`.
         on_ready: called with (host, port) once the server accepts requests; may be async.
         keep_alive_seconds: time for which a connection without a request stays open (`--timeout-keep-alive`).
         drain_seconds: max wait for running requests; None: no limit (`--timeout-graceful-shutdown`). A second
-            signal ends the wait.
+            signal, other than SIGHUP, ends the wait.
         quiet_paths: path prefixes excluded from the access log.
         certificate: for HTTPS.
         stop: stops the server from inside the process.

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from moe_engine.processes.stop_signals import stop_signals
+
 INTERRUPTED, STOPPED = 130, 1
 """Exit codes after a second signal: SIGINT, SIGTERM."""
 
@@ -73,13 +75,15 @@ class SecondSignal:
 
 
 @contextmanager
-def sigterm_exits() -> Iterator[None]:
-    """SIGTERM exits with code 0 through the `finally` clauses, until the server handles it by draining."""
+def stop_signals_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP exit with code 0 through the `finally` clauses, until the server handles them by draining."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    numbers = [number for number in stop_signals() if number != signal.SIGINT]
+    before = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,7 +9,6 @@ import gc
 import os
 import pickle
 import resource
-import signal
 import socket
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from moe_engine import logs
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.processes.background import yield_to_steps, yielding
+from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.server.bodies import Plan, Work
 from moe_engine.server.body_work import body_work
 from moe_engine.server.errors import Problem, problem_of
@@ -35,8 +35,7 @@ NICENESS = 5
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     yield_to_steps(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     server = Server(socket.socket(fileno=os.dup(0)))

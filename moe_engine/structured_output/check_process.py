@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import msgspec
 from moe_engine.errors import InputError
 from moe_engine.processes.background import in_idle_time
 from moe_engine.processes.pipe_frames import read_frame, write_frame
+from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
 from moe_engine.structured_output.open_backend import open_backend
@@ -50,8 +50,7 @@ class Verdict:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
     work = partial(_work, sys.stdin.buffer, sys.stdout.buffer)

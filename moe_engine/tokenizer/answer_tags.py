@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from moe_engine.tokenizer.stop import overlap
+from moe_engine.tokenizer.stop import Beginnings, overlap, without_cut_mark
 
 
 class AnswerTags:
@@ -39,11 +39,15 @@ class AnswerTags:
             return held
         return ""
 
-    def finish(self) -> str:
-        """Text held back; call after the last text."""
+    def finish(self, beginnings: Beginnings | None = None) -> str:
+        """Text held back; call after the last text. `beginnings`: as of `without_cut_mark`."""
         held, self._held = self._held, ""
         _, tag, behind = held.partition(self._end)
-        return self._behind_turn(behind) if self._state == "inside" and tag else held
+        if self._state == "inside" and tag:
+            held = self._behind_turn(behind)
+        elif self._state == "before" and beginnings is not None:
+            held = self._behind_turn(held)
+        return without_cut_mark(held, (self._start, self._end, self._calls, self._turn), beginnings)
 
     def _before(self) -> None:
         found = self._behind_turn(self._held)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moe_engine.tokenizer.stop import overlap
+from moe_engine.tokenizer.stop import Beginnings, overlap, without_cut_mark
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -67,9 +67,10 @@ class HarmonyReasoning:
             pass
         return self._take()
 
-    def finish(self) -> tuple[str, str]:
-        """Text held back; call after the last text."""
+    def finish(self, beginnings: Beginnings | None = None) -> tuple[str, str]:
+        """Text held back; call after the last text. `beginnings`: as of `without_cut_mark`."""
         self._ended = True
+        self._held = without_cut_mark(self._held, ENDS, beginnings)
         while self._step():
             pass
         self._stream_reasoning = True

@@ -9,7 +9,7 @@ from typing import Any
 from moe_engine.tokenizer import xtml
 from moe_engine.tokenizer.answer_tags import AnswerTags
 from moe_engine.tokenizer.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyReasoning
-from moe_engine.tokenizer.stop import overlap
+from moe_engine.tokenizer.stop import Beginnings, overlap, without_cut_mark
 from moe_engine.tokenizer.xtml import XtmlReasoning
 from moe_engine.types.constraint import FreeReasoning
 
@@ -140,10 +140,13 @@ class ReasoningParser:
             content = content if self._answer is None else self._answer.push(content)
         return self._gather(reasoning), content
 
-    def finish(self) -> tuple[str, str]:
-        """Text held back; call after the last text."""
+    def finish(self, beginnings: Beginnings | None = None) -> tuple[str, str]:
+        """Text held back; call after the last text. `beginnings`: as of `without_cut_mark`."""
+        self._held = without_cut_mark(self._held, (self._start_tag, self._end_tag, self._calls), beginnings)
         reasoning, content = self._rest()
-        return reasoning, content if self._answer is None else self._answer.push(content) + self._answer.finish()
+        if self._answer is None:
+            return reasoning, content
+        return reasoning, self._answer.push(content) + self._answer.finish(beginnings)
 
     def _rest(self) -> tuple[str, str]:
         held, self._held = self._held, ""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Set
+
+Beginnings = Callable[[str], Set[str]]
+"""The proper beginnings of a mark behind which `max_tokens` may cut it (`Tokenizer.beginnings`)."""
+
 
 def overlap(text: str, marker: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `marker`: a stream must hold it back."""
@@ -12,6 +17,13 @@ def overlap(text: str, marker: str) -> int:
             return len(text) - at
         at = text.find(marker[0], at + 1)
     return 0
+
+
+def without_cut_mark(text: str, marks: Iterable[str], beginnings: Beginnings | None) -> str:
+    """A text without the beginning of a mark at its end, where the output was cut; `beginnings` is None if it was not
+    cut: all of the text."""
+    found = (one for mark in marks for one in beginnings(mark)) if beginnings is not None else ()
+    return text.removesuffix(max((one for one in found if text.endswith(one)), key=len, default=""))
 
 
 class StopMatcher:

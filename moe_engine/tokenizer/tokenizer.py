@@ -195,6 +195,7 @@ class Tokenizer:
         config = config or {}
         self.source = source
         self._backend = backend
+        self._beginnings: dict[str, frozenset[str]] = {}
         self.max_token_chars = backend.max_token_chars()
         """Characters of the longest token: a text has at least `len(text) / max_token_chars` tokens."""
         self._table = ByteTable(backend) if byte_level else None
@@ -313,6 +314,14 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of exactly this token, or None."""
         return self._backend.id(token)
+
+    def beginnings(self, text: str) -> frozenset[str]:
+        """The proper beginnings of a text that end with one of its tokens."""
+        if text not in self._beginnings:
+            ids = self.encode(text, add_special_tokens=False)
+            found = (self.decode(ids[:count], skip_special_tokens=False) for count in range(1, len(ids)))
+            self._beginnings[text] = frozenset(one for one in found if one and one != text and text.startswith(one))
+        return self._beginnings[text]
 
     def token_text(self, token_id: int) -> str:
         """Text of a single token; bytes of an incomplete character become U+FFFD."""

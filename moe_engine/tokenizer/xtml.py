@@ -3,7 +3,7 @@ several tokens, `<|open|>think<|sep|>` and `<|close|>think<|sep|>`; `<|close|>me
 
 from __future__ import annotations
 
-from moe_engine.tokenizer.stop import overlap
+from moe_engine.tokenizer.stop import Beginnings, overlap, without_cut_mark
 
 OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
 MARKERS = (OPEN, CLOSE, SEP)
@@ -43,8 +43,9 @@ class XtmlReasoning:
         self._held += text
         return self._read(whole=False)
 
-    def finish(self) -> tuple[str, str]:
-        """Text held back; call after the last text."""
+    def finish(self, beginnings: Beginnings | None = None) -> tuple[str, str]:
+        """Text held back; call after the last text. `beginnings`: as of `without_cut_mark`."""
+        self._held = without_cut_mark(self._held, _TAGS, beginnings)
         self._stream_reasoning = True
         return self._read(whole=True)
 

@@ -428,6 +428,7 @@ def test_layers_that_run_stand_for_the_others() -> None:
     assert shortened(MODELS["gpt-oss-120b"])[1] == [1, 1, 17, 17]
     assert shortened(MODELS["qwen3-next"])[1] == [1, 35, 1, 11]
     assert shortened(MODELS["v4-flash"])[1] == [1, 1, 1, 1, 20, 19]
+    assert shortened(MODELS["minimax-m3"])[1] == [1, 2, 1, 56]
 
 
 @pytest.mark.parametrize(
@@ -453,6 +454,19 @@ def test_layers_have_the_published_numbers_of_parameters(name: str, active: floa
         held += count * (each + num_experts(config) * layer.expert)
     assert held + 2 * table == pytest.approx(total, rel=0.03)
     assert used + table == pytest.approx(active, abs=0.6e9)
+
+
+def test_the_roofline_of_selected_blocks() -> None:
+    """By hand: 32 requests of MiniMax-M3 after 8,192 tokens on 4 ranks, with a KV head and an index head each."""
+    four = roofline.FORMS["tp4"]
+    found = roofline.decode(MODELS["minimax-m3"], four, H200, 32, 8192)
+    seen = 3 * 8192 + 57 * 16 * 128
+    assert found.kv_bytes == 32 * (seen * 2 * 128 * 2 + 57 * 8192 * 128 * 2)
+    assert found.attention_flops == 32 * (seen * 4 * 16 * 128 + 57 * 8192 * 2 * 128)
+    touched = 128 * (1 - (124 / 128) ** 32)
+    mlps = 3 * 3 * 6144 * 12288 / 4 + 57 * 3 * 6144 * 3072 * (touched + 1) / 4
+    attention = 60 * 6144 * 128 * (2 * 64 + 2 * 4) / 4 + 57 * 6144 * 128 * 5 / 4
+    assert found.weight_bytes == pytest.approx(mlps + attention + (57 * 128 * 6144 + 200064 * 6144 / 4) * 2)
 
 
 def test_the_roofline_of_windows_states_and_selections() -> None:

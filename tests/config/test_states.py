@@ -131,6 +131,32 @@ def test_snapshots_for_cached_prefixes(with_states) -> None:
         with_states(CACHED, max_running_requests=7, max_mamba_cache_size=7)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_by_default_states_leave_memory_for_kv(with_states, device) -> None:
+    """States of 64 MiB; the whole default number of requests would not fit."""
+    wide = dataclasses.replace(CACHED, parts=(StatePart((8, 1024, 1024), "float32"),))
+    config = with_states(wide, device)
+    running, ledger = config.max_running_requests, config.ledger
+    beside = ledger.limit_bytes - ledger.weight_bytes
+    assert 0.2 * beside < ledger.bytes_of("request states") < 0.5 * beside
+    assert 1 < running < 256 and config.num_snapshots == running
+    assert "states of 0.12 GB for each request take a third of the memory" in explain_text(config)
+    alone = with_states(wide, device, disable_radix_cache=True).max_running_requests
+    assert running == alone // 2
+    drafting = with_states(wide, device, speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    assert alone // 6 - 1 <= drafting.max_running_requests <= alone // 6
+    assert with_states(wide, device, max_running_requests=running + 9).max_running_requests == running + 9
+
+
+def test_fewer_requests_that_fit_have_fewer_snapshots(with_states) -> None:
+    wide = dataclasses.replace(CACHED, parts=(StatePart((8, 1024, 1024), "float32"),))
+    with pytest.raises(ConfigError, match=r"it fits with .*--max-running-requests 64") as error:
+        with_states(wide, "cuda", max_running_requests=600)
+    assert "--chunked-prefill-size 512" in str(error.value)
+    fits = with_states(wide, "cuda", chunked_prefill_size=512, max_running_requests=64)
+    assert fits.num_snapshots == 64
+
+
 def test_the_host_tier_has_states_in_proportion(with_states) -> None:
     tier = {"enable_hierarchical_cache": True, "max_running_requests": 7, "max_total_tokens": 800}
     config = with_states(CACHED, hicache_ratio=3, **tier)

@@ -33,7 +33,7 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
         delta=config.delta is not None, varlen=config.vision is not None,
         compression=isinstance(config.attention, CompressedConfig),
     )  # fmt: skip
-    asked = dict.fromkeys(("attention", "experts", "linear", "ops", "indexer", "delta"), row)
+    asked = dict.fromkeys(("attention", "experts", "linear", "ops", "indexer", "block_index", "delta"), row)
     return build_backends(plan_kernels(cpu_device(), need, asked))
 
 

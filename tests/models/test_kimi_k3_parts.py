@@ -61,9 +61,7 @@ def test_delta_attention(checkpoint: Checkpoint) -> None:
     gate = {"A_log": own.pop("A_log")[:HEADS], "dt_bias": own.pop("dt_bias")}
     gate["f_proj.weight"] = own.pop("f_b_proj.weight") @ own.pop("f_a_proj.weight")
     own["conv1d.weight"] = torch.cat([own.pop(f"{name}_conv1d.weight") for name in "qkv"])
-    layer = loaded(
-        BailingHybridDeltaAttention(config, 0), own | {f"forget_gate.{name}": t for name, t in gate.items()}
-    )
+    layer = loaded(BailingHybridDeltaAttention(config, 0), own | {f"forget_gate.{name}": t for name, t in gate.items()})
     assert_close(layer(checkpoint.x[None])[0], checkpoint.reference.delta(f"model.{DELTA}", checkpoint.x), 1e-5)
 
 

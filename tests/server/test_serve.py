@@ -79,16 +79,32 @@ def refuses(address):
         return True
 
 
-def test_sigterm_drains(start):
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]], ids=["TERM", "HUP twice"])
+def test_a_stop_signal_drains(start, numbers):
     process, address = start(0.2)
     assert httpx.get(address + "/health").status_code == 200
     thread, answers = ask_in_background(address)
-    process.send_signal(signal.SIGTERM)
-    until(lambda: refuses(address))
+    for number in numbers:  # both the kernel and a shell send SIGHUP when a terminal closes
+        process.send_signal(number)
+        until(lambda: refuses(address))
     thread.join(60)
     assert answers[0].json()["meta_info"]["finish_reason"]["type"] == "stop"
     assert process.wait(60) == 0
     assert process.stdout.read() == "BYE 0\n"
+
+
+def test_nohup(start, monkeypatch):
+    """A program that inherits an ignored SIGHUP keeps it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process, address = start(0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    for _ in range(3):
+        assert httpx.post(address + "/generate", json={"text": "x"}, timeout=60).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
 
 
 def test_a_drain_has_a_limit(start):

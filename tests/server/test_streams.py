@@ -112,6 +112,19 @@ class TestParsers:
             got = self.ask("I look. " + CALL, per_step, stream, body, tool_call_parser="deepseekv31")
             assert (got[2][0][0], got[3]) == ("get_weather", reason)
 
+    def test_marks_that_max_tokens_cuts_are_no_text(self, per_step, stream):
+        """Their tokens are counted. A stop string that is cut is text, as in SGLang and vLLM."""
+        text = '<mm:think>why</mm:think>I look. <tool_call>\n{"name": "get_weather"'
+        count = len(FakeClient().tokenizer.encode(text, False))
+        settings = {"reasoning_parser": "minimax-m3", "tool_call_parser": "hermes"}
+        for max_tokens in range(1, count):
+            body = {"tools": TOOLS, "max_tokens": max_tokens}
+            reasoning, content, _, finish = self.ask(text, per_step, stream, body, **settings)
+            assert ("why".startswith(reasoning), "I look. ".startswith(content), finish) == (True, True, "length")
+        stop = {"max_tokens": count - 2, "stop": ['"name": "get_weather"']}
+        got = self.ask(text, per_step, stream, stop)
+        assert got[1] == FakeClient().tokenizer.decode(FakeClient().tokenizer.encode(text, False)[:-2])
+
 
 def test_reasoning_tokens_and_prompt_with_tools():
     client = FakeClient("let me think</think>Paris")

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from moe_engine.demo import CHECKPOINT_DIR
-from moe_engine.errors import InputError
+from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend import grammar_checks
 from moe_engine.frontend.grammar_checks import CheckChild, GrammarChecks
 from moe_engine.processes import frame_child
 from moe_engine.processes.frame_child import FrameChildren
+from moe_engine.server.errors import problem_of
 from moe_engine.structured_output.backend import PREPARED, GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
 from moe_engine.tokenizer.tokenizer import load_tokenizer
@@ -72,6 +73,39 @@ def test_a_process_stopped_by_a_signal_is_replaced(monkeypatch: pytest.MonkeyPat
     try:
         assert asyncio.run(checks.check(Constraint("json_schema", schema, "schema"))).kind == PREPARED
         assert len(set(asked)) == 2
+    finally:
+        checks.close()
+
+
+@pytest.mark.parametrize(("killed", "fatal", "status"), [(1, "SIGKILL", None), (2, "SIGKILL", 503), (2, "exit", 500)])
+def test_a_process_that_ends_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, killed: int, fatal: str, status: int | None
+) -> None:
+    """A second one takes its place; if that ends too, the error names the end, and later grammars work."""
+    source = load_tokenizer(CHECKPOINT_DIR).source
+    assert source is not None
+    checks, begin = GrammarChecks(CheckSpec(GrammarSettings(), source, SIZE, (EOS,))), CheckChild.begin
+    begun: list[int] = []
+
+    def ends(child: CheckChild) -> None:
+        begun.append(child.pid)
+        if len(begun) <= killed and fatal == "SIGKILL":
+            os.kill(child.pid, signal.SIGKILL)
+        elif len(begun) <= killed:
+            child.exchange(b"no pickle", 60.0)
+        begin(child)
+
+    monkeypatch.setattr(CheckChild, "begin", ends)
+    try:
+        if status is not None:
+            how = "was killed by SIGKILL" if fatal == "SIGKILL" else "exited with code 1"
+            with pytest.raises(
+                MoeEngineError, match=f"^the process that checks grammars {how} before it was ready"
+            ) as e:
+                asyncio.run(checks.check(Constraint("regex", "a", "regex")))
+            assert problem_of(e.value).status == status and len(begun) == 2
+        assert asyncio.run(checks.check(Constraint("regex", "a", "regex"))).kind == PREPARED
+        assert len(set(begun)) == killed + 1
     finally:
         checks.close()
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from moe_engine.tokenizer.stop import Beginnings
 from moe_engine.tokenizer.tool_calls import ToolCallParser
 
 
-def read_calls(parser: ToolCallParser, text: str, size: int) -> tuple[str, list[tuple[str, str]], list[str]]:
+def read_calls(
+    parser: ToolCallParser, text: str, size: int, beginnings: Beginnings | None = None
+) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Plain text, names of calls with the text of their arguments, and ids of calls. The parser gets `size` characters
-    at a time."""
+    at a time. `beginnings`: those of marks, of a text that was cut."""
     shown, calls, ids = "", list[list[str]](), list[str]()
-    for plain, deltas in [*(parser.push(text[at : at + size]) for at in range(0, len(text), size)), parser.finish()]:
+    pieces = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
+    for plain, deltas in [*pieces, parser.finish(beginnings)]:
         shown += plain
         for delta in deltas:
             if delta.name is not None:

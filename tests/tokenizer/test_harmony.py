@@ -44,7 +44,7 @@ def test_both_parsers(size: int) -> None:
     text = f"{ANALYSIS}{NEXT}<|channel|>commentary<|message|>I look.<|end|>{NEXT}{CALL}"
     form = REASONING_FORMATS["gpt-oss"]
     parser = ChoiceParser(ParserOptions(reasoning=form, tool_form="gpt-oss", functions={"f": None}))
-    deltas = [d for at in range(0, len(text), size) for d in parser.push(text[at : at + size])] + parser.finish()
+    deltas = [d for at in range(0, len(text), size) for d in parser.push(text[at : at + size])] + parser.finish(None)
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "I think."
     assert "".join(d.get("content") or "" for d in deltas).strip() == "I look."
     calls = [call for d in deltas for call in d.get("tool_calls", ())]

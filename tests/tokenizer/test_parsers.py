@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser, r
 from moe_engine.tokenizer.tool_calls import ToolCallParser
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.tokenizer.read_calls import read_calls
+from tests.tokenizer.tiny_tokenizer import make_tokenizer
 
 
 def reason(text, size, **options):
@@ -192,6 +194,29 @@ class TestToolCalls:
 def test_unknown_format():
     with pytest.raises(ConfigError, match="--tool-call-parser step3"):
         ToolCallParser("step3")
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_tags_that_max_tokens_cuts(name: str, inside: bool) -> None:
+    """The tags are several tokens of this vocabulary: wherever the output is cut, none is reasoning or content."""
+    form, tokenizer = REASONING_FORMATS[name], make_tokenizer()
+    text = f"{'' if inside else form.start}w hy{form.end}{form.turn}{''.join(form.answer or ('', '')[:1])}yes"
+    if form.answer:
+        text = f"{'' if inside else form.start}w hy{form.end}{form.turn}yes".replace("yes", "yes".join(form.answer))
+    if form.harmony:
+        text = f"{form.start}w hy{form.end}<|start|>assistant<|channel|>final<|message|>yes<|end|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for count in range(1, len(ids)):
+        cut = tokenizer.decode(ids[:count], skip_special_tokens=False)
+        if cut.endswith("\ufffd"):
+            continue
+        parser, size = reasoning_parser(form, inside=inside), random.randint(1, 9)
+        pieces = [parser.push(cut[at : at + size]) for at in range(0, len(cut), size)]
+        reasoning, content = ("".join(part) for part in zip(*pieces, parser.finish(tokenizer.beginnings)))
+        if form.keeps:
+            reasoning, _, content = content.removeprefix(form.start).partition(form.end)
+        assert ("w hy".startswith(reasoning), "yes".startswith(content)) == (True, True), (cut, reasoning, content)
 
 
 @pytest.mark.parametrize("name", REASONING_FORMATS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from moe_engine.tokenizer.tool_calls.counted_ids import num_calls, with_counted_
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.examples import examples
 from tests.tokenizer.read_calls import read_calls
+from tests.tokenizer.tiny_tokenizer import make_tokenizer
 
 FUNCTIONS = {
     "f": {"type": "object", "properties": {
@@ -156,7 +158,8 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 
 def parse(form: str, text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Plain text, calls with the text of their arguments, ids."""
-    return read_calls(ToolCallParser(form, options.pop("functions", FUNCTIONS), **options), text, size)
+    beginnings = options.pop("beginnings", None)
+    return read_calls(ToolCallParser(form, options.pop("functions", FUNCTIONS), **options), text, size, beginnings)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,37 @@ def test_a_cut_output(form: str, text: str, shown: str, calls: list[tuple[str, A
         assert found == parse(form, text[:end], random.randint(1, 9))[:2], end
         for (name, arguments), (wanted_name, wanted) in zip(found[1][:-1], calls):
             assert (name, json.loads(arguments)) == (wanted_name, wanted)
+
+
+UNDECIDED = re.compile(r't|to|\{"[^}]*|(<\|python_start\|>)?\[\w?')
+"""Texts that may be the answer, or a call without a mark before it."""
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "shown", "calls"), GOOD, ids=[f"{case[0]} {i}" for i, case in enumerate(GOOD)]
+)
+def test_marks_that_max_tokens_cuts(form: str, text: str, shown: str, calls: list[tuple[str, Any]]) -> None:
+    """The marks are several tokens of this vocabulary: wherever the output is cut, none is text or an argument."""
+    tokenizer = make_tokenizer()
+    ids, whole = tokenizer.encode(text, add_special_tokens=False), parse(form, text, len(text))[1]
+    for count in range(1, len(ids)):
+        cut = tokenizer.decode(ids[:count], skip_special_tokens=False)
+        if cut.endswith("\ufffd") or UNDECIDED.fullmatch(cut.strip()):
+            continue
+        found, named, _ = parse(form, cut, random.randint(1, 9), beginnings=tokenizer.beginnings)
+        assert shown.startswith(found.rstrip()), cut
+        for (_, arguments), (_, wanted) in zip(named, whole):
+            same = (a == b for a, b in zip(arguments, wanted))
+            other = arguments[sum(takewhile(bool, same)) :]  # a value that was converted in part
+            assert not set(other) & set("<>|/｜"), (cut, arguments)
+
+
+def test_a_mark_of_one_token_is_not_cut() -> None:
+    """`<` at the end of a text is no beginning of it, and a mark at the end of a text that was not cut is text."""
+    tokenizer = make_tokenizer()
+    for text, beginnings in (("a <", tokenizer.beginnings), ("a <｜tool", None)):
+        assert parse("deepseekv31", text, 2, beginnings=beginnings)[0] == text
+    assert parse("hermes", "a <tool", 2, beginnings=tokenizer.beginnings)[0] == "a "
 
 
 def test_all_formats_are_tested() -> None:

@@ -1,10 +1,11 @@
 // Tile instructions: native, or with MOE_AMX_EMULATE the same functions in plain C++, so that the tiling and packing
-// logic of gemm_bf16.cpp can be tested on machines without AMX.
+// logic of gemm_bf16.cpp and coded_tiles.h can be tested on machines without AMX.
 #pragma once
 
 #include "common.h"
 
-#if defined(MOE_AMX_EMULATE) || (defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__))
+#if defined(MOE_AMX_EMULATE) || \
+    (defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__linux__))
 #define MOE_AMX 1
 
 namespace moe {
@@ -14,6 +15,12 @@ struct alignas(64) TileConfig {
   uint16_t column_bytes[16] = {};
   uint8_t rows[16] = {};
 };
+
+// This thread's tiles, owned by gemm_bf16.cpp.
+bool tiles_allowed();
+// Tiles 0-3 are C, 4-5 A, 6-7 B. `upper`: rows of 4; `lower`: of 5, or 0 if only 4 is used. `depth`: bytes of A's rows.
+void configure_tiles(int64_t upper, int64_t lower, int64_t depth);
+void end_tiles();  // unless kept, see KeepTiles
 
 }  // namespace moe
 
@@ -60,6 +67,17 @@ void amx_dot() {
       std::memcpy(&tile_data[C][m][n], &sum, 4);
     }
 }
+template <int C, int A, int B>
+void amx_dot_bytes() {
+  for (int m = 0; m < tile_shape.rows[C]; m++)
+    for (int n = 0; n < tile_shape.column_bytes[C] / 4; n++)
+      for (int k = 0; k < tile_shape.column_bytes[A] / 4; k++)
+        for (int byte = 0; byte < 32; byte += 8) {
+          const int8_t a = int8_t(tile_data[A][m][k] >> byte);
+          const uint8_t b = uint8_t(tile_data[B][k][n] >> byte);
+          tile_data[C][m][n] += uint32_t(int32_t(a) * int32_t(b));
+        }
+}
 
 }  // namespace moe
 #else
@@ -70,7 +88,8 @@ namespace moe {
 
 // Linux enables tiles per process on request: ARCH_REQ_XCOMP_PERM (0x1023) for XTILEDATA (18).
 inline bool amx_permission() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-inline void amx_configure(const TileConfig& config) { _tile_loadconfig(&config); }
+// GCC's intrinsic tells the compiler that only eight bytes are read.
+inline void amx_configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 inline void amx_release() { _tile_release(); }
 // The compiler's intrinsics take only literal tile numbers, not template arguments.
 template <int T>
@@ -88,6 +107,11 @@ inline void amx_store(void* to, int64_t stride) {
 template <int C, int A, int B>
 inline void amx_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+// Signed bytes of A, unsigned bytes of B.
+template <int C, int A, int B>
+inline void amx_dot_bytes() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 }  // namespace moe

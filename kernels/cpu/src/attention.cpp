@@ -49,8 +49,8 @@ static INLINE Keys read_keys(const Unit& u, int64_t width, int64_t count, const 
   return keys;
 }
 
-// The rows of a paged block: row groups in place where slots are contiguous and the kernel can read them, else copied.
-// `rows` become the addresses of all rows.
+// The rows of a paged block: row groups in place where slots are equally far apart (neighbors, or one head's rows in a
+// list of selected blocks) and the kernel can read them, else copied. `rows` become the addresses of all rows.
 template <class T>
 static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count,
                        const T** rows) {
@@ -62,14 +62,15 @@ static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width
   place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_size);
   for (int64_t first = 0, piece = 0; first < count; first += piece_size, piece++) {
     const int64_t last = std::min(first + piece_size, count);
+    const int64_t apart = last - first > 1 ? slots[first + 1] - slots[first] : 1;
     bool together = padded == width;
     for (int64_t i = first; i < last; i++) {
       rows[i] = cache + slots[i] * row;
-      together &= slots[i] == slots[first] + i - first;
+      together &= slots[i] == slots[first] + (i - first) * apart;
     }
     if (together) {
       keys.data[0][piece] = reinterpret_cast<const char*>(rows[first]);
-      keys.stride[0][piece] = row * size;
+      keys.stride[0][piece] = apart * row * size;
       continue;
     }
     for (int64_t i = first; i < last; i++) {

@@ -1,10 +1,10 @@
 // Products with coded weights: a group's sum is multiplied by its scale. Codes become floats in registers; with VNNI
-// and bf16 rows see coded_integers.h.
+// and bf16 rows see coded_integers.h, of many rows with AMX coded_tiles.h.
 //
 // Legend: M rows, K in-features, N out-features, G groups, MR x NR rows x panels of a tile.
 #include "coded.h"
 
-#include "coded_integers.h"
+#include "coded_tiles.h"
 
 namespace moe {
 
@@ -215,12 +215,33 @@ const char* coded_rows(const Coding& form, const void* x, int64_t* ldx, int64_t 
 template const char* coded_rows<float>(const Coding&, const void*, int64_t*, int64_t, int64_t, Purpose);
 template const char* coded_rows<bf16>(const Coding&, const void*, int64_t*, int64_t, int64_t, Purpose);
 
+#if defined(MOE_VNNI)
+template <int BITS>
+static void integer_product(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
+                            int64_t count, const char* next, float* c, int64_t ldc) {
+  int64_t done = 0;
+#if defined(MOE_INTEGER_TILES)
+  done = rows_by_tiles(form, m);
+  for (int64_t n = 0; n < count && done > 0; n += CHUNK_PANELS) {
+    const char* from = panels + n * form.panel_bytes(k);
+    const int64_t here = std::min(CHUNK_PANELS, count - n);
+    integer_tiles<BITS>(form, x, ldx, done, k, from, here, n + here < count ? from + here * form.panel_bytes(k) : next,
+                        c + n * LANES, ldc);
+  }
+#endif
+  if (done < m) integer_columns<BITS>(form, x + done * ldx, ldx, m - done, k, panels, count, next, c + done * ldc, ldc);
+}
+#endif
+
 template <class T>
 void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
                    int64_t count, const char* next, float* c, int64_t ldc) {
   const char* rows = static_cast<const char*>(x);
 #if defined(MOE_VNNI)
-  if constexpr (sizeof(T) == 2) return integer_product(form, rows, ldx, m, k, panels, count, next, c, ldc);
+  if constexpr (sizeof(T) == 2) {
+    const auto run = form.bits == 4 ? integer_product<4> : integer_product<8>;
+    return run(form, rows, ldx, m, k, panels, count, next, c, ldc);
+  }
 #endif
   if (form.bits == 4)
     coded<T, 4>(form, rows, ldx, m, k, panels, count, next, c, ldc);

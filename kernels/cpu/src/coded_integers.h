@@ -1,7 +1,8 @@
 // Products of coded weights with integers: vpdpbusd, 64 products an instruction. Included by coded.cpp.
 //
 // Legend: M rows, K in-features, G groups, B blocks of K, MR x NR rows x panels of a tile.
-// A row is K bytes `high`, K bytes `low` (element = 256 high + low, both signed), B scales, B sums of its elements.
+// A row is K bytes `high`, K bytes `low` (element = 256 high + low, both signed), and for each block its scale and the
+// sum of its group's elements up to its end.
 #pragma once
 
 #include "coded_parts.h"
@@ -20,9 +21,9 @@ constexpr float LARGEST = 32639.f;  // 127 * 256 + 127
 inline int64_t block_of(const Coding& form) { return std::min(form.group & -form.group, MOST_BLOCK); }
 inline int64_t row_bytes(int64_t k, int64_t block) { return ceil_div(2 * k + 8 * (k / block), 64) * 64 + 64; }
 
-static void integer_row(const bf16* x, int64_t k, int64_t block, char* out) {
-  float* scales = reinterpret_cast<float*>(out + 2 * k);
-  float* sums = scales + k / block;
+static void integer_row(const bf16* x, int64_t k, int64_t block, int64_t in_group, char* out) {
+  float* pairs = reinterpret_cast<float*>(out + 2 * k);
+  float total = 0;
   for (int64_t b = 0; b < k / block; b++) {
     F16 most = zero();
     for (int64_t j = 0; j < block; j += LANES) {
@@ -43,8 +44,8 @@ static void integer_row(const bf16* x, int64_t k, int64_t block, char* out) {
       _mm512_mask_cvtepi32_storeu_epi8(out + b * block + j, mask, high);
       _mm512_mask_cvtepi32_storeu_epi8(out + k + b * block + j, mask, low);
     }
-    scales[b] = scale;
-    sums[b] = scale * float(_mm512_reduce_add_epi32(sum));
+    total = (b % in_group == 0 ? 0.f : total) + scale * float(_mm512_reduce_add_epi32(sum));
+    pairs[2 * b] = scale, pairs[2 * b + 1] = total;
   }
 }
 
@@ -54,7 +55,8 @@ static const char* integer_rows(const Coding& form, const void* x, int64_t* ldx,
   char* out = scratch<char>(purpose, m * stride);
   auto convert = [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++)
-      integer_row(reinterpret_cast<const bf16*>(static_cast<const char*>(x) + i * from), k, block, out + i * stride);
+      integer_row(reinterpret_cast<const bf16*>(static_cast<const char*>(x) + i * from), k, block, form.group / block,
+                  out + i * stride);
   };
   if (purpose == SHARED_ROWS)
     parallel_ranges(m, double(k) * 0.5, convert);
@@ -101,19 +103,33 @@ struct IntegerTable {
   }
 };
 
-// Adds a group's sum, by its scale and zero point. `end`: of the group's codes in a panel.
-static INLINE F16 add_group(const Coding& form, const IntegerTable& table, const char* end, const char* panel, int64_t k,
-                            int64_t g, F16 part, float sum, F16 total) {
-  if (form.factors) {
-    F16 factor, minus;
-    load_factors(end, panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &factor, &minus);
-    minus = fma(factor, set1(table.offset), minus);
-    return fma(factor, part, total) - minus * set1(sum);
-  }
-  const F16 scale = load_scales(end, form.scale_type) * set1(table.unit);
-  const F16 zeros = form.has_zeros ? load_bytes(end + LANES * form.scale_bytes()) : set1(table.offset);
-  return fma(scale, part - zeros * set1(sum), total);
+// a - b * c, rounded once.
+static INLINE F16 minus(const F16& a, const F16& b, const F16& c) {
+  F16 r;
+  r.v[0] = (vf)_mm512_fnmadd_ps((__m512)b.v[0], (__m512)c.v[0], (__m512)a.v[0]);
+  return r;
 }
+
+// Adds the sum of a row's group, by the group's scale and zero point. No operation is left to the compiler's choice of
+// instructions: all kernels give the same bits.
+struct GroupScale {
+  F16 scale, zeros;
+
+  // `end`: of the group's codes in a panel.
+  INLINE GroupScale(const Coding& form, const IntegerTable& table, const char* end, const char* panel, int64_t k,
+                    int64_t g) {
+    if (form.factors) {
+      load_factors(end, panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &scale, &zeros);
+      zeros = fma(scale, set1(table.offset), zeros);
+    } else {
+      scale = load_scales(end, form.scale_type) * set1(table.unit);
+      zeros = form.has_zeros ? load_bytes(end + LANES * form.scale_bytes()) : set1(table.offset);
+    }
+  }
+  INLINE F16 add(bool factors, F16 part, F16 sum, F16 total) const {
+    return factors ? minus(fma(scale, part, total), zeros, sum) : fma(scale, minus(part, zeros, sum), total);
+  }
+};
 
 template <int BITS, int MR, int NR>
 __attribute__((noinline)) static void integer_tile(const Coding& form, const char* x, int64_t ldx, int64_t k,
@@ -121,7 +137,7 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
                                                    int64_t ldc) {
   const IntegerTable table(form);
   const PanelAhead lines(panel, panels, next);
-  const int64_t block = block_of(form), blocks = k / block, in_group = form.group / block;
+  const int64_t block = block_of(form), in_group = form.group / block;
   const int64_t step = OCTET * LANES * BITS / 8, codes = form.code_bytes(), group_bytes = form.group_bytes();
   F16 total[MR][NR];
   for (int i = 0; i < MR; i++)
@@ -129,7 +145,7 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
   for (int64_t g = 0; g < k / form.group; g++) {
     const char* p = panels + g * group_bytes;
     F16 part[MR][NR];
-    float sums[MR] = {};
+    F16 sums[MR];
     for (int i = 0; i < MR; i++)
       for (int n = 0; n < NR; n++) part[i][n] = zero();
     for (int64_t b = g * in_group; b < (g + 1) * in_group; b++) {
@@ -161,9 +177,9 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
       }
 #pragma GCC unroll 4
       for (int i = 0; i < MR; i++) {
-        const float* scales = reinterpret_cast<const float*>(x + i * ldx + 2 * k);
-        const F16 scale = set1(scales[b]);
-        sums[i] += scales[blocks + b];
+        const float* pair = reinterpret_cast<const float*>(x + i * ldx + 2 * k) + 2 * b;
+        const F16 scale = set1(pair[0]);
+        sums[i] = set1(pair[1]);
 #pragma GCC unroll 4
         for (int n = 0; n < NR; n++) {
           F16 value;
@@ -174,8 +190,8 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
     }
     for (int n = 0; n < NR; n++) {
       const char* first = panels + n * panel;
-      for (int i = 0; i < MR; i++)
-        total[i][n] = add_group(form, table, first + g * group_bytes + codes, first, k, g, part[i][n], sums[i], total[i][n]);
+      const GroupScale group(form, table, first + g * group_bytes + codes, first, k, g);
+      for (int i = 0; i < MR; i++) total[i][n] = group.add(form.factors != 0, part[i][n], sums[i], total[i][n]);
     }
   }
   for (int i = 0; i < MR; i++)
@@ -190,13 +206,12 @@ __attribute__((noinline)) static void integer_panel(const Coding& form, const ch
   constexpr int64_t STEP = OCTET * LANES * BITS / 8;
   const IntegerTable table(form);
   const int64_t in_group = form.group / BLOCK, codes = form.code_bytes(), group_bytes = form.group_bytes();
-  const float *scales = reinterpret_cast<const float*>(x + 2 * k), *block_sums = scales + k / BLOCK;
+  const float* pairs = reinterpret_cast<const float*>(x + 2 * k);
   F16 total = zero();
   for (int64_t g = 0; g < k / form.group; g++) {
     const char* p = panel + g * group_bytes;
     const char* end = p + codes;
     F16 part = zero();
-    float sum = 0;
     for (int64_t b = g * in_group; b < (g + 1) * in_group; b++, p += BLOCK / OCTET * STEP) {
       const int64_t over = p - panel + far - left;
       const char *row = x + b * BLOCK, *ahead = over < 0 ? p + far : next + over;
@@ -214,10 +229,10 @@ __attribute__((noinline)) static void integer_panel(const Coding& form, const ch
       if (BLOCK == 32) __builtin_prefetch(ahead + BLOCK / OCTET * STEP, 0, 2);  // the group's scales
       F16 value;
       value.v[0] = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-      part = fma(set1(scales[b]), value, part);
-      sum += block_sums[b];
+      part = fma(set1(pairs[2 * b]), value, part);
     }
-    total = add_group(form, table, end, panel, k, g, part, sum, total);
+    const F16 sum = set1(pairs[2 * (g + 1) * in_group - 1]);
+    total = GroupScale(form, table, end, panel, k, g).add(form.factors != 0, part, sum, total);
   }
   store(c, total);
 }
@@ -254,14 +269,6 @@ static void integer_columns(const Coding& form, const char* x, int64_t ldx, int6
   if (m < 4) of_width(std::integral_constant<int, 4>());
   of_width(std::integral_constant<int, 2>());
   of_width(std::integral_constant<int, 1>());
-}
-
-static void integer_product(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
-                            int64_t count, const char* next, float* c, int64_t ldc) {
-  if (form.bits == 4)
-    integer_columns<4>(form, x, ldx, m, k, panels, count, next, c, ldc);
-  else
-    integer_columns<8>(form, x, ldx, m, k, panels, count, next, c, ldc);
 }
 
 }  // namespace moe

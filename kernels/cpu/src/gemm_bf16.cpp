@@ -13,16 +13,18 @@ constexpr int TILE = 16;          // rows of a tile, and steps of one tile produ
 constexpr int TILE_BYTES = 64;    // one row of a tile: 16 units
 
 static thread_local int keepers = 0;
-static thread_local int64_t configured = 0;  // rows of both tiles of A; 0: none
+static thread_local int64_t configured = 0;  // rows and depth of the tiles of A; 0: none
 
 static void release() {
   if (configured != 0) amx_release();
   configured = 0;
 }
 
-// Tiles 0-3 are C (two rows of two panels, or one row of four), 4-5 A, 6-7 B.
-static void configure(int64_t upper, int64_t lower) {
-  const int64_t wanted = upper * (TILE + 1) + lower;
+bool tiles_allowed() { return use_amx; }
+
+// Of one row of tiles all of C has its rows.
+void configure_tiles(int64_t upper, int64_t lower, int64_t depth) {
+  const int64_t wanted = (depth * (TILE + 1) + upper) * (TILE + 1) + lower;
   if (configured == wanted) return;
   configured = wanted;
   TileConfig config;
@@ -31,12 +33,15 @@ static void configure(int64_t upper, int64_t lower) {
     config.rows[t] = TILE;
   }
   config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(upper);
-  if (lower > 0) {
-    config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(lower);
-  } else {
-    config.rows[2] = config.rows[3] = uint8_t(upper);
-  }
+  config.rows[2] = config.rows[3] = uint8_t(lower > 0 ? lower : upper);
+  if (lower > 0) config.rows[5] = uint8_t(lower);
+  config.column_bytes[4] = config.column_bytes[5] = uint16_t(depth);
+  config.rows[6] = config.rows[7] = uint8_t(depth / 4);
   amx_configure(config);
+}
+
+void end_tiles() {
+  if (keepers == 0) release();
 }
 
 template <int C>
@@ -124,22 +129,20 @@ static void gemm_tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b,
           accumulate, ahead && row == 0 ? ahead + n * panel : nullptr);
     }
   };
-  if (full > 0) configure(TILE, TILE);
+  if (full > 0) configure_tiles(TILE, TILE, TILE_BYTES);
   for (int64_t row = 0; row < full; row += 2 * TILE) rows(row, TILE, TILE);
   if (rest > 0) {
     const int64_t upper = std::min<int64_t>(TILE, rest);
-    configure(upper, rest - upper);
+    configure_tiles(upper, rest - upper, TILE_BYTES);
     rows(full, upper, rest - upper);
   }
-  if (keepers == 0) release();
+  end_tiles();
 }
 
-#endif
-
-#if defined(MOE_AMX)
 KeepTiles::KeepTiles() { keepers++; }
 KeepTiles::~KeepTiles() {
-  if (--keepers == 0) release();
+  keepers--;
+  end_tiles();
 }
 #else
 KeepTiles::KeepTiles() {}

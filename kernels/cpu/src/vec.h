@@ -122,6 +122,18 @@ INLINE float sum(const F16& x) {
   return lane[0];
 #endif
 }
+
+// The greatest lane.
+INLINE float highest(const F16& x) {
+#if defined(MOE_AVX512)
+  return _mm512_reduce_max_ps((__m512)x.v[0]);
+#else
+  float lane[LANES];
+  store(lane, x);
+  return *std::max_element(lane, lane + LANES);
+#endif
+}
+
 // ---- bf16 ----
 
 INLINE float to_float(float x) { return x; }

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.tokenizer.stop import Beginnings
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, ToolDelta
 from moe_engine.tokenizer.tool_calls.formats import TOOL_FORMATS, CallSyntax, ParameterSyntax, ToolFormat
 
@@ -67,9 +68,10 @@ class ToolCallParser:
         next(self._parse, None)
         return self._reader.found()
 
-    def last_parts(self) -> list[str | ToolDelta]:
-        """Text held back; call after the last text. A truncated call keeps the arguments received so far."""
-        self._reader.end()
+    def last_parts(self, beginnings: Beginnings | None = None) -> list[str | ToolDelta]:
+        """Text held back; call after the last text. A truncated call keeps the arguments received so far. `beginnings`:
+        as of `without_cut_mark`; the beginning of a call whose name was cut is no text then."""
+        self._reader.end(beginnings)
         next(self._parse, None)
         return self._reader.found()
 
@@ -77,9 +79,9 @@ class ToolCallParser:
         """`parts`, plain text and pieces of calls by themselves."""
         return _separated(self.parts(text))
 
-    def finish(self) -> tuple[str, list[ToolDelta]]:
+    def finish(self, beginnings: Beginnings | None = None) -> tuple[str, list[ToolDelta]]:
         """`last_parts`, plain text and pieces of calls by themselves."""
-        return _separated(self.last_parts())
+        return _separated(self.last_parts(beginnings))
 
 
 def _separated(parts: list[str | ToolDelta]) -> tuple[str, list[ToolDelta]]:

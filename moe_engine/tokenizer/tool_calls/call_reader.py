@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moe_engine.tokenizer.stop import overlap
+from moe_engine.tokenizer.stop import Beginnings, overlap, without_cut_mark
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
@@ -59,15 +59,21 @@ class CallReader:
         self._text = ""
         self._at = 0
         self._ended = False
+        self._beginnings: Beginnings | None = None
         self._ids: set[str] = set()
         self._found: list[str | ToolDelta] = []
 
     def add(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
 
-    def end(self) -> None:
-        """Marks the end of the text."""
-        self._ended = True
+    def end(self, beginnings: Beginnings | None = None) -> None:
+        """Marks the end of the text. `beginnings`: as of `without_cut_mark`."""
+        self._ended, self._beginnings = True, beginnings
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether `max_tokens` has ended the text, and all of it is read."""
+        return self._beginnings is not None and self._at >= len(self._text)
 
     def found(self) -> list[str | ToolDelta]:
         """Plain text and pieces of calls since the last time, in the order of the output."""
@@ -124,10 +130,11 @@ class CallReader:
                 self._at += len(marker)
                 return marker
             rest = self._text[self._at :]
-            held = 0 if self._ended else max(overlap(rest, marker) for marker in markers)
-            self._give(len(self._text) - held, sink)
             if self._ended:
+                self._give(self._at + len(without_cut_mark(rest, markers, self._beginnings)), sink)
+                self._at = len(self._text)
                 return ""
+            self._give(len(self._text) - max(overlap(rest, marker) for marker in markers), sink)
             yield
 
     def _give(self, end: int, sink: Callable[[str], None]) -> None:
@@ -142,6 +149,11 @@ class CallReader:
             else:
                 self._found.append(text)
 
+    def no_call(self, text: str) -> None:
+        """The beginning of a call that is none: plain text, unless the output was cut before the call could be read."""
+        if not self.was_cut:
+            self.plain(text)
+
     def plain_unless_space(self, text: str) -> None:
         if text.strip():
             self.plain(text)
@@ -152,11 +164,13 @@ class CallReader:
             self.plain(self._text[self._at :] if char else "")
             self._at = len(self._text)
 
+    def offers(self, name: str) -> bool:
+        return self.functions is None or name in self.functions
+
     def open(self, name: str, call_id: str | None = None) -> None:
         """Begins a call. The call is dropped if its function was not offered, or if only one call is allowed and there
         was one."""
-        offered = self.functions is None or name in self.functions
-        self.in_call, self._kept = True, offered and (self._parallel or self.num_calls == 0)
+        self.in_call, self._kept = True, self.offers(name) and (self._parallel or self.num_calls == 0)
         if self._kept:
             if call_id is None or call_id in self._ids:
                 call_id = f"call_{uuid.uuid4().hex[:24]}"

@@ -22,7 +22,7 @@ def _message(reader: CallReader, marker: str) -> Wait[str]:
     end = yield from reader.until((MESSAGE, END, CALL, RETURN), head.append)
     header = Header.parse("".join(head))
     if end != MESSAGE or not header.function:
-        reader.plain("".join(head) + end)
+        reader.no_call("".join(head) + end)
         return ""
     reader.open(header.function)
     sink = reader.arguments

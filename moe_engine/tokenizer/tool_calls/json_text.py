@@ -70,7 +70,7 @@ class _CallObject:
             ended = yield from self._members()
         if not self._opened:
             raise NotACall("".join(self._read))
-        if not self._has_arguments:
+        if not (self._has_arguments or reader.was_cut):
             reader.arguments("{}")
         if (yield from reader.peek()) or ended:
             reader.close()

@@ -65,7 +65,7 @@ class NamedFormat:
             marker = yield from reader.until((self.call_begin, self.end), between.append)
             text = self._shown("".join(between))
             if block and (marker != self.call_begin or text.strip()):
-                reader.plain(self._shown(block) + text)
+                reader.no_call(self._shown(block) + text)
                 block, text = "", ""
                 if marker != self.call_begin:
                     reader.plain(self._shown(marker))
@@ -82,7 +82,7 @@ class NamedFormat:
         marker = yield from reader.until((self.after_name, self.call_end, *others), head.append)
         written = "".join(head)
         if marker != self.after_name:
-            reader.plain(self._shown(before + self.call_begin + written + marker))
+            reader.no_call(self._shown(before + self.call_begin + written + marker))
             if marker in others:
                 reader.unread(marker)
             return

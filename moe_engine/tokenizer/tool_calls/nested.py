@@ -33,7 +33,7 @@ def parse_nested(reader: CallReader) -> Wait[None]:
         marker = yield from reader.until((BEGIN, INVOKE, END), between.append)
         text = "".join(between)
         if block and (text.strip() or marker != INVOKE):
-            reader.plain(block + text)
+            reader.no_call(block + text)
             block = ""
         elif not block:
             reader.plain(text) if reader.num_calls == 0 else reader.plain_unless_space(text)
@@ -54,7 +54,7 @@ def _call(reader: CallReader, before: str) -> Wait[None]:
     marker = yield from reader.until((NAME_END, MARK), head.append)
     name = "".join(head).strip()
     if marker != NAME_END or not name:
-        reader.plain(before + INVOKE + "".join(head) + marker)
+        reader.no_call(before + INVOKE + "".join(head) + marker)
         return
     reader.open(name)
     schema, beginning = (reader.functions or {}).get(name), "{"
@@ -69,6 +69,8 @@ def _call(reader: CallReader, before: str) -> Wait[None]:
         if not (yield from reader.take("<")):
             continue
         key = yield from _name(reader)
+        if reader.was_cut:
+            return
         reader.arguments(f"{beginning}{json.dumps(key, ensure_ascii=False)}: ")
         yield from _argument(reader, schema_of(schema, key))
         beginning = ", "
@@ -103,10 +105,7 @@ def _argument(reader: CallReader, schema: Any) -> Wait[None]:
         yield from _name(reader)
     elif declared_types(schema) == {"string"}:
         text = JsonString(reader.arguments)
-        while marker := (yield from reader.until((MARK,), text.push)):
-            if (yield from reader.take("</")):
-                break
-            text.push(MARK)
+        marker = yield from reader.until((f"{MARK}</",), text.push)
         text.finish(bool(marker))
         yield from _name(reader)
     else:

@@ -19,7 +19,7 @@ def parse_qwen(reader: CallReader) -> Wait[None]:
         try:
             yield from json_text.call_object(reader)
         except NotACall as error:
-            reader.plain(QWEN_BEGIN + error.text)
+            reader.no_call(QWEN_BEGIN + error.text)
             continue
         rest: list[str] = []
         yield from reader.until((QWEN_END,), rest.append)
@@ -59,7 +59,8 @@ def call_objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:
         try:
             yield from json_text.call_object(reader)
         except NotACall as error:
-            reader.plain(before + error.text)
+            # without a mark before it, the object may be an answer
+            (reader.no_call if before.strip() else reader.plain)(before + error.text)
             return False
         space = yield from reader.space()
         if not (yield from reader.take(separator)):
@@ -77,7 +78,7 @@ def _named(reader: CallReader, before: str) -> Wait[None]:
         head.append(marker)
         marker = yield from reader.until((MISTRAL_ARGUMENTS, "{"), head.append)
     if not marker or not name or any(char.isspace() for char in name):
-        reader.plain(MISTRAL_BEGIN + before + "".join(head) + marker)
+        reader.no_call(MISTRAL_BEGIN + before + "".join(head) + marker)
         return
     if marker == "{":
         reader.unread(marker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any
 
 from moe_engine.tokenizer.tool_calls import json_text
@@ -11,6 +12,8 @@ from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 MAX_LENGTH = 1 << 20
+_FIRST = re.compile(r"\[\s*([\w.]+)\(")
+"""The name of the first call in a list."""
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -24,7 +27,8 @@ def parse_pythonic(reader: CallReader) -> Wait[None]:
         text = "[" + (yield from _bracketed(reader))
         calls = _calls(text)
         if calls is None:
-            reader.plain(text)
+            first = _FIRST.match(text)
+            (reader.no_call if first and reader.offers(first[1]) else reader.plain)(text)
             continue
         for name, arguments in calls:
             reader.open(name)
@@ -56,7 +60,7 @@ def _name_of_call(reader: CallReader, before: str) -> Wait[str]:
         out.append(char)
         reader.skip()
     name = "".join(out).strip(" \t\r\n")
-    if name and char == "(" and (reader.functions is None or name in reader.functions):
+    if name and char == "(" and reader.offers(name):
         reader.skip()
         return name
     reader.plain(before + "".join(out))

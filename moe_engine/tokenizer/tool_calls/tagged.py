@@ -81,7 +81,7 @@ class TaggedFormat:
             marker = yield from reader.until((self.call_begin, self.end), between.append)
             text = "".join(between)
             if block and (marker != self.call_begin or text.strip()):
-                reader.plain(block + text)
+                reader.no_call(block + text)
                 block, text = "", ""
             reader.plain_unless_space(text)
             if marker != self.call_begin:
@@ -108,7 +108,7 @@ class TaggedFormat:
         marker = yield from reader.until(self.name_ends, head.append)
         name = "".join(head).strip()
         if not marker or not name:
-            reader.plain(before + (self.call_begin or self.begin) + "".join(head) + marker)
+            reader.no_call(before + (self.call_begin or self.begin) + "".join(head) + marker)
             return False
         if marker != self.name_ends[0]:
             reader.unread(marker)
@@ -137,10 +137,12 @@ class TaggedFormat:
             if marker != self.key_begin:
                 break
             key: list[str] = []
-            yield from reader.until((self.key_end,), key.append)
+            marker = yield from reader.until((self.key_end,), key.append)
             attributes: list[str] = []
-            if self.value_begin:
-                yield from reader.until((self.value_begin,), attributes.append)
+            if marker and self.value_begin:
+                marker = yield from reader.until((self.value_begin,), attributes.append)
+            if not marker:
+                return
             name = "".join(key).strip()
             reader.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
             if reader.is_json and not is_plain_text(schema_of(schema, name)):

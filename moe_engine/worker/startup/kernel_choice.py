@@ -19,7 +19,7 @@ from moe_engine.kernels.registry import Choice
 logger = logging.getLogger(__name__)
 
 FALLBACK = "torch"
-TORCH_ON_CPU = ("varlen", "block_index")
+TORCH_ON_CPU = ("varlen",)
 """Families whose row for the CPU is torch's: it replaces nothing there."""
 FAILED = "failed to load"
 

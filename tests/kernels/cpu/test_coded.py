@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
+from shutil import copy
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.cpu.library import PATHS, Library
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.gate_form import GatedActivation
@@ -69,6 +72,49 @@ def test_products(any_library: Library, format: GroupCodes, dtype: torch.dtype) 
     near(found, want, x, values, offset)
     for rows in (slice(0, 1), slice(3, 5), slice(4, 11), slice(20, 21)):
         assert torch.equal(kernel.run(x[rows], prepared), found[rows])
+
+
+@pytest.fixture(scope="module")
+def vectors(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The same library without tiles: its switch is of a loaded file, so another file."""
+    if library.path != PATHS[3]:
+        pytest.skip(f"no AMX here, but {library.path}: the emulated tiles are tested by test_products")
+    file = tmp_path_factory.mktemp("library") / "without_tiles.so"
+    return Library(Path(copy(library.file, file)), amx=False)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_tiles_have_the_bits_of_vectors(library: Library, vectors: Library, format: GroupCodes) -> None:
+    """Of any number of rows and of columns, groups of any size: sums of a block are exact."""
+    if format.group and not format.factors:
+        format = replace(format, group=format.group * random.choice((1, 2, 3)))
+    unit = (format.group or 8) * (format.factors or 1)
+    for _ in range(4):
+        n, k, m = random.randint(1, 150), unit * random.randint(1, -(-1200 // unit)), random.randint(1, 70)
+        weight, x = drawn(format, n, k), torch.randn(m, k, dtype=torch.bfloat16) * random.choice((1e-3, 1.0, 300.0))
+        x[random.randrange(m), : k // 2] = 0
+        found, want = (
+            kernel.run(x, kernel.prepare_coded(weight, None)) for kernel in map(CpuLinear, (library, vectors))
+        )
+        assert torch.equal(found, want), (n, k, m)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_experts_on_tiles_have_the_bits_of_vectors(library: Library, vectors: Library, format: GroupCodes) -> None:
+    """Routed tokens, some experts with many rows and some with few."""
+    experts, hidden, width, tokens = 3, 256, 512, random.randint(40, 130)
+    parts = [[drawn(format, *shape) for shape in 2 * [(width, hidden)] + [(hidden, width)]] for _ in range(experts)]
+    x, weights = torch.randn(tokens, hidden, dtype=torch.bfloat16), torch.rand(tokens, 2)
+    ids = torch.randint(0, experts - 1, (tokens, 2), dtype=torch.int32)
+    ids[: random.randint(0, 20), 1] = experts - 1
+    found = []
+    for kernel in map(CpuExperts, (library, vectors)):
+        stored = kernel.allocate_coded(experts, hidden, width, "cpu", format)
+        for expert in range(experts):
+            kernel.load_coded(stored, expert, *parts[expert])
+        stored.activation = GatedActivation(1.0)
+        found.append(kernel.run_routed(x, weights, ids, stored))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
