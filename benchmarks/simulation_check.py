@@ -8,7 +8,7 @@ and the simulated figure is the mean with both cost files: a machine that drifts
 
 `--explain` prints for each run the phases of its requests (client's call, frontend, queue, prefill, delivery, decode)
 and its steps by kind, as the server measured them and as the simulator has them: the phase that differs is the one
-whose model is wrong.
+whose model is wrong. The result file then has these tables and the cost files.
 
 A table is written beside the result file. On a quiet machine of two cores the command without options takes about ten
 minutes.
@@ -152,8 +152,15 @@ def check(model: str, name: str, args: argparse.Namespace, folder: Path) -> list
         rows.append(about | figures)
         print(_line(rows[-1]), flush=True)
         if args.explain:
-            print(_explanation(runs, ours), flush=True)
+            rows[-1] |= {"explained": _explanation(runs, ours), "costs": [_measured(path) for path in costs]}
+            print(rows[-1]["explained"], flush=True)
     return rows
+
+
+def _measured(costs: Path) -> dict[str, Any]:
+    """A cost file without what depends on this machine's folders."""
+    values: dict[str, Any] = json.loads(costs.read_text())
+    return {name: value for name, value in values.items() if name not in ("launch", "machine", "ledger")}
 
 
 def _explanation(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ measured by a simulation of a single request. A day is not simulated but extrapo
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import tempfile
@@ -71,6 +72,7 @@ def run(case: Case, folder: Path) -> dict[str, float]:
 
 def _simulated(case: Case, folder: Path) -> dict[str, float]:
     output = folder / "out.json"
+    gc.collect()  # the objects of the simulation before, which it must not pay for
     began = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         if command(arguments(case, folder / "config.json", output)):

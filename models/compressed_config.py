@@ -1,9 +1,11 @@
-"""Attention and residual streams of DeepSeek V4. Imports no torch."""
+"""Attention and residual streams of DeepSeek V4 and V4.1. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from moe_engine.models.engram_config import EngramConfig
 
 
 class KeptRows(NamedTuple):
@@ -60,6 +62,14 @@ class CompressedConfig:
         """Tokens of an entry in this layer; 0: it has none."""
         return self.rates[layer] if layer < len(self.rates) else 0
 
+    def selects_of(self, rate: int) -> bool:
+        """Whether layers of this rate read the entries that an indexer selects, not all."""
+        return rate == self.selected_rate
+
+    def group(self, layer: int) -> tuple[int, ...]:
+        """The layers that read the entries of this layer's cache; the first of them writes them."""
+        return (layer,)
+
     def selects(self, layer: int) -> bool:
         """Whether the layer has an indexer, and entries that overlap."""
         return self.rate(layer) == self.selected_rate
@@ -97,6 +107,56 @@ class CompressedConfig:
 
 
 @dataclass(frozen=True)
+class SharedEntriesConfig(CompressedConfig):
+    """Entries that several layers read (DeepSeek V4.1): of one or two tokens, without overlap.
+
+    A layer of `kv_sources` writes entries and index keys; the layers behind it, up to the next one, read them. A layer
+    of `index_sources` selects entries; the layers behind it read the same ones.
+
+    Attributes:
+        candidate_source: the indexers behind this layer choose among entries of the `candidate_blocks` blocks of
+            `candidate_size` entries that its scores put first; -1: among all.
+    """
+
+    kv_sources: tuple[int, ...] = ()
+    index_sources: tuple[int, ...] = ()
+    candidate_source: int = -1
+    candidate_blocks: int = 0
+    candidate_size: int = 1
+
+    def selects_of(self, rate: int) -> bool:
+        return rate > 0
+
+    def group(self, layer: int) -> tuple[int, ...]:
+        if not self.rate(layer):
+            return (layer,)
+        first = max(source for source in self.kv_sources if source <= layer)
+        end = min((source for source in self.kv_sources if source > layer), default=len(self.rates))
+        return tuple(i for i in range(first, end) if self.rate(i))
+
+    def selects(self, layer: int) -> bool:
+        return layer in self.index_sources
+
+    def writes(self, layer: int) -> bool:
+        """Whether the layer writes entries."""
+        return layer in self.kv_sources
+
+    def limits_candidates(self, layer: int) -> bool:
+        """Whether the layer's indexer chooses among candidates."""
+        return 0 <= self.candidate_source < layer
+
+    def projected_widths(self, layer: int) -> tuple[int, ...]:
+        return (2 * self.head_dim,) if self.writes(layer) and self.rate(layer) > 1 else ()
+
+    def kept_rows(self, layer: int, block: int, draft_slots: int) -> KeptRows | None:
+        widths = self.projected_widths(layer)
+        return KeptRows(self.rate(layer) + draft_slots, 0, widths) if widths else None
+
+    def entry_widths(self, layer: int) -> tuple[int, ...]:
+        return (self.head_dim, self.index_width) if self.writes(layer) else ()
+
+
+@dataclass(frozen=True)
 class StreamsConfig:
     """Hyper-connections (DeepSeek V4): the residual is `count` streams. Each part of a layer reads a weighted sum of
     them; its result is added to each with a weight, after they are mixed by a matrix made doubly stochastic by
@@ -105,3 +165,24 @@ class StreamsConfig:
     count: int
     iterations: int
     eps: float
+    late: bool = False
+    """A part reads the sum by the weights that the part before has computed (DeepSeek V4.1); the first reads stream
+    0."""
+
+    engram: EngramConfig | None = None
+    """Tables of n-grams, whose rows are added to the streams; None: no layer has one."""
+
+    @property
+    def ngram(self) -> int:
+        """Ids of tokens that the residual carries, see `models.layers.engram`."""
+        return 0 if self.engram is None else self.engram.longest
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's residual behind the streams; two for an id."""
+        return self.count * (1 + self.count) + self.count * self.late + 2 * self.ngram
+
+
+def entry_group(attention: object, layer: int) -> tuple[int, ...]:
+    """The layers that read the entries of this layer's cache, the one that writes them first."""
+    return attention.group(layer) if isinstance(attention, CompressedConfig) else (layer,)

@@ -433,7 +433,9 @@ class ModelConfig:
         the model's."""
         if layer in self.state_layers:
             return ()
-        parts = self.attention_of(layer).kv_parts(kv_dtype)
+        has_ids = layer == 0 and self.streams is not None and self.streams.ngram > 0
+        ids = ((2,),) if has_ids else ()  # bits of the token's id
+        parts = (*self.attention_of(layer).kv_parts(kv_dtype), *ids)
         return parts[:-1] if layer in self.attention.shared_layers else parts
 
     def entry_parts(self, layer: int) -> tuple[int, tuple[int, ...]]:
@@ -441,14 +443,13 @@ class ModelConfig:
         attention = self.attention_of(layer)
         if not isinstance(attention, CompressedConfig):
             return 0, ()
-        return attention.rate(layer), attention.entry_widths(layer)
+        widths = attention.entry_widths(layer)
+        return attention.rate(layer) if widths else 0, widths
 
     def kept_rows(self, layer: int, draft_slots: int = 0) -> KeptRows | None:
         """What the layer keeps of contributions to entries (DeepSeek V4); None: nothing."""
-        attention = self.attention_of(layer)
-        if not isinstance(attention, CompressedConfig):
-            return None
-        return attention.kept_rows(layer, self.page_multiple, draft_slots)
+        own, page = self.attention_of(layer), self.page_multiple
+        return own.kept_rows(layer, page, draft_slots) if isinstance(own, CompressedConfig) else None
 
     def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str, draft_slots: int = 0) -> int:
         """Cached bytes of one token in these layers, without entries; scales of FP8 rows included, and the kept
@@ -467,8 +468,7 @@ class ModelConfig:
 
     def entry_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of all layers' entries, divided by their tokens."""
-        each = kv_format.STORED[kv_dtype][1]
-        entries = (self.entry_parts(layer) for layer in range(self.num_layers))
+        each, entries = kv_format.STORED[kv_dtype][1], map(self.entry_parts, range(self.num_layers))
         return sum(sum(widths) * each // rate for rate, widths in entries if rate)
 
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False, draft_slots: int = 0) -> int:

@@ -32,13 +32,13 @@ _HASH, _CHOSEN = "hash_moe", "moe"
 def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """V4-Flash and V4-Pro: windows beside compressed entries, four residual streams, experts in every layer."""
     attention = compressed_attention(fields)
-    moe = _experts(fields)
+    moe = parse_experts(fields)
     layers = fields.integer("num_hidden_layers")
     config = build_config(
         Fields({"intermediate_size": moe.width} | fields.present(), fields.source),
         generation,
         attention=attention,
-        rope=_rope(fields, "compress", attention.rotary_width),
+        rope=parse_rope_of(fields, "compress", attention.rotary_width),
         moe=moe,
         moe_layers=(True,) * layers,
         windows=(attention.window,) * layers,
@@ -51,8 +51,8 @@ def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     block = own_block(fields.source, fields.raw, layers, config.vocab_size)
     num_mtp = config.num_nextn_predict_layers if block is None else _num_stages(fields, layers)
     plain = tuple(i for i in range(layers + num_mtp) if not attention.rate(i))
-    others = OtherLayers(plain, attention, _rope(fields, "main", attention.rotary_width)) if plain else None
-    format = _weight_format(fields, config.weight_format)
+    others = OtherLayers(plain, attention, parse_rope_of(fields, "main", attention.rotary_width)) if plain else None
+    format = with_expert_format(fields, config.weight_format)
     config = replace(config, num_nextn_predict_layers=num_mtp, own_block=block)
     return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
 
@@ -129,7 +129,7 @@ def _rates(fields: Fields, selected_rate: int) -> tuple[int, ...]:
     return tuple(known[kind] for kind in kinds[:layers])
 
 
-def _rope(fields: Fields, kind: str, width: int) -> RopeConfig:
+def parse_rope_of(fields: Fields, kind: str, width: int) -> RopeConfig:
     """The rotary embedding of layers with entries (``compress``) or of the others (``main``)."""
     section = fields.section("rope_parameters")
     own = None if section is None else section.section(kind)
@@ -147,7 +147,7 @@ def _rope(fields: Fields, kind: str, width: int) -> RopeConfig:
     return parse_rope(read, width, interleaved=True, scales_softmax=False)
 
 
-def _experts(fields: Fields) -> MoEConfig:
+def parse_experts(fields: Fields) -> MoEConfig:
     score = fields.text("scoring_func", "sqrtsoftplus")
     if score not in ("sqrtsoftplus", "softmax", "sigmoid"):
         fields.fail("scoring_func", f"{score!r} is unknown; supported: sqrtsoftplus, softmax, sigmoid")
@@ -170,7 +170,7 @@ def _experts(fields: Fields) -> MoEConfig:
     return moe
 
 
-def _weight_format(fields: Fields, declared: WeightFormat) -> WeightFormat:
+def with_expert_format(fields: Fields, declared: WeightFormat) -> WeightFormat:
     """Block FP8 without the compressors, with experts in MXFP4 if the config says so (V4-Flash-Base has none)."""
     dtype = fields.choice("expert_dtype", None, "fp4", "fp8", "bf16")
     if not isinstance(declared, BlockFP8Format):

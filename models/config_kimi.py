@@ -1,4 +1,5 @@
-"""config.json of Kimi K2.5 -> ModelConfig: DeepSeek V3's text model with a vision tower. Imports no torch.
+"""config.json of Kimi K2.5 -> ModelConfig: DeepSeek V3's text model with a vision tower; the tower of Kimi K3. Imports
+no torch.
 
 The tower's fields have two spellings: the publisher's, and transformers'.
 """
@@ -12,7 +13,7 @@ from typing import Any
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.vision_config import KIMI, VisionConfig
+from moe_engine.models.vision_config import KIMI, KIMI_K3, VisionConfig
 
 NORM_EPS = 1e-5
 
@@ -53,6 +54,49 @@ def parse_kimi_k25(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         activation="gelu_pytorch_tanh",
     )
     return replace(config, vision=vision)
+
+
+K3_FORM = {
+    "norm_type": "rmsnorm", "mlp_type": "mlp2", "attn_bias": False, "linear_bias": False,
+    "patch_embed_proj_bias": False, "pos_emb_type": "divided_fixed", "pos_emb_interpolation_mode": "bilinear",
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmergerv2", "projector_hidden_act": "gelu", "activation_func": "gelu_pytorch_tanh",
+}  # fmt: skip
+"""Fields of Kimi K3's tower that have one supported value."""
+
+
+def kimi_k3_vision(fields: Fields, section: Fields, out_width: int) -> VisionConfig:
+    """The tower of Kimi K3. section: `vision_config`."""
+    for name, value in K3_FORM.items():
+        if (found := section.raw.get(name, value)) != value:
+            section.fail(name, f"{found!r} is not supported; supported: {value!r}")
+    width, heads = section.integer("vt_hidden_size"), section.integer("vt_num_attention_heads")
+    inner = section.integer("qkv_hidden_size", None) or width
+    if inner % heads or (inner // heads) % 4:
+        section.fail(
+            "vt_num_attention_heads", f"{heads} does not divide {inner} into heads of a multiple of 4 channels"
+        )
+    if (projected := section.integer("mm_hidden_size", width)) != width:
+        section.fail("mm_hidden_size", f"{projected} is not the width {width} of the tower")
+    return VisionConfig(
+        tower=KIMI_K3,
+        width=width,
+        attention_width=inner,
+        num_layers=section.integer("vt_num_hidden_layers"),
+        num_heads=heads,
+        intermediate=section.integer("vt_intermediate_size"),
+        patch_size=section.integer("patch_size", 14),
+        temporal_patch_size=1,
+        channels=3,
+        merge=_square(section, section.raw.get("merge_kernel_size", [2, 2]), "merge_kernel_size"),
+        out_width=out_width,
+        image_token=fields.integer("media_placeholder_token_id"),
+        video_token=None,
+        num_positions=_positions(section) ** 2,
+        projector_eps=float(section.number("projector_ln_eps", NORM_EPS, above=0)),
+        activation="gelu_pytorch_tanh",
+        size_marks=("<|media_begin|>", "<|media_content|>"),
+    )
 
 
 def _integer(fields: Fields, published: str, transformers: str) -> int:

@@ -1,7 +1,7 @@
 """config.json of Kimi Linear and Kimi K3 -> ModelConfig. Imports no torch.
 
 Published files and those that transformers saves name fields differently: both are read. Kimi K3 has its text model in
-`text_config`; its vision tower is not served.
+`text_config` beside the `vision_config` of its tower.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_kimi import kimi_k3_vision
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
 PUBLISHED = {
@@ -69,6 +70,7 @@ def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
         moe = replace(moe, beta=beta, limit=limit, latent=latent, latent_norm=norm)
     elif beta:
         fields.fail("hidden_act", "'situ' is not supported without experts")
+    section = fields.section("vision_config")
     states = tuple(i for i, kind in enumerate(raw["layer_types"]) if kind == LINEAR)
     return replace(
         config,
@@ -77,6 +79,7 @@ def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
         residual_block=fields.integer("attn_res_block_size", None) or 0,
         rope=replace(config.rope, kind="none"),
         delta=delta,
+        vision=None if section is None else kimi_k3_vision(fields, section, config.hidden_size),
         state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
         raw=fields.raw,
     )

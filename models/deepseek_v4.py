@@ -43,11 +43,11 @@ class DeepseekV4Model(Decoder):
         return StepRows(attention, {0: self.config.num_layers}, self.backends.attention, None)  # type: ignore[arg-type]
 
     def make_norm(self, reader: WeightSource, prefix: str) -> Any:
-        streams, is_last = _streams_of(prefix), prefix.endswith(".norm")
+        streams, is_last = streams_of(prefix), prefix.endswith(".norm")
         return StreamNorm(self.backends.ops, reader, streams, prefix, self.config, is_last)
 
     def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
-        return f"{prefix}.", f"{_streams_of(prefix)}."
+        return f"{prefix}.", f"{streams_of(prefix)}."
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> CompressedAttention:
         return CompressedAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary, self._steps)
@@ -81,7 +81,7 @@ class DeepseekV4Model(Decoder):
         return batch, self._draft_steps.of_blocks(replace(batch, windows=None))
 
 
-def _streams_of(norm: str) -> str:
+def streams_of(norm: str) -> str:
     """Prefix of the weights of the streams, by the norm's."""
     block, _, name = norm.rpartition(".")
     return f"{block}.{_MIXES[name]}"

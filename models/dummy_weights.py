@@ -76,6 +76,9 @@ class DummyReader:
         self._fill(filled.view(-1), scale, offset)
         return out.copy_(filled)
 
+    def mapped(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, str]:
+        return torch.zeros((1, 4 * shape[1]), dtype=torch.uint8).expand(shape[0], -1), "F32"
+
     def linear(
         self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | QuantizedWeight | None = None
     ) -> Tensor | QuantizedWeight:

@@ -88,7 +88,8 @@ class ImageInputs(Decoder):
     def embed(self, batch: ForwardBatch) -> Tensor:
         residual = super().embed(batch)
         if batch.images is not None:
-            residual.index_copy_(0, batch.images.tokens, batch.images.rows[:, : residual.shape[1]])
+            embedded = residual[:, : self.config.hidden_size]
+            embedded.index_copy_(0, batch.images.tokens, batch.images.rows[:, : embedded.shape[1]])
         return residual
 
     def modules(self) -> Iterator[Reloadable]:

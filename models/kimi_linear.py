@@ -12,6 +12,7 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig
 from moe_engine.models.deepseek import DeepseekModel
+from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.layers.block_norm import BlockNorm, block_prefix, spread_blocks
 from moe_engine.models.layers.gated_mla import GatedMLAAttention
 from moe_engine.models.layers.kimi_delta_attention import KimiDeltaAttention
@@ -55,3 +56,9 @@ class KimiLinearModel(DeepseekModel):
     def place(self, batch: ForwardBatch) -> ForwardBatch:
         """All tokens read the only row of the rotary table, which rotates nothing."""
         return replace(batch, positions=batch.positions.new_zeros(batch.num_tokens))
+
+
+class KimiK3Model(ImageInputs, KimiLinearModel):
+    """`Model` for images and text: an image token's embedding is the first row of its residual."""
+
+    place = KimiLinearModel.place

@@ -129,6 +129,9 @@ class FilledWeights:
         self._fill(name, shape, cut, out)
         return out
 
+    def mapped(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, str]:
+        return self._structure.mapped(name, shape)
+
     def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:
         if out is None or isinstance(out, Tensor):
             return self.tensor(f"{prefix}.weight", shape, cut, out=out)

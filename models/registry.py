@@ -35,9 +35,11 @@ _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
 _PIXTRAL = "moe_engine.models.mistral3:Mistral3Model"
 _MISTRAL3 = "moe_engine.models.mistral3:make_model"
 _DEEPSEEK_V4 = "moe_engine.models.deepseek_v4:DeepseekV4Model"
+_DEEPSEEK_V41 = "moe_engine.models.deepseek_v41:DeepseekV41Model"
 _KIMI = "moe_engine.models.kimi:KimiModel"
 _LING = "moe_engine.models.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
+_KIMI_K3 = "moe_engine.models.kimi_linear:KimiK3Model"
 _MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
@@ -92,12 +94,13 @@ for _name, _target, _parser in (
     ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV32ForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
     ("DeepseekV4ForCausalLM", _DEEPSEEK_V4, "moe_engine.models.config_compressed:parse_deepseek_v4"),
+    ("DeepseekV41ForCausalLM", _DEEPSEEK_V41, "moe_engine.models.config_shared_entries:parse_deepseek_v41"),
     ("GlmMoeDsaForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
     ("Glm4MoeLiteForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("KimiLinearForCausalLM", _KIMI_LINEAR, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
-    ("KimiK3ForConditionalGeneration", _KIMI_LINEAR, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
+    ("KimiK3ForConditionalGeneration", _KIMI_K3, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
     ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
@@ -150,6 +153,8 @@ _BY_MODEL_TYPE = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "deepseek_v4": "DeepseekV4ForCausalLM",
+    "deepseek_v41": "DeepseekV41ForCausalLM",
+    "deepseek_v41_text": "DeepseekV41ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",

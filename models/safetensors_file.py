@@ -98,6 +98,19 @@ class SafetensorsFile:
         for (_, to), part in zip(parts, found, strict=True):
             copy_into(to, part)
 
+    def mapped(self, name: str) -> Tensor:
+        """The bytes [rows, bytes of a row] uint8 of a tensor, mapped: for tables of which few rows are used.
+
+        Raises:
+            CheckpointError: the file has become too short.
+        """
+        entry = self.entries[name]
+        size = os.fstat(self._fd).st_size
+        if size < entry.start + entry.num_bytes:
+            raise CheckpointError(f"{self.path}: has become too short for {name}; download it again")
+        found = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+        return found[entry.start : entry.start + entry.num_bytes].view(entry.shape[0], -1)
+
     def _rows(self, name: str, cut: Cut, first: int, shape: torch.Size) -> Tensor:
         part = torch.empty(shape, dtype=DTYPES[self.entries[name].dtype])
         self._read_rows(name, cut, first, part)

@@ -427,8 +427,8 @@ def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, num_re
     projected = a.q_lora_rank * 2 + 5 * a.head_dim + 4 * a.index_width
     heads = 3 * a.num_heads * a.head_dim + a.output_groups * a.output_rank + a.index_heads * (a.index_width + 4)
     entries = {rate: context // rate for rate in a.rates if rate}
-    seen = sum(min(count, a.top_k) if rate == a.selected_rate else count for rate, count in entries.items())
-    scores = 4 * entries.get(a.selected_rate, 0)
+    seen = sum(min(count, a.top_k) if a.selects_of(rate) else count for rate, count in entries.items())
+    scores = 4 * max((count for rate, count in entries.items() if a.selects_of(rate)), default=0)
     rows = 16 * ((1 + len(entries)) * a.window + seen)
     slots = num_requests * scores  # int32 as scores are float32
     return (

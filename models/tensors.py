@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
-from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
+from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.state_config import DeltaConfig
@@ -44,8 +44,15 @@ _MTP_ON_GQA = (
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, MiniMax-M3, Qwen3-Next and Qwen3.5)."""
 KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
-UNREAD_MTP = {"MiMoV2FlashForCausalLM": ("model.mtp.",)}
-"""By architecture: begins of the names of MTP layers that are not served."""
+UNREAD_MTP = {
+    "MiMoV2FlashForCausalLM": ("model.mtp.",),
+    "DeepseekV41ForCausalLM": ("model.vision.", "model.aligner.", "model.image_"),
+}
+"""By architecture: begins of the names of MTP layers, and of towers, that are not served."""
+TABLES = (".engram.embed.weight", ".engram.embed.scale")
+"""Tables of n-grams, which stay in their files."""
+_IMAGE_BIAS = ".mlp.gate.bias_vl"
+"""The router's bias for image tokens (DeepSeek V4.1)."""
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
 _BLOCK_INPUT = ".main_proj.weight"
@@ -150,7 +157,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
-    if config.streams is not None:
+    if config.streams is not None and not config.streams.late:
         yield from _streams(config.streams, config.hidden_size, "model.hc_head", config.streams.count)
     if config.vision is not None:
         for name, shape, wide in vision_tensors(config.vision):
@@ -180,6 +187,13 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     if (streams := config.streams) is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
+    if streams is not None and streams.engram is not None and layer in streams.engram.layers:
+        width = streams.engram.columns * streams.engram.width
+        yield from _linear("engram.kv_proj", (streams.count + 1) * config.hidden_size, width)
+        yield from (
+            TensorSpec(f"engram.{name}", (streams.count, config.hidden_size), Kind.WIDE)
+            for name in ("q_weight", "k_weight")
+        )
     if config.residual_block:
         for name in ("self_attention_res", "mlp_res") if layer else ("mlp_res",):
             yield from _block_scores(name, config.hidden_size)
@@ -336,6 +350,9 @@ def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator
     yield from _linear("o_b_proj", hidden, a.output_groups * a.output_rank)
     if layer is None or not a.rate(layer):
         return
+    if isinstance(a, SharedEntriesConfig):
+        yield from _shared_entries(a, hidden, layer)
+        return
     prefixes = ("compressor", "indexer.compressor")
     for prefix, width in zip(prefixes, a.entry_widths(layer)):
         series = 2 * width if a.selects(layer) else width
@@ -343,6 +360,18 @@ def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator
         yield from _linear(f"{prefix}.gate_proj", series, hidden)
         yield TensorSpec(f"{prefix}.position_bias", (a.rate(layer), series), Kind.WIDE)
         yield _norm(f"{prefix}.norm", width)
+    if a.selects(layer):
+        yield from _linear("indexer.q_b_proj", a.index_heads * a.index_width, a.q_lora_rank)
+        yield TensorSpec("indexer.weights_proj.weight", (a.index_heads, hidden), Kind.WIDE)
+
+
+def _shared_entries(a: SharedEntriesConfig, hidden: int, layer: int) -> Iterator[TensorSpec]:
+    if a.writes(layer):
+        for name in ("kv_proj", "gate_proj") if a.rate(layer) > 1 else ("kv_proj",):
+            yield TensorSpec(f"compressor.{name}.weight", (a.head_dim, hidden))
+        yield _norm("compressor.norm", a.head_dim)
+        yield TensorSpec("indexer.wk.weight", (a.index_width, a.head_dim))
+        yield _norm("indexer.k_norm", a.index_width)
     if a.selects(layer):
         yield from _linear("indexer.q_b_proj", a.index_heads * a.index_width, a.q_lora_rank)
         yield TensorSpec("indexer.weights_proj.weight", (a.index_heads, hidden), Kind.WIDE)
@@ -440,7 +469,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
     unused += (_FIRST_SCORES,) * (config.residual_block > 0)
-    ends = (_ROTARY, *KV_SCALES)
+    ends = (_ROTARY, _IMAGE_BIAS, *TABLES, *KV_SCALES)
     return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 
 

@@ -12,6 +12,7 @@ QWEN2 = "moe_engine.models.vision.qwen2_vl:Qwen2Tower"
 QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
 QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
 KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
+KIMI_K3 = "moe_engine.models.vision.kimi_k3:KimiK3Tower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
 MINIMAX_M3 = "moe_engine.models.vision.minimax_m3:MiniMaxM3Tower"
 PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
@@ -27,6 +28,7 @@ class VisionConfig:
         width, num_layers, num_heads, intermediate: of the transformer over patches.
         patch_size, temporal_patch_size, channels: of a patch's pixels.
         merge: M.
+        attention_width: of queries, keys and values, where it is not `width`.
         window: side of an attention window in pixels, for the layers outside `full_layers`; 0: no windows.
         out_width: channels of a token's embedding, those of the text model.
         num_positions: rows of the learned position table; 0: none.
@@ -39,6 +41,7 @@ class VisionConfig:
         projector_width: channels inside the projector, where they are not those of a token.
         row_ends: tokens of the text behind each row of an image's tokens and behind the last one; None: there are none.
         around: tokens of the text before and behind an image's tokens, which a prompt's placeholder does not have.
+        size_marks: special tokens before a placeholder, between which the size of the image is written.
     """
 
     tower: str
@@ -53,6 +56,7 @@ class VisionConfig:
     out_width: int
     image_token: int
     video_token: int | None
+    attention_width: int = 0
     window: int = 0
     full_layers: tuple[int, ...] = ()
     num_positions: int = 0
@@ -66,6 +70,7 @@ class VisionConfig:
     projector_width: int = 0
     row_ends: tuple[int, int] | None = None
     around: tuple[int, int] | None = None
+    size_marks: tuple[str, str] | None = None
 
     @property
     def patch_width(self) -> int:
@@ -74,7 +79,7 @@ class VisionConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.num_heads
+        return (self.attention_width or self.width) // self.num_heads
 
     @property
     def merged_width(self) -> int:

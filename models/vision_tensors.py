@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moe_engine.models.vision_config import KIMI, MINIMAX_M3, PIXTRAL, PIXTRAL_12B, QWEN2, QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.vision_config import (
+    KIMI,
+    KIMI_K3,
+    MINIMAX_M3,
+    PIXTRAL,
+    PIXTRAL_12B,
+    QWEN2,
+    QWEN2_5,
+    QWEN3,
+    VisionConfig,
+)
 
 PREFIX = "visual."
 Entry = tuple[str, tuple[int, ...], bool]
@@ -72,6 +82,24 @@ def _kimi(v: VisionConfig) -> Iterator[Entry]:
     yield from _linear("mm_projector.proj.2", v.out_width, v.merged_width)
 
 
+def _kimi_k3(v: VisionConfig) -> Iterator[Entry]:
+    side, inner = int(v.num_positions**0.5), v.num_heads * v.head_dim
+    yield "patch_embed.proj.weight", patch_shape(v), False
+    yield "patch_embed.pos_emb.weight", (side, side, v.width), False
+    for i in range(v.num_layers):
+        block = f"encoder.blocks.{i}"
+        yield f"{block}.norm0.weight", (v.width,), False
+        yield f"{block}.norm1.weight", (v.width,), False
+        yield f"{block}.wqkv.weight", (3 * inner, v.width), False
+        yield f"{block}.wo.weight", (v.width, inner), False
+        yield f"{block}.mlp.fc0.weight", (v.intermediate, v.width), False
+        yield f"{block}.mlp.fc1.weight", (v.width, v.intermediate), False
+    yield "encoder.final_layernorm.weight", (v.width,), False
+    yield "mm_projector.proj.0.weight", (v.merged_width, v.merged_width), False
+    yield "mm_projector.proj.2.weight", (v.out_width, v.merged_width), False
+    yield "mm_projector.post_norm.weight", (v.out_width,), False
+
+
 def _pixtral(v: VisionConfig) -> Iterator[Entry]:
     yield "patch_conv.weight", patch_shape(v), False
     yield "ln_pre.weight", (v.width,), True
@@ -131,6 +159,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     KIMI: _kimi,
+    KIMI_K3: _kimi_k3,
     MINIMAX_M3: _minimax_m3,
     PIXTRAL: _pixtral,
     PIXTRAL_12B: _pixtral,

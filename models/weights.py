@@ -39,6 +39,8 @@ ReadFiles = Callable[[Path], Mapping[str, WeightFile]]
 
 
 HOST = torch.device("cpu")
+TABLE_DTYPES = ("F32", "BF16", "F16", "F8_E4M3", "F8_E8M0", "U8")
+"""Of mapped tables and their scales."""
 REPORT_BYTES = 4 << 20
 """Bytes of files between two reports to the progress bar and the threads that read ahead."""
 DEVICE_THREADS = 4
@@ -79,6 +81,10 @@ class WeightSource(Protocol):
     def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:
         """The matrix `prefix` [N, K]: into a Tensor `out` dequantized, into a weight of the format's `kernel_format` as
         stored. Default: a newly allocated Tensor in the activation dtype. Returns `out`."""
+
+    def mapped(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, str]:
+        """A table [rows, bytes of a row] uint8 on the host, and its dtype's name. The bytes stay in the file, and are
+        read when they are used, if the file can be mapped."""
 
     def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
         """True if `linear` can read this slice into a weight of the format's `kernel_format`."""
@@ -214,6 +220,13 @@ class WeightReader:
             out = torch.empty(cut.shape(shape), dtype=self.dtype, device=self.device)
         self.format.load(self, prefix, shape, cut, out)
         return out
+
+    def mapped(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, str]:
+        self._check(StoredTensor(name, shape, TABLE_DTYPES))
+        file = self._files[name]
+        if isinstance(file, SafetensorsFile):
+            return file.mapped(name), self._entry(name).dtype
+        return file.read(name).view(torch.uint8).view(shape[0], -1), self._entry(name).dtype
 
     def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
         return self.format.keeps(self, prefix, shape, cut)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from moe_engine.processes.unblocked_stream import unblocked
+
 LOGGER = "moe_engine"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 READY_LINE = "The server is fired up and ready to roll!"
@@ -38,10 +40,17 @@ def setup_logging(level: str = "info", tag: str = "", stream: TextIO | None = No
     logger.propagate = False
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(stream) if stream is not None else StderrHandler()
     handler.setFormatter(Formatter(tag))
     logger.addHandler(handler)
     return logger
+
+
+class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # typeshed's alone is generic
+    """Writes to stderr without waiting for its reader."""
+
+    def __init__(self) -> None:
+        super().__init__(unblocked(sys.stderr))
 
 
 class AccessFilter(logging.Filter):
@@ -73,7 +82,7 @@ def uvicorn_config(
         "formatters": {"default": formatter, "access": access},
         "filters": {"access": {"()": "moe_engine.logs.AccessFilter", "prefixes": list(quiet_paths)}},
         "handlers": {
-            "default": {"class": "logging.StreamHandler", "formatter": "default", "stream": "ext://sys.stderr"},
+            "default": {"class": "moe_engine.logs.StderrHandler", "formatter": "default"},
             "access": {
                 "class": "moe_engine.server.access_log.AccessHandler",
                 "formatter": "access",

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "structured_output": {"errors", "types", "validation", "tokenizer", "processes"},
     "validation": {"errors"},
     "gguf_container": {"errors"},
-    "logs": set(),
+    "logs": {"processes"},
     "demo": set(),
     "kernels": set(),
     "parallel": {"errors", "kernels"},

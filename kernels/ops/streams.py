@@ -1,7 +1,8 @@
 """Residual streams (hyper-connections): a part of a layer reads a weighted sum of the streams, and writes to all.
 
 The residual is one tensor [T, n D + n + n n]: the streams, then the weights with which the next result is added: of the
-result to each stream, and of the streams to each other (row i of the matrix: of stream i to the new ones).
+result to each stream, and of the streams to each other (row i of the matrix: of stream i to the new ones). With late
+sums n weights follow, of the sum that the next part reads.
 
 Legend: T tokens, D hidden, n streams.
 Source: Manifold-Constrained Hyper-Connections (mHC), arXiv 2512.24880; DeepSeek-V4's release, `inference/model.py`.
@@ -34,6 +35,10 @@ class StreamWeights:
     eps: float
     floor: float
 
+    late: bool = False
+    """The sum that a part reads has the weights that the part before has computed (DeepSeek V4.1); without numbers
+    (`fn` has no rows) only the sum is read."""
+
     @property
     def writes(self) -> bool:
         """Whether a result is written after the sum is read."""
@@ -48,23 +53,35 @@ class MixStreams(Protocol):
         the next result; returns the sum that the next part reads, [T, D], in the residual's dtype. Float32 inside."""
 
 
+def write_streams(x: Tensor, residual: Tensor, weights: StreamWeights) -> None:
+    """The first part of `MixStreams`: adds x [T, D] to the streams, in place."""
+    n, width = weights.count, weights.fn.shape[1]
+    streams = residual[:, :width].float().view(len(residual), n, width // n)
+    written, mixed = residual[:, width : width + n].float(), residual[:, width + n : width + n + n * n].float()
+    streams = torch.einsum("tij,tid->tjd", mixed.view(-1, n, n), streams)
+    residual[:, :width] = streams.addcmul_(written.unsqueeze(2), x.float().unsqueeze(1)).flatten(1)
+
+
 def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
     """`MixStreams` in torch."""
     n = weights.count
     width = weights.fn.shape[1]
-    streams = residual[:, :width].float().view(len(residual), n, width // n)
+    end = width + n + n * n
     if x is not None:
-        written, mixed = residual[:, width : width + n].float(), residual[:, width + n :].float().view(-1, n, n)
-        streams = torch.einsum("tij,tid->tjd", mixed, streams).addcmul_(written.unsqueeze(2), x.float().unsqueeze(1))
-        residual[:, :width] = streams.flatten(1)
-        streams = residual[:, :width].float().view(streams.shape)  # as other parts read them
+        write_streams(x, residual, weights)
+    streams = residual[:, :width].float().view(len(residual), n, width // n)  # as other parts read them
+    before = residual[:, end : end + n].to(torch.float32, copy=True)
+    if weights.late and not len(weights.base):
+        return torch.einsum("tn,tnd->td", before, streams).to(residual.dtype)
     flat = streams.flatten(1)
     numbers = linear(flat, weights.fn).mul_(torch.rsqrt(flat.square().mean(1, keepdim=True) + weights.eps))
     numbers = numbers.mul_(weights.scale).add_(weights.base)
     if weights.writes:
         residual[:, width : width + n] = 2 * numbers[:, n : 2 * n].sigmoid()
-        residual[:, width + n :] = _doubly_stochastic(numbers[:, 2 * n :].view(-1, n, n), weights).flatten(1)
+        residual[:, width + n : end] = _doubly_stochastic(numbers[:, 2 * n :].view(-1, n, n), weights).flatten(1)
     read = numbers[:, :n].sigmoid() + weights.floor
+    if weights.late:
+        residual[:, end : end + n], read = read, before
     return torch.einsum("tn,tnd->td", read, streams).to(residual.dtype)
 
 

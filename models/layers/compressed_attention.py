@@ -7,6 +7,8 @@ Source: DeepSeek-V4 technical report; `inference/model.py` of its release.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers.compressed_rows import CompressedStep
+from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep
 from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.linear import Linear, Projection, load_linear
 from moe_engine.models.layers.norm import RMSNorm
@@ -141,21 +143,31 @@ class CompressedAttention:
         self._q = load_linear(
             backends.linear, reader, [f"{prefix}.q_b_proj"], [heads * a.head_dim], a.q_lora_rank, out_shares=[share]
         )
-        self._head_norm = UnweightedNorm(self._ops, a.head_dim, eps, reader.device)
+        self._head_norm = self._make_head_norm(eps, reader.device)
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_layernorm", a.head_dim, eps)
         self._sinks = reader.tensor(f"{prefix}.sinks", (heads,), Cut(share.cut(heads)), dtype=torch.float32)
         self._load_output(whole, config, reader, prefix, share)
-        self._compressor: Compressor | None = None
-        self._indexer: EntryIndexer | None = None
-        if self._rate:
-            self._compressor = Compressor(
-                backends, reader, f"{prefix}.compressor", config, self._rate, a.head_dim,
-                2 if a.selects(layer_index) else 1, rotary,
-            )  # fmt: skip
-        if a.selects(layer_index):
-            self._indexer = EntryIndexer(backends, reader, f"{prefix}.indexer", config, rotary)
+        self._compressor: Any = None
+        self._indexer: Any = None
+        self._load_entries(config, backends, reader, prefix, rotary)
         latents = () if self._indexer is None else (self._indexer.latent_format,)
         self._q_norm.feed(common_format(self._q.input_format, *latents))
+
+    def _make_head_norm(self, eps: float, device: torch.device) -> UnweightedNorm | None:
+        """The norm of a head's query."""
+        return UnweightedNorm(self._ops, self._attention.head_dim, eps, device)
+
+    def _load_entries(
+        self, config: ModelConfig, backends: Backends, reader: WeightSource, prefix: str, rotary: RotaryTable
+    ) -> None:
+        """What writes and selects the layer's entries."""
+        if self._rate:
+            series = 2 if self._attention.selects(self._layer_index) else 1
+            self._compressor = Compressor(
+                backends, reader, f"{prefix}.compressor", config, self._rate, self._attention.head_dim, series, rotary
+            )
+        if self._attention.selects(self._layer_index):
+            self._indexer = EntryIndexer(backends, reader, f"{prefix}.indexer", config, rotary)
 
     def _load_output(
         self, whole: CompressedConfig, config: ModelConfig, reader: WeightSource, prefix: str, share: Share
@@ -192,9 +204,15 @@ class CompressedAttention:
             self._compressor.update(hidden, step, cache.kept[0], cache.entries)
         if self._indexer is not None:
             self._indexer.update(hidden, latent, batch.positions, step, cache)
-        q = self._head_norm(self._q(latent).view(-1, a.num_heads, a.head_dim))
+        return self._attend(latent, batch, step.rows[self._rate], cache)
+
+    def _attend(self, latent: Activation, batch: ForwardBatch, rows: AttendedRows, cache: CompressedCache) -> Tensor:
+        """The layer's result [T, D] by the query's latent."""
+        a = self._attention
+        q = self._q(latent).view(-1, a.num_heads, a.head_dim)
+        if self._head_norm is not None:
+            q = self._head_norm(q)
         self._ops.rotate(q, batch.positions, self._rotary)
-        rows = step.rows[self._rate]
         mixed = self._sparse.run(q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks)
         self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)  # a key is also the value
         grouped = mixed.view(-1, a.output_groups, a.num_heads * a.head_dim // a.output_groups)
@@ -214,4 +232,8 @@ class CompressedAttention:
         """Writes the rotated keys of kv [T, Dh] to the cache."""
         keys = self._kv_norm(kv)
         self._ops.rotate(keys.unsqueeze(1), positions, self._rotary)
-        cache.rows.index_copy_(0, slots, keys.to(cache.rows.dtype))
+        cache.rows.index_copy_(0, slots, self._stored(keys).to(cache.rows.dtype))
+
+    def _stored(self, keys: Tensor) -> Tensor:
+        """The values of rotated keys in the cache."""
+        return keys

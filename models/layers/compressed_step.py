@@ -80,7 +80,7 @@ class StepRows:
         full = groups[0].slot_table
         table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
         tokens = CompressedTokens(batch.positions, starts, requests[numbers], table, batch.slots)
-        kept = {rate: _kept(cache.kept[0], tokens, slots, seen, ends) for rate, cache in caches.items() if rate}
+        kept = {rate: _kept(cache.kept[0], tokens, slots, seen, ends) for rate, cache in caches.items() if cache.kept}
         lens = upload(seen.astype(np.int32), device)
         of_window = np.minimum(seen, self._attention.window)
         window = window_rows(tokens, lens, self._attention.window, int(of_window.max()))

@@ -24,8 +24,12 @@ from moe_engine.models.weights import WeightSource
 def spread(x: Tensor, streams: StreamsConfig) -> Tensor:
     """x [T, D] -> a residual whose streams all are x. The weights behind them are unset: a norm sets them first."""
     n, width = streams.count, x.shape[1]
-    residual = x.new_empty(len(x), n * width + n + n * n)
+    residual = x.new_empty(len(x), n * width + streams.width)
     residual[:, : n * width].unflatten(1, (n, width)).copy_(x.unsqueeze(1))
+    if streams.late:
+        first = n * width + n + n * n
+        residual[:, first : first + n] = 0.0
+        residual[:, first] = 1.0
     return residual
 
 
@@ -45,12 +49,18 @@ class StreamNorm(ResidualNorm):
         assert streams is not None
         n, width, wide = streams.count, config.hidden_size, torch.float32
         numbers = n if is_last else n * (2 + n)
-        fn = reader.tensor(f"{prefix}.fn", (numbers, n * width), dtype=wide)
-        base = reader.tensor(f"{prefix}.base", (numbers,), dtype=wide)
-        scale = reader.tensor(f"{prefix}.scale", (1 if is_last else 3,), dtype=wide)
-        scale = torch.cat([part.expand(count) for part, count in zip(scale, (n, n, n * n))])
-        self._weights = StreamWeights(fn, base, scale, n, streams.iterations, config.norm_eps, streams.eps)
-        self._mix = ops.capabilities.mix_streams or mix_streams
+        if is_last and streams.late:
+            fn, base = torch.empty((0, n * width), device=reader.device), torch.empty(0, device=reader.device)
+            scale = base
+        else:
+            fn = reader.tensor(f"{prefix}.fn", (numbers, n * width), dtype=wide)
+            base = reader.tensor(f"{prefix}.base", (numbers,), dtype=wide)
+            scale = reader.tensor(f"{prefix}.scale", (1 if is_last else 3,), dtype=wide)
+            scale = torch.cat([part.expand(count) for part, count in zip(scale, (n, n, n * n))])
+        self._weights = StreamWeights(
+            fn, base, scale, n, streams.iterations, config.norm_eps, streams.eps, streams.late
+        )
+        self._mix = (None if streams.late else ops.capabilities.mix_streams) or mix_streams
 
     def __call__(self, residual: Tensor) -> Any:
         """The norm of the weighted sum of new streams."""

@@ -80,6 +80,12 @@ def main(argv: Sequence[str], prog: str) -> int:
     config, source = source_of(own, args)
     for line in left_out(own, config):
         print(f"note: not simulated: {line}", file=sys.stderr)
+    with _no_collections():
+        return _simulate(own, config, source, goodput)
+
+
+def _simulate(own: argparse.Namespace, config: ResolvedConfig, source: _Source, goodput: dict[str, float]) -> int:
+    """Runs the simulation and writes its results. Returns the exit status."""
     spec = fleet_spec(own, config, source)
     workload = _workload(own, config)
     with simulated_log(own.log_file, config) as log:
@@ -87,7 +93,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         fleet.recorder.keeps_details = own.output_details
         began = time.perf_counter()
         shown = report.progress(workload.total, not own.disable_tqdm)
-        with shown as advance, _shown_changes(lambda: fleet.now), _few_collections():
+        with shown as advance, _shown_changes(lambda: fleet.now):
             outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
@@ -116,17 +122,15 @@ def _shown_changes(clock: Callable[[], float]) -> Iterator[None]:
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
-    """Cycles are rare in a simulation, and a collection walks the requests and radix trees of all ranks."""
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
+def _no_collections() -> Iterator[None]:
+    """Requests and radix trees have no cycles that could be collected, but a collection walks all of their tokens."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _help(prog: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
-from moe_engine.media.images import Images, place_images
+from moe_engine.media.images import Images, SizeTexts, place_images
 from moe_engine.media.settings import ImageSource, MediaSettings
+from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types.image_tokens import ImageTokens, keyed_ids
 
 FIELD = "image_data"
@@ -50,8 +52,15 @@ def text_only(model_name: str, field: str) -> InputError:
 class ImagePrompts:
     """Images of requests; their readers and processors start with the first one."""
 
-    def __init__(self, info: EngineInfo, settings: MediaSettings) -> None:
+    def __init__(self, info: EngineInfo, settings: MediaSettings, tokenizer: Tokenizer | None = None) -> None:
         self._info, self._settings = info, settings
+        marks = None if info.vision is None else info.vision.size_marks
+        self._sizes: SizeTexts | None = None
+        if marks is not None and tokenizer is not None:
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            before, behind = (encode(mark) for mark in marks)
+            if len(before) == len(behind) == 1:  # tokens of the vocabulary
+                self._sizes = SizeTexts(before[0], behind[0], encode)
         self._images: Images | None = None
 
     def check(self, ids: Sequence[int], sources: Sequence[ImageSource], is_joined: bool, field: str) -> None:
@@ -89,7 +98,7 @@ class ImagePrompts:
         assert vision is not None
         if self._images is None:
             self._images = Images(vision, self._info.model_path, self._settings)
-        return place_images(ids, await self._images.load(sources), vision, field)
+        return place_images(ids, await self._images.load(sources), vision, field, self._sizes)
 
     async def place_all(self, prompts: Sequence[Any], field: str) -> list[Any]:
         """`place` for the prompts (`prompts.Prompt`) that have images; returns these."""

@@ -99,7 +99,7 @@ class Preparer:
         self._sessions = sessions
         self._checks = PromptChecks(info, tokenizer, settings)
         self._seeds = Seeds(settings.random_seed)
-        self.images = ImagePrompts(info, settings.media)
+        self.images = ImagePrompts(info, settings.media, tokenizer)
         self.grammar_checks = GrammarChecks(_check_spec(info, tokenizer, settings))
         self._numbers = itertools.count(1)
 

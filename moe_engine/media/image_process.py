@@ -47,6 +47,8 @@ class Processed(msgspec.Struct, array_like=True):
     grid: tuple[int, int, int] = (0, 0, 0)
     pixels: bytes = b""
     """float32 in native byte order, [patches, numbers of a patch]."""
+    size: tuple[int, int] = (0, 0)
+    """Width and height of the sent image in pixels."""
 
 
 def main() -> None:
@@ -102,7 +104,9 @@ def _processed(processor: Any, max_decoded: int, data: bytes) -> Processed:
                 width, height = opened.size
                 if width * height > max_decoded:
                     return Processed(f"the image has {width} x {height} pixels{less}")
-                image = ImageOps.exif_transpose(opened).convert("RGB")
+                image = ImageOps.exif_transpose(opened)
+                keeps = getattr(processor, "reads_alpha", False) and image.has_transparency_data
+                image = image.convert("RGBA" if keeps else "RGB")
     except UnidentifiedImageError:
         return Processed(f"is not an image of a known format ({', '.join(FORMATS)})")
     except Image.DecompressionBombError:
@@ -118,7 +122,7 @@ def _processed(processor: Any, max_decoded: int, data: bytes) -> Processed:
     except MemoryError:
         return Processed(_TOO_LARGE)
     frames, rows, columns = (int(count) for count in found["image_grid_thw"][0])
-    return Processed(None, (frames, rows, columns), found["pixel_values"].astype("float32").tobytes())
+    return Processed(None, (frames, rows, columns), found["pixel_values"].astype("float32").tobytes(), image.size)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -32,6 +32,27 @@ class Picture:
     key: bytes
     grid: tuple[int, int, int]
     pixels: bytes
+    size: tuple[int, int] = (0, 0)
+    """Width and height in pixels, as sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeTexts:
+    """The texts of images' sizes, for models whose prompts have them (`VisionConfig.size_marks`).
+
+    `before`, `behind`: ids of the marks; `encode`: a text -> its ids.
+    """
+
+    before: int
+    behind: int
+    encode: Callable[[str], list[int]]
+
+    def of(self, ids: Sequence[int], picture: Picture) -> tuple[int, list[int]]:
+        """How many last ids the size's ids come before, with these; `ids` end before a placeholder. No ids: the prompt
+        has no marks, or a text between them."""
+        if list(ids[-2:]) != [self.before, self.behind]:
+            return 0, []
+        return 1, self.encode("image {}x{}".format(*picture.size))
 
 
 class Images:
@@ -92,7 +113,7 @@ class Images:
 
     def _process(self, data: bytes) -> Picture:
         done = self._processors.process(data)
-        return Picture(image_key(done.pixels, done.grid), done.grid, done.pixels)
+        return Picture(image_key(done.pixels, done.grid), done.grid, done.pixels, done.size)
 
     def _ended(self, digest: bytes, done: asyncio.Future[Picture]) -> None:
         del self._running[digest]
@@ -105,10 +126,14 @@ class Images:
 
 
 def place_images(
-    ids: Sequence[int], pictures: Sequence[Picture], vision: VisionConfig, field: str
+    ids: Sequence[int],
+    pictures: Sequence[Picture],
+    vision: VisionConfig,
+    field: str,
+    sizes: SizeTexts | None = None,
 ) -> tuple[list[int], list[ImageTokens]]:
     """The prompt with the tokens of its images in the places of their placeholders, and the images. Tokens around an
-    image (`VisionConfig.around`) are text.
+    image (`VisionConfig.around`) are text, and so is its size (`sizes`).
 
     Raises:
         InputError: as many placeholders as images are needed; names `field`.
@@ -125,6 +150,9 @@ def place_images(
     before, behind = ([], []) if vision.around is None else ([token] for token in vision.around)
     for place, picture in zip(placeholders, pictures):
         out += [*ids[begin:place], *before]
+        if sizes is not None:
+            behind_size, written = sizes.of(out, picture)
+            out[len(out) - behind_size : len(out) - behind_size] = written
         count = vision.num_tokens(picture.grid)
         images.append(ImageTokens(len(out), count, picture.key, picture.grid, picture.pixels))
         out += [*[vision.image_token] * count, *behind]

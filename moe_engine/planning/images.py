@@ -138,7 +138,7 @@ def largest_image(vision: VisionConfig, context_len: int) -> int:
 def encoder_bytes(vision: VisionConfig, patches: int, dtype_bytes: int) -> int:
     """Peak memory of the tower for an image: pixels, residual stream and normed input, and the larger of attention
     (queries, keys, values, their copies, the result), MLP (gate, up and their product), and a projector of patches."""
-    attention, mlp = 7 * vision.width, 3 * vision.intermediate + vision.width
+    attention, mlp = 7 * vision.num_heads * vision.head_dim, 3 * vision.intermediate + vision.width
     projector = 2 * vision.projector_width + vision.out_width if vision.projector_width else 0
     row = dtype_bytes * (2 * vision.width + max(attention, mlp, projector)) + (4 + dtype_bytes) * vision.patch_width
     return patches * (row + 4 * ANGLE_COPIES * vision.head_dim)

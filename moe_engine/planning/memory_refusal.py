@@ -42,9 +42,12 @@ def refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_r
         least = int((ledger.weight_bytes + PROCESS_BYTES) / CPU_SHARE)
     else:
         least = int(ledger.weight_bytes * (1 + GPU_RESERVE_SHARE)) + GPU_RESERVE_BYTES
-    return ConfigError(
-        message + f"no flag changes that: the weights alone need a machine with more than {gb(least)} of free memory"
-    )
+    needs = f"the weights alone need a machine with more than {gb(least)} of free memory"
+    num_ranks, num_devices = given.parallel.ranks_per_node, given.machine.num_devices or 1
+    if num_ranks < num_devices and given.parallel.num_replicas == 1:
+        needs += f", and this launch uses {num_ranks} of {num_devices} GPUs; divide them with --tp-size {num_devices}"
+        return ConfigError(f"{message}{needs}, or let `moe-engine plan --workload` choose the form")
+    return ConfigError(f"{message}no flag changes that: {needs}")
 
 
 def _or(fixes: list[str]) -> str:

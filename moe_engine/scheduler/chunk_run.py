@@ -156,11 +156,11 @@ def _has_slots(scheduler: Scheduler, entry: Waiting, size: int) -> bool:
     return known <= request.num_in_tree  # otherwise it takes the slots of a prompt of the same step with these tokens
 
 
-def run_chunks(scheduler: Scheduler, run: ChunkRun, first_token: Callable[[Request], int]) -> StepPlan | None:
+def run_chunks(scheduler: Scheduler, run: ChunkRun, answer: Callable[[Request, int], list[int]]) -> StepPlan | None:
     """Plans the steps of a run and applies their results, except that of the last step if it is still in flight.
 
     Args:
-        first_token: id of a request's next token; ids count up from it.
+        answer: the next tokens of a request, so many.
 
     Returns:
         The plan of the step in flight; None without one.
@@ -181,8 +181,7 @@ def run_chunks(scheduler: Scheduler, run: ChunkRun, first_token: Callable[[Reque
         slots = kv_cache.slots.alloc(num_decodes, request.slots[-1], len(request.slots))
         assert slots is not None
         request.slots += slots
-        token = first_token(request)
-        request.output_ids.extend(range(token, token + run.decodes))
+        request.output_ids += answer(request, run.decodes)
         request.num_computed += num_decodes
         request.num_in_flight = int(run.in_flight == "decode")
     if num_chunks:
@@ -206,12 +205,17 @@ def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
     if sessions.is_off:
         return
     times, mark, waits = sessions.times, run.begin, NEVER if run.contended is None else run.contended.count
+    spans, contended = list[tuple[float, float]](), 0
     for chunk in run.chunks:
         if running and chunk.before.count > mark.count:
+            times.add_prompts(run.size, spans, contended)
+            spans, contended = [], 0
             steps = between(mark, chunk.before)
             times.add_decodes(running, steps, _part(run, mark, chunk.before, steps), chunk.began)
-        times.add(chunk.launched, chunk.ended, run.size, 0, waits < chunk.after.count)
+        spans.append((chunk.launched, chunk.ended))
+        contended += waits < chunk.after.count
         mark = chunk.after
+    times.add_prompts(run.size, spans, contended)
     if running:
         steps = between(mark, run.end)
         sessions.decoded(running, steps, _part(run, mark, run.end, steps))

@@ -26,11 +26,11 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
     if not decodes or not _only_decodes(scheduler, hold_prefill):
         return 0
     slots, page = kv_cache.slots, kv_cache.page_size
-    waits = table.chunked is not None or bool(table.queue)
+    waits = table.chunked is not None or bool(table.queue.entries)
     if slots.num_pending and (waits or slots.num_free < page * len(decodes)):
         return 0  # the next step cannot use these slots yet, and would evict others
     limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids)) for r in decodes]) - 1
-    if table.queue and not hold_prefill:
+    if table.queue.entries and not hold_prefill:
         kept = scheduler.delays.kept_steps(len(decodes)) if scheduler.delays is not None else 0
         limit = min(limit, max(scheduler.backoff.steps_left(table.num_released), kept))
     pages = (slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
@@ -58,13 +58,15 @@ def decodes_after(decodes: list[Request], steps: int) -> list[Request]:
     return [r for r in decodes if r.max_new_tokens - len(r.output_ids) - steps > 1]
 
 
-def run_decodes(scheduler: Scheduler, taken: Steps, contended: Steps, first_token: Callable[[Request], int]) -> None:
+def run_decodes(
+    scheduler: Scheduler, taken: Steps, contended: Steps, answer: Callable[[Request, int], list[int]]
+) -> None:
     """Plans decode steps, and applies the results of as many steps, the oldest of which is already in flight.
 
     Args:
         taken: the steps, with their seconds; the scheduler's clock shows the end of the last one.
         contended: the last of them, during which requests waited.
-        first_token: id of a request's next token; ids count up from it.
+        answer: the next tokens of a request, so many.
     """
     table, kv_cache, steps = scheduler.table, scheduler.kv_cache, taken.count
     record, decodes = scheduler.in_flight[0], table.decodes
@@ -76,8 +78,7 @@ def run_decodes(scheduler: Scheduler, taken: Steps, contended: Steps, first_toke
         slots = kv_cache.slots.alloc(steps, request.slots[-1], len(request.slots))
         assert slots is not None
         request.slots += slots
-        token = first_token(request)
-        request.output_ids.extend(range(token, token + steps))
+        request.output_ids += answer(request, steps)
         request.num_computed += steps
     table.row_writes.clear()
     table.finished_rows.clear()

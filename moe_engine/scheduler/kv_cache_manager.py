@@ -77,7 +77,9 @@ class KVCacheManager:
     @property
     def available(self) -> int:
         """Tokens that are free, become free with the steps in flight, or can be evicted."""
-        return self.slots.num_free + self.slots.num_pending + self.tree.num_evictable
+        slots = self.slots
+        pages = slots.pages
+        return (pages.num_free + pages.num_pending) * slots.page_size + self.tree.num_evictable
 
     @property
     def num_used(self) -> int:
@@ -95,7 +97,8 @@ class KVCacheManager:
 
     def make_room(self, num_tokens: int) -> bool:
         """Evicts until `num_tokens` are allocatable now. False if that is impossible."""
-        missing = num_tokens - self.slots.num_free
+        slots = self.slots
+        missing = num_tokens - slots.pages.num_free * slots.page_size
         if missing <= 0:
             return True
         if self.tree.num_evictable >= missing:

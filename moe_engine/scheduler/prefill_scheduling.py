@@ -62,7 +62,7 @@ class PrefillScheduling:
     def build(self, num_mixed: int, is_in_flight: bool) -> PrefillBatch | None:
         """The next prefill batch, perhaps empty. None: a preemption has to wait for the step in flight."""
         table, backoff = self._table, self._backoff
-        may_admit = bool(table.queue)
+        may_admit = bool(table.queue.entries)
         if may_admit and table.num_running:
             may_admit = backoff.may_admit(table.num_released)
         may_join = self._suspects.is_free if self._suspects else None

@@ -69,7 +69,7 @@ class RequestTable:
     @property
     def num_running(self) -> int:
         """Requests that hold a row."""
-        return len(self.live) - len(self.queue)
+        return len(self.live) - len(self.queue.entries)
 
     def in_rows(self) -> list[Request]:
         """Requests that can be retracted (complete only when no step is in flight)."""

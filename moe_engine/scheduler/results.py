@@ -32,7 +32,7 @@ def read_result(
             f"the result of step {result.number} has rows {result.rows[:8]}, but its plan has {record.sampled_rows[:8]}"
         )
     _keep_states(table, record, result)
-    table.sessions.stepped(record.launched, now, record.prompt_spans, record.num_decodes, bool(table.queue))
+    table.sessions.stepped(record.launched, now, record.prompt_spans, record.num_decodes, bool(table.queue.entries))
     vocab = table.config.vocab_size
     top = _ANY_ID if vocab is None else vocab
     logprobs = result.logprobs

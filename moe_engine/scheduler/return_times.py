@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 
 from moe_engine.scheduler.step_sums import MEMORY, SHORT_MEMORY, Steps, weights
 
@@ -34,13 +35,17 @@ class Line:
     def __init__(self) -> None:
         self._w = self._x = self._y = self._xx = self._xy = 0.0
 
-    def add(self, x: float, y: float) -> None:
-        keep = 1 - MEMORY
-        self._w = self._w * keep + 1
-        self._x = self._x * keep + x
-        self._y = self._y * keep + y
-        self._xx = self._xx * keep + x * x
-        self._xy = self._xy * keep + x * y
+    def add(self, x: float, *ys: float) -> None:
+        """Adds observations at one count, the oldest first."""
+        keep, square = 1 - MEMORY, x * x
+        w, sum_x, sum_y, sum_xx, sum_xy = self._w, self._x, self._y, self._xx, self._xy
+        for y in ys:
+            w = w * keep + 1
+            sum_x = sum_x * keep + x
+            sum_y = sum_y * keep + y
+            sum_xx = sum_xx * keep + square
+            sum_xy = sum_xy * keep + x * y
+        self._w, self._x, self._y, self._xx, self._xy = w, sum_x, sum_y, sum_xx, sum_xy
 
     def add_many(self, x: float, count: int, y: float) -> None:
         """Adds `count` observations at one count; `y`: the weighted sum of their seconds (`Steps.weighted`)."""
@@ -112,6 +117,30 @@ class StepTimes:
             keep = 1 - SHORT_MEMORY
             self._spare = self._spare * keep + spare
             self._total = self._total * keep + idle + seconds
+
+    def add_prompts(self, prompt_tokens: int, spans: Sequence[tuple[float, float]], contended: int) -> None:
+        """As `add` for steps of the same number of prompt tokens without decodes.
+
+        Args:
+            spans: `launched` and `now` of each step. contended: the last of them, during which requests waited.
+        """
+        if not spans:
+            return
+        keep, first, found = 1 - SHORT_MEMORY, len(spans) - contended, list[float]()
+        last, spare, total = self._last, self._spare, self._total
+        for number, (launched, now) in enumerate(spans):
+            idle = launched - last if last and launched > last else 0.0
+            seconds, last = now - (launched if launched > last else last), now
+            if seconds <= 0:
+                continue
+            found.append(seconds)
+            if number >= first:
+                spare = spare * keep + idle
+                total = total * keep + idle + seconds
+        self._last, self._spare, self._total = last, spare, total
+        if found:
+            self._decodes = 0
+            self._prefill.add(prompt_tokens, *found)
 
     def add_decodes(self, decodes: int, steps: Steps, contended: Steps, now: float) -> None:
         """As `add` for steps of `decodes` requests without a pause, which ended at `now`.

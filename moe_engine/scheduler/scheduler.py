@@ -207,7 +207,8 @@ class Scheduler:
         """
         if self.in_flight and self.in_flight[-1].alone is not None:
             return self._drain()  # a suspect's step must succeed before another is planned or its KV is cached
-        if self.in_flight and 2 * len(self.table.aborting) > self.table.num_running:
+        aborting = self.table.aborting
+        if aborting and self.in_flight and 2 * len(aborting) > self.table.num_running:
             return self._drain()  # most of a step that is planned now would be for clients that have left
         if self._connector is None and self.delays is None and self._has_nothing_to_plan:
             return None
@@ -226,7 +227,7 @@ class Scheduler:
     def _has_nothing_to_plan(self) -> bool:
         """Whether no request needs a further step."""
         table = self.table
-        return not (table.decodes or table.queue or table.chunked or self.prefills.to_cache or self.suspects)
+        return not (table.decodes or table.queue.entries or table.chunked or self.prefills.to_cache or self.suspects)
 
     def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of all requests except suspects."""
@@ -249,7 +250,7 @@ class Scheduler:
         if not draft.rows:
             return None
         self._suspect_turn = True
-        self.backoff.count_plan(draft.num_decodes, bool(table.queue) or table.chunked is not None)
+        self.backoff.count_plan(draft.num_decodes, bool(table.queue.entries) or table.chunked is not None)
         return self._launch(draft, batch, num_before)
 
     def _schedule_alone(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
@@ -377,7 +378,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests with prompt tokens that are not planned yet."""
-        return len(self.table.queue) + (self.table.chunked is not None)
+        return len(self.table.queue.entries) + (self.table.chunked is not None)
 
     def is_idle(self) -> bool:
         """Whether there is no request, no step in flight and no load of KV."""

@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.kv_cache_manager import token_run
 from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.return_times import ReturnTimes, StepTimes
 from moe_engine.scheduler.session_growth import MAX_TURNS, Projection, ReturnShares, rounded
@@ -144,14 +145,15 @@ class SessionHold:
         self._running.pop(request.rid, None)
         if self.is_off or node.parent is None or node.end < HEAD:
             return
-        now, tokens = self._clock(), request.prompt_ids + request.output_ids
+        now = self._clock()
         self._num += 1
         self._output.add(len(request.output_ids))
         if self._num > 1:
             self._gap.add(max(now - self._last_end, 1e-6))
         self._last_end = now
-        head = request.namespace, tuple(tokens[:HEAD])
-        session = _Session(node, node.end, now, head, tuple(tokens[node.end - TAIL : node.end]))
+        head = request.namespace, tuple(token_run(request, 0, HEAD))
+        tail = tuple(token_run(request, node.end - TAIL, node.end))
+        session = _Session(node, node.end, now, head, tail)
         self._sessions[self._num] = session
         self._by_head.setdefault(head, {})[self._num] = session
         if len(self._sessions) > MAX_SESSIONS:

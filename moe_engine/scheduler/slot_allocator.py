@@ -21,9 +21,12 @@ class DeferredFreePool:
     Allocation takes from the end of a list, so a batch costs one slice. Double frees are not detected in this hot path;
     `integrity.py` finds them. Ids that were never taken exist as a range only: a list of a million slots has tens of
     megabytes.
+
+    Attributes:
+        num_free: ids that `take` can allocate now. num_pending: freed ids that a step in flight may still use.
     """
 
-    __slots__ = ("_all", "_free", "_num_fresh", "_pending", "_retired", "num_pending")
+    __slots__ = ("_all", "_free", "_num_fresh", "_pending", "_retired", "num_free", "num_pending")
 
     def __init__(self, ids: range) -> None:
         self._all: Sequence[int] = ids
@@ -42,12 +45,7 @@ class DeferredFreePool:
         self._num_fresh = len(self._all)
         """The last ids of `_all`: never taken since the reset."""
         self._pending: dict[int, list[int]] = {}
-        self.num_pending = 0
-
-    @property
-    def num_free(self) -> int:
-        """Ids that `take` can allocate now."""
-        return len(self._free) + self._num_fresh
+        self.num_free, self.num_pending = self._num_fresh, 0
 
     @property
     def num_total(self) -> int:
@@ -57,6 +55,9 @@ class DeferredFreePool:
         """Allocates `count` ids; None, without a change, if fewer are free."""
         if count == 0:
             return []
+        if count > self.num_free:
+            return None
+        self.num_free -= count
         free = self._free
         if count > len(free):
             return self._take_fresh(count)
@@ -65,15 +66,16 @@ class DeferredFreePool:
         taken.reverse()
         return taken
 
-    def _take_fresh(self, count: int) -> list[int] | None:
+    def _take_fresh(self, count: int) -> list[int]:
         """All freed ids, then ids that were never taken."""
-        free = self._free
-        missing, first = count - len(free), len(self._all) - self._num_fresh
-        if missing > self._num_fresh:
-            return None
-        taken = [*reversed(free), *self._all[first : first + missing]]  # ascending, so that slots are neighbors
+        free, num_fresh = self._free, self._num_fresh
+        first = len(self._all) - num_fresh
+        fresh = self._all[first : first + count - len(free)]
+        self._num_fresh = num_fresh - len(fresh)
+        if not free:
+            return fresh if type(fresh) is list else list(fresh)
+        taken = [*reversed(free), *fresh]  # ascending, so that slots are neighbors
         free.clear()
-        self._num_fresh -= missing
         return taken
 
     def give(self, ids: list[int], after_step: int) -> None:
@@ -82,6 +84,7 @@ class DeferredFreePool:
             return
         if after_step <= self._retired:
             self._free += ids
+            self.num_free += len(ids)
             return
         waiting = self._pending.get(after_step)
         if waiting is None:
@@ -92,7 +95,8 @@ class DeferredFreePool:
 
     def retire(self, completed_step: int) -> int:
         """Frees ids of the steps up to `completed_step`, which have finished. Returns the number of freed ids."""
-        self._retired = max(self._retired, completed_step)
+        if completed_step > self._retired:
+            self._retired = completed_step
         if not self._pending:
             return 0
         released = 0
@@ -101,6 +105,7 @@ class DeferredFreePool:
             self._free += ids
             released += len(ids)
         self.num_pending -= released
+        self.num_free += released
         return released
 
     def all_ids(self) -> list[int]:
@@ -127,7 +132,7 @@ class DeferredFreePool:
         self._pending = pending
         self.num_pending = sum(map(len, pending.values()))
         self._free = [i for i in reversed(self._all) if i not in seen]
-        self._num_fresh = 0
+        self.num_free, self._num_fresh = len(self._free), 0
 
 
 class SlotAllocator:

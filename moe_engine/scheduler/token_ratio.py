@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.types import Request
@@ -17,6 +18,8 @@ class NewTokenRatio:
         self._retract_steps = config.retract_decode_steps
         self.value = self._began_at = self.lowest = 0.0
         self._decay: float = 0.0
+        self._course: tuple[float, ...] = ()
+        self._place = 0
         self.reset()
         settings.on_change.append(self._rescale)
 
@@ -31,12 +34,8 @@ class NewTokenRatio:
 
     def decay(self, steps: int = 1) -> None:
         """Lowers the ratio after decode steps without retraction."""
-        value, lowest, decay = self.value, self.lowest, self._decay
-        for _ in range(steps):
-            if value <= lowest:
-                break
-            value -= decay
-        self.value = value if value > lowest else min(self.value, lowest)
+        self._place = min(self._place + steps, len(self._course) - 1)
+        self.value = self._course[self._place]
 
     def after_retraction(self, remaining: Sequence[Request]) -> None:
         """Sets the ratio from the outputs of the remaining requests, plus some steps of margin.
@@ -47,9 +46,23 @@ class NewTokenRatio:
         allowed = sum(r.max_new_tokens for r in remaining)
         self.value = min(1.0, (produced + self._retract_steps * len(remaining)) / (allowed + 1))
         self._decay = max(self._decay, (self.value - self.lowest) / self._steps)
+        self._begin_course()
 
     def reset(self) -> None:
         """Restores the initial ratio, when idle."""
         self.value = self._began_at = self.initial
         self.lowest = min(self.value * self._settings.config.min_new_token_ratio_factor, 1.0)
-        self._decay = (self.initial - self.lowest) / self._steps
+        self._decay = (self.value - self.lowest) / self._steps
+        self._begin_course()
+
+    def _begin_course(self) -> None:
+        self._course, self._place = _course(self.value, self.lowest, self._decay), 0
+
+
+@lru_cache(maxsize=16)
+def _course(value: float, lowest: float, decay: float) -> tuple[float, ...]:
+    """The values after 0, 1, ... steps of decay, down to the lowest."""
+    values = [value]
+    while values[-1] > lowest:
+        values.append(max(values[-1] - decay, lowest))
+    return tuple(values)

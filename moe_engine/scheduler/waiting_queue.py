@@ -76,7 +76,8 @@ class WaitingQueue:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._entries: list[Waiting] = []
+        self.entries: list[Waiting] = []
+        """In static order; read only."""
         self._by_arrival: deque[Waiting] = deque()
         self._last_deadline = 0
         self._admissions = 0
@@ -87,12 +88,7 @@ class WaitingQueue:
         self._num_pushed = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def entries(self) -> list[Waiting]:
-        """In static order; read only."""
-        return self._entries
+        return len(self.entries)
 
     def push(self, request: Request, *, front: bool = False) -> Waiting:
         """Adds a request; `front` for a retracted one."""
@@ -103,7 +99,7 @@ class WaitingQueue:
         self.num_retracted += request.retractions > 0
         self._note_age(entry)
         if not front:
-            due = self._admissions + len(self._entries) + self._config.max_overtakes
+            due = self._admissions + len(self.entries) + self._config.max_overtakes
             self._last_deadline = entry.deadline = max(due, self._last_deadline)
             self._by_arrival.append(entry)
         return entry
@@ -122,8 +118,8 @@ class WaitingQueue:
 
     def clear(self) -> list[Request]:
         """Empties the queue."""
-        requests = [entry.request for entry in self._entries]
-        self._entries.clear()
+        requests = [entry.request for entry in self.entries]
+        self.entries.clear()
         self._oldest.clear()
         self.num_retracted = 0
         self._by_arrival.clear()
@@ -146,11 +142,11 @@ class WaitingQueue:
 
     def regions(self) -> tuple[list[Waiting], list[Waiting]]:
         """The front region and the rest; meaningful only without priorities."""
-        cut = bisect_left(self._entries, NORMAL, key=lambda e: e.key[1])
-        return self._entries[:cut], self._entries[cut:]
+        cut = bisect_left(self.entries, NORMAL, key=lambda e: e.key[1])
+        return self.entries[:cut], self.entries[cut:]
 
     def _note_age(self, entry: Waiting) -> None:
-        if len(self._oldest) > 2 * len(self._entries) + MAX_STALE:  # rare: most policies admit the oldest first
+        if len(self._oldest) > 2 * len(self.entries) + MAX_STALE:  # rare: most policies admit the oldest first
             self._oldest = [item for item in self._oldest if item[2].is_queued]
             heapify(self._oldest)
         self._num_pushed += 1
@@ -161,9 +157,9 @@ class WaitingQueue:
         priority = config.priority_key(request.priority) if config.uses_priority else 0.0
         by_policy = -request.max_new_tokens if config.effective_policy == "lof" and region == NORMAL else 0
         entry.key = (priority, region, by_policy, request.seq)
-        insort(self._entries, entry, key=_KEY)
+        insort(self.entries, entry, key=_KEY)
 
     def _unplace(self, entry: Waiting) -> None:
-        index = bisect_left(self._entries, entry.key, key=_KEY)
-        assert self._entries[index] is entry
-        del self._entries[index]
+        index = bisect_left(self.entries, entry.key, key=_KEY)
+        assert self.entries[index] is entry
+        del self.entries[index]

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from moe_engine.logs import DATE_FORMAT
+from moe_engine.logs import DATE_FORMAT, StderrHandler
 
 WRITE_SECONDS = 0.01
 """Max seconds from the start of a response to the write of its line."""
@@ -45,7 +45,7 @@ def flush() -> None:
         handler.flush()
 
 
-class AccessHandler(logging.StreamHandler):  # type: ignore[type-arg]  # typeshed's alone is generic
+class AccessHandler(StderrHandler):
     """Collects lines in the server's event loop, and writes them `WRITE_SECONDS` later, at the latest at exit."""
 
     def __init__(self) -> None:

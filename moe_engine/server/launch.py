@@ -30,6 +30,7 @@ from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import place_in_cluster, prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.open_files import check_limit, raise_limit
+from moe_engine.processes.unblocked_stream import unblocked
 from moe_engine.server.listen import bind, url_host
 from moe_engine.server.tls import Certificate
 from moe_engine.tuning.doctor.memory_costs import LedgerCosts
@@ -209,9 +210,10 @@ def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> N
     body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
     scheme = "https://" if config.server.ssl_certfile else ""
     url = shlex.quote(f"{scheme}{url_host(host)}:{port}/v1/chat/completions")
+    out = unblocked(sys.stdout)
     with suppress(OSError):  # a full disk below the output does not end the server
-        print(f"READY in {seconds:.1f} s on port {port}. Try:")
-        print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
+        print(f"READY in {seconds:.1f} s on port {port}. Try:", file=out)
+        print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", file=out, flush=True)
 
 
 def server_settings(config: ResolvedConfig, port: int) -> ServerSettings:

@@ -23,6 +23,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.frontend.frontend import Observer
 from moe_engine.frontend.generation import Generation
 from moe_engine.logs import DATE_FORMAT
+from moe_engine.processes.unblocked_stream import unblocked
 from moe_engine.server.observers import Observers
 from moe_engine.server.request_ids import request_id
 from moe_engine.types import SamplingParams
@@ -164,7 +165,7 @@ def _logger(target: str) -> logging.Logger:
     found = logging.getLogger(f"moe_engine.requests.{target.replace('.', '_')}")
     if found.handlers:
         return found
-    handler: logging.Handler = _Output(sys.stdout) if target == STDOUT else _file_handler(target)
+    handler: logging.Handler = _Output(unblocked(sys.stdout)) if target == STDOUT else _file_handler(target)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt=DATE_FORMAT))
     found.addHandler(handler)
     found.setLevel(logging.INFO)

@@ -21,6 +21,7 @@ from moe_engine.tokenizer.chat_messages import ChatEncoder, prepare_message, ref
 from moe_engine.tokenizer.xtml import CLOSE, OPEN, RESPONSE, SEP, THINK, THINK_END, closed, opened
 
 END = "<|end_of_msg|>"
+IMAGE = "<|media_begin|><|media_content|><|media_pad|><|media_end|>"
 EFFORTS = ("low", "high", "max")
 _TOOLS = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
 _EFFORT = (
@@ -35,7 +36,7 @@ _TYPES = {bool: "boolean", type(None): "null", int: "number", float: "number", s
 class KimiK3Chat(ChatEncoder):
     """Writes prompts as a chat template does."""
 
-    reads_parts = False
+    reads_parts = True
     parsers = ("kimi_k3", "kimi_k3")
 
     def render(
@@ -60,7 +61,8 @@ class KimiK3Chat(ChatEncoder):
             out.append(_message(_EFFORT.format(effort), role="system", type="thinking-effort"))
         results: list[tuple[int, str]] = []
         for i, raw in enumerate(messages):
-            turn = prepare_message(raw, keep_parts=False)
+            turn = prepare_message(raw, keep_parts=True)
+            turn["content"] = _text(turn["content"])
             role = "system" if turn["role"] == "developer" else turn["role"]
             if role != "tool":
                 out += _in_order(results)
@@ -94,6 +96,13 @@ class KimiK3Chat(ChatEncoder):
 def load_kimi_k3(folder: Path | None, special_tokens: Mapping[str, str]) -> KimiK3Chat:
     """The encoder; it reads nothing from the checkpoint."""
     return KimiK3Chat()
+
+
+def _text(content: Any) -> Any:
+    """Parts of a content as one text, images as placeholders; their sizes are written when they are read."""
+    if not isinstance(content, list):
+        return content
+    return "".join(IMAGE if part["type"] == "image" else part["text"] for part in content)
 
 
 def _effort(kwargs: Mapping[str, Any] | None) -> str | None:

@@ -16,7 +16,8 @@ from moe_engine.types.request import NO_LORA_SLOT, FinishReason
 from moe_engine.types.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+# Classes of which every step makes new objects are not frozen: constructors of frozen classes take three times as long.
+@dataclass(slots=True)
 class NewRow:
     """A request entering the worker (also after a retraction): everything the worker needs, sent once."""
 
@@ -112,7 +113,7 @@ class StepFacts:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """What one step computes; may be empty. Lists are indexed by the R requests of the step, decodes first.
 
@@ -158,7 +159,7 @@ class StepPlan:
         return self.num_decodes == rows == starts == counts == slots == len(self.samples) and all(self.samples)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """Output of a step: the accepted tokens of each request of the plan that samples, in plan order.
 

@@ -16,6 +16,7 @@ from moe_engine.tuning.datasets import Vocabulary
 from moe_engine.tuning.simulator.agents import Agents, AgentShape
 from moe_engine.tuning.simulator.sessions import Recorded, link_sessions
 from moe_engine.tuning.simulator.traces import MOONCAKE_BLOCK, read_trace
+from moe_engine.tuning.simulator.workload import answer_tokens
 from tests.benchmarks import virtual_time
 from tests.e2e.server_process import ServerProcess
 
@@ -46,7 +47,7 @@ def test_sessions_depend_on_the_seed_alone():
         assert [arrival.turn for arrival in main] == [0, 1, 2, 3]
         assert len(arrivals) == SHAPE.requests == 8
         for before, after in pairwise(main):
-            answer = list(range(before.answer_ids, before.answer_ids + before.output_len))
+            answer = answer_tokens(before.answer_ids, 0, before.output_len)
             assert after.prompt_ids[: len(before.prompt_ids) + before.output_len] == before.prompt_ids + answer
     assert one[0][0].prompt_ids[:6] == one[2][0].prompt_ids[:6] != one[1][0].prompt_ids[:6]  # two groups
 

@@ -127,6 +127,14 @@ def test_too_large_a_model_names_the_sum(resolved):
     assert "this machine offers 16.00 GB (80% of 20.00 GB available" in text and "no flag changes that" in text
 
 
+def test_a_machine_with_more_gpus_than_ranks_names_tp_size(resolved):
+    eight = dataclasses.replace(machine(140, 141, "cuda"), num_devices=8)
+    text = refusal(resolved, V3, on=eight, load_format="dummy")
+    assert "this launch uses 1 of 8 GPUs; divide them with --tp-size 8, or let `moe-engine plan --workload`" in text
+    text = refusal(resolved, V3, on=dataclasses.replace(eight, num_devices=1), load_format="dummy")
+    assert "no flag changes that" in text and "--tp-size" not in text
+
+
 def test_too_large_a_host_tier_names_a_size_that_fits(resolved):
     tier = {"enable_hierarchical_cache": True}
     text = refusal(resolved, V2_LITE, on=machine(60, 64), hicache_size=100, **tier)

@@ -16,6 +16,8 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
     ("kind", "form"),
     [
         ("deepseek_v4", "chunked"),
+        ("deepseek_v41", "chunked"),
+        ("deepseek_v41", "n-gram drafts"),
         ("qwen3_moe", "chunked"),
         ("minimax_m2", "chunked"),
         ("minimax_m3", "chunked"),

@@ -23,6 +23,18 @@ from tests.models.checkpoints import write_tensors
 
 ARCHITECTURE = "KimiK3ForConditionalGeneration"
 TEXT, LATENT_EPS = "language_model.model.", 1e-6
+UNREAD = "vision_tower.patch_embed.proj.weight"
+IMAGE, PATCH = 271, 2
+"""The placeholder of an image, and the side of a patch in pixels."""
+VISION: dict[str, Any] = {
+    "patch_size": PATCH, "init_pos_emb_height": 5, "init_pos_emb_width": 5, "init_pos_emb_time": 4,
+    "vt_hidden_size": 16, "qkv_hidden_size": 24, "vt_intermediate_size": 20, "vt_num_attention_heads": 3,
+    "vt_num_hidden_layers": 2, "mm_hidden_size": 16, "text_hidden_size": 64, "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool", "mlp_type": "mlp2", "norm_type": "rmsnorm", "mm_projector_type": "patchmergerv2",
+    "attn_bias": False, "linear_bias": False, "patch_embed_proj_bias": False, "pos_emb_type": "divided_fixed",
+    "pos_emb_interpolation_mode": "bilinear", "projector_ln_eps": 1e-5, "projector_hidden_act": "gelu",
+}  # fmt: skip
+"""Of a tower, under the published names."""
 LINEAR: dict[str, Any] = {
     "head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": True,
     "full_attn_layers": [2, 5], "kda_layers": [1, 3, 4],
@@ -42,16 +54,24 @@ FIELDS: dict[str, Any] = {
 """Of the text model. The bounds of the activation are near its values; the last block of residuals has one layer."""
 
 
-def make_k3(directory: str | Path, seed: int, tokenizer: bool = True, **overrides: Any) -> Path:
-    """A checkpoint in float32, with a tensor of a vision tower; overrides: fields of the text model."""
+def make_k3(
+    directory: str | Path, seed: int, tokenizer: bool = True, vision: dict[str, Any] | None = None, **overrides: Any
+) -> Path:
+    """A checkpoint in float32, with a vision tower or one unread tensor of it; overrides: fields of the text model."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     fields = FIELDS | overrides
-    tensors = random_tensors(fields, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = random_tensors(fields, generator)
+    if vision is not None:
+        del tensors[UNREAD]
+        tensors |= tower_tensors(vision, generator)
+        tensors["language_model.lm_head.weight"][IMAGE] = 0  # no answer has a placeholder
     write_tensors(path, tensors)
     outer = {"architectures": [ARCHITECTURE], "model_type": "kimi_k3", "media_placeholder_token_id": VOCAB_SIZE - 1}
     outer |= {"bos_token_id": BOS, "eos_token_id": EOS, "text_config": fields | {"dtype": "float32"}}
-    outer |= {"vision_config": {"model_type": "kimi_k3_vision", "patch_size": 14}}
+    if vision is not None:
+        outer |= {"vision_config": {"model_type": "kimi_k3_vision"} | vision, "media_placeholder_token_id": IMAGE}
     (path / "config.json").write_text(json.dumps(outer, indent=1))
     if tokenizer:
         write_tokenizer(path, fields["vocab_size"])
@@ -139,8 +159,28 @@ def random_tensors(f: dict[str, Any], generator: torch.Generator) -> dict[str, T
     scores(f"{TEXT}output_attn_res")
     norm(f"{TEXT}norm", hidden)
     matrix("language_model.lm_head", f["vocab_size"], hidden, 2.0)
-    found["vision_tower.patch_embed.proj.weight"] = noise(8, 3, 2, 2)
+    found[UNREAD] = noise(8, 3, 2, 2)
     return found
+
+
+def tower_tensors(v: dict[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+    """Random tensors of a tower and its projector, under the published names."""
+    width, inner, mlp, out = (
+        v[f"{name}_size"] for name in ("vt_hidden", "qkv_hidden", "vt_intermediate", "text_hidden")
+    )
+    shapes = {UNREAD: (width, 3, PATCH, PATCH)}
+    shapes["vision_tower.patch_embed.pos_emb.weight"] = (v["init_pos_emb_height"], v["init_pos_emb_width"], width)
+    for i in range(v["vt_num_hidden_layers"]):
+        block = f"vision_tower.encoder.blocks.{i}"
+        shapes |= {f"{block}.{name}.weight": (width,) for name in ("norm0", "norm1")}
+        shapes |= {f"{block}.wqkv.weight": (3 * inner, width), f"{block}.wo.weight": (width, inner)}
+        shapes |= {f"{block}.mlp.fc0.weight": (mlp, width), f"{block}.mlp.fc1.weight": (width, mlp)}
+    shapes |= {"vision_tower.encoder.final_layernorm.weight": (width,), "mm_projector.post_norm.weight": (out,)}
+    shapes |= {f"mm_projector.proj.{i}.weight": (rows, 4 * width) for i, rows in ((0, 4 * width), (2, out))}
+    return {
+        name: ("norm" in name) + (0.2 if "norm" in name else 0.4) * torch.randn(*shape, generator=generator)
+        for name, shape in shapes.items()
+    }
 
 
 class K3Reference:
@@ -151,18 +191,20 @@ class K3Reference:
         tensors = load_file(path / "model.safetensors") if tensors is None else tensors
         self._tensors = {name.removeprefix("language_model."): t.double() for name, t in tensors.items()}
 
-    def logits(self, ids: list[int]) -> Tensor:
-        """[T, V]."""
-        return self.hidden(ids) @ self._weight("lm_head").T
+    def logits(self, ids: list[int], images: Tensor | None = None) -> Tensor:
+        """[T, V]. images: see `streams`."""
+        return self.hidden(ids, images) @ self._weight("lm_head").T
 
-    def hidden(self, ids: list[int]) -> Tensor:
+    def hidden(self, ids: list[int], images: Tensor | None = None) -> Tensor:
         """The final norm's result, [T, D]."""
-        return self._norm("model.norm", self.streams(ids)[-1])
+        return self._norm("model.norm", self.streams(ids, images)[-1])
 
-    def streams(self, ids: list[int]) -> list[Tensor]:
-        """What each layer's first norm reads, and the final one: [T, D] each."""
+    def streams(self, ids: list[int], images: Tensor | None = None) -> list[Tensor]:
+        """What each layer's first norm reads, and the final one: [T, D] each. images: rows of the image tokens."""
         f, found = self.fields, list[Tensor]()
         rows = [self._weight("model.embed_tokens")[torch.tensor(ids)]]  # the embedding, then the sum of each block
+        if images is not None:
+            rows[0][torch.tensor(ids) == IMAGE] = images
         for i in range(f["num_hidden_layers"]):
             layer = f"model.layers.{i}"
             found.append(self._mixed(f"{layer}.self_attention_res", rows))

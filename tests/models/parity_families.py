@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_engine.media.image_process import load_processor
 from tests.models import (
+    deepseek_v41,
     kimi_checkpoints,
     kimi_k3,
     minimax_m3_images,
@@ -161,9 +162,16 @@ def k3_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, lambda ids, images: reference.logits(ids), text_prompts)
 
 
+def v41_family(kind: str, path: Path, seed: int) -> Family:
+    """The formulas in float64: no released transformers has such a model."""
+    reference = deepseek_v41.V41Reference(deepseek_v41.make_v41(path, seed, max_position_embeddings=1024))
+    return Family(path, lambda ids, images: reference.logits(ids), text_prompts)
+
+
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
+    "deepseek_v41": v41_family,
 }  # fmt: skip
 
 

@@ -50,6 +50,35 @@ QWEN3_NEXT: dict[str, Any] = {
     "linear_value_head_dim": 128, "rope_theta": 10000000, "max_position_embeddings": 262144, "vocab_size": 151936,
     "eos_token_id": 151645, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
 }  # fmt: skip
+GLM_5_2: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144, "head_dim": 192,
+    "num_hidden_layers": 78, "first_k_dense_replace": 3, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+    "intermediate_size": 12288, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048,
+    "kv_lora_rank": 512, "qk_head_dim": 256, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "index_topk_freq": 4, "index_skip_topk_offset": 3,
+    "index_topk_pattern": None, "index_share_for_mtp_iteration": True, "indexer_rope_interleave": True,
+    "indexer_types": ["full"] * 3 + (["shared"] * 3 + ["full"]) * 18 + ["shared"] * 3, "n_group": 1, "topk_group": 1,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1, "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "max_position_embeddings": 1048576, "vocab_size": 154880, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": [154820, 154827, 154829], "moe_router_dtype": "float32",
+}  # fmt: skip
+"""GLM-5.3 has the same fields."""
+QWEN3_8: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 8192,
+    "num_hidden_layers": 92, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 256,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 23, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 128, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+    "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 2048,
+    "shared_expert_intermediate_size": 2048, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "attn_output_gate": True, "output_gate_type": "swish", "partial_rotary_factor": 0.25, "vocab_size": 248320,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+    "dtype": "bfloat16", "bos_token_id": 248044, "eos_token_id": 248044, "pad_token_id": None,
+}  # fmt: skip
+"""Qwen3.8-2.4T-A95B."""
 KIMI_LINEAR: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 2304,
     "intermediate_size": 9216, "moe_intermediate_size": 1024, "num_hidden_layers": 27, "num_attention_heads": 32,
@@ -100,7 +129,15 @@ KIMI_K3: dict[str, Any] = {
             },
         },
     },
-    "vision_config": {"model_type": "kimi_k3_vision", "patch_size": 14, "vt_hidden_size": 1024},
+    "vision_config": {
+        "patch_size": 14, "vt_hidden_size": 1024, "qkv_hidden_size": 1536, "vt_intermediate_size": 4096,
+        "vt_num_attention_heads": 12, "vt_num_hidden_layers": 27, "init_pos_emb_height": 64, "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4, "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool", "mlp_type": "mlp2",
+        "norm_type": "rmsnorm", "attn_bias": False, "linear_bias": False, "patch_embed_proj_bias": False,
+        "pos_emb_type": "divided_fixed", "pos_emb_interpolation_mode": "bilinear", "mm_hidden_size": 1024,
+        "mm_projector_type": "patchmergerv2", "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
+        "activation_func": "gelu_pytorch_tanh", "text_hidden_size": 7168,
+    },
 }  # fmt: skip
 """The fields of the published file; of the ignored modules of its quantization, those that the text model has."""
 LING_FLASH: dict[str, Any] = {

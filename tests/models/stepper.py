@@ -166,10 +166,11 @@ def make_kv(
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
     def caches(layer: int) -> Any:
-        if isinstance(config.attention, CompressedConfig):
-            return CompressedCache.of_layer(config, layer, num_slots, max_rows, empty)
         found = tuple(empty(num_slots, *part) for part in config.kv_parts(layer, name))
         return found[0] if len(found) == 1 else found
 
     first = config.num_layers if num_mtp_layers else 0
-    return [caches(i) for i in range(first, first + (num_mtp_layers or config.num_layers))]
+    layers = range(first, first + (num_mtp_layers or config.num_layers))
+    if isinstance(config.attention, CompressedConfig):
+        return list(CompressedCache.of_layers(config, layers, num_slots, max_rows, empty))
+    return [caches(i) for i in layers]

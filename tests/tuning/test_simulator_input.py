@@ -13,6 +13,7 @@ import pytest
 
 from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
+from moe_engine.scheduler.session_hold import TAIL
 from moe_engine.tuning import calibration
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.answer_steps import Decode, Stream, chunks_of, common_steps
@@ -34,6 +35,7 @@ from moe_engine.tuning.measured_points import (
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.traces import read_trace
+from moe_engine.tuning.simulator.workload import Numbers, answer_tokens
 from tests.models.published import V3
 
 
@@ -422,3 +424,16 @@ def test_simulate_for_other_hardware(tmp_path, capsys):
     capsys.readouterr()
     assert main(["simulate", "--model-path", str(path), "--hardware", "2xH200", "--tp", "8"]) == 2
     assert "--hardware has 2" in capsys.readouterr().err
+
+
+def test_parts_of_answers_that_tell_requests_and_sessions_apart_occur_in_no_other_answer() -> None:
+    rng, numbers = random.Random(), Numbers()
+    lengths = [rng.randint(1, 90) for _ in range(30)]
+    starts = [numbers.take(length + 1) for length in lengths]
+    answers = [answer_tokens(number, 0, length) for number, length in zip(starts, lengths)]
+    for number, answer in zip(starts, answers):
+        begin = rng.randint(0, len(answer))
+        end = rng.randint(begin, len(answer))
+        assert answer_tokens(number, begin, end) == answer[begin:end] and answer[0] == number
+    windows = [tuple(answer[max(end - TAIL, 0) : end]) for answer in answers for end in range(1, len(answer) + 1)]
+    assert len(set(windows)) == len(windows) == sum(lengths)

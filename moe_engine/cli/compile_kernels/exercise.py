@@ -105,7 +105,7 @@ def _caches(model: ModelConfig, kv_dtype: str, activations: str, max_rows: int) 
         return torch.empty(*shape, dtype=dtype, device=META)
 
     if isinstance(model.attention, CompressedConfig):
-        return [CompressedCache.of_layer(model, i, SLOTS, max_rows, new) for i in range(model.num_layers)]
+        return list(CompressedCache.of_layers(model, range(model.num_layers), SLOTS, max_rows, new))
 
     def parts(layer: int) -> tuple[Tensor, ...]:
         return tuple(new(SLOTS, *part) for part in model.kv_parts(layer, kv_dtype))

@@ -21,6 +21,7 @@ from moe_engine.cli.router.fleet import Fleet
 from moe_engine.errors import ConfigError
 from moe_engine.processes.child import describe_exit, end_with_parent
 from moe_engine.processes.stop_signals import stop_signals
+from moe_engine.processes.unblocked_stream import unblocked
 from moe_engine.server.listen import bind
 
 POLL_SECONDS = 0.2
@@ -54,7 +55,7 @@ class Worker:
         if code is None:
             if not self.is_healthy and _is_healthy(f"http://127.0.0.1:{self.port}"):
                 self.is_healthy = self.was_healthy = True
-                print(f"server on port {self.port} is ready", flush=True)
+                print(f"server on port {self.port} is ready", file=unblocked(sys.stdout), flush=True)
             return
         if code == 2 and not self.was_healthy:
             raise ConfigError(f"the server on port {self.port} refused its flags, see its message above")
@@ -63,7 +64,8 @@ class Worker:
         now = time.monotonic()
         if not self._restart_at:
             self._restart_at = now + RESTART_SECONDS
-            print(f"server on port {self.port} {describe_exit(code)}; it is started again", file=sys.stderr, flush=True)
+            out = unblocked(sys.stderr)
+            print(f"server on port {self.port} {describe_exit(code)}; it is started again", file=out, flush=True)
         elif now >= self._restart_at:
             self._restart_at = 0.0
             self.start()
@@ -88,7 +90,7 @@ def run(fleet: Fleet) -> int:
                     raise ChildProcessError(f"the router {describe_exit(code)}")
                 if not shown and all(worker.was_healthy for worker in workers) and _is_healthy(fleet.url):
                     shown = True
-                    print(f"READY: {len(workers)} servers behind {fleet.url}", flush=True)
+                    print(f"READY: {len(workers)} servers behind {fleet.url}", file=unblocked(sys.stdout), flush=True)
                 time.sleep(POLL_SECONDS)
         except ChildProcessError as error:
             print(f"moe-engine router: {error}", file=sys.stderr)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: a simulation makes several objects for every step, and constructors of frozen classes take three times as
+# long.
+@dataclass(slots=True)
 class StepShape:
     """One step of one rank, the busiest of its group.
 
@@ -33,7 +35,7 @@ class StepShape:
     prefill_fresh: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepCost:
     """Seconds of a step, and of each resource in it: hbm, flops, all_to_all, all_reduce, launches, host; with weights
     in host memory also bus, the wait for their copies."""

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields
 
 from moe_engine.errors import ConfigError
-from moe_engine.tuning.simulator.workload import Arrival, Numbers
+from moe_engine.tuning.simulator.workload import Arrival, Numbers, answer_tokens
 
 PAUSES = ("exponential", "lognormal", "constant")
 SESSION_NUMBERS = 1 << 28
@@ -185,7 +185,7 @@ class _Session:
 
 
 def _with_answer(arrival: Arrival) -> list[int]:
-    return [*arrival.prompt_ids, *range(arrival.answer_ids, arrival.answer_ids + arrival.output_len)]
+    return arrival.prompt_ids + answer_tokens(arrival.answer_ids, 0, arrival.output_len)
 
 
 def _new_text(numbers: Numbers, count: int) -> list[int]:

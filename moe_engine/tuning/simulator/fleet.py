@@ -18,7 +18,7 @@ from moe_engine.tuning.simulator.rank_log import GroupLogs, RankLog
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica import Replica
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
-from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers, Workload
+from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers, Workload, answer_tokens
 
 NEVER = math.inf
 
@@ -240,9 +240,9 @@ class Fleet:
 
     def _ended(self, replica: Replica, group: int, running: Running, now: float) -> None:
         arrival = running.arrival
-        first = arrival.answer_ids
-        index = self._indices[replica, group]
-        self._router.ended(index, running.prompt, range(first, first + arrival.output_len))
+        if running.prompt is not None:
+            answer = answer_tokens(arrival.answer_ids, 0, arrival.output_len)
+            self._router.ended(self._indices[replica, group], running.prompt, answer)
         self._followed_by(arrival, now + self.recorder.answer_seconds)
 
     def _followed_by(self, arrival: Arrival, now: float) -> None:

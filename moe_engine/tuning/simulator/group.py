@@ -21,7 +21,8 @@ from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.rank_log import GroupLog
 from moe_engine.tuning.simulator.recorder import Running
 from moe_engine.tuning.simulator.runs import Runs
-from moe_engine.types import Request, SamplingParams, StepPlan, StepResult
+from moe_engine.tuning.simulator.workload import answer_tokens
+from moe_engine.types import KVOps, Request, SamplingParams, StepPlan, StepResult
 
 EOS = 0
 SAMPLING = SamplingParams(max_new_tokens=None)
@@ -161,12 +162,11 @@ class Group:
     def _next_tokens(self, request: Request, count: int) -> list[int]:
         """The next tokens of its answer; the last one is the end token, unless the answer ends by its length."""
         done = len(request.output_ids)
-        first = request.seed + done
         running = self.running.get(request.rid)
         if running is None or done + count < running.arrival.output_len:
-            return [first] if count == 1 else list(range(first, first + count))
+            return answer_tokens(request.seed, done, done + count)
         left = max(running.arrival.output_len - done, 1)
-        tokens = list(range(first, first + left))
+        tokens = answer_tokens(request.seed, done, done + left)
         if done + left < request.max_new_tokens:
             tokens[-1] = EOS
         return tokens
@@ -214,7 +214,7 @@ class Group:
         """Begins a run of `rows` requests with the next step of `runs`."""
         self.chunk_size = chunk_size
         self.run_rows, self.run_from, self._run_began = rows, runs.step, runs.sums.mark()
-        self._contended = self._run_began if self.scheduler.table.queue else None
+        self._contended = self._run_began if self.scheduler.table.queue.entries else None
 
     def queued_in_run(self, sums: StepSums) -> None:
         """Records that a request waits during the run."""
@@ -226,7 +226,7 @@ class Group:
         taken = sums.since(self._run_began)
         if steps := taken.count:
             waits = Steps() if self._contended is None else sums.since(self._contended)
-            run_decodes(self.scheduler, taken, waits, lambda request: request.seed + len(request.output_ids))
+            run_decodes(self.scheduler, taken, waits, _answer)
             self.load_tokens += self.run_rows * steps
             number, plan, sampled = self._plans[0]
             self._plans[0] = (number + steps, plan, sampled)
@@ -240,7 +240,7 @@ class Group:
                 self.chunk_size, decodes, self.chunk_times, self._run_began, runs.sums.mark(), self._contended,
                 in_flight, launched, runs.chunks_in_a_row(index),
             )  # fmt: skip
-            plan = run_chunks(self.scheduler, run, lambda request: request.seed + len(request.output_ids))
+            plan = run_chunks(self.scheduler, run, _answer)
             self.load_tokens += self.run_rows * decodes
             self._plans = [] if plan is None else [(plan.number, plan, self.scheduler.last_sampled)]
         self.run_rows = self.chunk_size = 0
@@ -256,15 +256,23 @@ class Group:
         return StepShape(len(decodes), context, 0, 0, 0, len(decodes))
 
 
-def loaded_tokens(plan: StepPlan) -> int:
+def _answer(request: Request, count: int) -> list[int]:
+    """The next tokens of its answer, which does not end with them."""
+    done = len(request.output_ids)
+    return answer_tokens(request.seed, done, done + count)
+
+
+def loaded_tokens(kv_ops: KVOps) -> int:
     """Tokens that a step loads from the host-RAM tier."""
-    return 0 if plan.kv_ops is None else sum(len(load.places) for load in plan.kv_ops.loads)
+    return sum(len(load.places) for load in kv_ops.loads)
 
 
 def shape_of(plan: StepPlan) -> StepShape:
     """Counts of one scheduler's step."""
     num = plan.num_decodes
     counts, starts = plan.counts, plan.starts
+    if num == len(counts) and plan.speculation is None:
+        return StepShape(num, sum(starts) + num, 0, 0, 0, num)
     decode_tokens = sum(counts[:num])
     drafts = max(counts[:num], default=1) - 1 if plan.speculation is not None else 0
     tokens = pairs = cached = fresh = 0

@@ -17,21 +17,30 @@ class GroupPlans:
 
     Attributes:
         shapes: of each plan. groups: that have a plan.
+        rows, tokens: decoding requests and prompt tokens of all. most_rows: decoding requests of the group with most.
         prefilled: whether a plan has prompts. loaded: most tokens that one loads from the host-RAM tier.
         drained: first group whose result was applied before its plan; NEVER: none.
     """
 
     shapes: list[StepShape]
     groups: set[int]
+    rows: int = 0
+    tokens: int = 0
+    most_rows: int = 0
     prefilled: bool = False
     loaded: int = 0
     drained: int = NEVER
 
     def add(self, group: int, plan: StepPlan) -> None:
-        self.shapes.append(shape_of(plan))
+        shape = shape_of(plan)
+        self.shapes.append(shape)
         self.groups.add(group)
+        self.rows += shape.decode_rows
+        self.tokens += shape.prefill_tokens
+        self.most_rows = max(self.most_rows, shape.decode_rows)
         self.prefilled |= plan.num_decodes < len(plan.rows)
-        self.loaded = max(self.loaded, loaded_tokens(plan))
+        if plan.kv_ops is not None:
+            self.loaded = max(self.loaded, loaded_tokens(plan.kv_ops))
 
 
 def joint_cost(costs: StepCostModel, shapes: Sequence[StepShape], skew: float = 0.0) -> StepCost:
@@ -41,12 +50,14 @@ def joint_cost(costs: StepCostModel, shapes: Sequence[StepShape], skew: float = 
     Args:
         skew: as `StepShape.expert_skew`.
     """
-    kinds = [
-        [shape for shape in shapes if bool(shape.prefill_tokens) is with_prompts] for with_prompts in (True, False)
-    ]
-    num_tokens = sum([shape.global_tokens for shape in shapes])
-    found = [costs.step(busiest(kind, num_tokens, skew)) for kind in kinds if kind]
-    return found[0] if len(found) == 1 else max(found, key=lambda cost: cost.seconds)
+    num_tokens, prompts, decodes = 0, list[StepShape](), list[StepShape]()
+    for shape in shapes:
+        num_tokens += shape.global_tokens
+        (prompts if shape.prefill_tokens else decodes).append(shape)
+    if not prompts or not decodes:
+        return costs.step(busiest(prompts or decodes, num_tokens, skew))
+    found = costs.step(busiest(prompts, num_tokens, skew)), costs.step(busiest(decodes, num_tokens, skew))
+    return found[1] if found[1].seconds > found[0].seconds else found[0]
 
 
 def busiest(shapes: Sequence[StepShape], num_tokens: int, skew: float = 0.0) -> StepShape:

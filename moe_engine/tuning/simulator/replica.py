@@ -13,7 +13,7 @@ from moe_engine.core.dp_sync import PrefillTurns
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
-from moe_engine.tuning.costs.step_cost import StepCost, StepShape
+from moe_engine.tuning.costs.step_cost import StepCost
 from moe_engine.tuning.simulator.expert_load import Balancer
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group
@@ -112,12 +112,12 @@ class Replica:
 
     def read_loads(self, loads: LoadTable) -> None:
         """Sets the unfinished work of each group, as its production scheduler reports it."""
-        for index in self._changed:
-            group = self.groups[index]
-            loads.num_requests[index] = len(group.running)
-            loads.num_uncomputed[index] = group.load_uncomputed
-            self._runs.set_load(index, group.load_tokens - group.run_rows * group.run_from)
-        self._changed.clear()
+        if changed := list(self._changed):
+            groups = [self.groups[index] for index in changed]
+            loads.num_requests[changed] = [len(group.running) for group in groups]
+            loads.num_uncomputed[changed] = [group.load_uncomputed for group in groups]
+            self._runs.set_loads(changed, [group.load_tokens - group.run_rows * group.run_from for group in groups])
+            self._changed.clear()
         self._runs.read_loads(loads.num_tokens)
 
     @property
@@ -173,7 +173,7 @@ class Replica:
         if not is_step:
             self._collect(None)
             return
-        flight = self._launch(planned.shapes, planned.groups, of_runs)
+        flight = self._launch(planned, of_runs)
         if planned.loaded:  # the copies of the ranks, beside the step
             loaded_at = flight.end - flight.cost.seconds + planned.loaded * self.spec.load_seconds
             flight.end = max(flight.end, loaded_at)
@@ -250,17 +250,16 @@ class Replica:
         for turns, of_group in zip(self._turns_of.values(), facts):
             turns.after(tuple(facts), of_group.delay)
 
-    def _launch(self, shapes: list[StepShape], pending: set[int], of_runs: RunStep | None) -> Flight:
-        """`shapes`: of groups that are in no run."""
+    def _launch(self, planned: GroupPlans, of_runs: RunStep | None) -> Flight:
+        """The step of the groups that are in no run, and of those in runs."""
+        shapes = planned.shapes
         cost = joint_cost(self.spec.costs, shapes if of_runs is None else [*shapes, *of_runs[0]], self._skew)
         if self.balancer is not None:
             self.balancer.passed(1)
         begin = self.now if self._flight is None else max(self.now, self._flight.end)
         self.num_steps += 1
         self.busy_seconds += cost.seconds
-        rows = sum([shape.decode_rows for shape in shapes])
-        tokens = sum([shape.prefill_tokens for shape in shapes])
-        most_rows = max([shape.decode_rows for shape in shapes], default=0)
+        rows, tokens, most_rows = planned.rows, planned.tokens, planned.most_rows
         chunks: set[int] = set()
         if of_runs is not None:
             run_shapes, run_rows, run_tokens = of_runs
@@ -268,7 +267,7 @@ class Replica:
             most_rows = max(most_rows, *[shape.decode_rows for shape in run_shapes])
             chunks |= self._runs.chunking if run_tokens else chunks
         is_graph = not tokens and self.spec.graphs.size_for(most_rows) is not None
-        return Flight(cost, begin + cost.seconds, pending, rows, tokens, begin, chunks=chunks, is_graph=is_graph)
+        return Flight(cost, begin + cost.seconds, planned.groups, rows, tokens, begin, chunks=chunks, is_graph=is_graph)
 
     @property
     def _skew(self) -> float:
@@ -295,7 +294,7 @@ class Replica:
                 self._apply(index)
             if self._runs.members:
                 self._counts.count(self._runs, self.groups, self._flight, previous, self.now)
-                self._changed |= self._flight.chunks
+                self._changed.update([index for index in self._flight.chunks if self.groups[index].run_rows])
         self._flight, ends, self._ends = behind, self._ends, 0
         if behind is None:
             return

@@ -97,9 +97,9 @@ class Runs:
         self._ends[group] = NEVER
         self._is_stale = True
 
-    def set_load(self, group: int, tokens: int) -> None:
-        """Sets the tokens of a group's requests; of a member, extrapolated back to step 0."""
-        self._loads[group] = tokens
+    def set_loads(self, groups: list[int], tokens: list[int]) -> None:
+        """Sets the tokens of the requests of each of these groups; of a member, extrapolated back to step 0."""
+        self._loads[groups] = tokens
 
     def read_loads(self, tokens: NDArray[np.int64]) -> None:
         """Sets the tokens of the requests of each group now."""
@@ -148,9 +148,9 @@ class Runs:
             if chunks.some_in_a_row:
                 chunks.decoded(self._rows)
             return ([self.shape()], self.total_rows, 0) if self.total_rows else None
-        rows = self._rows * ~chunks.mask
-        context = self._context + self._rows * self.step
-        context *= ~chunks.mask
+        rows = self._rows * chunks.others
+        context = self._context + rows * self.step
+        context *= chunks.others
         decodes, tokens = self.total_rows - chunks.num_rows, chunks.num_tokens
         most = chunks.shape()
         shapes = [StepShape(0, 0, 0, *most, tokens, prefill_cached=chunks.cached, prefill_fresh=chunks.fresh)]
@@ -173,7 +173,7 @@ class _Chunks:
     chunk; `num_tokens`: tokens of a chunk of each."""
 
     def __init__(self, num_groups: int) -> None:
-        self.mask = np.zeros(num_groups, np.bool_)
+        self.mask, self.others = np.zeros(num_groups, np.int64), np.ones(num_groups, np.int64)
         self.in_a_row = np.zeros(num_groups, np.int64)
         self.num_rows = self.num_tokens = 0
         self.some_in_a_row = False
@@ -183,7 +183,7 @@ class _Chunks:
         self._most_in_a_row = NEVER
 
     def join(self, group: int, rows: int, limits: ChunkLimits, most_in_a_row: int) -> None:
-        self.mask[group] = True
+        self.mask[group], self.others[group] = 1, 0
         self.num_rows += rows
         self.num_tokens += limits.size
         self.in_a_row[group], self._most_in_a_row = limits.in_a_row, most_in_a_row
@@ -191,7 +191,7 @@ class _Chunks:
         self._sizes[group], self._starts[group], self._left[group] = limits.size, limits.start, limits.chunks
 
     def leave(self, group: int, rows: int) -> None:
-        self.mask[group] = False
+        self.mask[group], self.others[group] = 0, 1
         self.num_rows -= rows
         self.num_tokens -= self._sizes.item(group)
         self.in_a_row[group] = self._sizes[group] = self._starts[group] = 0

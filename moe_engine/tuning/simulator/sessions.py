@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moe_engine.tuning.simulator.traces import BLOCKS_FROM, MOONCAKE_BLOCK
-from moe_engine.tuning.simulator.workload import Arrival, Numbers
+from moe_engine.tuning.simulator.workload import Arrival, Numbers, answer_tokens
 
 ANSWERS_FROM = 1 << 48
 
@@ -61,7 +61,7 @@ class Recorded:
         follower = turn.arrival
         if turn.continues:
             known = len(arrival.prompt_ids) + arrival.output_len
-            answer = range(arrival.answer_ids, arrival.answer_ids + arrival.output_len)
+            answer = answer_tokens(arrival.answer_ids, 0, arrival.output_len)
             follower.prompt_ids = [*arrival.prompt_ids, *answer, *follower.prompt_ids[known:]]
         if follower.pause is None:
             follower.seconds = max(finished, arrival.seconds + turn.gap)

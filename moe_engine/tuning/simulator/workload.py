@@ -7,9 +7,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from moe_engine.scheduler.session_hold import TAIL
+
 FIRST_TOKEN = 1 << 20
 """Tokens of answers and of text that occurs once are numbered from here on, so that only copied text matches the prefix
 cache. Smaller tokens are those of a dataset."""
+
+
+_COMMON: list[int] = []
+"""By position: tokens of all answers. They share the objects; a list of other numbers takes five times the memory."""
+_FIRST_COMMON = 1 << 50
+
+
+def answer_tokens(number: int, begin: int, end: int) -> list[int]:
+    """Tokens [begin, end) of an answer. The first one, `number`, and then every `TAIL`th one occur in no other answer:
+    prefixes are told apart by the first token that differs, sessions by their last `TAIL` tokens. The others depend on
+    their position alone."""
+    if end > len(_COMMON):
+        _COMMON.extend(range(_FIRST_COMMON + len(_COMMON), _FIRST_COMMON + 2 * end))
+    tokens = _COMMON[begin:end]
+    own = begin + -begin % TAIL
+    tokens[own - begin :: TAIL] = range(number + own, number + end, TAIL)
+    return tokens
 
 
 class Numbers:
@@ -30,8 +49,8 @@ class Arrival:
     """A request. `seconds`: its arrival on the simulated clock; `output_len`: tokens of its answer.
 
     `max_tokens` is what the client allows (at least `output_len`; the scheduler sees this limit only). `answer_ids` is
-    the number of its first answer token, drawn by the simulation. `conversation` identifies the turns of a dialogue, or
-    of a sub-agent within it. `pause`: seconds after the previous answer; None: at `seconds`.
+    the number of its first answer token (`answer_tokens`), drawn by the simulation. `conversation` identifies the turns
+    of a dialogue, or of a sub-agent within it. `pause`: seconds after the previous answer; None: at `seconds`.
     """
 
     seconds: float

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_engine.kernels.compression.protocol import Kept
 from moe_engine.kernels.kv_format.formats import STORED
 from moe_engine.models.compressed_cache import CompressedCache, num_kept
-from moe_engine.models.compressed_config import KeptRows
+from moe_engine.models.compressed_config import KeptRows, entry_group
 from moe_engine.models.config import ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -38,6 +38,8 @@ class KVSpec:
     """Tokens of an entry (0: none) and channels of its tensors, by layer; (): no layer has entries."""
     kept: tuple[KeptRows | None, ...] = ()
     """What is kept of contributions to entries, by layer; (): no layer has entries."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The layers that read the entries of a layer's cache, by layer; (): no layer has entries."""
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
@@ -68,6 +70,10 @@ class KVSpec:
         """`kept` of a layer."""
         return self.kept[layer] if self.kept else None
 
+    def group_of(self, layer: int) -> tuple[int, ...]:
+        """`groups` of a layer."""
+        return self.groups[layer] if self.groups else (layer,)
+
 
 def kv_spec(
     config: ModelConfig, kv_dtype: str, num_further_layers: int = 0, head: ModelConfig | None = None,
@@ -83,7 +89,8 @@ def kv_spec(
     if not any(rate for rate, _ in entries):
         return KVSpec(tuple(layers), dtype)
     kept = tuple(config.kept_rows(i, draft_slots) for i in range(len(layers)))
-    return KVSpec(tuple(layers), dtype, tuple(entries), kept)
+    groups = tuple(entry_group(config.attention_of(i), i) for i in range(len(layers)))
+    return KVSpec(tuple(layers), dtype, tuple(entries), kept, groups)
 
 
 class KVPool:
@@ -139,7 +146,8 @@ class KVPool:
         self._raw_windows: list[Tensor] = []
         self.undivided: set[int] = set()
         """Numbers of the tensors of `row_widths` that all ranks have whole beside their KV heads: index keys."""
-        for layer, parts in enumerate(self._tensors):
+        for layer in rows:
+            parts = self._parts(layer, rows[layer])
             own = self._raw_windows if layer in bounded else self._raw
             num_parts = len(spec.layers[layer])
             own += [_bytes(tensor[: rows[layer]], rows[layer]) for tensor in parts[:num_parts]]
@@ -147,28 +155,39 @@ class KVPool:
                 self.undivided.add(len(own) - 1)
             own += [_bytes(kept.rows, rows[layer]) for kept in self._kept[layer] if kept.block]
             if spec.entry_of(layer)[0]:
-                entries = (parts[0][rows[layer] :], *parts[num_parts:])
+                entries = (parts[0][len(spec.group_of(layer)) * rows[layer] :], *parts[num_parts:])
                 self._raw += [_bytes(tensor, num_slots + page_size) for tensor in entries]
         of_states = {} if states is None else states.layers
-        self.layers: Sequence[Any] = tuple(
-            of_states[i] if i in of_states else self._cache(i, rows[i], parts) for i, parts in enumerate(self._tensors)
-        )
+        self.layers: Sequence[Any] = tuple(of_states[i] if i in of_states else self._cache(i, rows[i]) for i in rows)
 
     def _shapes(self, layer: int, rows: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Rows and shape of a row of each tensor of a layer. The first tensor has entries after the rows of tokens."""
+        """Rows and shape of a row of each tensor of a layer. The first tensor has entries after the rows of tokens, of
+        all layers that read them."""
         shapes, (rate, widths) = [(rows, part) for part in self.spec.layers[layer]], self.spec.entry_of(layer)
         if not rate:
-            return shapes
+            return shapes if self.spec.group_of(layer)[0] == layer else shapes[1:]
+        rows *= len(self.spec.group_of(layer))
         num_entries = (self.num_slots + self.page_size) // rate
         (_, first), *others = shapes
         return [(rows + num_entries, first), *others, *((num_entries, (1, width)) for width in widths[1:])]
 
-    def _cache(self, layer: int, rows: int, parts: list[Tensor]) -> Any:
+    def _parts(self, layer: int, rows: int) -> list[Tensor]:
+        """The tensors of a layer; that of its tokens may be a part of another layer's."""
+        source = self.spec.group_of(layer)[0]
+        if source == layer:
+            return self._tensors[layer]
+        return [self._tensors[source][0][self.spec.group_of(layer).index(layer) * rows :], *self._tensors[layer]]
+
+    def _cache(self, layer: int, rows: int) -> Any:
         """A layer's entry of `layers`."""
         if self.spec.entries:
-            num_parts = len(self.spec.layers[layer])
-            keys = parts[num_parts] if len(parts) > num_parts else None
-            return CompressedCache(parts[0], rows, self._kept[layer], keys)
+            group = self.spec.group_of(layer)
+            tensors, num_parts = self._tensors[group[0]], len(self.spec.layers[group[0]])
+            keys = tensors[num_parts] if len(tensors) > num_parts else None
+            ids = tensors[1] if num_parts > 1 else None
+            place = group.index(layer), len(group)
+            return CompressedCache.part(tensors[0], *place, rows, self._kept[group[0]], keys, ids)
+        parts = self._tensors[layer]
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     @property

@@ -100,6 +100,24 @@ def test_tiles_have_the_bits_of_vectors(library: Library, vectors: Library, form
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_experts_on_tiles_have_the_bits_of_vectors(library: Library, vectors: Library, format: GroupCodes) -> None:
+    """Routed tokens, some experts with many rows and some with few."""
+    experts, hidden, width, tokens = 3, 256, 512, random.randint(40, 130)
+    parts = [[drawn(format, *shape) for shape in 2 * [(width, hidden)] + [(hidden, width)]] for _ in range(experts)]
+    x, weights = torch.randn(tokens, hidden, dtype=torch.bfloat16), torch.rand(tokens, 2)
+    ids = torch.randint(0, experts - 1, (tokens, 2), dtype=torch.int32)
+    ids[: random.randint(0, 20), 1] = experts - 1
+    found = []
+    for kernel in map(CpuExperts, (library, vectors)):
+        stored = kernel.allocate_coded(experts, hidden, width, "cpu", format)
+        for expert in range(experts):
+            kernel.load_coded(stored, expert, *parts[expert])
+        stored.activation = GatedActivation(1.0)
+        found.append(kernel.run_routed(x, weights, ids, stored))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype) -> None:
     """Routed tokens, and rows in groups, with the numbers of the plain kernel on dequantized weights."""
     experts, hidden, width = 5, 256, 512

@@ -1,0 +1,129 @@
+"""config.json of DeepSeek V4.1 -> ModelConfig. Imports no torch.
+
+The published file has the language model's fields in `text_config`. What is as in DeepSeek V4 is read by
+`config_compressed`. Images and DSpark layers are not served: their tensors are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.models.compressed_config import SharedEntriesConfig, StreamsConfig
+from moe_engine.models.config import ModelConfig, OtherLayers
+from moe_engine.models.config_compressed import compressed_attention, parse_experts, parse_rope_of, with_expert_format
+from moe_engine.models.config_families import build_config
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.engram_config import EngramConfig
+
+_RATES = (0, 1, 2)
+
+
+def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """V4.1-Flash: entries that several layers read, residual streams with late sums, experts in every layer."""
+    if fields.number("gate_temp", 1.0) != 1.0:
+        fields.fail("gate_temp", "is not 1: scores of experts with a temperature are not supported")
+    attention, engram = shared_attention(fields), _engram(fields)
+    plain = Fields({**fields.raw, "num_hash_layers": 0, "num_nextn_predict_layers": 0}, fields.source)
+    moe, layers = parse_experts(plain), fields.integer("num_hidden_layers")
+    config = build_config(
+        Fields({"intermediate_size": moe.width} | plain.present(), fields.source),
+        generation,
+        attention=attention,
+        rope=parse_rope_of(fields, "compress", attention.rotary_width),
+        moe=moe,
+        moe_layers=(True,) * layers,
+        windows=(attention.window,) * layers,
+        streams=StreamsConfig(
+            count=fields.integer("hc_mult", 4),
+            iterations=fields.integer("hc_sinkhorn_iters", 20),
+            eps=fields.number("hc_eps", 1e-6, above=0),
+            late=True,
+            engram=engram,
+        ),
+    )
+    without = tuple(i for i in range(layers) if not attention.rate(i))
+    main = parse_rope_of(fields, "main", attention.rotary_width)
+    others = OtherLayers(without, attention, main) if without else None
+    section = fields.section("quantization_config")
+    stored = None if section is None else section.raw.get("expert_dtype")
+    format = with_expert_format(
+        Fields({"expert_dtype": stored} | fields.present(), fields.source), config.weight_format
+    )
+    return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
+
+
+def _engram(fields: Fields) -> EngramConfig | None:
+    layers = _layers({"engram_layer_ids": [], **fields.present()}, fields, "engram_layer_ids")
+    if not layers:
+        return None
+    rows = fields.raw.get("engram_num_embeddings")
+    if not isinstance(rows, list) or len(rows) != len(layers) or not all(isinstance(count, int) for count in rows):
+        fields.fail("engram_num_embeddings", f"needs {len(layers)} numbers of rows, found {rows!r}")
+    pad = "engram_pad_token_id" if fields.has("engram_pad_token_id") else "engram_pad_id"
+    found = EngramConfig(
+        layers=layers,
+        rows=tuple(rows),
+        longest=fields.integer("engram_max_ngram_size", 4, minimum=2),
+        heads=fields.integer("engram_n_heads", 8),
+        width=fields.integer("engram_head_dim", 256),
+        first_prime=fields.integer("engram_vocab_size", 16000000, minimum=2),
+        num_ids=fields.integer("engram_compressed_vocab_size"),
+        pad_id=fields.integer(pad, 2, minimum=0),
+    )
+    for layer, count, primes in zip(layers, rows, found.primes):
+        if count != sum(primes):
+            fields.fail("engram_num_embeddings", f"{count} of layer {layer} is not the {sum(primes)} rows of its heads")
+    return found
+
+
+def shared_attention(fields: Fields) -> SharedEntriesConfig:
+    """Raises ConfigError."""
+    layers, rates = fields.integer("num_hidden_layers"), fields.raw.get("compress_ratios")
+    if not isinstance(rates, list) or len(rates) < layers or not all(rate in _RATES for rate in rates):
+        fields.fail("compress_ratios", f"needs {layers} of 0, 1, 2, not {rates!r}")
+    kinds = ["sliding_attention"] * layers
+    base = compressed_attention(Fields({**fields.raw, "layer_types": kinds}, fields.source))
+    parts = {field.name: getattr(base, field.name) for field in fields_of(base)}
+    found = SharedEntriesConfig(
+        **parts | {"rates": tuple(rates[:layers])},
+        kv_sources=_layers(fields.raw, fields, "kv_source_layer_ids"),
+        index_sources=_layers(fields.raw, fields, "index_source_layer_ids"),
+        candidate_source=fields.integer("candidate_source_layer_id", -1, minimum=-1),
+        candidate_blocks=fields.integer("candidate_topk_blocks", 2048),
+        candidate_size=fields.integer("candidate_block_size", 8),
+    )
+    _check(fields, found)
+    return found
+
+
+def _layers(values: Mapping[str, Any], fields: Fields, name: str) -> tuple[int, ...]:
+    found, layers = values.get(name), fields.integer("num_hidden_layers")
+    if not isinstance(found, list) or not all(isinstance(i, int) and 0 <= i < layers for i in found):
+        fields.fail(name, f"must be a list of layers from 0 to {layers - 1}, found {found!r}")
+    if found != sorted(set(found)):
+        fields.fail(name, f"{found} must name each layer once, in their order")
+    return tuple(found)
+
+
+def _check(fields: Fields, a: SharedEntriesConfig) -> None:
+    """Raises ConfigError for layers whose entries no layer writes or selects."""
+    for name, sources in (("kv_source_layer_ids", a.kv_sources), ("index_source_layer_ids", a.index_sources)):
+        if any(not a.rate(i) for i in sources):
+            fields.fail(name, f"{list(sources)} has layers with compress_ratios 0")
+        missing = next((i for i, rate in enumerate(a.rates) if rate and not any(s <= i for s in sources)), None)
+        if missing is not None:
+            fields.fail(name, f"{list(sources)} has no layer up to layer {missing}, which reads entries")
+    for source in a.kv_sources:
+        group = a.group(source)
+        if any(a.rate(i) != a.rate(source) for i in group):
+            fields.fail("kv_source_layer_ids", f"layers {list(group)} read entries of layer {source} at other rates")
+        if source not in a.index_sources:
+            fields.fail("index_source_layer_ids", f"has no layer {source}, which writes entries")
+    if a.candidate_source >= 0 and a.candidate_source not in a.index_sources:
+        fields.fail("candidate_source_layer_id", f"{a.candidate_source} is not among index_source_layer_ids")
+    later = [i for i in a.index_sources if i > a.candidate_source >= 0]
+    if any(a.group(i) != a.group(a.candidate_source) for i in later):
+        fields.fail("candidate_source_layer_id", f"{a.candidate_source}: layers {later} select among other entries")

@@ -1,0 +1,67 @@
+"""DeepSeek V4.1 (V4.1-Flash): windows beside entries that several layers read, residual streams with late sums."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from moe_engine.kernels.attention.renewable import InPlacePlanner
+from moe_engine.kernels.ops.hashed_rows import TextIds
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.compressed_config import SharedEntriesConfig
+from moe_engine.models.deepseek_v4 import DeepseekV4Model, streams_of
+from moe_engine.models.engram_config import EngramConfig
+from moe_engine.models.layers.engram import EngramNorm, load_text_ids, put_ids
+from moe_engine.models.layers.shared_entries import SharedAttention, SharedSteps
+from moe_engine.models.weights import WeightSource
+
+
+class DeepseekV41Model(DeepseekV4Model):
+    """`Model` of the family. `batch.kv[layer]` is a `CompressedCache`."""
+
+    has_mtp = False
+
+    @cached_property
+    def _shared_steps(self) -> SharedSteps:
+        attention = self.config.attention
+        assert isinstance(attention, SharedEntriesConfig)
+        return SharedSteps(attention, self.backends)
+
+    _texts: TextIds | None = None
+    """Of the n-gram tables."""
+
+    @property
+    def _engram(self) -> EngramConfig | None:
+        return None if self.config.streams is None else self.config.streams.engram
+
+    def make_norm(self, reader: WeightSource, prefix: str) -> Any:
+        engram = self._engram
+        if engram is None or prefix not in [f"model.layers.{i}.input_layernorm" for i in engram.layers]:
+            return super().make_norm(reader, prefix)
+        self._texts = self._texts or load_text_ids(self.config, reader)
+        return EngramNorm(self.backends.ops, reader, streams_of(prefix), prefix, self.config, self.backends.linear)
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        residual, engram = super().embed(batch), self._engram
+        if engram is not None:
+            assert self._texts is not None
+            put_ids(residual, batch, self._texts, engram.longest)
+        return residual
+
+    def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
+        if self._engram is not None and prefix.endswith(".input_layernorm"):
+            block = prefix.rpartition(".")[0]
+            return f"{prefix}.", f"{streams_of(prefix)}.", f"{block}.engram."
+        return (f"{prefix}.",) if prefix == "model.norm" else (f"{prefix}.", f"{streams_of(prefix)}.")
+
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> SharedAttention:
+        return SharedAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary, self._steps)
+
+    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        return batch, self._shared_steps.of(batch)
+
+    def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
+        return lambda batch: None  # rows of a step change from layer to layer: decodes are not captured

@@ -1,0 +1,179 @@
+"""DeepSeek V4.1: logits equal the formulas in float64 in every form of a step; sizes; config.json."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.ops.block_rounding import round_e2m1, round_e2m1_small, round_e4m3
+from moe_engine.models import sizes
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
+from moe_engine.models.tensors import model_tensors
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
+from tests.models import stepper
+from tests.models.deepseek_v41 import FIELDS, V41Reference, make_v41
+from tests.models.rows import all_rows
+from tests.models.test_parity import assert_close, whole
+
+every_row = pytest.mark.parametrize("row", all_rows())
+PAGE = 16
+TIE = 1e-4
+
+
+class Made:
+    """A checkpoint with the logits of some tokens; rounding decides no selection of entries or experts."""
+
+    def __init__(self, path: Path, **fields: Any) -> None:
+        self.path = path
+        for _ in range(50):
+            make_v41(path, random.randrange(2**31), **fields)
+            self.tokens = [random.randrange(5, 250) for _ in range(110)]
+            reference = V41Reference(path)
+            self.logits: Tensor = reference.logits(self.tokens)
+            if reference.margin > TIE:
+                return
+        raise AssertionError("no clear draw")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("v41"))
+
+
+@every_row
+def test_logits_equal_the_formulas(made: Made, row: str) -> None:
+    """A whole prompt; chunks that end inside of entries, decodes, several tokens of a decode."""
+    tokens = made.tokens
+    assert_close(whole(stepper.load(made.path, row, page_size=PAGE), tokens), made.logits)
+    model = stepper.load(made.path, row, seed=1, page_size=2 * PAGE)
+    got = [whole(model, tokens[:3]), whole(model, tokens[3:36]), whole(model, tokens[36:60])]
+    got += [whole(model, [token], decode=True) for token in tokens[60:80]]
+    got += [whole(model, tokens[80:85], decode=True), whole(model, tokens[85:])]
+    assert_close(torch.cat(got), made.logits)
+
+
+@every_row
+def test_mixed_batches(made: Made, row: str) -> None:
+    """Sequences within the window, with few entries and beyond the top-k in one step; decodes and prompts."""
+    model, tokens = stepper.load(made.path, row, seed=2, page_size=PAGE), made.tokens
+    steps = (
+        ((0, 2, False), (1, 60, False), (2, 17, False), (3, 1, False)),
+        ((0, 1, True), (1, 3, True), (2, 5, False), (3, 4, False), (4, 90, False)),
+        ((0, 1, True), (3, 1, True), (1, 45, False), (2, 9, False), (4, 5, False)),
+        ((3, 1, True), (0, 3, False)),
+    )
+    for got in model.run(tokens, steps):
+        assert_close(got, made.logits[: len(got)])
+
+
+@every_row
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"candidate_source_layer_id": -1, "compress_ratios": [0, 1, 1, 1, 1, 2, 2, 2, 2], "index_topk": 1,
+         "kv_source_layer_ids": [1, 3, 5], "index_source_layer_ids": [1, 3, 4, 5]},
+        {"compress_ratios": [0] * 9, "kv_source_layer_ids": [], "index_source_layer_ids": [],
+         "candidate_source_layer_id": -1, "hc_mult": 2},
+        {"compress_ratios": [1] * 9, "kv_source_layer_ids": [0], "index_source_layer_ids": [0, 2, 3],
+         "candidate_source_layer_id": 2, "candidate_topk_blocks": 2, "candidate_block_size": 8, "rope_scaling": {}},
+    ],
+)  # fmt: skip
+def test_variants(tmp_path: Path, fields: dict[str, Any], row: str) -> None:
+    want = Made(tmp_path, **fields)
+    model = stepper.load(want.path, row, page_size=PAGE)
+    got = torch.cat((whole(model, want.tokens[:100]), *(whole(model, [t], decode=True) for t in want.tokens[100:])))
+    assert_close(got, want.logits)
+
+
+def test_memory_is_what_the_ledger_says(made: Made) -> None:
+    model = stepper.load(made.path, "torch", page_size=PAGE)
+    assert model.model.weight_bytes == pytest.approx(sizes.weight_bytes(model.config, 4), rel=0.01)  # type: ignore[attr-defined]
+    config = model.config
+    for window_slots, drafts, rows in ((0, 0, 3), (64, 2, 5)):
+        windowed = config.windowed_layers if window_slots else ()
+        pool = KVPool(
+            kv_spec(config, "bfloat16", draft_slots=drafts), 160, PAGE, DeviceStream("cpu"), windowed=windowed,
+            num_window_slots=window_slots, max_rows=rows,
+        )  # fmt: skip
+        of_windows = config.kv_bytes_of(config.windowed_layers, "bfloat16", drafts)
+        entries = config.kv_bytes_per_token("bfloat16", draft_slots=drafts) - of_windows
+        of_requests = (rows + 1) * config.kept_bytes_of_request("bfloat16", drafts)
+        assert pool.num_bytes == (160 + PAGE) * entries + ((window_slots or 160) + PAGE) * of_windows + of_requests
+        assert sum(pool.row_widths) + sum(pool.window_widths) == entries + of_windows
+
+
+PUBLISHED: dict[str, Any] = {
+    "vocab_size": 129280, "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 64, "head_dim": 512,
+    "qk_rope_head_dim": 64, "q_lora_rank": 1280, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128,
+    "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3, "kv_source_layer_ids": [2, 8, 14, 20],
+    "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36], "candidate_source_layer_id": 20,
+    "candidate_topk_blocks": 2048, "candidate_block_size": 8, "index_n_heads": 32, "index_head_dim": 128,
+    "index_topk": 512, "moe_intermediate_size": 2304, "n_routed_experts": 384, "num_experts_per_tok": 6,
+    "max_position_embeddings": 1048576, "engram_layer_ids": [1, 14], "engram_num_embeddings": [384006168, 384016682],
+    "engram_vocab_size": 16000000, "engram_n_heads": 8, "engram_head_dim": 256,
+}  # fmt: skip
+"""The language model of V4.1-Flash."""
+
+
+def test_sizes_of_the_published_model(tmp_path: Path) -> None:
+    """552 billion parameters; entries and index keys of one layer of single tokens and three of pairs."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+    outer = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
+    text = FIELDS | PUBLISHED | {"engram_compressed_vocab_size": 99092}
+    raw = outer | {"text_config": text, "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_model_config(tmp_path)
+    count = sum(spec.num_elements * spec.copies for spec in model_tensors(config))
+    assert count == pytest.approx(552e9, rel=0.01)
+    assert config.entry_bytes_per_token("bfloat16") == 2 * (512 + 128) * 5 // 2
+    assert isinstance(config.weight_format, FP4ExpertsFormat) and config.weight_format.block == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"engram_num_embeddings": [630, 835]}, "engram_num_embeddings 835 of layer 3 is not the 834 rows"),
+        ({"gate_temp": 0.5}, "gate_temp is not 1"),
+        ({"compress_ratios": [0, 0, 4, 4, 4, 1, 1, 1, 1]}, "compress_ratios needs 9 of 0, 1, 2"),
+        ({"kv_source_layer_ids": [3, 4, 5]}, "kv_source_layer_ids .* has no layer up to layer 2, which reads entries"),
+        ({"kv_source_layer_ids": [2, 4]}, "read entries of layer 4 at other rates"),
+        ({"kv_source_layer_ids": [1, 2, 5]}, "has layers with compress_ratios 0"),
+        ({"kv_source_layer_ids": [2, 2, 5]}, "must name each layer once"),
+        ({"index_source_layer_ids": [2, 5]}, "index_source_layer_ids has no layer 4, which writes entries"),
+        ({"candidate_source_layer_id": 6}, "candidate_source_layer_id 6 is not among"),
+        ({"candidate_source_layer_id": 2}, "select among other entries"),
+    ],
+)
+def test_bad_configs_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    text = FIELDS | {"engram_compressed_vocab_size": 99092} | fields
+    raw = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(tmp_path)
+
+
+def test_rounding() -> None:
+    """The nearest value of the format; halfway the one with an even code; scales are powers of two, or in e4m3."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    x = torch.randn(50, 64) * torch.rand(50, 1).mul(20).exp2()
+    for round_, size, limit in ((round_e2m1, 32, 6.0), (round_e2m1_small, 16, 6.0), (round_e4m3, 32, 448.0)):
+        blocks, found = x.unflatten(1, (-1, size)), round_(x).unflatten(1, (-1, size))
+        most = blocks.abs().amax(2, keepdim=True)
+        scale = (most / limit).to(torch.float8_e4m3fn).float() if size == 16 else (most / limit).log2().ceil().exp2()
+        scaled = (blocks / scale).clamp(-limit, limit)
+        nearest = scaled.to(torch.float8_e4m3fn).float()
+        if limit == 6.0:
+            nearest = values[(scaled.abs().unsqueeze(3) - values).abs().argmin(3)] * scaled.sign()
+        assert torch.equal(found, nearest * scale)
+        assert round_(x[:, :24]) is not None and torch.equal(round_(x[:, :24]), x[:, :24]) == (24 % size > 0)
+    ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0] + [0.0] * 23])
+    assert round_e2m1(ties)[0, :9].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0, 6.0]
