@@ -28,7 +28,7 @@ def write_kv(a: Any, s: Setting) -> Cost:
 def grouped_rows(a: Any, s: Setting) -> Cost:
     """Norms, rotation and cache rows."""
     tokens = len(a.q)
-    records = _records(a.KV_HEADS, a.WIDTH, 1)
+    records = a.KV_HEADS * (a.WIDTH + a.VALUE)
     read = size(a.q) + tokens * (records * a.k.element_size() + a.TURNED * FP32) + size(a.positions, a.slots, a.bias)
     return Cost(read, size(a.out) + tokens * records * a.k_cache.element_size())
 

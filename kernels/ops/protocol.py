@@ -149,12 +149,12 @@ class GroupedRows(Protocol):
     """The rows of grouped-query attention in one launch. Caches of FP8 records are not supported."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
-        slots: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
+        slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """q [T, H, Dh], k [T, G, Dh] and v [T, G, V], views of any row strides: `bias` [H Dh + G Dh + G V] added, in
         their dtype, `Ops.rms_norm` of q and k by `norms`, `Ops.rotate_leading`, then `Ops.write_kv`. Returns the new q,
-        contiguous; the arguments do not change."""
+        contiguous; the arguments do not change. v and v_cache None: keys only."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def grouped_rows_kernel(
 ):  # fmt: skip
     """q [T, HEADS, WIDTH] -> out, of the same shape with contiguous heads; k [T, KV_HEADS, WIDTH] and v [T, KV_HEADS,
     VALUE] -> cache rows of their slots; bias of the heads of q, k and v. Grid (T, blocks of query heads, then blocks of
-    KV heads)."""
+    KV heads). VALUE 0: keys only, v is None."""
     wait_for_inputs()
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = cos_sin + tl.load(positions + token) * TURNED + tl.arange(0, PAIRS)[None, :]
@@ -104,19 +104,20 @@ def grouped_rows_kernel(
             source, bias + (HEADS + head) * WIDTH if BIAS else bias, target, k_norm, table, live, eps,
             BIAS, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS,
         )  # fmt: skip
-        channel = tl.arange(0, VALUE_BLOCK)[None, :]
-        known = live & (channel < VALUE)
-        value = _biased(
-            v + token * v_stride + head * v_head_stride,
-            bias + (HEADS + KV_HEADS) * WIDTH + head * VALUE if BIAS else bias, channel, known, BIAS,
-        )  # fmt: skip
-        place = v_cache + slot * v_cache_stride + head * VALUE + channel
-        tl.store(place, value.to(v_cache.dtype.element_ty), known)
+        if VALUE > 0:
+            channel = tl.arange(0, VALUE_BLOCK)[None, :]
+            known = live & (channel < VALUE)
+            value = _biased(
+                v + token * v_stride + head * v_head_stride,
+                bias + (HEADS + KV_HEADS) * WIDTH + head * VALUE if BIAS else bias, channel, known, BIAS,
+            )  # fmt: skip
+            place = v_cache + slot * v_cache_stride + head * VALUE + channel
+            tl.store(place, value.to(v_cache.dtype.element_ty), known)
 
 
 def grouped_rows(
-    q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable, slots: Tensor,
-    k_cache: Tensor, v_cache: Tensor, bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
+    slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`OpsCapabilities.grouped_rows`. Raises ValueError for caches of records, or whose slots are not contiguous."""
     count, heads, width = q.shape
@@ -124,17 +125,23 @@ def grouped_rows(
     if not count:
         return out
     for rows, cache in ((k, k_cache), (v, v_cache)):
+        if rows is None or cache is None:
+            continue
         held, given = list(cache.shape[1:]), list(rows.shape[1:])
         if held != given or not cache[:1].is_contiguous():
             raise ValueError(f"a KV cache slot must hold {given} contiguously, not {held}")
-    q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
-    constants = _constants(heads, k.shape[1], width, v.shape[2], table, norms is not None, bias is not None)
+    q, k = with_contiguous_rows(q), with_contiguous_rows(k)
+    v = None if v is None else with_contiguous_rows(v)
+    v_strides = (0, 0) if v is None else (stride_of(v, 0), stride_of(v, 1))
+    v_cache_stride = 0 if v_cache is None else stride_of(v_cache, 0)
+    value = 0 if v is None else v.shape[2]
+    constants = _constants(heads, k.shape[1], width, value, table, norms is not None, bias is not None)
     block_h = constants["BLOCK_H"]
     q_norm, k_norm, eps = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     grouped_rows_kernel[(count, triton.cdiv(heads, block_h) + triton.cdiv(k.shape[1], block_h))](
         q, k, v, bias, q_norm, k_norm, positions.reshape(-1), table.cos_sin, slots, out, k_cache, v_cache,
-        stride_of(q, 0), stride_of(q, 1), stride_of(k, 0), stride_of(k, 1), stride_of(v, 0), stride_of(v, 1),
-        heads * width, stride_of(k_cache, 0), stride_of(v_cache, 0), eps, **constants,
+        stride_of(q, 0), stride_of(q, 1), stride_of(k, 0), stride_of(k, 1), *v_strides,
+        heads * width, stride_of(k_cache, 0), v_cache_stride, eps, **constants,
         num_warps=warps_for(block_h * constants["BLOCK"]),
     )  # fmt: skip
     return out
@@ -148,26 +155,30 @@ def _constants(
         "HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "VALUE": value, "TURNED": table.width,
         "INTERLEAVED": table.interleaved, "BIAS": bias, "NORM": norm,
         "BLOCK_H": min(next_power_of_2(max(heads, kv_heads)), max(1, _TILE // block)), "BLOCK": block,
-        "VALUE_BLOCK": next_power_of_2(value), "PAIRS": next_power_of_2(table.width // 2),
+        "VALUE_BLOCK": next_power_of_2(max(value, 1)), "PAIRS": next_power_of_2(table.width // 2),
     }  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
-    """Llama-3-8B, Qwen3-235B and GLM-4.6 on eight ranks, Qwen3-Next, gpt-oss-120b and MiMo-V2-Flash on four."""
+    """Llama-3-8B, Qwen3-235B and GLM-4.6 on eight ranks, Qwen3-Next, gpt-oss-120b and MiMo-V2-Flash on four, and the
+    index rows of MiniMax-M3."""
     cases = []
     for label, heads, kv_heads, width, turned, norm, bias in (
         ("llama", 32, 8, 128, 128, False, False), ("qwen3", 8, 1, 128, 128, True, False),
         ("glm", 12, 1, 128, 64, True, True), ("qwen3-next", 4, 1, 256, 64, True, False),
         ("gpt-oss", 16, 2, 64, 64, False, False), ("mimo", 16, 2, 192, 64, False, False),
+        ("minimax-m3 index", 4, 1, 128, 64, True, False),
     ):  # fmt: skip
         table = RotaryTable(torch.empty(1, turned), interleaved=False)
-        constants = _constants(heads, kv_heads, width, 128 if label == "mimo" else width, table, norm, bias)
-        signature = dict.fromkeys(("q", "k", "v", "out", "k_cache", "v_cache"), "*bf16") | {
+        value = {"mimo": 128, "minimax-m3 index": 0}.get(label, width)
+        constants = _constants(heads, kv_heads, width, value, table, norm, bias)
+        signature = dict.fromkeys(("q", "k", "out", "k_cache"), "*bf16") | {
             "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(torch.int64)}:1", "eps": "fp32",
         }  # fmt: skip
         strides = [f"{x}_{y}" for x in "qkv" for y in ("stride", "head_stride")]
         signature |= dict.fromkeys((*strides, "out_stride", "k_cache_stride", "v_cache_stride"), "i32:16")
         optional = dict.fromkeys(("q_norm", "k_norm"), "*fp32" if norm else None) | {"bias": "*bf16" if bias else None}
+        optional |= dict.fromkeys(("v", "v_cache"), "*bf16" if value else None)
         signature |= {name: kind for name, kind in optional.items() if kind is not None}
         constants |= {name: kind for name, kind in optional.items() if kind is None}  # type: ignore[misc]
         warps = warps_for(constants["BLOCK_H"] * constants["BLOCK"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.indexer import index_keys
-from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig, ModelConfig
@@ -48,6 +48,7 @@ class BlockSparseGQAttention(GQAttention):
             RMSNorm(self._ops, reader, f"{prefix}.index_{part}_norm", width, config.norm_eps, config.norm_plus)
             for part in "qk"
         )
+        self._index_norms = HeadNorms(self._index_q_norm.weight, self._index_k_norm.weight, config.norm_eps)
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -70,7 +71,11 @@ class BlockSparseGQAttention(GQAttention):
         """Writes the tokens' index keys, and returns their index queries [T, G, I] in the cache's dtype."""
         heads = self._gqa.num_kv_heads
         q, k = self._index(hidden).split((heads * self._width, self._width), 1)
-        q, k = self._index_q_norm(q.unflatten(1, (heads, self._width))), self._index_k_norm(k.unsqueeze(1))
+        q, k = q.unflatten(1, (heads, self._width)), k.unsqueeze(1)
+        if self._grouped_rows is not None and cache.dtype == q.dtype:
+            norms, rotary = self._index_norms, self._rotary
+            return self._grouped_rows(q, k, None, norms, positions, rotary, slots, cache, None)
+        q, k = self._index_q_norm(q), self._index_k_norm(k)
         self._ops.rotate_leading(q, positions, self._rotary)
         self._ops.rotate_leading(k, positions, self._rotary)
         index_keys.write(k.squeeze(1), slots, cache)

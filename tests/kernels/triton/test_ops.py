@@ -566,6 +566,25 @@ def test_grouped_rows_equal_the_separate_kernels(
         assert torch.equal(cache, expected)
 
 
+def test_grouped_rows_of_keys_only(dtype: torch.dtype) -> None:
+    """Index queries and keys, which have no values: bit for bit as the separate kernels."""
+    ops, slots, positions = triton_ops.TritonOps(), torch.tensor([7, 2, 9]), torch.randint(0, 50, (3,))
+    table = RotaryTable(torch.randn(50, 16), False)
+    rows = torch.randn(3, 5 * 40).to(dtype)
+    q, k = rows[:, : 4 * 40].unflatten(1, (4, 40)), rows[:, 4 * 40 :].unsqueeze(1)
+    norms = HeadNorms(torch.rand(40) + 0.5, torch.rand(40) + 0.5, 1e-5)
+    cache = torch.randn(10, 1, 40).to(dtype)
+    want = cache.clone()
+    with launches() as found:
+        got = ops.capabilities.grouped_rows(q, k, None, norms, positions, table, slots, cache, None)
+    assert found == ["grouped_rows_kernel"]
+    q, k = ops.rms_norm(q, norms.q, 1e-5), ops.rms_norm(k, norms.k, 1e-5)
+    ops.rotate_leading(q, positions, table)
+    ops.rotate_leading(k, positions, table)
+    want[slots] = k
+    assert torch.equal(got, q) and torch.equal(cache, want)
+
+
 def test_grouped_rows_refuse_other_caches() -> None:
     rows = torch.randn(2, 4, 16)
     table, slots = RotaryTable(torch.randn(4, 16), False), torch.tensor([0, 1])

@@ -104,10 +104,10 @@ class Grouping(TorchOps):
         self.num_biases = 0
 
     def grouped_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
-        slots: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
+        slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        assert norms is not None
+        assert norms is not None and v is not None and v_cache is not None
         if bias is not None:
             self.num_biases += 1
             parts = (q, k, v)
