@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.types import Request
@@ -18,8 +17,8 @@ class NewTokenRatio:
         self._retract_steps = config.retract_decode_steps
         self.value = self._began_at = self.lowest = 0.0
         self._decay: float = 0.0
-        self._course: tuple[float, ...] = ()
-        self._place = 0
+        self._from = 0.0
+        self._num_decays = 0
         self.reset()
         settings.on_change.append(self._rescale)
 
@@ -34,8 +33,9 @@ class NewTokenRatio:
 
     def decay(self, steps: int = 1) -> None:
         """Lowers the ratio after decode steps without retraction."""
-        self._place = min(self._place + steps, len(self._course) - 1)
-        self.value = self._course[self._place]
+        self._num_decays += steps
+        if self._from > self.lowest:
+            self.value = max(self._from - self._num_decays * self._decay, self.lowest)
 
     def after_retraction(self, remaining: Sequence[Request]) -> None:
         """Sets the ratio from the outputs of the remaining requests, plus some steps of margin.
@@ -46,23 +46,14 @@ class NewTokenRatio:
         allowed = sum(r.max_new_tokens for r in remaining)
         self.value = min(1.0, (produced + self._retract_steps * len(remaining)) / (allowed + 1))
         self._decay = max(self._decay, (self.value - self.lowest) / self._steps)
-        self._begin_course()
+        self._begin_decay()
 
     def reset(self) -> None:
         """Restores the initial ratio, when idle."""
         self.value = self._began_at = self.initial
         self.lowest = min(self.value * self._settings.config.min_new_token_ratio_factor, 1.0)
         self._decay = (self.value - self.lowest) / self._steps
-        self._begin_course()
+        self._begin_decay()
 
-    def _begin_course(self) -> None:
-        self._course, self._place = _course(self.value, self.lowest, self._decay), 0
-
-
-@lru_cache(maxsize=16)
-def _course(value: float, lowest: float, decay: float) -> tuple[float, ...]:
-    """The values after 0, 1, ... steps of decay, down to the lowest."""
-    values = [value]
-    while values[-1] > lowest:
-        values.append(max(values[-1] - decay, lowest))
-    return tuple(values)
+    def _begin_decay(self) -> None:
+        self._from, self._num_decays = self.value, 0
