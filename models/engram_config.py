@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 _SEED = 10007
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Of Miller and Rabin's test, exact below 3e24."""
@@ -60,6 +58,8 @@ class EngramConfig:
 
     def multipliers(self, layer: int) -> tuple[int, ...]:
         """Odd factors of the ids of an n-gram, the last token's first."""
+        import numpy as np  # the frontend reads configs without numpy
+
         bound = max(1, int(np.iinfo(np.int64).max) // self.num_ids // 2)
         drawn = np.random.default_rng(_SEED * layer).integers(0, bound, self.longest, dtype=np.int64)
         return tuple(int(value) * 2 + 1 for value in drawn)

@@ -84,6 +84,8 @@ def test_a_process_that_ends_at_its_start(
     """A second one takes its place; if that ends too, the error names the end, and later grammars work."""
     source = load_tokenizer(CHECKPOINT_DIR).source
     assert source is not None
+    # tests of servers share started processes
+    monkeypatch.setattr(grammar_checks, "children_for", lambda spec: FrameChildren(lambda: CheckChild(spec)))
     checks, begin = GrammarChecks(CheckSpec(GrammarSettings(), source, SIZE, (EOS,))), CheckChild.begin
     begun: list[int] = []
 

@@ -427,13 +427,13 @@ def test_simulate_for_other_hardware(tmp_path, capsys):
 
 
 def test_parts_of_answers_that_tell_requests_and_sessions_apart_occur_in_no_other_answer() -> None:
-    rng, numbers = random.Random(), Numbers()
-    lengths = [rng.randint(1, 90) for _ in range(30)]
+    numbers = Numbers()
+    lengths = [random.randint(1, 90) for _ in range(30)]
     starts = [numbers.take(length + 1) for length in lengths]
     answers = [answer_tokens(number, 0, length) for number, length in zip(starts, lengths)]
     for number, answer in zip(starts, answers):
-        begin = rng.randint(0, len(answer))
-        end = rng.randint(begin, len(answer))
+        begin = random.randint(0, len(answer))
+        end = random.randint(begin, len(answer))
         assert answer_tokens(number, begin, end) == answer[begin:end] and answer[0] == number
     windows = [tuple(answer[max(end - TAIL, 0) : end]) for answer in answers for end in range(1, len(answer) + 1)]
     assert len(set(windows)) == len(windows) == sum(lengths)

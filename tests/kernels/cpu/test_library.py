@@ -98,9 +98,10 @@ echo $! $$ >> {pids}
 wait
 """
 COMPILE = """
-import sys
+import signal, sys
 from moe_engine.kernels.cpu import library
 from moe_engine.kernels.device import Device
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for a run in the background
 library.cpu_device = lambda: Device("cpu", "a machine", compiler=sys.argv[1])
 library._built(sys.argv[2:])
 """
