@@ -35,9 +35,10 @@ def around(images: Sequence[Pixels], image_token: int, count: int = 6) -> tuple[
 
 def check_logits(
     loaded: Stepper, path: Path, row: str, oracle: GreedyOracle, prompt: Prompt, rows: Tensor, image_token: int,
-    relative: float = 1e-4,
+    relative: float = 1e-4, text: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """An image in two chunks, and text behind it; then text alone. `rows`: of the image, by the loaded model."""
+    """An image in two chunks, and text behind it; then text alone, drawn without `text`. `rows`: of the image, by the
+    loaded model."""
     tokens, (place,), (image,) = prompt
     model = loaded.model
     assert isinstance(model, ImageInputs)
@@ -51,7 +52,7 @@ def check_logits(
             batch = replace(batch, images=ImageRows(inside, own, (inside + begin).expand(3, -1)))
         got.append(model.logits(model.forward(batch)))
     assert_close(torch.cat(got), oracle.logits(tokens, [image]), relative)
-    text = torch.randint(0, 250, (20,)).tolist()
+    text = list(text) or torch.randint(0, 250, (20,)).tolist()
     assert_close(stepper.load(path, row).step([Chunk(0, text, False)])[0], oracle.logits(text, []), relative)
 
 

@@ -27,6 +27,7 @@ from tests.models.kimi_k3 import IMAGE, PATCH, VISION, K3Reference, make_k3
 from tests.models.kimi_k3_tower import TowerReference
 from tests.models.published import KIMI_K3
 from tests.models.rows import all_rows
+from tests.models.sparse import clear_draw
 from tests.models.test_kimi_k3 import BOUND
 from tests.models.test_parity import assert_close
 from tests.models.vision_checkpoints import GreedyOracle, Pixels
@@ -61,12 +62,23 @@ def picture(rows: int, columns: int) -> Pixels:
 
 @pytest.mark.parametrize("row", all_rows())
 def test_logits(made: Oracle, row: str) -> None:
-    image, loaded = picture(3, 4), stepper.load(made.path, row)
+    def with_image() -> tuple[list[int], list[int], list[Pixels]]:
+        image = picture(3, 4)
+        tokens, places = around([image], IMAGE, count=30)
+        made.logits(tokens, [image])
+        return tokens, places, [image]
+
+    def without() -> list[int]:
+        made.logits(text := torch.randint(0, 250, (20,)).tolist(), [])
+        return text
+
+    prompt, text = clear_draw(with_image), clear_draw(without)  # without ties between experts
+    loaded, (image,) = stepper.load(made.path, row), prompt[2]
     assert isinstance(loaded.model, ImageInputs)
     rows = loaded.model.encode(image.values, image.grid)
     assert_close(rows, made.embed(image))
     assert_close(loaded.model.encode((other := picture(1, 2)).values, other.grid), made.embed(other))
-    check_logits(loaded, made.path, row, made, (*around([image], IMAGE, count=30), [image]), rows, IMAGE, BOUND)
+    check_logits(loaded, made.path, row, made, prompt, rows, IMAGE, BOUND, text)
 
 
 def test_requests(made: Oracle, tmp_path: Path) -> None:
