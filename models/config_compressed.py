@@ -42,11 +42,7 @@ def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
         moe=moe,
         moe_layers=(True,) * layers,
         windows=(attention.window,) * layers,
-        streams=StreamsConfig(
-            count=fields.integer("hc_mult", 4),
-            iterations=fields.integer("hc_sinkhorn_iters", 20),
-            eps=fields.number("hc_eps", 1e-6, above=0),
-        ),
+        streams=parse_streams(fields),
     )
     block = own_block(fields.source, fields.raw, layers, config.vocab_size)
     num_mtp = config.num_nextn_predict_layers if block is None else _num_stages(fields, layers)
@@ -55,6 +51,15 @@ def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     format = with_expert_format(fields, config.weight_format)
     config = replace(config, num_nextn_predict_layers=num_mtp, own_block=block)
     return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
+
+
+def parse_streams(fields: Fields) -> StreamsConfig:
+    """The residual streams. Raises ConfigError."""
+    return StreamsConfig(
+        count=fields.integer("hc_mult", 4),
+        iterations=fields.integer("hc_sinkhorn_iters", 20),
+        eps=fields.number("hc_eps", 1e-6, above=0),
+    )
 
 
 def _num_stages(fields: Fields, layers: int) -> int:

@@ -11,9 +11,15 @@ from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.compressed_config import SharedEntriesConfig, StreamsConfig
+from moe_engine.models.compressed_config import SharedEntriesConfig
 from moe_engine.models.config import ModelConfig, OtherLayers
-from moe_engine.models.config_compressed import compressed_attention, parse_experts, parse_rope_of, with_expert_format
+from moe_engine.models.config_compressed import (
+    compressed_attention,
+    parse_experts,
+    parse_rope_of,
+    parse_streams,
+    with_expert_format,
+)
 from moe_engine.models.config_families import build_config
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.engram_config import EngramConfig
@@ -36,13 +42,7 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
         moe=moe,
         moe_layers=(True,) * layers,
         windows=(attention.window,) * layers,
-        streams=StreamsConfig(
-            count=fields.integer("hc_mult", 4),
-            iterations=fields.integer("hc_sinkhorn_iters", 20),
-            eps=fields.number("hc_eps", 1e-6, above=0),
-            late=True,
-            engram=engram,
-        ),
+        streams=replace(parse_streams(fields), late=True, engram=engram),
     )
     without = tuple(i for i in range(layers) if not attention.rate(i))
     main = parse_rope_of(fields, "main", attention.rotary_width)

@@ -8,6 +8,8 @@ Source: DeepSeek V4.1's release, `inference/kernel.py`, as transformers describe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,39 +21,41 @@ BLOCK, SMALL_BLOCK = 32, 16
 
 def round_e4m3(x: Tensor) -> Tensor:
     """x [..., W] in e4m3, blocks of 32 with a power of two as scale -> x's dtype."""
-    if x.shape[-1] % BLOCK:
-        return x
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
-    most = blocks.abs().amax(-1, keepdim=True).clamp_min(_LEAST_E4M3)
-    scale = _power_above(most * (1.0 / _E4M3_MAX))
-    values = (blocks / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return (values * scale).flatten(-2).to(x.dtype)
+    return _rounded(x, BLOCK, _LEAST_E4M3, lambda most: _power_above(most * (1.0 / _E4M3_MAX)), _to_e4m3)
 
 
 def round_e2m1(x: Tensor) -> Tensor:
     """x [..., W] in e2m1, blocks of 32 with a power of two as scale -> x's dtype."""
-    if x.shape[-1] % BLOCK:
-        return x
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
-    most = blocks.abs().amax(-1, keepdim=True).clamp_min(_LEAST_E2M1)
-    scale = _power_above(most * (1.0 / _E2M1_MAX))
-    return (_to_e2m1(blocks / scale) * scale).flatten(-2).to(x.dtype)
+    return _rounded(x, BLOCK, _LEAST_E2M1, lambda most: _power_above(most * (1.0 / _E2M1_MAX)), _to_e2m1)
 
 
 def round_e2m1_small(x: Tensor) -> Tensor:
     """x [..., W] in e2m1, blocks of 16 with a scale in e4m3 -> x's dtype."""
-    if x.shape[-1] % SMALL_BLOCK:
+    return _rounded(
+        x, SMALL_BLOCK, _LEAST_SCALE, lambda most: (most / _E2M1_MAX).to(torch.float8_e4m3fn).float(), _to_e2m1
+    )
+
+
+def _rounded(
+    x: Tensor, block: int, least: float, scale_of: Callable[[Tensor], Tensor], stored: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """x [..., W] in blocks, each divided by the scale of its maximum, `stored`, and multiplied again."""
+    if x.shape[-1] % block:
         return x
-    blocks = x.float().unflatten(-1, (-1, SMALL_BLOCK))
-    most = blocks.abs().amax(-1, keepdim=True).clamp_min(_LEAST_SCALE)
-    scale = (most / _E2M1_MAX).to(torch.float8_e4m3fn).float()
-    return (_to_e2m1(blocks / scale) * scale).flatten(-2).to(x.dtype)
+    blocks = x.float().unflatten(-1, (-1, block))
+    scale = scale_of(blocks.abs().amax(-1, keepdim=True).clamp_min(least))
+    return (stored(blocks / scale) * scale).flatten(-2).to(x.dtype)
 
 
 def _power_above(x: Tensor) -> Tensor:
     """The least power of two that is not less than x > 0."""
     fraction, exponent = torch.frexp(x)
     return torch.ldexp(torch.ones_like(x), exponent - (fraction == 0.5).int())
+
+
+def _to_e4m3(x: Tensor) -> Tensor:
+    """The nearest numbers of e4m3; larger ones are its largest."""
+    return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
 def _to_e2m1(x: Tensor) -> Tensor:

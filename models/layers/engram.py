@@ -96,20 +96,17 @@ class EngramNorm(StreamNorm):
             for name in ("q_weight", "k_weight")
         ]
         self._products = weights[0] * weights[1]
-        self._count, self._eps, self._longest, self._dtype = (
-            streams.count,
-            config.norm_eps,
-            engram.longest,
-            reader.dtype,
-        )
+        self._count, self._longest = streams.count, engram.longest
+        self._eps, self._dtype = config.norm_eps, reader.dtype
 
     def _read(self, x: Tensor | None, residual: Tensor) -> Tensor:
-        if len(residual):
-            if x is not None:
-                x = x if self._all_reduce is None else self._all_reduce.sum(x)
-                write_streams(x, residual, self._weights)
-            self._add_rows(residual)
-        return self._mix(None, residual, self._weights) if len(residual) else super()._read(x, residual)
+        if not len(residual):
+            return super()._read(x, residual)
+        if x is not None:
+            x = x if self._all_reduce is None else self._all_reduce.sum(x)
+            write_streams(x, residual, self._weights)
+        self._add_rows(residual)
+        return self._mix(None, residual, self._weights)
 
     def _add_rows(self, residual: Tensor) -> None:
         n, hidden = self._count, self.width

@@ -88,7 +88,7 @@ namespace moe {
 
 // Linux enables tiles per process on request: ARCH_REQ_XCOMP_PERM (0x1023) for XTILEDATA (18).
 inline bool amx_permission() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-// GCC's intrinsic tells the compiler that only eight bytes are read.
+// GCC's intrinsic declares only eight bytes as read.
 inline void amx_configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 inline void amx_release() { _tile_release(); }
 // The compiler's intrinsics take only literal tile numbers, not template arguments.

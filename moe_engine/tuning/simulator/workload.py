@@ -21,8 +21,8 @@ _FIRST_COMMON = 1 << 50
 
 def answer_tokens(number: int, begin: int, end: int) -> list[int]:
     """Tokens [begin, end) of an answer. The first one, `number`, and then every `TAIL`th one occur in no other answer:
-    prefixes are told apart by the first token that differs, sessions by their last `TAIL` tokens. The others depend on
-    their position alone."""
+    the first token that differs distinguishes prefixes, the last `TAIL` tokens distinguish sessions. The others
+    depend on their position alone."""
     if end > len(_COMMON):
         _COMMON.extend(range(_FIRST_COMMON + len(_COMMON), _FIRST_COMMON + 2 * end))
     tokens = _COMMON[begin:end]
