@@ -8,6 +8,10 @@ from typing import NamedTuple
 from moe_engine.models.engram_config import EngramConfig
 
 
+MAX_CANDIDATES = 1 << 22
+"""Entries among which indexers select, in memory at once; query tokens with more are in parts."""
+
+
 class KeptRows(NamedTuple):
     """Rows of a layer's cache with what tokens contribute to entries, as `kernels.compression.protocol.Kept` has them:
     of the last tokens of every block of `block` adjacent tokens, or of every request (`block` 0)."""
@@ -144,6 +148,11 @@ class SharedEntriesConfig(CompressedConfig):
     def limits_candidates(self, layer: int) -> bool:
         """Whether the layer's indexer chooses among candidates."""
         return 0 <= self.candidate_source < layer
+
+    @property
+    def rate_of_candidates(self) -> int:
+        """Tokens of an entry that is a candidate; -1: all entries are."""
+        return self.rate(self.candidate_source) if self.candidate_source >= 0 else -1
 
     def projected_widths(self, layer: int) -> tuple[int, ...]:
         return (2 * self.head_dim,) if self.writes(layer) and self.rate(layer) > 1 else ()

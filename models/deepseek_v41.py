@@ -33,6 +33,9 @@ class DeepseekV41Model(DeepseekV4Model):
     _texts: TextIds | None = None
     """Of the n-gram tables."""
 
+    _in_order = True
+    """Whether steps do not wait for rows of the tables."""
+
     @property
     def _engram(self) -> EngramConfig | None:
         return None if self.config.streams is None else self.config.streams.engram
@@ -42,7 +45,9 @@ class DeepseekV41Model(DeepseekV4Model):
         if engram is None or prefix not in [f"model.layers.{i}.input_layernorm" for i in engram.layers]:
             return super().make_norm(reader, prefix)
         self._texts = self._texts or load_text_ids(self.config, reader)
-        return EngramNorm(self.backends.ops, reader, streams_of(prefix), prefix, self.config, self.backends.linear)
+        norm = EngramNorm(self.backends.ops, reader, streams_of(prefix), prefix, self.config, self.backends.linear)
+        self._in_order &= norm.rows.in_order
+        return norm
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         residual, engram = super().embed(batch), self._engram
@@ -64,4 +69,6 @@ class DeepseekV41Model(DeepseekV4Model):
         return batch, self._shared_steps.of(batch)
 
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
-        return lambda batch: None  # rows of a step change from layer to layer: decodes are not captured
+        if drafts:
+            return super().planner_of_decodes(drafts)
+        return self._shared_steps.plan_in_place if self._in_order else lambda batch: None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys, triton_keys, triton_select
-from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, GateProduct, PrepareIndex
+from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, BlockChoice, GateProduct, PrepareIndex
 from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
 from moe_engine.kernels.ops.triton_router import gate_parts
 from moe_engine.kernels.queries import PagedQueries
@@ -105,7 +105,7 @@ class TritonIndexer:
 
     def select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
-        plan: Any,
+        plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         if not len(q):
             return
@@ -124,4 +124,6 @@ class TritonIndexer:
             programs = max(1, min(-(-longest // KEYS), PROGRAMS // (end - begin)))
             scores(q, weights, cache, queries, records[begin:end], out, first, programs)
             triton_select.select(out, queries, own.request_of, first, top_k, selected.slots)
+            if blocks is not None:
+                triton_select.select_blocks(out, queries, first, blocks)
             begin = end

@@ -9,10 +9,12 @@ Legend: T query tokens, K selected tokens, S context tokens.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_engine.kernels.indexer.protocol import BlockChoice
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
@@ -57,18 +59,21 @@ def _digit(
 )
 def select_kernel(
     scores, out, request_of, rows, starts, lens, table, first, scores_stride, table_stride, out_stride, width,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, RATE: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, RATE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, S] of the tokens from `first` on -> out[token, :width], ascending positions' slots, then -1.
-    RATE: `PagedQueries.rate`."""
+    RATE: `PagedQueries.rate`. Without SLOTS: the positions, of requests with one query token each."""
     wait_for_inputs()
     row = tl.program_id(0)
     token = first + row
-    request = tl.load(request_of + token)
-    count = tl.load(lens + request) - tl.load(starts + request + 1) + token + 1  # visible positions
+    if SLOTS:
+        request = tl.load(request_of + token)
+        count = tl.load(lens + request) - tl.load(starts + request + 1) + token + 1  # visible positions
+        table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
+    else:
+        count, table_row = tl.load(lens + token), table
     line = scores + row.to(tl.int64) * scores_stride
     target = out + token.to(tl.int64) * out_stride
-    table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
     wanted = tl.minimum(TOP_K, count)
     bound = tl.full((), 0, tl.uint32)
     ties = wanted  # selected numbers that equal the bound
@@ -94,7 +99,8 @@ def select_kernel(
             chosen = (live & (numbers > bound)) | (same & (order <= ties))
             equal += tl.sum(same.to(tl.int32))
         place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(target + place, tl.load(table_row + position * RATE, chosen, 0) // RATE, chosen)
+        found = tl.load(table_row + position * RATE, chosen, 0) // RATE if SLOTS else position
+        tl.store(target + place, found, chosen)
         written += tl.sum(chosen.to(tl.int32))
     for begin in range(0, width, BLOCK):
         place = begin + tl.arange(0, BLOCK)
@@ -112,15 +118,64 @@ def select(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int
     select_kernel[(len(scores),)](
         scores, out, request_of, queries.rows, queries.query_starts, queries.context_lens_device, queries.slot_table,
         first, scores.stride(0), queries.slot_table.stride(0), out.stride(0), out.shape[1], top_k, BLOCK, queries.rate,
-        num_warps=8,
+        True, num_warps=8,
+    )  # fmt: skip
+
+
+@dependent_jit(
+    do_not_specialize=["first", "scores_stride", "out_stride"], do_not_specialize_on_alignment=["lens", "counts"]
+)
+def block_maxima_kernel(
+    scores, out, lens, counts, first, scores_stride, out_stride, SIZE: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """out[row] = the highest of SIZE adjacent scores [rows, S] of the tokens from `first` on, infinity for the last
+    block of a token; counts[first + row] = its blocks. lens: positions that each token sees. Grid (rows, parts)."""
+    wait_for_inputs()
+    row, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    seen = tl.load(lens + first + row)
+    count = tl.cdiv(seen, SIZE)
+    if tl.program_id(1) == 0:
+        tl.store(counts + first + row, count)
+    if tl.program_id(1) * BLOCKS < count:
+        position = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        line = scores + row.to(tl.int64) * scores_stride
+        most = tl.max(tl.load(line + position, position < seen, float("-inf")), 1)
+        most = tl.where(block == count - 1, float("inf"), most)
+        tl.store(out + row.to(tl.int64) * out_stride + block, most, block < count)
+
+
+def select_blocks(scores: Tensor, queries: PagedQueries, first: int, blocks: BlockChoice) -> None:
+    """Sets `blocks.found` of the tokens from `first` on, one for each row of scores [rows, S] float32."""
+    if not len(scores):
+        return
+    out, size, lens = blocks.found, blocks.size, queries.context_lens_device
+    if size & (size - 1):
+        raise ValueError(f"blocks of {size} positions: the triton indexer needs a power of two")
+    most = -(-scores.shape[1] // size)
+    maxima = torch.empty((len(scores), most), dtype=torch.float32, device=scores.device)
+    counts = torch.empty_like(lens)
+    each = max(1, BLOCK // size)
+    block_maxima_kernel[(len(scores), -(-most // each))](
+        scores, maxima, lens, counts, first, scores.stride(0), maxima.stride(0), SIZE=size, BLOCKS=each, num_warps=8
+    )
+    select_kernel[(len(scores),)](
+        maxima, out, counts, counts, counts, counts, counts, first, maxima.stride(0), 0, out.stride(0), out.shape[1],
+        out.shape[1], BLOCK, 1, False, num_warps=8,
     )  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
+    """DeepSeek V3.2; V4.1's entries and blocks of entries."""
     signature = {
         "scores": "*fp32", "out": "*i32", "request_of": "*i32:1", "rows": "*i32:1", "starts": "*i32:1",
         "lens": "*i32:1", "table": "*i32", "first": "i32", "scores_stride": "i32", "table_stride": "i32:16",
         "out_stride": "i32:16", "width": "i32",
     }  # fmt: skip
-    constants = {"TOP_K": 2048, "BLOCK": BLOCK, "RATE": 1}
-    return [AotCase("index selection", select_kernel, signature, constants, 8, 3, False)]
+    cases = []
+    for name, top_k, slots in (("selection", 2048, True), ("selection, 512", 512, True), ("blocks", 2048, False)):
+        constants = {"TOP_K": top_k, "BLOCK": BLOCK, "RATE": 1, "SLOTS": slots}
+        cases.append(AotCase(f"index {name}", select_kernel, signature, constants, 8, 3, False))
+    signature = {"scores": "*fp32", "out": "*fp32", "lens": "*i32:1", "counts": "*i32:1"}
+    signature |= dict.fromkeys(("first", "scores_stride", "out_stride"), "i32")
+    constants = {"SIZE": 8, "BLOCKS": BLOCK // 8}
+    return [*cases, AotCase("index maxima of blocks", block_maxima_kernel, signature, constants, 8, 3, False)]

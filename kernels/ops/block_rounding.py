@@ -9,9 +9,14 @@ Source: DeepSeek V4.1's release, `inference/kernel.py`, as transformers describe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_engine.kernels.ops.protocol import Ops, RotaryTable
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _LEAST_E4M3, _LEAST_E2M1, _LEAST_SCALE = 1e-4, _E2M1_MAX * 2.0**-126, _E2M1_MAX * 2.0**-9
@@ -34,6 +39,45 @@ def round_e2m1_small(x: Tensor) -> Tensor:
     return _rounded(
         x, SMALL_BLOCK, _LEAST_SCALE, lambda most: (most / _E2M1_MAX).to(torch.float8_e4m3fn).float(), _to_e2m1
     )
+
+
+E4M3, E2M1, E2M1_SMALL = "e4m3", "e2m1", "e2m1_small"
+ROUNDINGS = {E4M3: round_e4m3, E2M1: round_e2m1, E2M1_SMALL: round_e2m1_small}
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """Where rows go: cache[slots], [N, W]."""
+
+    slots: Tensor
+    cache: Tensor
+
+
+class RoundRows(Protocol):
+    """Rows of a rounded cache, and queries over them, in one launch."""
+
+    def __call__(
+        self, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
+        to: CacheRows | None,
+    ) -> Tensor | None:  # fmt: skip
+        """x [T, H, W] (any strides of tokens and heads): `Ops.rms_norm` by weight and eps, `Ops.rotate`, and the
+        rounding of that name, each rounded to x's dtype. With `to`, rows [T, W] of one head are written and nothing is
+        returned; x may change."""
+
+
+def round_rows(
+    ops: Ops, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
+    to: CacheRows | None,
+) -> Tensor | None:  # fmt: skip
+    """`RoundRows` by separate operations."""
+    if norm is not None:
+        x = ops.rms_norm(x, *norm)
+    ops.rotate(x, positions, table)
+    x = ROUNDINGS[rounding](x)
+    if to is None:
+        return x
+    to.cache.index_copy_(0, to.slots, x.flatten(1).to(to.cache.dtype))
+    return None
 
 
 def _rounded(

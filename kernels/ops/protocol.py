@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.ops.block_rounding import RoundRows
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
 from moe_engine.kernels.ops.streams import MixStreams
@@ -207,6 +208,9 @@ class OpsCapabilities:
 
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
+
+    round_rows: RoundRows | None = None
+    """None: by other operations, `kernels.ops.block_rounding`."""
 
     mix_blocks: MixBlocks | None = None
     """None: in torch, `kernels.ops.residual_blocks`."""

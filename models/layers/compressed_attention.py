@@ -232,8 +232,4 @@ class CompressedAttention:
         """Writes the rotated keys of kv [T, Dh] to the cache."""
         keys = self._kv_norm(kv)
         self._ops.rotate(keys.unsqueeze(1), positions, self._rotary)
-        cache.rows.index_copy_(0, slots, self._stored(keys).to(cache.rows.dtype))
-
-    def _stored(self, keys: Tensor) -> Tensor:
-        """The values of rotated keys in the cache."""
-        return keys
+        cache.rows.index_copy_(0, slots, keys.to(cache.rows.dtype))

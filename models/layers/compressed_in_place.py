@@ -163,7 +163,7 @@ class StepInPlace:
         table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
         starts = batch.positions.view(queries.num_requests, -1)[:, :1].expand(-1, queries.query_lens[0]).flatten()
         tokens = CompressedTokens(batch.positions, starts, queries.rows[self._numbers], table, batch.slots)
-        kept = {rate: _kept(cache.kept[0], tokens, slots, batch.real) for rate, cache in caches.items() if rate}
+        kept = {rate: _kept(cache.kept[0], tokens, slots, batch.real) for rate, cache in caches.items() if cache.kept}
         lens = (batch.positions + 1).int()
         window = window_rows(tokens, lens, a.window, min(a.window, full.shape[1]))
         of_window, selection = lens.clamp(max=a.window), None
