@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from moe_engine.models.engram_config import EngramConfig
 
-
 MAX_CANDIDATES = 1 << 22
 """Entries among which indexers select, in memory at once; query tokens with more are in parts."""
 

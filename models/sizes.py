@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from moe_engine.kernels.block_index.rule import MAX_SCORES as MAX_BLOCK_SCORES
 from moe_engine.kernels.block_index.rule import TOKENS_AT_ONCE
-from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.compressed_config import MAX_CANDIDATES, CompressedConfig, SharedEntriesConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format

@@ -25,8 +25,8 @@ MXFP4 = 17 / 32
 LINEAR, WINDOWED, FULL, SELECTED, HEAVY = "linear", "windowed", "full", "selected", "compressed"
 BLOCKS = "block-sparse"
 WRITES, SELECTS, READS = "writing", "selecting", "reading"
-"""Of DeepSeek V4.1, with the tokens of an entry before them: layers that write and select entries, that select some, and
-that read what a layer before them has selected."""
+"""Of DeepSeek V4.1, with the tokens of an entry behind them: layers that write and select entries, that select some,
+and that read what a layer before them has selected."""
 _KINDS = {
     "linear_attention": LINEAR, "sliding_attention": WINDOWED, "full_attention": FULL,
     "compressed_sparse_attention": SELECTED, "heavily_compressed_attention": HEAVY,

@@ -138,7 +138,9 @@ class HashedRows:
         """Ids of n-grams [T, N] int32 -> the rows side by side, [T, C W] of this dtype."""
         if self._function is None:
             flat = self.rows_of(ids.cpu()).flatten()
-            rows, scales = (None if part is None else part.index_select(0, flat) for part in (self._table, self._scales))
+            rows, scales = (
+                None if part is None else part.index_select(0, flat) for part in (self._table, self._scales)
+            )
             assert rows is not None
             shape = len(ids), len(self._sizes), -1
             return self._values(rows.view(shape), None if scales is None else scales.view(shape), dtype).to(ids.device)

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.ops.block_rounding import RoundRows
 from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.ops.block_rounding import RoundRows
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
 from moe_engine.kernels.ops.streams import MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows

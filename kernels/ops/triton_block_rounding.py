@@ -73,8 +73,8 @@ def round_rows_kernel(
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
-    """out[t, h] or, with WRITES, out[slots[t]] = x[t, h], normed with NORM, its last ROTARY channels rotated, rounded in
-    blocks of GROUP channels (0: not rounded). Grid (T, H)."""
+    """out[t, h] or, with WRITES, out[slots[t]] = x[t, h], normed with NORM, its last ROTARY channels rotated, rounded
+    in blocks of GROUP channels (0: not rounded). Grid (T, H)."""
     wait_for_inputs()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     kind = x.dtype.element_ty
@@ -142,5 +142,7 @@ def aot_cases() -> list[AotCase]:
                 "eps": "fp32",
             }  # fmt: skip
             case = f"round_{name}_{element(dtype)}"
-            cases.append(AotCase(case, round_rows_kernel, signature, constants, warps_for(constants["BLOCK"]), 3, False))
+            cases.append(
+                AotCase(case, round_rows_kernel, signature, constants, warps_for(constants["BLOCK"]), 3, False)
+            )
     return cases

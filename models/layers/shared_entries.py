@@ -218,9 +218,7 @@ class EntryWriter:
         keys, norm = self._key(latents), self._key_norm
         to = CacheRows(slots, cache.index_keys.squeeze(1))
         self._round(keys.unsqueeze(1), (norm.weight, norm.eps), positions, self._rotary, E2M1, to)
-        self._round(
-            latents.unsqueeze(1), None, positions, self._rotary, E2M1_SMALL, CacheRows(slots, cache.entries)
-        )
+        self._round(latents.unsqueeze(1), None, positions, self._rotary, E2M1_SMALL, CacheRows(slots, cache.entries))
 
     def _pairs(self, projected: Tensor, kept: Kept, written: WrittenEntries) -> Tensor:
         """The sums [E, W] of the entries' two tokens, weighted by the softmax of their gates; float32."""

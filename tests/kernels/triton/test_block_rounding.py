@@ -40,17 +40,22 @@ def test_rows(rounding: str, width: int, rotary: int, dtype: torch.dtype) -> Non
     for call, cache in ((kernel.round_rows, caches[0]), (lambda *args: round_rows(TorchOps(), *args), caches[1])):
         to = CacheRows(slots, cache)
         assert call(x[:, None, width:].clone(), norm, positions, table, rounding, to) is None
-    same(*caches)
+    same(*caches, rounding)
     heads = spread(tokens, 3, width).to(dtype)
     found = kernel.round_rows(heads.clone(), None, positions, table, rounding, None)
     wanted = round_rows(TorchOps(), heads.clone(), None, positions, table, rounding, None)
     assert wanted is not None
-    same(found, wanted)
+    same(found, wanted, rounding)
     assert torch.equal(x, kept)
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal but for numbers that sums in another order moved over a bound of rounding."""
+def same(found: torch.Tensor, wanted: torch.Tensor, rounding: str) -> None:
+    """Equal but for numbers that sums in another order moved over a bound of rounding; close where no block is
+    rounded."""
+    if wanted.shape[-1] % (16 if rounding == "e2m1_small" else 32):
+        bound = 1e-5 if wanted.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound * float(wanted.abs().amax()))
+        return
     other = (found != wanted).float().mean()
     assert other < 0.005, other
     torch.testing.assert_close(found, wanted, rtol=0.5, atol=float(wanted.abs().amax()) / 8)
@@ -60,7 +65,8 @@ def test_bounds_of_the_formats() -> None:
     """Without rotation every number is that of torch: ties, zeros, signs, the largest numbers."""
     still = RotaryTable(torch.cat((torch.ones(1, 4), torch.zeros(1, 4)), 1), True)
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, 448.0, -448.0, 0.0, -0.0, 1e-30, 17.0, 3e-3])
-    x = torch.cat((ties, torch.randn(48) * 100)).view(1, 1, 64) * torch.tensor([2.0**-120, 2.0**-8, 1.0, 3.0]).view(4, 1, 1)
+    sizes = torch.tensor([2.0**-120, 2.0**-8, 1.0, 3.0]).view(4, 1, 1)
+    x = torch.cat((ties, torch.randn(48) * 100)).view(1, 1, 64) * sizes
     for rounding, plain in ROUNDINGS.items():
         found = kernel.round_rows(x, None, torch.zeros(4, dtype=torch.int64), still, rounding, None)
         torch.testing.assert_close(found, plain(x), rtol=0, atol=0)

@@ -82,9 +82,7 @@ V41_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("form", V41_FORMS)
-def test_steps_with_shared_entries_are_captured(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of the CPU, with contexts within the window, the top-k and the candidates, and beyond; no waits, also
     for rows of n-gram tables."""
     monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
