@@ -81,7 +81,7 @@ def best(scores: Tensor, counts: Tensor, slots: Tensor, width: int) -> Tensor:
 
 def best_blocks(scores: Tensor, blocks: BlockChoice) -> None:
     """Sets the blocks of one token by its scores [1, s], whose last position is the last one that the token sees."""
-    width, count, numbers = blocks.found.shape[1], -(-scores.shape[1] // blocks.size)
+    width, count = blocks.found.shape[1], -(-scores.shape[1] // blocks.size)
     parts = torch.nn.functional.pad(scores, (0, count * blocks.size - scores.shape[1]), value=float("-inf"))
     most = parts.unflatten(1, (count, blocks.size)).amax(2)
     most[:, -1] = float("inf")

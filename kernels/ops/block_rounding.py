@@ -58,17 +58,17 @@ class RoundRows(Protocol):
 
     def __call__(
         self, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
-        to: CacheRows | None,
-    ) -> Tensor | None:  # fmt: skip
+        to: CacheRows | None = None,
+    ) -> Tensor:  # fmt: skip
         """x [T, H, W] (any strides of tokens and heads): `Ops.rms_norm` by weight and eps, `Ops.rotate`, and the
-        rounding of that name, each rounded to x's dtype. With `to`, rows [T, W] of one head are written and nothing is
-        returned; x may change."""
+        rounding of that name, each rounded to x's dtype; x may change. Returns the rows, or with `to` the cache, to
+        which rows [T, W] of one head are written."""
 
 
 def round_rows(
     ops: Ops, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
-    to: CacheRows | None,
-) -> Tensor | None:  # fmt: skip
+    to: CacheRows | None = None,
+) -> Tensor:  # fmt: skip
     """`RoundRows` by separate operations."""
     if norm is not None:
         x = ops.rms_norm(x, *norm)
@@ -76,8 +76,7 @@ def round_rows(
     x = ROUNDINGS[rounding](x)
     if to is None:
         return x
-    to.cache.index_copy_(0, to.slots, x.flatten(1).to(to.cache.dtype))
-    return None
+    return to.cache.index_copy_(0, to.slots, x.flatten(1).to(to.cache.dtype))
 
 
 def _rounded(

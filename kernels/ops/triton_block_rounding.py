@@ -101,8 +101,8 @@ def round_rows_kernel(
 
 def round_rows(
     x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
-    to: CacheRows | None,
-) -> Tensor | None:  # fmt: skip
+    to: CacheRows | None = None,
+) -> Tensor:  # fmt: skip
     """`RoundRows`. Raises ValueError for a rotary table of halves, or channels that are apart."""
     tokens, heads, width = x.shape
     if not table.interleaved or (width > 1 and x.stride(2) != 1) or (to is not None and heads != 1):
@@ -116,7 +116,7 @@ def round_rows(
             x, weight, positions, table.cos_sin, slots, out, stride_of(x, 0), stride_of(x, 1), stride_of(out, 0), eps,
             **constants, num_warps=warps_for(constants["BLOCK"]),
         )  # fmt: skip
-    return out if to is None else None
+    return out
 
 
 def _constants(width: int, rotary: int, rounding: str, norm: bool, writes: bool) -> dict[str, Any]:

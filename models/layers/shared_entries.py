@@ -66,7 +66,8 @@ class WrittenEntries:
         complete, last = tokens.positions % 2 == 1, None
         if not captured:
             last = complete.nonzero().squeeze(1)
-            tokens = CompressedTokens(*(part[last] for part in tokens[:3]), tokens.table, tokens.slots[last])
+            positions, starts, rows, table, slots = tokens
+            tokens = CompressedTokens(positions[last], starts[last], rows[last], table, slots[last])
         slots, before = tokens.slots // 2, (tokens.positions - 1).clamp_(min=0)
         if captured:
             slots = slots * complete
@@ -265,7 +266,7 @@ class SharedIndexer:
         a, chosen = self._config, selection.selected
         assert cache.index_keys is not None
         q = self._q(latent).view(-1, a.index_heads, a.index_width)
-        q = self._round(q, None, positions, self._rotary, E2M1, None)
+        q = self._round(q, None, positions, self._rotary, E2M1)
         weights = self._gates(unquantized(hidden).float())
         if a.limits_candidates(self._layer) and shared.candidates is not None:
             for part, table in shared.candidates.parts():
@@ -279,8 +280,8 @@ class SharedIndexer:
                 q, weights, cache.index_keys, selection.queries, a.top_k, chosen, selection.plan, blocks
             )
             if blocks is not None:
-                table = None if shared.memory is None else shared.memory.table
-                shared.candidates = Candidates(selection.queries, blocks, self._kernel.plan, MAX_CANDIDATES, table)
+                memory = None if shared.memory is None else shared.memory.table
+                shared.candidates = Candidates(selection.queries, blocks, self._kernel.plan, MAX_CANDIDATES, memory)
         shared.place(cache)
 
     def _blocks(self, queries: PagedQueries, shared: SharedStep) -> BlockChoice | None:
