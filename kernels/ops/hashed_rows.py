@@ -139,11 +139,11 @@ class HashedRows:
         if self._function is None:
             flat = self.rows_of(ids.cpu()).flatten()
             rows, scales = (
-                None if part is None else part.index_select(0, flat) for part in (self._table, self._scales)
+                None if part is None else part.index_select(0, flat).view(len(ids), len(self._sizes), part.shape[1])
+                for part in (self._table, self._scales)
             )
             assert rows is not None
-            shape = len(ids), len(self._sizes), -1
-            return self._values(rows.view(shape), None if scales is None else scales.view(shape), dtype).to(ids.device)
+            return self._values(rows, scales, dtype).to(ids.device)
         if ids.device.type == "cpu":
             buffers = self._buffers(len(ids), ids.contiguous())
             self._function(ctypes.byref(self._struct(len(ids), buffers)))
