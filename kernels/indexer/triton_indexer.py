@@ -125,5 +125,5 @@ class TritonIndexer:
             scores(q, weights, cache, queries, records[begin:end], out, first, programs)
             triton_select.select(out, queries, own.request_of, first, top_k, selected.slots)
             if blocks is not None:
-                triton_select.select_blocks(out, queries, first, blocks)
+                triton_select.select_blocks(out, queries, own.request_of, first, blocks)
             begin = end

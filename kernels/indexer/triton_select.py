@@ -59,19 +59,16 @@ def _digit(
 )
 def select_kernel(
     scores, out, request_of, rows, starts, lens, table, first, scores_stride, table_stride, out_stride, width,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, RATE: tl.constexpr, SLOTS: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, S] of the tokens from `first` on -> out[token, :width], ascending positions' slots, then -1.
-    RATE: `PagedQueries.rate`. Without SLOTS: the positions, of requests with one query token each."""
+    RATE: `PagedQueries.rate`."""
     wait_for_inputs()
     row = tl.program_id(0)
     token = first + row
-    if SLOTS:
-        request = tl.load(request_of + token)
-        count = tl.load(lens + request) - tl.load(starts + request + 1) + token + 1  # visible positions
-        table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
-    else:
-        count, table_row = tl.load(lens + token), table
+    request = tl.load(request_of + token)
+    count = tl.load(lens + request) - tl.load(starts + request + 1) + token + 1  # visible positions
+    table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
     line = scores + row.to(tl.int64) * scores_stride
     target = out + token.to(tl.int64) * out_stride
     wanted = tl.minimum(TOP_K, count)
@@ -99,8 +96,7 @@ def select_kernel(
             chosen = (live & (numbers > bound)) | (same & (order <= ties))
             equal += tl.sum(same.to(tl.int32))
         place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        found = tl.load(table_row + position * RATE, chosen, 0) // RATE if SLOTS else position
-        tl.store(target + place, found, chosen)
+        tl.store(target + place, tl.load(table_row + position * RATE, chosen, 0) // RATE, chosen)
         written += tl.sum(chosen.to(tl.int32))
     for begin in range(0, width, BLOCK):
         place = begin + tl.arange(0, BLOCK)
@@ -118,7 +114,7 @@ def select(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int
     select_kernel[(len(scores),)](
         scores, out, request_of, queries.rows, queries.query_starts, queries.context_lens_device, queries.slot_table,
         first, scores.stride(0), queries.slot_table.stride(0), out.stride(0), out.shape[1], top_k, BLOCK, queries.rate,
-        True, num_warps=8,
+        num_warps=8,
     )  # fmt: skip
 
 
@@ -144,23 +140,26 @@ def block_maxima_kernel(
         tl.store(out + row.to(tl.int64) * out_stride + block, most, block < count)
 
 
-def select_blocks(scores: Tensor, queries: PagedQueries, first: int, blocks: BlockChoice) -> None:
-    """Sets `blocks.found` of the tokens from `first` on, one for each row of scores [rows, S] float32."""
+def select_blocks(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int, blocks: BlockChoice) -> None:
+    """Sets `blocks.found` of the tokens from `first` on, one for each row of scores [rows, S] float32.
+
+    Raises:
+        ValueError: blocks have another size than a power of two.
+    """
     if not len(scores):
         return
     out, size, lens = blocks.found, blocks.size, queries.context_lens_device
     if size & (size - 1):
         raise ValueError(f"blocks of {size} positions: the triton indexer needs a power of two")
-    most = -(-scores.shape[1] // size)
+    most, each = -(-scores.shape[1] // size), max(1, BLOCK // size)
     maxima = torch.empty((len(scores), most), dtype=torch.float32, device=scores.device)
-    counts = torch.empty_like(lens)
-    each = max(1, BLOCK // size)
+    counts, numbers = torch.empty_like(lens), torch.arange(most, dtype=torch.int32, device=scores.device)
     block_maxima_kernel[(len(scores), -(-most // each))](
         scores, maxima, lens, counts, first, scores.stride(0), maxima.stride(0), SIZE=size, BLOCKS=each, num_warps=8
     )
-    select_kernel[(len(scores),)](
-        maxima, out, counts, counts, counts, counts, counts, first, maxima.stride(0), 0, out.stride(0), out.shape[1],
-        out.shape[1], BLOCK, 1, False, num_warps=8,
+    select_kernel[(len(scores),)](  # the blocks of a token are a context whose slots are their numbers
+        maxima, out, request_of, queries.rows, queries.query_starts, counts, numbers, first, maxima.stride(0), 0,
+        out.stride(0), out.shape[1], out.shape[1], BLOCK, 1, num_warps=8,
     )  # fmt: skip
 
 
@@ -172,9 +171,9 @@ def aot_cases() -> list[AotCase]:
         "out_stride": "i32:16", "width": "i32",
     }  # fmt: skip
     cases = []
-    for name, top_k, slots in (("selection", 2048, True), ("selection, 512", 512, True), ("blocks", 2048, False)):
-        constants = {"TOP_K": top_k, "BLOCK": BLOCK, "RATE": 1, "SLOTS": slots}
-        cases.append(AotCase(f"index {name}", select_kernel, signature, constants, 8, 3, False))
+    for name, top_k in (("index selection", 2048), ("index selection, 512", 512)):
+        constants = {"TOP_K": top_k, "BLOCK": BLOCK, "RATE": 1}
+        cases.append(AotCase(name, select_kernel, signature, constants, 8, 3, False))
     signature = {"scores": "*fp32", "out": "*fp32", "lens": "*i32:1", "counts": "*i32:1"}
     signature |= dict.fromkeys(("first", "scores_stride", "out_stride"), "i32")
     constants = {"SIZE": 8, "BLOCKS": BLOCK // 8}

@@ -69,10 +69,10 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
 
 
 V41_FIELDS: dict[str, Any] = {
-    "num_hidden_layers": 5, "compress_ratios": [0, 2, 1, 1, 1], "kv_source_layer_ids": [1, 2],
-    "index_source_layer_ids": [1, 2, 3], "candidate_source_layer_id": 2, "candidate_topk_blocks": 3,
+    "num_hidden_layers": 3, "compress_ratios": [2, 1, 1], "kv_source_layer_ids": [0, 1],
+    "index_source_layer_ids": [0, 1, 2], "candidate_source_layer_id": 1, "candidate_topk_blocks": 3,
     "candidate_block_size": 4, "index_topk": 3, "index_n_heads": 4, "sliding_window": 8, "n_routed_experts": 4,
-    "head_dim": 32, "index_head_dim": 32,
+    "engram_layer_ids": [1], "engram_num_embeddings": [630], "hc_mult": 2,
 }  # fmt: skip
 V41_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decodes": ({}, {}), "bounded windows": ({}, {"chunked_prefill_size": 8, "max_total_tokens": 256}),
