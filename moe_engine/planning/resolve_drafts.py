@@ -74,6 +74,6 @@ def _check_own_experts(speculation: SpeculationConfig | None, model: ModelConfig
     if speculation is None or not speculation.uses_own_layers or own is None or own.num_experts % ranks == 0:
         return
     raise ConfigError(
-        f"--ep-size {ranks}: the draft layers of {model.source} have {own.num_experts} experts, which cannot be divided "
-        "evenly; use another --ep-size, or leave out --speculative-algorithm"
+        f"--ep-size {ranks}: the draft layers of {model.source} have {own.num_experts} experts, which cannot be "
+        "divided evenly; use another --ep-size, or leave out --speculative-algorithm"
     )

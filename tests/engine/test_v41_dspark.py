@@ -58,7 +58,7 @@ def test_other_drafters(reference: tuple[Path, V41DSparkReference]) -> None:
         prepare(EngineArgs.from_kwargs(**more, speculative_algorithm="NEXTN"))
     ranks = {"tp_size": 4, "ep_size": 4}
     assert prepare(EngineArgs.from_kwargs(**more, **ranks)).parallel.topology.ep_size == 4
-    with pytest.raises(ConfigError, match="--ep-size 4: the draft layers .* have 6 experts"):
+    with pytest.raises(ConfigError, match=r"--ep-size 4: the draft layers .* have 6 experts"):
         prepare(EngineArgs.from_kwargs(**more, **ranks, speculative_algorithm="DSPARK"))
 
 
