@@ -12,13 +12,10 @@ Legend: B tokens of a block, D hidden, V vocabulary, R rank of the Markov head.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from moe_engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_engine.models.config import MoEConfig
 
 MARKOV = "markov_head"
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
@@ -79,10 +76,6 @@ class OwnBlock:
     tapped: tuple[int, ...]
     num_experts: int = 0
     top_k: int = 0
-
-    def moe_of(self, moe: MoEConfig) -> MoEConfig:
-        """The experts of these layers, of a model with `moe`."""
-        return replace(moe, num_experts=self.num_experts, top_k=self.top_k) if self.num_experts else moe
 
 
 def is_block_head(names: Collection[str]) -> bool:

@@ -321,7 +321,9 @@ class ModelConfig:
     def moe_of(self, layer: int) -> MoEConfig | None:
         """The layer's experts; those of draft layers may be fewer."""
         own, moe = self.own_block, self.moe
-        return moe if own is None or moe is None or layer < self.num_layers else own.moe_of(moe)
+        if own is None or moe is None or not own.num_experts or layer < self.num_layers:
+            return moe
+        return replace(moe, num_experts=own.num_experts, top_k=own.top_k)
 
     @property
     def attentions(self) -> tuple[MLAConfig | GQAConfig | CompressedConfig, ...]:
