@@ -102,6 +102,10 @@ class CompressedConfig:
             return KeptRows(min(block, 2 * rate + draft_slots), block, widths)
         return KeptRows(rate + draft_slots, 0, widths)
 
+    def candidate_bytes(self, context: int, num_tokens: int) -> int:
+        """Bytes of a step for the entries among which later indexers select."""
+        return 0
+
     def entry_widths(self, layer: int) -> tuple[int, ...]:
         """Channels of an entry, and of its index key."""
         if not self.rate(layer):
@@ -152,6 +156,13 @@ class SharedEntriesConfig(CompressedConfig):
     def rate_of_candidates(self) -> int:
         """Tokens of an entry that is a candidate; -1: all entries are."""
         return self.rate(self.candidate_source) if self.candidate_source >= 0 else -1
+
+    def candidate_bytes(self, context: int, num_tokens: int) -> int:
+        """Blocks of each query token, the slots of some tokens' candidates, and positions of these."""
+        most = self.candidate_blocks * self.candidate_size
+        if self.candidate_source < 0 or context // self.rate_of_candidates <= most:
+            return 0
+        return num_tokens * self.candidate_blocks * 4 + 24 * max(most, min(MAX_CANDIDATES, num_tokens * most))
 
     def projected_widths(self, layer: int) -> tuple[int, ...]:
         return (2 * self.head_dim,) if self.writes(layer) and self.rate(layer) > 1 else ()

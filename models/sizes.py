@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from moe_engine.kernels.block_index.rule import MAX_SCORES as MAX_BLOCK_SCORES
 from moe_engine.kernels.block_index.rule import TOKENS_AT_ONCE
-from moe_engine.models.compressed_config import MAX_CANDIDATES, CompressedConfig, SharedEntriesConfig
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
@@ -435,19 +435,9 @@ def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, num_re
     return (
         num_tokens * ((projected + heads) * dtype_bytes + rows)
         + slots
-        + _candidate_bytes(a, context, num_tokens)
+        + a.candidate_bytes(context, num_tokens)
         + max(scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores))
     )
-
-
-def _candidate_bytes(a: CompressedConfig, context: int, num_tokens: int) -> int:
-    """Blocks of each query token, the slots of some tokens' candidates, and positions of these."""
-    if not isinstance(a, SharedEntriesConfig) or a.candidate_source < 0:
-        return 0
-    most = a.candidate_blocks * a.candidate_size
-    if context // a.rate_of_candidates <= most:
-        return 0
-    return num_tokens * a.candidate_blocks * 4 + 24 * max(most, min(MAX_CANDIDATES, num_tokens * most))
 
 
 def _streams_bytes(config: ModelConfig, dtype_bytes: int) -> int:

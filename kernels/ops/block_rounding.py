@@ -9,14 +9,11 @@ Source: DeepSeek V4.1's release, `inference/kernel.py`, as transformers describe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from moe_engine.kernels.ops.protocol import Ops, RotaryTable
+from moe_engine.kernels.ops.protocol import CacheRows, Ops, RotaryTable
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _LEAST_E4M3, _LEAST_E2M1, _LEAST_SCALE = 1e-4, _E2M1_MAX * 2.0**-126, _E2M1_MAX * 2.0**-9
@@ -43,26 +40,6 @@ def round_e2m1_small(x: Tensor) -> Tensor:
 
 E4M3, E2M1, E2M1_SMALL = "e4m3", "e2m1", "e2m1_small"
 ROUNDINGS = {E4M3: round_e4m3, E2M1: round_e2m1, E2M1_SMALL: round_e2m1_small}
-
-
-@dataclass(frozen=True)
-class CacheRows:
-    """Where rows go: cache[slots], [N, W]."""
-
-    slots: Tensor
-    cache: Tensor
-
-
-class RoundRows(Protocol):
-    """Rows of a rounded cache, and queries over them, in one launch."""
-
-    def __call__(
-        self, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
-        to: CacheRows | None = None,
-    ) -> Tensor:  # fmt: skip
-        """x [T, H, W] (any strides of tokens and heads): `Ops.rms_norm` by weight and eps, `Ops.rotate`, and the
-        rounding of that name, each rounded to x's dtype; x may change. Returns the rows, or with `to` the cache, to
-        which rows [T, W] of one head are written."""
 
 
 def round_rows(

@@ -21,6 +21,7 @@ from moe_engine.kernels.cpu.library import LibraryError, load
 
 logger = logging.getLogger(__name__)
 
+_HOST = torch.device("cpu")
 _LONE_SPACE = "\ue000"
 SCALED = 32
 """Numbers of a row in FP8 with a common scale."""
@@ -144,7 +145,7 @@ class HashedRows:
             )
             assert rows is not None
             return self._values(rows, scales, dtype).to(ids.device)
-        if ids.device.type == "cpu":
+        if ids.device == _HOST:
             buffers = self._buffers(len(ids), ids.contiguous())
             self._function(ctypes.byref(self._struct(len(ids), buffers)))
             return self._values(buffers.rows, buffers.scales, dtype)
@@ -173,7 +174,7 @@ class HashedRows:
 
     def _buffers(self, count: int, ids: Tensor) -> _Buffers:
         """Memory for `count` tokens, pinned if that of the ids is."""
-        pinned, columns = ids.device.type == "cpu" and ids.is_pinned(), len(self._sizes)
+        pinned, columns = ids.is_pinned(), len(self._sizes)
         rows, scales = (
             None if part is None else torch.empty((count, columns, part.shape[1]), dtype=torch.uint8, pin_memory=pinned)
             for part in (self._table, self._scales)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.gate_form import SILU, GatedActivation
-from moe_engine.kernels.ops.block_rounding import RoundRows
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
 from moe_engine.kernels.ops.streams import MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -167,6 +166,26 @@ class Gates:
 
     rows: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(rows, x, weight): rows [T, D] *= sigmoid(x @ weight.T), in place; x [T, D], weight [1, D]."""
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """Where rows go: cache[slots], [N, W]."""
+
+    slots: Tensor
+    cache: Tensor
+
+
+class RoundRows(Protocol):
+    """Rows of a rounded cache, and queries over them, in one launch."""
+
+    def __call__(
+        self, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
+        to: CacheRows | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x [T, H, W] (any strides of tokens and heads): `Ops.rms_norm` by weight and eps, `Ops.rotate`, and the
+        rounding of that name, each rounded to x's dtype; x may change. Returns the rows, or with `to` the cache, to
+        which rows [T, W] of one head are written."""
 
 
 @dataclass(frozen=True)

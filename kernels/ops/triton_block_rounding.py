@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.ops.block_rounding import BLOCK, E2M1, E2M1_SMALL, E4M3, SMALL_BLOCK, CacheRows
-from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.block_rounding import BLOCK, E2M1, E2M1_SMALL, E4M3, SMALL_BLOCK
+from moe_engine.kernels.ops.protocol import CacheRows, RotaryTable
 from moe_engine.kernels.ops.triton_e4m3 import inside
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs

@@ -22,8 +22,8 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
 from moe_engine.kernels.indexer.candidates import Candidates, CandidateTable
 from moe_engine.kernels.indexer.protocol import BlockChoice, IndexerKernel
-from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, E4M3, CacheRows, RoundRows, round_rows
-from moe_engine.kernels.ops.protocol import Ops, RotaryTable
+from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, E4M3, round_rows
+from moe_engine.kernels.ops.protocol import CacheRows, Ops, RotaryTable, RoundRows
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,

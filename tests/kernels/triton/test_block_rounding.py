@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.ops.block_rounding import ROUNDINGS, CacheRows, round_rows
-from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.block_rounding import ROUNDINGS, round_rows
+from moe_engine.kernels.ops.protocol import CacheRows, RotaryTable
 from moe_engine.kernels.ops.reference import TorchOps
 
 kernel = pytest.importorskip("moe_engine.kernels.ops.triton_block_rounding", reason="needs triton")

@@ -26,7 +26,7 @@ PAGE = 16
 FIELDS: dict[str, Any] = {
     "num_hidden_layers": 4, "compress_ratios": [0, 2, 1, 1], "kv_source_layer_ids": [1, 2], "hc_mult": 2,
     "index_source_layer_ids": [1, 2, 3], "candidate_source_layer_id": 2, "candidate_topk_blocks": 5,
-    "candidate_block_size": 4, "index_n_heads": 4, "sliding_window": 8,
+    "candidate_block_size": 4, "sliding_window": 8,
 }  # fmt: skip
 
 
