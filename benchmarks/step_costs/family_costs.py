@@ -100,14 +100,16 @@ def gate_rows(a: Any, s: Setting) -> Cost:
 @cost_of("compress_kernel")
 def compress(a: Any, s: Setting) -> Cost:
     """Each `RATE` tokens complete an entry, which one program sums from `SERIES` times as many: on average over the
-    positions of requests."""
-    tokens, entries = len(a.positions), len(a.positions) / a.RATE
+    positions of requests. With KEEP the tokens' projections are copied, too."""
+    assert s.hardware is not None
+    entries = len(a.positions) / a.RATE
     values = a.RATE * a.SERIES * 2 * a.WIDTH * a.projected.element_size()  # with gates
-    read = entries * (values + a.ROTARY * FP32) + min(1.0, entries) * size(a.bias, a.norm)
-    return Cost(
-        read + size(a.positions, a.starts, a.rows, a.slots), entries * a.WIDTH * a.out.element_size(),
-        programs=-(-tokens // a.RATE),
-    )  # fmt: skip
+    copied = size(a.projected) if a.KEEP else 0
+    some, constants = min(1.0, entries), size(a.bias, a.norm)
+    read = entries * (values + a.ROTARY * FP32) + some * constants + copied
+    read += size(a.positions, a.starts, a.rows, a.slots, given(a.places))
+    alone_us = some * (values + constants) / s.hardware["program_bytes_per_s"] * 1e6
+    return Cost(read, entries * a.WIDTH * a.out.element_size() + copied, link_us=alone_us)
 
 
 @cost_of("write_kernel")

@@ -77,7 +77,7 @@ class CompressionKernel(Protocol):
 
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
-        out: Tensor,
+        out: Tensor, places: Tensor | None = None,
     ) -> None:  # fmt: skip
         """out[slots[t] // rate] = the entry of each window that a token t of the step completes.
 
@@ -89,6 +89,8 @@ class CompressionKernel(Protocol):
             projected: [T, 2 S W] (rows may be strided): S W values, then S W gates, of the step's tokens.
             kept: those of tokens before that their windows contain, in the dtype of `projected`.
             out: [M, W] (rows may be strided), in the dtype of `projected`.
+            places: [T] int64, rows of `kept` that become the tokens' projections; no entry of the step may read one of
+                them. None: `kept` does not change.
 
         Raises:
             ValueError: widths or dtypes do not fit; rows of some kernels also refuse other pairs.

@@ -61,11 +61,12 @@ class Compressor:
         return self._weights.rate
 
     def update(self, hidden: Activation, step: CompressedStep, kept: Kept, entries: Tensor) -> None:
-        """Writes the entries [E, W] that the tokens complete, and then what they contribute to later ones: both may
-        have the same rows."""
-        projected = self._project(hidden).to(kept.rows.dtype)
-        self._kernel.compress(projected, kept, self._weights, self._rotary, step.tokens, entries)
-        step.kept[self.rate].keep(projected, kept)
+        """Writes the entries [E, W] that the tokens complete, and what they contribute to later ones."""
+        projected, own = self._project(hidden).to(kept.rows.dtype), step.kept[self.rate]
+        places = own.places if own.apart else None
+        self._kernel.compress(projected, kept, self._weights, self._rotary, step.tokens, entries, places)
+        if not own.apart:
+            own.keep(projected, kept)
 
 
 class EntryIndexer:

@@ -163,7 +163,9 @@ class StepInPlace:
         table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
         starts = batch.positions.view(queries.num_requests, -1)[:, :1].expand(-1, queries.query_lens[0]).flatten()
         tokens = CompressedTokens(batch.positions, starts, queries.rows[self._numbers], table, batch.slots)
-        kept = {rate: _kept(cache.kept[0], tokens, slots, batch.real) for rate, cache in caches.items() if rate}
+        kept = {
+            rate: self._kept(rate, cache.kept[0], tokens, slots, batch.real) for rate, cache in caches.items() if rate
+        }
         lens = (batch.positions + 1).int()
         window = window_rows(tokens, lens, a.window, min(a.window, full.shape[1]))
         of_window, selection = lens.clamp(max=a.window), None
@@ -184,6 +186,15 @@ class StepInPlace:
                 selected.slots.copy_(with_entries(window, entries, lens, a.window, rate))
             torch.add(of_window, visible, out=selected.counts_device)
         return CompressedStep(slots, tokens, {**self._attended}, kept, selection)
+
+    def _kept(
+        self, rate: int, kept: Kept, tokens: CompressedTokens, slots: Tensor, real: Tensor | None
+    ) -> KeptTokens:
+        """All tokens of a step; those of padding are in row 0."""
+        reach = rate * (1 + (rate == self._attention.selected_rate)) + self._queries.query_lens[0] - 1
+        apart = kept.each == kept.block or kept.each >= reach  # positions of a request that the step reads or writes
+        places = kept.places(tokens.positions, tokens.rows, slots)
+        return KeptTokens(None, places if real is None else places * real, apart)
 
 
 class BlocksInPlace:
@@ -239,12 +250,6 @@ def _of_blocks(queries: PagedQueries, window: int) -> list[int]:
     """Rows of each token of blocks."""
     both = zip(queries.query_lens, queries.context_lens)
     return [count + min(end - count, window) for count, end in both for _ in range(count)]
-
-
-def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, real: Tensor | None) -> KeptTokens:
-    """All tokens of a step, no more of a request than a ring has rows; those of padding are in row 0."""
-    places = kept.places(tokens.positions, tokens.rows, slots)
-    return KeptTokens(None, places if real is None else places * real)
 
 
 def _most_entries(attention: CompressedConfig, rate: int, tokens: int) -> int:

@@ -48,6 +48,8 @@ class KeptTokens:
 
     tokens: Tensor | None  # [n] int64: their numbers in the step; None: all of them
     places: Tensor  # [n] int64: their rows of `Kept`
+    apart: bool = False
+    """No entry of the step reads one of these rows, and `tokens` is None; otherwise they are written after it."""
 
     def keep(self, projected: Tensor, kept: Kept) -> None:
         """Stores the rows of projected [T, *]."""

@@ -127,6 +127,7 @@ def test_captured_rows_equal_those_of_the_host(count: int, top_k: int) -> None:
             assert all(map(torch.equal, captured.tokens, eager.tokens))
             for rate, kept in captured.kept.items():
                 assert kept.tokens is None is eager.kept[rate].tokens
+                assert kept.apart and not eager.kept[rate].apart
                 assert torch.equal(kept.places, eager.kept[rate].places)
             real = torch.ones(size * count, dtype=torch.int32)
             real[-count:] = 0
@@ -134,6 +135,24 @@ def test_captured_rows_equal_those_of_the_host(count: int, top_k: int) -> None:
             assert [kept.places[-count:].tolist() for kept in padded.kept.values()] == [[0] * count] * 2
             for rate, rows in captured.rows.items():
                 assert rows.selected.counts == eager.rows[rate].selected.counts
+
+
+@pytest.mark.parametrize("block", [0, 16])
+def test_contributions_are_kept_beside_entries_only_if_no_entry_reads_their_rows(block: int) -> None:
+    """Two entries of 4 tokens and the tokens of a step fit into a ring of 8 + `count` - 1 rows, or all of a block do."""
+    attention, rows = config(40), torch.empty(0)
+    table = torch.arange(WIDTH, dtype=torch.int32).expand(2, -1).contiguous()
+    batch = decodes([40, 63], 3, table, table)
+    for each, apart in ((9, False), (10, True), (16, True)):
+        rings = (), (Kept(rows, each, block),), (Kept(rows, 10, 0),)
+        caches = [SimpleNamespace(num_slots=400, kept=kept) for kept in rings]
+        steps = steps_of(attention)
+        plan = steps.plan_in_place(batch.attention)
+        found = steps.of(replace(batch, kv=caches, attention_plan=plan)).kept
+        assert (found[4].apart, found[8].apart) == (apart, True)
+    if block:
+        caches[1] = SimpleNamespace(num_slots=400, kept=(Kept(rows, 8, 8),))
+        assert steps.of(replace(batch, kv=caches, attention_plan=plan)).kept[4].apart
 
 
 def test_plans_are_renewed_for_other_lengths_only() -> None:
