@@ -110,10 +110,8 @@ class EntryIndexer:
         q = self._q(latent).view(-1, self._heads, self._width)
         self._ops.rotate(q, positions, self._rotary)
         weights = self._gates(unquantized(hidden).float())
-        self._kernel.select(
-            q, weights, cache.index_keys, selection.queries, self._top_k, selection.selected, selection.plan
-        )
-        selection.place(step.rows[self._compressor.rate].selected.slots)
+        rows = step.rows[self._compressor.rate].selected.slots
+        selection.select(self._kernel, q, weights, cache.index_keys, self._top_k, rows)
 
 
 class CompressedAttention:

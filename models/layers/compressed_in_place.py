@@ -27,7 +27,6 @@ from moe_engine.models.layers.compressed_rows import (
     EntrySelection,
     KeptTokens,
     block_rows,
-    entry_columns,
     entry_slots,
     window_rows,
     with_entries,
@@ -74,11 +73,11 @@ class _Selecting:
         """None: its launches cannot be captured."""
         self._attention, self._top_k = attention, top_k
 
-    def of(self, requests: Tensor, lens: Tensor, visible: Tensor, width: int, first_entry: int) -> EntrySelection:
+    def of(self, requests: Tensor, columns: Tensor, visible: Tensor, width: int, first_entry: int) -> EntrySelection:
         """The step's selection for rows of `width` columns.
 
         Args:
-            requests: [T], row of each token's request. lens: [T].
+            requests: [T], row of each token's request. columns: [T], rows of each token's window.
             visible: [T], entries that each token sees; becomes those that it selects, in place.
         """
         own = self.queries
@@ -86,8 +85,7 @@ class _Selecting:
         torch.clamp(visible, min=1, out=own.context_lens_device)  # a token that sees none selects one, which is unused
         torch.clamp(own.context_lens_device, max=self._top_k, out=self.chosen.counts_device)
         visible.clamp_(max=self._top_k)
-        is_entry, places = entry_columns(lens, self._attention.window, width, visible, self._top_k)
-        return EntrySelection(own, self.chosen, self.plan, places, is_entry, first_entry)
+        return EntrySelection(own, self.chosen, self.plan, columns, visible, width, first_entry)
 
 
 class StepInPlace:
@@ -177,8 +175,7 @@ class StepInPlace:
                 continue
             visible = lens // rate
             if rate == a.selected_rate and self._selecting is not None:
-                width = selected.slots.shape[1]
-                selection = self._selecting.of(tokens.rows, lens, visible, width, first_entry)
+                selection = self._selecting.of(tokens.rows, of_window, visible, selected.slots.shape[1], first_entry)
                 selected.slots[:, : window.shape[1]].copy_(window)
                 selected.slots[:, window.shape[1] :].fill_(-1)
             else:

@@ -30,7 +30,6 @@ from moe_engine.models.layers.compressed_rows import (
     EntrySelection,
     KeptTokens,
     block_rows,
-    entry_columns,
     entry_slots,
     window_rows,
     with_entries,
@@ -147,10 +146,10 @@ class StepRows:
             upload(np.minimum(context, a.top_k).astype(np.int32), lens.device),
         )
         width = window.shape[1] + a.top_k
-        is_entry, places = entry_columns(lens, a.window, width, (lens // rate).clamp(max=a.top_k), a.top_k)
         attended = self._attended(pad(window, (0, a.top_k), value=-1), np.minimum(seen, a.window) + counts)
         plan = self._indexer.plan(queries)
-        return attended, EntrySelection(queries, chosen, plan, places, is_entry, first_entry)
+        most = (lens // rate).clamp(max=a.top_k)
+        return attended, EntrySelection(queries, chosen, plan, lens.clamp(max=a.window), most, width, first_entry)
 
 
 def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, seen: np.ndarray, ends: np.ndarray) -> KeptTokens:

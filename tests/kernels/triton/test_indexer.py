@@ -73,7 +73,7 @@ def test_radix_selection_equals_a_stable_sort(top_k: int, monkeypatch: pytest.Mo
     plan = triton_indexer.IndexPlan.of(queries)
     selected = Selected.empty(queries, top_k)
     selected.slots.fill_(-7)
-    triton_select.select(scores, queries, plan.request_of, 0, top_k, selected.slots)
+    triton_select.select(scores, queries, plan.request_of, 0, triton_select.Selection(selected.slots, top_k))
     token = 0
     for request, (count, context) in enumerate(lens):
         for visible in range(context - count + 1, context + 1):
