@@ -32,6 +32,7 @@ class CpuCompression:
     """`CompressionKernel` for bfloat16 and float32."""
 
     name = "cpu"
+    plan_rows = None
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()

@@ -17,6 +17,7 @@ class TorchCompression:
     """`CompressionKernel` for any device."""
 
     name = "torch"
+    plan_rows = None
 
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept, PlanRows
+from moe_engine.kernels.compression.triton_rows import plan_rows
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
@@ -100,6 +101,10 @@ class TritonCompression:
     """`CompressionKernel`."""
 
     name = "triton"
+
+    @property
+    def plan_rows(self) -> PlanRows:
+        return plan_rows
 
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,

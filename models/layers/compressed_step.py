@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from moe_engine.kernels.attention.protocol import MLABackend
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressionKernel, Kept
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import upload
@@ -44,18 +44,21 @@ class StepRows:
     """
 
     def __init__(
-        self, attention: CompressedConfig, layers: Mapping[int, int], backend: MLABackend, indexer: IndexerKernel | None
-    ) -> None:
+        self, attention: CompressedConfig, layers: Mapping[int, int], backend: MLABackend,
+        indexer: IndexerKernel | None, compression: CompressionKernel | None = None,
+    ) -> None:  # fmt: skip
         sparse = backend.capabilities.sparse
         if sparse is None:
             raise ValueError(f"attention backend {backend.name} has no sparse attention")
         self._attention, self._layers, self._sparse, self._indexer = attention, layers, sparse, indexer
-        self._memory = FixedMemory()
+        self._compression, self._memory = compression, FixedMemory()
 
     def plan_in_place(self, batch: AttentionBatch) -> StepInPlace | None:
         """The plan of captured decodes; None if one of the kernels cannot be captured."""
         assert batch.decode is not None
-        return StepInPlace.of(self._attention, self._layers, batch.decode, self._sparse, self._indexer, self._memory)
+        return StepInPlace.of(
+            self._attention, self._layers, batch.decode, self._sparse, self._indexer, self._compression, self._memory
+        )
 
     def of(self, batch: ForwardBatch) -> CompressedStep:
         caches: dict[int, CompressedCache] = {rate: batch.kv[layer] for rate, layer in self._layers.items()}
