@@ -35,7 +35,8 @@ class DeepseekV4Model(Decoder):
         assert isinstance(attention, CompressedConfig)
         layers = {attention.rate(layer): layer for layer in range(self.config.num_layers)}
         kernels = self.backends
-        return StepRows(attention, layers, kernels.attention, kernels.indexer, kernels.compression)  # type: ignore[arg-type]
+        backend: Any = kernels.attention
+        return StepRows(attention, layers, backend, kernels.indexer, kernels.compression)
 
     @cached_property
     def _draft_steps(self) -> StepRows:

@@ -112,13 +112,18 @@ def compress(a: Any, s: Setting) -> Cost:
     return Cost(read, entries * a.WIDTH * a.out.element_size() + copied, link_us=alone_us)
 
 
+SECTOR = 32
+"""Bytes that a read of one number takes."""
+
+
 @cost_of("rows_kernel")
 def plan_rows(a: Any, s: Setting) -> Cost:
-    """Slots of windows, and of every `RATE`-th token unless entries are set later: a sector of 32 bytes each."""
+    """Slots of windows, and of every `RATE`-th token unless entries are set later: a sector each."""
     tokens, most = len(a.positions), min(s.context, a.WINDOW)
     entries = s.context // a.RATE if a.RATE and not a.TOP_K else 0
     outputs = map(given, (a.places, a.starts, a.of_token, a.columns, a.chosen, a.visible))
-    return Cost(tokens * (most * FP32 + entries * 32) + size(a.positions, a.slots, a.requests), size(a.rows, a.counts, *outputs))
+    written = size(a.rows, a.counts, *outputs)
+    return Cost(tokens * (most * FP32 + entries * SECTOR) + size(a.positions, a.slots, a.requests), written)
 
 
 @cost_of("write_kernel")

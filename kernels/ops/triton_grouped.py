@@ -1,5 +1,5 @@
-"""The rows of grouped-query attention in one launch: bias, norms of q and k by head, rotation, cache rows. DeepSeek V4's
-keys, which are also the values, are such rows without values.
+"""The rows of grouped-query attention in one launch: bias, norms of q and k by head, rotation, cache rows. Keys of
+DeepSeek V4, which are also the values, are such rows without values.
 
 One launch instead of two (rotation, cache write) to six (bias, two norms, two rotations, cache write). Sums and
 roundings are those of the separate kernels.
@@ -30,8 +30,8 @@ def _head_rows(
     BIAS: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, FIRST: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `target` [M, 1] = rows of WIDTH channels at `source`, plus those at `bias` if BIAS, normed if NORM, TURNED
-    ones from FIRST on rotated by the cosines at `table` [1, PAIRS]."""
+    """Rows at `target` [M, 1] = rows of WIDTH channels at `source`, plus those at `bias` if BIAS, normed if NORM;
+    TURNED ones from FIRST on are rotated by the cosines at `table` [1, PAIRS]."""
     kind: tl.constexpr = source.dtype.element_ty
     stored: tl.constexpr = target.dtype.element_ty
     channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, PAIRS)[None, :]
