@@ -135,7 +135,7 @@ def test_captured_rows_equal_those_of_the_host(count: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("block", [0, 16])
 def test_contributions_are_kept_beside_entries_only_if_no_entry_reads_their_rows(block: int) -> None:
-    """Two entries of 4 tokens and the tokens of a step fit into a ring of 8 + `count` - 1 rows; or each slot has one."""
+    """Two entries of 4 tokens and a step fit into a ring of 8 + `count` - 1 rows; or each slot of a block has one."""
     attention, rows = config(40), torch.empty(0)
     table = torch.arange(WIDTH, dtype=torch.int32).expand(2, -1).contiguous()
     batch = decodes([40, 63], 3, table, table)
