@@ -100,14 +100,30 @@ def gate_rows(a: Any, s: Setting) -> Cost:
 @cost_of("compress_kernel")
 def compress(a: Any, s: Setting) -> Cost:
     """Each `RATE` tokens complete an entry, which one program sums from `SERIES` times as many: on average over the
-    positions of requests."""
+    positions of requests. With KEEP the tokens' projections are copied, too."""
     assert s.hardware is not None
     entries = len(a.positions) / a.RATE
     values = a.RATE * a.SERIES * 2 * a.WIDTH * a.projected.element_size()  # with gates
+    copied = size(a.projected) if a.KEEP else 0
     some, constants = min(1.0, entries), size(a.bias, a.norm)
-    read = entries * (values + a.ROTARY * FP32) + some * constants + size(a.positions, a.starts, a.rows, a.slots)
+    read = entries * (values + a.ROTARY * FP32) + some * constants + copied
+    read += size(a.positions, a.starts, a.rows, a.slots, given(a.places))
     alone_us = some * (values + constants) / s.hardware["program_bytes_per_s"] * 1e6
-    return Cost(read, entries * a.WIDTH * a.out.element_size(), link_us=alone_us)
+    return Cost(read, entries * a.WIDTH * a.out.element_size() + copied, link_us=alone_us)
+
+
+SECTOR = 32
+"""Bytes that a read of one number takes."""
+
+
+@cost_of("rows_kernel")
+def plan_rows(a: Any, s: Setting) -> Cost:
+    """Slots of windows, and of every `RATE`-th token unless entries are set later: a sector each."""
+    tokens, most = len(a.positions), min(s.context, a.WINDOW)
+    entries = s.context // a.RATE if a.RATE and not a.TOP_K else 0
+    outputs = map(given, (a.places, a.starts, a.of_token, a.columns, a.chosen, a.visible))
+    written = size(a.rows, a.counts, *outputs)
+    return Cost(tokens * (most * FP32 + entries * SECTOR) + size(a.positions, a.slots, a.requests), written)
 
 
 @cost_of("write_kernel")

@@ -236,18 +236,22 @@ def test_an_indexer_scores_a_key_for_each_entry(rate: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 32, 256])
 def test_an_entry_is_read_by_one_program(tokens: int) -> None:
     """Entries of 128 tokens: values and gates of 512 channels in bfloat16, one entry in 128 tokens; the biases of gates
-    are read from memory at most once."""
-    numbers = [meta(tokens, dtype=torch.int64)] * 3 + [meta(tokens, dtype=torch.int32)]
+    are read from memory at most once. Kept projections are copied."""
+    numbers = [meta(tokens, dtype=torch.int64)] * 4 + [meta(tokens, dtype=torch.int32)]
     given = SimpleNamespace(
-        **dict(zip(("positions", "starts", "slots", "rows"), numbers)), projected=meta(tokens, 1024), out=meta(9, 512),
+        **dict(zip(("positions", "starts", "slots", "places", "rows"), numbers)), projected=meta(tokens, 1024),
         bias=meta(128, 512, dtype=torch.float32), norm=meta(512, dtype=torch.float32), RATE=128, SERIES=1, WIDTH=512,
-        ROTARY=64,
+        ROTARY=64, KEEP=True, out=meta(9, 512),
     )  # fmt: skip
     found, part = family_costs.compress(given, replace(SETTING, hardware=H200)), tokens / 128
-    values, constants, once = 128 * 2 * 512 * 2, 129 * 512 * 4, min(1, part)
-    assert found.read == pytest.approx(part * (values + 64 * 4) + once * constants + tokens * 28)
-    assert found.written == part * 512 * 2
+    values, constants, copied = 128 * 2 * 512 * 2, 129 * 512 * 4, tokens * 1024 * 2
+    once = min(1, part)
+    assert found.read == pytest.approx(part * (values + 64 * 4) + once * constants + copied + tokens * 36)
+    assert found.written == pytest.approx(part * 512 * 2 + copied)
     assert found.link_us == pytest.approx(once * (values + constants) / 112e9 * 1e6)
+    given.KEEP, given.places = False, None
+    apart = family_costs.compress(given, replace(SETTING, hardware=H200))
+    assert found.bytes - apart.bytes == 2 * copied + tokens * 8
 
 
 def test_few_programs_read_slowly() -> None:
