@@ -147,7 +147,7 @@ def aot_cases() -> list[AotCase]:
             "lens": "*i32:1", "table": "*i32", "first": "i32", "scores_stride": "i32", "table_stride": "i32:16",
             "out_stride": "i32:16", "width": "i32", "added": "i32",
         }  # fmt: skip
-        constants = {"TOP_K": top_k, "BLOCK": BLOCK, "RATE": rate, "PLACED": placed}
+        constants: dict[str, object] = {"TOP_K": top_k, "BLOCK": BLOCK, "RATE": rate, "PLACED": placed}
         if placed:
             signature |= dict.fromkeys(("columns", "counts"), "*i32:1")
         else:
