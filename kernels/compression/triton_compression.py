@@ -47,8 +47,8 @@ def compress_kernel(
     wait_for_inputs()
     token = tl.program_id(0)
     if KEEP:
-        target = kept + tl.load(places + token) * kept_stride
-        _keep(projected + token.to(tl.int64) * stride, target, 2 * SERIES, WIDTH, BLOCK)
+        ring = kept + tl.load(places + token) * kept_stride
+        _keep(projected + token.to(tl.int64) * stride, ring, 2 * SERIES, WIDTH, BLOCK)
     end = tl.load(positions + token) + 1
     if end % RATE == 0:
         start, request = tl.load(starts + token), tl.load(rows + token).to(tl.int64)
