@@ -98,7 +98,7 @@ def aot_cases() -> list[AotCase]:
         }  # fmt: skip
         sizes = {"COUNT": 1, "WINDOW": 128, "RATE": rate, "TOP_K": top_k, "EACH": each, "SLOTS": block, "BLOCK": 1024}
         constants: dict[str, object] = dict(sizes)
-        absent = ("places",) if not rate else ("starts", "of_token")
+        absent: tuple[str, ...] = ("places",) if not rate else ("starts", "of_token")
         if top_k:
             signature |= dict.fromkeys(("columns", "chosen", "visible"), "*i32:1")
         else:

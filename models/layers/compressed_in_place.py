@@ -157,7 +157,8 @@ class StepInPlace:
         if self._selecting is not None:
             requests = self._selecting.queries.rows
         given = DecodedTokens(batch.positions, slots, queries.rows, batch.real, table, full)
-        known, kept, selection = (starts, requests), dict[int, KeptTokens](), None
+        known: tuple[Tensor | None, Tensor | None] = (starts, requests)
+        kept, selection = dict[int, KeptTokens](), None
         for rate, rows in self._attended.items():
             selected, own = rows.selected, caches[rate].kept[0] if rate else None
             selecting = self._selecting if rate == a.selected_rate else None
