@@ -101,8 +101,7 @@ class SharedStep:
         slots = self.rows.selected.slots
         if cache.num_slots != self.first_entry:
             if self._entries is None:
-                selection = self.step.selection
-                self._entries = (slots >= num_slots if selection is None else selection.is_entry).int()
+                self._entries = (slots >= num_slots).int()
             slots.add_(self._entries, alpha=cache.num_slots - self.first_entry)
             self.first_entry = cache.num_slots
         return self.rows
@@ -154,7 +153,7 @@ class SharedSteps:
         attend: Any = backends.attention
         self._attention, self._indexer = attention, backends.indexer
         self._rows = {
-            rate: StepRows(_view(attention, rate), {rate: layer}, attend, backends.indexer)
+            rate: StepRows(_view(attention, rate), {rate: layer}, attend, backends.indexer, backends.compression)
             for rate, layer in self._layers.items()
         }
         self._memory = FixedMemory()
@@ -312,9 +311,12 @@ class SharedAttention(CompressedAttention):
         if a.selects(self._layer_index):
             self._indexer = SharedIndexer(backends, reader, f"{prefix}.indexer", config, self._layer_index, rotary)
 
-    def _write(self, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> None:
+    def _written(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> Tensor:
         norm = self._kv_norm.weight, self._kv_norm.eps
         self._round(kv.unsqueeze(1), norm, positions, self._rotary, E4M3, CacheRows(slots, cache.rows))
+        if q.shape[1]:
+            self._ops.rotate(q, positions, self._rotary)
+        return q
 
     def forward(  # type: ignore[override]
         self, hidden: Activation, batch: ForwardBatch, steps: dict[int, SharedStep]
@@ -324,14 +326,15 @@ class SharedAttention(CompressedAttention):
         shared = steps[self._rate]
         down = self._down(hidden)
         latent = self._q_norm(down[:, : a.q_lora_rank])
-        self._write(down[:, a.q_lora_rank :], batch.positions, shared.step.slots, cache)
         group = a.group(self._layer_index)
         num_slots = cache.num_slots // (len(group) - group.index(self._layer_index))
         if self._compressor is not None:
             self._compressor.update(hidden, shared, cache)
         if self._indexer is not None:
             self._indexer.update(hidden, latent, batch.positions, shared, cache)
-        return self._attend(latent, batch, shared.rows_of(cache, num_slots), cache)
+        q = self._q(latent).view(-1, a.num_heads, a.head_dim)
+        q = self._written(q, down[:, a.q_lora_rank :], batch.positions, shared.step.slots, cache)
+        return self._attend(q, batch, shared.rows_of(cache, num_slots), cache)
 
 
 def _rounding(ops: Ops) -> RoundRows:

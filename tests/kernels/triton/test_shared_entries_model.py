@@ -19,6 +19,7 @@ from tests.models.test_deepseek_v41 import Made
 from tests.models.test_parity import assert_close
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
+from moe_engine.kernels.compression.triton_compression import TritonCompression  # noqa: E402
 from moe_engine.kernels.indexer.triton_indexer import TritonIndexer  # noqa: E402
 from moe_engine.kernels.ops.triton_ops import TritonOps  # noqa: E402
 
@@ -39,7 +40,9 @@ def stepper_of(path: Path) -> Stepper:
     config = load_model_config(path)
     backends = make_backends(config, page_size=PAGE)
     attention: Any = triton_attention.TritonMLA(num_programs=5)
-    backends = replace(backends, attention=attention, indexer=TritonIndexer(), ops=TritonOps())
+    backends = replace(
+        backends, attention=attention, indexer=TritonIndexer(), ops=TritonOps(), compression=TritonCompression()
+    )
     model = load_model(path, config, LoadOptions("float32"), backends)
     return Stepper(model, config, backends, max_rows=4, max_context=96, page_size=PAGE)
 
