@@ -23,6 +23,7 @@ _operands = _semantic.binary_op_type_checking_impl
 _computation_type = _semantic.computation_type_impl
 _PLAIN = frozenset((int, float, bool, str, type(None), tl.dtype, tl.tensor, tl.pointer_type, tl.block_type, slice))
 """Types of values that are not unwrapped."""
+_NUMBERS = frozenset((int, float, bool))
 _MISSING = object()
 
 
@@ -142,12 +143,36 @@ def operands(
     lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
     div_or_mod: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """`binary_op_type_checking_impl`. Numbers of one type are converted only for divisions."""
-    if type(lhs) is tl.tensor and type(rhs) is tl.tensor and not div_or_mod:
+    """`binary_op_type_checking_impl`. Quick: numbers of one type, a pointer and a number, a number and a constant."""
+    of_left, of_right = type(lhs) is tl.tensor, type(rhs) is tl.tensor
+    if of_left and of_right:
         left, right = lhs.dtype, rhs.dtype
-        if left.name == right.name and not left.is_ptr():
+        if left.is_ptr():
+            if allow_lhs_ptr and not right.is_ptr() and right.is_int():
+                return broadcast(lhs, rhs)
+        elif not div_or_mod and left.name == right.name:
             return broadcast(lhs, rhs)
+    elif arithmetic_check and not div_or_mod:
+        if of_left and type(rhs) in _NUMBERS and not lhs.dtype.is_ptr():
+            return _with_constant(lhs, rhs)
+        if of_right and type(lhs) in _NUMBERS and not rhs.dtype.is_ptr():
+            block, constant = _with_constant(rhs, lhs)
+            return constant, block
     return _operands(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)  # type: ignore[no-any-return]
+
+
+def _with_constant(block: Any, number: Any) -> tuple[Any, Any]:
+    kind = _type_of_both(block.dtype, False, _semantic.to_tensor_type(number), True, False)
+    block = block if block.dtype.name == kind.name else _semantic.cast(block, kind)
+    sizes = block.type.sizes if block.type.is_block() else ()
+    return block, _constant(type(number), number, math.copysign(1, number), kind, sizes)
+
+
+@functools.lru_cache(4096)
+def _constant(of: type, number: Any, sign: float, kind: Any, sizes: tuple[int, ...]) -> Any:
+    """A number as a tensor, whose elements no operation changes. `of` and `sign` tell 1 from True and 0.0 from -0.0."""
+    scalar = _semantic._cast_to_computation_type(number, kind)
+    return _splat(scalar, sizes) if sizes else scalar
 
 
 def expand_dims(builder: Any, arg: Any, axis: int) -> Any:
