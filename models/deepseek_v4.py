@@ -34,13 +34,16 @@ class DeepseekV4Model(Decoder):
         attention = self.config.attention
         assert isinstance(attention, CompressedConfig)
         layers = {attention.rate(layer): layer for layer in range(self.config.num_layers)}
-        return StepRows(attention, layers, self.backends.attention, self.backends.indexer)  # type: ignore[arg-type]
+        kernels = self.backends
+        backend: Any = kernels.attention
+        return StepRows(attention, layers, backend, kernels.indexer, kernels.compression)
 
     @cached_property
     def _draft_steps(self) -> StepRows:
         attention = self.config.attention
         assert isinstance(attention, CompressedConfig)
-        return StepRows(attention, {0: self.config.num_layers}, self.backends.attention, None)  # type: ignore[arg-type]
+        layers, kernels = {0: self.config.num_layers}, self.backends
+        return StepRows(attention, layers, kernels.attention, None, kernels.compression)  # type: ignore[arg-type]
 
     def make_norm(self, reader: WeightSource, prefix: str) -> Any:
         streams, is_last = streams_of(prefix), prefix.endswith(".norm")
