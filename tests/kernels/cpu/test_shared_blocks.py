@@ -45,8 +45,10 @@ def prefixes(count: int) -> list[list[int]]:
 
 
 def repeats(count: int) -> list[list[int]]:
-    """Blocks of few slots, most of them twice or more in a list: no order is that of all lists."""
-    return [[random.randrange(3)] * (64 * random.randint(1, 10)) + [random.randrange(POOL)] * 3 for _ in range(count)]
+    """Three blocks, most of them twice or more in a list: no order is that of all lists."""
+    blocks = torch.randint(0, POOL, (3, 64)).tolist()
+    lists = ([random.choice(blocks) for _ in range(random.randint(1, 12))] for _ in range(count))
+    return [[slot for block in own for slot in block] + [random.randrange(POOL)] * 3 for own in lists]
 
 
 DRAWS = {
