@@ -45,6 +45,7 @@ _MTP_ON_GQA = (
 renames those of ERNIE, Hy3, MiniMax-M3, Qwen3-Next and Qwen3.5)."""
 KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
+    "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
     "DeepseekV41ForCausalLM": ("model.vision.", "model.aligner.", "model.image_"),
 }
@@ -157,7 +158,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
-    if config.streams is not None and not config.streams.late:
+    if config.streams is not None and not (config.streams.late or config.streams.mean_head):
         yield from _streams(config.streams, config.hidden_size, "model.hc_head", config.streams.count)
     if config.vision is not None:
         for name, shape, wide in vision_tensors(config.vision):
@@ -276,6 +277,9 @@ def _indexer(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield _norm("k_norm", a.index_width)
     yield TensorSpec("k_norm.bias", (a.index_width,), Kind.WIDE)
     yield TensorSpec("weights_proj.weight", (a.indexer.num_heads, hidden), Kind.WIDE)
+    if a.indexer.pool > 1:
+        yield TensorSpec("index_kpool_compress_gate", (a.index_width, hidden), Kind.PLAIN)
+        yield TensorSpec("index_kpool_compress_ape", (a.indexer.pool, a.index_width), Kind.WIDE)
 
 
 def _block_indexer(a: GQAConfig, blocks: BlockSelection, hidden: int) -> Iterator[TensorSpec]:

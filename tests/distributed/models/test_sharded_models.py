@@ -73,6 +73,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "ministral3": {"num_hidden_layers": 2},
     "deepseek_v4": {},  # windows and entries, streams, experts by token id
     "deepseek_v4-fp4": {"hidden_size": 160, "moe_intermediate_size": 192},  # six groups of 32 columns
+    "glm5_next": {"linear_attn_config": {"num_heads": 4, "head_dim": 12}},  # pools of index keys, states, streams
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
@@ -185,7 +186,7 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3",
+        "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3", "glm5_next",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
