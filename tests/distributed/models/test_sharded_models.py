@@ -186,7 +186,8 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3", "glm5_next",
+        "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3",
+        "glm5_next",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
