@@ -91,14 +91,13 @@ def _with_pools(fields: Fields, attention: MLAConfig, states: tuple[int, ...]) -
 
 def _bound(fields: Fields) -> float:
     """The bound of the log decay; 0: it has none."""
-    own, name = fields.section("linear_attn_config"), "linear_attn_config.gate_lower_bound"
-    if own is None:
-        bound, name = fields.number("linear_lower_bound", None), "linear_lower_bound"
-        bound = _BOUND if "linear_lower_bound" not in fields.raw else bound
-    else:
-        default = fields.number("linear_lower_bound", None)
-        bound = own.number("gate_lower_bound", default)
-        bound = _BOUND if bound is None and own.flag("safe_gate", True) else bound
+    own = fields.section("linear_attn_config")
+    section, name = (fields, "linear_lower_bound")
+    if own is not None and "gate_lower_bound" in own.raw:
+        section, name = own, "gate_lower_bound"
+    bound = section.number(name, None) if name in section.raw else _BOUND
+    if bound is None and own is not None and own.flag("safe_gate", True):
+        bound = _BOUND
     if bound is not None and bound >= 0:
-        fields.fail(name, f"must be negative, found {bound:g}")
+        section.fail(name, f"must be negative, found {bound:g}")
     return float(bound or 0.0)

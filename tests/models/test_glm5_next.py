@@ -78,15 +78,16 @@ def test_mixed_batches(made: Callable[..., Made], row: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"index_kpool": 3, "index_topk": 18, "swiglu_limit": 0.5},
-        {"linear_attn_config": {"num_heads": 2, "head_dim": 16, "safe_gate": False}, "hc_mult": 2, "index_n_heads": 4},
+        {"index_kpool": 2, "index_topk": 18, "swiglu_limit": 0.5},
+        {"linear_attn_config": {"num_heads": 2, "head_dim": 16, "gate_lower_bound": None, "safe_gate": False},
+         "hc_mult": 2, "index_n_heads": 4},
         {"dialect": "transformers", "index_kpool": 8, "n_group": 4, "topk_group": 2},
     ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_variants(made: Callable[..., Made], fields: dict[str, Any]) -> None:
     path, tokens, want = made(**fields)
-    model = stepper.load(path, "torch", page_size=fields.get("index_kpool", 4), max_context=240)
+    model = stepper.load(path, "torch", page_size=fields.get("index_kpool", 4))
     got = torch.cat((whole(model, tokens[:50]), whole(model, tokens[50:], decode=True)))
     assert_close(got, want)
 
