@@ -6,8 +6,10 @@ All tokens run in the absorbed form: a cached latent is key and value as a whole
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
@@ -46,6 +48,8 @@ class PooledMLAAttention(MLAAttention):
         prefix = f"model.layers.{layer_index}.self_attn.indexer"
         self._indexer = PoolIndexer(whole, config.hidden_size, reader, backends, prefix)
         self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
+        # kernels for rows that are key and value as a whole take sinks: these have no weight
+        self._sinks = torch.full((self._mla.num_heads,), -inf, device=reader.device)
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -67,3 +71,8 @@ class PooledMLAAttention(MLAAttention):
         for chunk in chunks:
             self._absorbed(q[chunk.tokens], cache, chunk, out[chunk.tokens])
         return self._o(out.flatten(1))
+
+    def _mixed(self, query: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor:
+        assert chunk.selected is not None
+        width = self._mla.kv_lora_rank
+        return self._sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width, self._sinks)
