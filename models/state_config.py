@@ -46,8 +46,8 @@ class DeltaConfig:
     checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5).
     `by_channel`: Kimi Delta Attention, with a decay for each channel of a key, and as many key heads as value heads.
     Then `low_rank` names those of decays (f) and output gates (g) that come from products of low rank, the others come
-    from a whole matrix each. `bound`: as in `kernels.delta.protocol.DeltaShape`. `flat_rates`: the checkpoint's rates of
-    decay are a vector in every case (GLM-5.3-Flash)."""
+    from a whole matrix each. `bound`: as in `kernels.delta.protocol.DeltaShape`. `flat_rates`: the rates of decay are a
+    vector in the checkpoint, whatever `low_rank` is (GLM-5.3-Flash)."""
 
     key_heads: int
     value_heads: int

@@ -1,5 +1,5 @@
-"""The indexer of pools of adjacent tokens: a pool's key is a mean of its tokens' keys, weighted in each channel by gates
-(GLM-5.3-Flash).
+"""The indexer of pools of adjacent tokens: the key of a pool is a mean of its tokens' keys, weighted in each channel
+by gates (GLM-5.3-Flash).
 
     key of a pool = sum over its tokens of softmax(gate + position bias) * key
 
@@ -35,17 +35,14 @@ from moe_engine.models.weights import WeightSource
 class PoolIndexer:
     """Replicated on the ranks of an attention group: all compute the same selection from the same hidden states."""
 
-    def __init__(
-        self, mla: MLAConfig, hidden_size: int, reader: WeightSource, backends: Backends, prefix: str
-    ) -> None:
+    def __init__(self, mla: MLAConfig, hidden_size: int, reader: WeightSource, backends: Backends, prefix: str) -> None:
         assert mla.indexer is not None and mla.q_lora_rank is not None and backends.indexer is not None
         self._config, self._width = mla.indexer, mla.index_width
         self._kernel, linear, heads, width = backends.indexer, backends.linear, mla.indexer.num_heads, mla.index_width
         self._q = load_linear(linear, reader, [f"{prefix}.wq_b"], [heads * width], mla.q_lora_rank)
         self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size)
-        self._norm = tuple(
-            reader.tensor(f"{prefix}.k_norm.{part}", (width,), dtype=torch.float32) for part in ("weight", "bias")
-        )
+        self._norm_weight = reader.tensor(f"{prefix}.k_norm.weight", (width,), dtype=torch.float32)
+        self._norm_bias = reader.tensor(f"{prefix}.k_norm.bias", (width,), dtype=torch.float32)
         self._gate = Linear(linear, reader.tensor(f"{prefix}.index_kpool_compress_gate", (width, hidden_size)))
         bias = f"{prefix}.index_kpool_compress_ape"
         self._bias = reader.tensor(bias, (mla.indexer.pool, width), dtype=torch.float32)
@@ -88,7 +85,7 @@ class PoolIndexer:
         """hidden [T, D] -> keys and gates [num_slots, I]. The key of a pool takes the place of its last token's: that
         token's own key and gate are needed only here, where the pool is completed."""
         size, own = self._config.pool, self._k(hidden)
-        own = layer_norm(own.float(), (self._width,), *self._norm, KEY_NORM_EPS).to(keys.dtype)
+        own = layer_norm(own.float(), (self._width,), self._norm_weight, self._norm_bias, KEY_NORM_EPS).to(keys.dtype)
         keys.index_copy_(0, slots, own)
         gates.index_copy_(0, slots, self._gate(unquantized(hidden)).to(gates.dtype))
         offsets = torch.arange(1 - size, 1, device=slots.device)

@@ -196,8 +196,8 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "index_n_heads": 12, "index_head_dim": 16, "index_topk": 16, "index_kpool": 4}
         | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "swiglu_limit": 1.5, "rms_norm_eps": 1e-3}
         | {"layer_types": ["linear_attention", "deepseek_sparse_attention"] * 2, "rope_scaling": None}
-        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "hc_mult": 4, "hc_sinkhorn_iters": 20}
-        | {"linear_attn_config": {"num_heads": 4, "head_dim": 12, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0}},
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "hc_mult": 4, "pad_token_id": 0}
+        | {"linear_attn_config": {"num_heads": 4, "head_dim": 12, "gate_lower_bound": -5.0}},
     ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
@@ -640,7 +640,8 @@ def _write_config(
 ) -> None:
     config = json.loads((path / "config.json").read_text())
     if "text_config" in config and dialect == "hub":  # as published
-        own = {key: value for key, value in fields.items() if key not in ("initializer_range", "pad_token_id")}
+        left_out = ("initializer_range", *(("pad_token_id",) if fields["pad_token_id"] is None else ()))
+        own = {key: value for key, value in fields.items() if key not in left_out}
         config["text_config"] = {"model_type": config["text_config"]["model_type"], **own}
         config["torch_dtype"] = config.pop("dtype")
         (path / "config.json").write_text(json.dumps(config, indent=1))

@@ -79,8 +79,11 @@ def test_mixed_batches(made: Callable[..., Made], row: str) -> None:
     "fields",
     [
         {"index_kpool": 2, "index_topk": 18, "swiglu_limit": 0.5},
-        {"linear_attn_config": {"num_heads": 2, "head_dim": 16, "gate_lower_bound": None, "safe_gate": False},
-         "hc_mult": 2, "index_n_heads": 4},
+        {
+            "linear_attn_config": {"num_heads": 2, "head_dim": 16, "gate_lower_bound": None, "safe_gate": False},
+            "hc_mult": 2,
+            "index_n_heads": 4,
+        },
         {"dialect": "transformers", "index_kpool": 8, "n_group": 4, "topk_group": 2},
     ],
     ids=lambda fields: next(iter(fields)),

@@ -16,8 +16,8 @@ from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_families import qwen_moe_layers
 from moe_engine.models.config_fields import Fields, text_fields
-from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_glm5_next import glm5_next_fields
+from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
