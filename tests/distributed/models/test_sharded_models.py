@@ -187,7 +187,6 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
         "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3",
-        "glm5_next",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
@@ -202,6 +201,13 @@ def test_deepseek_v4(world: World, alone: Any, checkpoint: Checkpoint, name: str
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
     path = checkpoint(name)
     run_all(world, alone, [Case(path, t, "cpu", page_size=16) for key, t in topologies(world).items() if key in some])
+
+
+def test_glm5_next(world: World, alone: Any, checkpoint: Checkpoint) -> None:
+    """All ranks of a group select the same pools; a page has whole pools."""
+    some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
+    path = checkpoint("glm5_next")
+    run_all(world, alone, [Case(path, t, "cpu", page_size=4) for key, t in topologies(world).items() if key in some])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3"])
