@@ -32,8 +32,6 @@ LATENT_SCALES = (".self_attn.k_proj.k_scale", ".self_attn.k_scale", ".self_attn.
 """Ends of the names of a layer's scale of its latent, in MLA."""
 KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
 """Ends of the names of a layer's KV cache scales. Rows of `fp8_per_tensor` alone have no scales of their own."""
-
-
 MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
