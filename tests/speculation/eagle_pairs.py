@@ -32,6 +32,9 @@ FORMS: dict[str, tuple[str, Form | BlockForm]] = {
     "dflash": ("qwen3", BlockForm()),
     "dspark": ("deepseek_v3", BlockForm(size=4, markov="vanilla", num_layers=3, tapped=(-1, 1, 3))),
     "dspark with a gate": ("qwen3", BlockForm(markov="gated", confidence=False)),
+    "eagle3 of speculators": ("qwen3", Form(layer="qwen3", num_tokens=200, norms_residual=True, speculators=True)),
+    "dflash of speculators": ("qwen3", BlockForm(num_tokens=190, speculators=True)),
+    "dspark of speculators": ("llama", BlockForm(markov="gated", num_tokens=200, anchor=False, speculators=True)),
     "dspark with a cell": ("llama", BlockForm(markov="rnn", layer="llama", num_layers=1, tapped=(2,))),
 }
 """Kind of the target, and of the head."""
