@@ -35,6 +35,8 @@ class BlockConfig:
         mask_id: id of the mask token.
         is_dspark: a DSpark head; else DFlash.
         skips_first: the first output of a block predicts nothing.
+        is_causal: whether the tokens of a block see those behind them, if config.json says so for all layers. None:
+            layers with a window are causal, others are not.
         markov_rank: R; 0: no Markov head (DFlash).
         markov_head: ``vanilla``, ``gated`` or ``rnn``.
     """
@@ -45,6 +47,7 @@ class BlockConfig:
     skips_first: bool
     markov_rank: int = 0
     markov_head: str = ""
+    is_causal: bool | None = None
 
     @property
     def kind(self) -> str:
@@ -107,8 +110,11 @@ def read_block(file: str, names: Collection[str], raw: Mapping[str, Any], vocab_
         raise ConfigError(f"{file}: block_size {size}: a block has at least {1 + skips_first} tokens")
     if not 0 <= mask < vocab_size:
         raise ConfigError(f"{file}: mask_token_id {mask}: the vocabulary has {vocab_size} tokens")
+    causal = False if fields.get("sliding_window_non_causal") else fields.get("is_causal", fields.get("causal"))
+    if causal not in (None, True, False):
+        raise ConfigError(f"{file}: is_causal {causal!r}: must be true or false")
     if not is_dspark:
-        return BlockConfig(size, mask, is_dspark, skips_first)
+        return BlockConfig(size, mask, is_dspark, skips_first, is_causal=causal)
     rank = _integer(file, fields, "markov_rank")
     head = str(fields.get("markov_head_type", "vanilla")).lower()
     if rank < 0 or head not in _MARKOV_HEADS:
@@ -116,7 +122,9 @@ def read_block(file: str, names: Collection[str], raw: Mapping[str, Any], vocab_
             f"{file}: markov_rank {rank}, markov_head_type {head}: supported are ranks from 0 on, and "
             f"{', '.join(_MARKOV_HEADS)}"
         )
-    return BlockConfig(size, mask, is_dspark, skips_first, markov_rank=rank, markov_head=head if rank else "")
+    return BlockConfig(
+        size, mask, is_dspark, skips_first, markov_rank=rank, markov_head=head if rank else "", is_causal=causal
+    )
 
 
 def block_taps(file: str, raw: Mapping[str, Any], num_layers: int, num_target_layers: int) -> tuple[int, ...]:

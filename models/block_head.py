@@ -4,8 +4,9 @@ Legend: T tokens, S rows, D hidden, F width of the target's states, W draft voca
 
 Keys and values of a computed token come from the target's states of several layers, x = hidden_norm(fc(states)), in
 every layer of the head: no layer runs for them. A block is the last token with mask tokens behind it. Its tokens attend
-to all tokens before the block and to each other in both directions; logits are those of the LM head on norm(v). The
-embedding is the target's, and the LM head too unless the head drafts fewer tokens.
+to all tokens before the block and to each other in both directions; a layer with a window is causal, and each token
+sees the last positions up to its own. Logits are those of the LM head on norm(v). The embedding is the
+target's, and the LM head too unless the head drafts fewer tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class BlockLayers(Protocol):
         markov: of DSpark.
         ids: the target's ids [W] int64 of the draft vocabulary; None: it is the target's vocabulary.
         visible: the batch of `forward` has `PagedQueries.visible`, so that the tokens of a block see each other.
+        windows: of the layers' queries; None, the first, is that of the batch.
         weight_bytes: in addition to the target, in the kernels' layouts.
     """
 
@@ -43,6 +45,7 @@ class BlockLayers(Protocol):
     markov: MarkovHead | None
     ids: Tensor | None
     visible: bool
+    windows: tuple[int | None, ...]
     weight_bytes: int
 
     def remember(self, states: Tensor, batch: ForwardBatch) -> None: ...
@@ -61,8 +64,6 @@ class BlockHead:
         ids: as in `BlockLayers`.
     """
 
-    visible = True
-
     def __init__(
         self,
         head: HeadConfig,
@@ -75,6 +76,9 @@ class BlockHead:
         assert head.block is not None
         self.block: BlockConfig = head.block
         self.ids: Tensor | None = ids
+        self.visible = not self.block.is_causal
+        others = (group.window for group in head.layer.cache_groups if group.window is not None)
+        self.windows: tuple[int | None, ...] = (None, *others)
         self._model = model
         layer, ops = head.layer, backends.ops
         size, eps = layer.hidden_size, layer.norm_eps

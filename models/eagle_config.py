@@ -148,9 +148,10 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
     is_eagle3 = _is_eagle3(names, files)
     fills = is_block_head(names)
     layer = _layer(folder, [layer_architecture(str(file), raw)] if fills else names, raw if nested else {})
-    if layer.is_moe or layer.windows:
-        what = "experts" if layer.is_moe else "a sliding window"
-        raise ConfigError(f"{file}: a head with {what} is not supported; its layers must be dense, over all positions")
+    if layer.is_moe:
+        raise ConfigError(f"{file}: a head with experts is not supported; its layers must be dense")
+    if layer.windows and not fills:
+        raise ConfigError(f"{file}: an EAGLE head with a sliding window is not supported; it must see all positions")
     if any(name.endswith(("enorm.weight", "hnorm.weight")) for name in files):
         raise ConfigError(
             f"{file}: the head has enorm and hnorm, as MTP layers have; export it as one (...NextN in architectures, "
@@ -160,6 +161,11 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
     layer = replace(layer, rope=replace(layer.rope, axes=axes))
     if fills:
         block = read_block(str(file), names, raw, layer.vocab_size)
+        if layer.windows and block.is_causal is False:
+            raise ConfigError(
+                f"{file}: sliding_window_non_causal, or is_causal false: a window that sees the whole block is not "
+                "supported; layers with a window must be causal"
+            )
         taps = block_taps(str(file), raw, layer.num_layers, num_target_layers)
         hidden = fields.integer("target_hidden_size", None) or layer.hidden_size
         return _with_vocabulary(HeadConfig(str(folder), layer, False, taps, hidden, block=block), fields, files)

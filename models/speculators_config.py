@@ -21,8 +21,8 @@ _EAGLE3 = (
 )  # fmt: skip
 _BLOCK = ("draft_vocab_size", "block_size", "mask_token_id", "target_hidden_size")
 _MARKOV = ("markov_rank", "markov_head_type")
-_WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
-"""Fields that older files of DFlash have beside `transformer_layer_config`."""
+_WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers", "is_causal")
+"""Fields that some files have beside `transformer_layer_config`."""
 _BLOCKS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 
 

@@ -39,6 +39,7 @@ class StreamBlock:
 
     visible = False
     ids: Tensor | None = None
+    windows: tuple[int | None, ...] = (None,)
 
     def __init__(self, model: Decoder, reader: WeightSource) -> None:
         own, config = model.config.own_block, model.config

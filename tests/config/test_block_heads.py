@@ -50,7 +50,7 @@ def start(target: Path, head: Path, algorithm: str = "DFLASH", **flags: Any) -> 
 def test_fields_and_lengths(target: Path, loaded: Target, tmp_path: Path) -> None:
     config = start(target, write(loaded, tmp_path))
     head, speculation = config.draft_head, config.speculation
-    assert head is not None and head.block == BlockConfig(6, 7, is_dspark=False, skips_first=True) and head.tapped == (1, 3)
+    assert head is not None and head.block == BlockConfig(6, 7, False, skips_first=True) and head.tapped == (1, 3)
     assert speculation is not None and (speculation.method, speculation.num_steps, speculation.topk) == ("block", 5, 1)
     for flags, steps in (
         ({"speculative_num_steps": 3}, 3),
@@ -112,7 +112,7 @@ def test_the_ledger_counts_what_is_held(target: Path, loaded: Target, tmp_path: 
         (DFLASH, {"model_type": "gemma4"}, {}, "model_type gemma4: a head that fills in blocks must have layers of"),
         (DFLASH, {"draft_vocab_size": 100}, {}, "draft_vocab_size is 100, and the head has no lm_head.weight"),
         (DFLASH, {"speculators_model_type": "dspark"}, {}, "transformer_layer_config must be an object, found None"),
-        (SPECULATORS, {"speculators_model_type": "peagle"}, {}, "speculators_model_type peagle: heads in the format of"),
+        (SPECULATORS, {"speculators_model_type": "peagle"}, {}, "speculators_model_type peagle: heads in the format"),
         (SPECULATORS, {"transformer_layer_config": {"model_type": "gemma3"}}, {}, "model_type gemma3: the layers of a"),
         (SPECULATORS, {"aux_hidden_state_layer_ids": None}, {}, "aux_hidden_state_layer_ids must be a list of layers"),
         (SPECULATORS, {"projector_type": "domino"}, {}, "projector_type domino: not supported"),

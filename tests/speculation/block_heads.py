@@ -43,6 +43,10 @@ class BlockForm:
     def skips_first(self) -> bool:
         return self.markov is None if self.anchor is None else not self.anchor
 
+    def window(self, layer: int) -> int | None:
+        kinds = self.fields.get("layer_types", ())
+        return self.fields["sliding_window"] if "sliding_attention" in kinds[layer : layer + 1] else None
+
     @property
     def drafts(self) -> int:
         """Of a whole block."""
@@ -93,13 +97,16 @@ class ReferenceBlockHead(nn.Module):
         context = self.hidden_norm(self.fc(states))
         x = self.target.embedding(ids)
         rotary = self._rotary(x, torch.arange(len(context) + len(ids))[None])
-        for layer in self.layers:
-            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), context, rotary)
+        for i, layer in enumerate(self.layers):
+            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), context, rotary, self.form.window(i))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x
 
-    def _attend(self, attention: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention of the block [B, D] to context [T, D] and itself, without a mask."""
+    def _attend(
+        self, attention: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], window: int | None
+    ) -> Tensor:
+        """Attention of the block [B, D] to context [T, D] and itself, without a mask; with a window, of each token to
+        the last `window` positions up to its own."""
         width = attention.head_dim
         cos, sin = (part[0] for part in rotary)
 
@@ -116,7 +123,11 @@ class ReferenceBlockHead(nn.Module):
         k = turned(heads(attention.k_proj(both), getattr(attention, "k_norm", None)), cos, sin)
         v = heads(attention.v_proj(both), None)
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-        weights = torch.softmax(torch.einsum("bhd,thd->hbt", q, k) * width**-0.5, -1)
+        scores = torch.einsum("bhd,thd->hbt", q, k) * width**-0.5
+        if window is not None:
+            before = torch.arange(len(context), len(both))[:, None] - torch.arange(len(both))
+            scores = scores.masked_fill((before < 0) | (before >= window), -torch.inf)
+        weights = torch.softmax(scores, -1)
         return attention.o_proj(torch.einsum("hbt,thd->bhd", weights, v).flatten(1))
 
     def chain(self, states: Tensor, tokens: list[int], depth: int) -> list[int]:
@@ -214,7 +225,8 @@ class _Markov(nn.Module):
     def __init__(self, form: BlockForm, hidden: int, vocab: int) -> None:
         super().__init__()
         self.kind, rank = form.markov, form.rank
-        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, form.num_tokens or vocab, bias=False)
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, form.num_tokens or vocab, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif self.kind == "rnn":

@@ -77,6 +77,9 @@ def _draw_block(rng: random.Random, layers: int, ranks: str) -> BlockForm:
         layer=layer, num_layers=rng.choice((1, 2, 3)), tapped=taps, mask_id=rng.randrange(250),
         confidence=rng.random() < 0.5, fields=fields,
     )  # fmt: skip
+    if layer == "qwen3" and rng.random() < 0.3:
+        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(form.num_layers)]
+        form.fields |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": rng.randint(1, 12)}
     if rng.random() < 0.4:
         form.speculators, form.num_tokens = True, rng.choice((0, 101, 200))
         form.anchor = rng.choice((True, False)) if form.markov is None else rng.choice((True, False, None))

@@ -16,6 +16,7 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.speculation.protocol import ChainBuffers
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.hidden_taps import HiddenTaps
+from moe_engine.worker.captured_groups import AttentionWindows
 from moe_engine.worker.speculation.block import BlockDrafter, all_of
 from moe_engine.worker.speculation.chain_drafters import ChainParts, StaticBatch
 
@@ -46,6 +47,7 @@ class BlockChain:
         self._batch = StaticBatch(
             parts, chain, count, positions, slots, self._lens, real, drafter.batches.kv, self._ids.flatten(),
             visible=positions.new_full((len(positions),), all_of(count)) if layers.visible else None,
+            windows=AttentionWindows(layers.windows),
         )  # fmt: skip
 
     def prepare(self) -> bool:
