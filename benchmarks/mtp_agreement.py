@@ -21,8 +21,8 @@ from benchmarks.checkpoints import SPECIAL_TOKENS
 from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import cpu_device
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.models.activation_dtype import activation_dtype
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import activation_dtype
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, load_model, load_mtp

@@ -73,10 +73,13 @@ class OwnBlock:
 
     Attributes:
         tapped: the numbers of model layers after which they read the hidden states.
+        num_experts, top_k: experts of such a layer, and of a token in it; 0: as in the model's layers.
     """
 
     block: BlockConfig
     tapped: tuple[int, ...]
+    num_experts: int = 0
+    top_k: int = 0
 
 
 def is_block_head(names: Collection[str]) -> bool:
@@ -153,11 +156,14 @@ def block_taps(file: str, raw: Mapping[str, Any], num_layers: int, num_target_la
     return tuple(i + 1 for i in given)
 
 
-def own_block(file: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> OwnBlock | None:
+def own_block(
+    file: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int, reads_inputs: bool = False
+) -> OwnBlock | None:
     """The DSpark layers in a model's checkpoint; None: it has none.
 
     Args:
         num_layers: of the model.
+        reads_inputs: they read the hidden states before the named layers, not those after them.
 
     Raises:
         ConfigError: a field is missing or has a value that is not supported.
@@ -171,7 +177,12 @@ def own_block(file: str, raw: Mapping[str, Any], num_layers: int, vocab_size: in
     }  # fmt: skip
     fields = {name: raw[own] for own, name in names.items() if raw.get(own) is not None}
     block = read_block(file, ["DSpark"], fields, vocab_size)
-    return OwnBlock(block, block_taps(file, {"target_layer_ids": [], **fields}, 1, num_layers))
+    tapped = block_taps(file, {"target_layer_ids": [], **fields}, 1, num_layers)
+    if reads_inputs and tapped[0] == 0:
+        raise ConfigError(f"{file}: dspark_target_layer_ids has -1: the layers read states before layers of the model")
+    if reads_inputs:
+        tapped = tuple(count - 1 for count in tapped)
+    return OwnBlock(block, tapped)
 
 
 def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from moe_engine.errors import ConfigError
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
@@ -158,8 +157,7 @@ class GQAConfig:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers whose KV cache is used in the same way. `window`: positions that a query token sees, its own included
-    (None: all)."""
+    """Layers with the same use of their KV cache. `window`: positions that a query token sees, or None: all."""
 
     layers: tuple[int, ...]
     window: int | None = None
@@ -312,13 +310,20 @@ class ModelConfig:
         return max(self.context_length, self.rope.max_position)
 
     def attention_of(self, layer: int) -> MLAConfig | GQAConfig | CompressedConfig:
-        """The layer's attention. MTP layers come after the model's."""
+        """The layer's attention. Draft layers come after the model's."""
         other = self.other_layers
         return self.attention if other is None or layer not in other.layers else other.attention
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The layer's rotary embedding."""
         return self.rope if (other := self.other_layers) is None or layer not in other.layers else other.rope
+
+    def moe_of(self, layer: int) -> MoEConfig | None:
+        """The layer's experts; those of draft layers may be fewer."""
+        own, moe = self.own_block, self.moe
+        if own is None or moe is None or not own.num_experts or layer < self.num_layers:
+            return moe
+        return replace(moe, num_experts=own.num_experts, top_k=own.top_k)
 
     @property
     def attentions(self) -> tuple[MLAConfig | GQAConfig | CompressedConfig, ...]:
@@ -346,8 +351,7 @@ class ModelConfig:
 
     @property
     def planned_windows(self) -> tuple[int | None, ...]:
-        """Windows of the cache groups whose queries are planned one by one, the first group first. Attention to windows
-        and entries is planned as a whole."""
+        """Windows of the groups whose queries are planned one by one; with entries attention is planned as a whole."""
         first, *others = (group.window for group in self.cache_groups)
         return (first,) if isinstance(self.attention, CompressedConfig) else (first, *others)
 
@@ -429,8 +433,7 @@ class ModelConfig:
         return self.moe_layers[0] if self.mtp_like_first else self.is_moe
 
     def kv_parts(self, layer: int, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state. MTP layers come after
-        the model's."""
+        """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state."""
         if layer in self.state_layers:
             return ()
         has_ids = layer == 0 and self.streams is not None and self.streams.ngram > 0
@@ -475,26 +478,3 @@ class ModelConfig:
         """`kv_bytes_of` all layers, optionally with MTP layers, and entries."""
         last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
         return self.kv_bytes_of(range(last), kv_dtype, draft_slots) + self.entry_bytes_per_token(kv_dtype)
-
-
-def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:
-    """Name of the activation dtype: ``bfloat16``, ``float16`` or ``float32``.
-
-    ``auto`` follows the checkpoint: bf16 and FP8 checkpoints run in bf16, fp16 in fp16, fp32 in fp32 on a CPU and in
-    fp16 elsewhere (DeepSeek models in bf16: they overflow fp16). ``half`` and ``float`` are fp16 and fp32.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
-    names = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    asked = names.get(asked, asked)
-    if asked in ("bfloat16", "float16", "float32"):
-        return asked
-    if asked != "auto":
-        raise ConfigError(f"--dtype {asked}: use auto, half, float16, bfloat16, float or float32")
-    stored = config.checkpoint_dtype
-    if config.weight_format.name or stored not in ("float16", "float32"):
-        return "bfloat16"
-    if stored == "float32" and device_kind == "cpu":
-        return "float32"
-    return "bfloat16" if config.attention.kind == "mla" else "float16"

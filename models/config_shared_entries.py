@@ -1,7 +1,7 @@
 """config.json of DeepSeek V4.1 -> ModelConfig. Imports no torch.
 
 The published file has the language model's fields in `text_config`. What is as in DeepSeek V4 is read by
-`config_compressed`. Images and DSpark layers are not served: their tensors are not read.
+`config_compressed`. Images are not served: their tensors are not read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any
 
+from moe_engine.models.block_config import OwnBlock, own_block
 from moe_engine.models.compressed_config import SharedEntriesConfig
-from moe_engine.models.config import ModelConfig, OtherLayers
+from moe_engine.models.config import ModelConfig, MoEConfig, OtherLayers
 from moe_engine.models.config_compressed import (
     compressed_attention,
     parse_experts,
@@ -25,6 +26,8 @@ from moe_engine.models.config_fields import Fields
 from moe_engine.models.engram_config import EngramConfig
 
 _RATES = (0, 1, 2)
+_STAGES = 3
+"""DSpark layers of the published model."""
 
 
 def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -44,7 +47,10 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
         windows=(attention.window,) * layers,
         streams=replace(parse_streams(fields), late=True, engram=engram),
     )
-    without = tuple(i for i in range(layers) if not attention.rate(i))
+    block = _own_block(fields, moe, layers, config.vocab_size)
+    num_drafts = 0 if block is None else fields.integer("num_nextn_predict_layers", _STAGES)
+    config = replace(config, num_nextn_predict_layers=num_drafts, own_block=block)
+    without = tuple(i for i in range(layers + num_drafts) if not attention.rate(i))
     main = parse_rope_of(fields, "main", attention.rotary_width)
     others = OtherLayers(without, attention, main) if without else None
     section = fields.section("quantization_config")
@@ -53,6 +59,19 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
         Fields({"expert_dtype": stored} | fields.present(), fields.source), config.weight_format
     )
     return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
+
+
+def _own_block(fields: Fields, moe: MoEConfig, layers: int, vocab_size: int) -> OwnBlock | None:
+    """The DSpark layers. They read the streams before layers, and have experts of their own number."""
+    found = own_block(fields.source, fields.raw, layers, vocab_size, reads_inputs=True)
+    if found is None:
+        return None
+    count = fields.integer("dspark_n_routed_experts", moe.num_experts)
+    top_k = fields.integer("dspark_num_experts_per_tok", moe.top_k)
+    if top_k > count:
+        fields.fail("dspark_num_experts_per_tok", f"{top_k} is more than dspark_n_routed_experts {count}")
+    alike = (count, top_k) == (moe.num_experts, moe.top_k)
+    return found if alike else replace(found, num_experts=count, top_k=top_k)
 
 
 def _engram(fields: Fields) -> EngramConfig | None:

@@ -14,15 +14,15 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_config import SharedEntriesConfig
 from moe_engine.models.deepseek_v4 import DeepseekV4Model, streams_of
 from moe_engine.models.engram_config import EngramConfig
+from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.engram import EngramNorm, load_text_ids, put_ids
-from moe_engine.models.layers.shared_entries import SharedAttention, SharedSteps
+from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.shared_entries import SharedAttention, SharedStep, SharedSteps
 from moe_engine.models.weights import WeightSource
 
 
 class DeepseekV41Model(DeepseekV4Model):
     """`Model` of the family. `batch.kv[layer]` is a `CompressedCache`."""
-
-    has_mtp = False
 
     @cached_property
     def _shared_steps(self) -> SharedSteps:
@@ -55,13 +55,26 @@ class DeepseekV41Model(DeepseekV4Model):
         if self._engram is not None and prefix.endswith(".input_layernorm"):
             block = prefix.rpartition(".")[0]
             return f"{prefix}.", f"{streams_of(prefix)}.", f"{block}.engram."
-        return (f"{prefix}.",) if prefix == "model.norm" else (f"{prefix}.", f"{streams_of(prefix)}.")
+        return (f"{prefix}.",) if prefix.endswith(".norm") else (f"{prefix}.", f"{streams_of(prefix)}.")
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> SharedAttention:
         return SharedAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary, self._steps)
 
+    def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
+        own = self.config.moe_of(layer_index) != self.config.moe
+        parallel = self.parallel.of_drafts if own else self.parallel
+        return MoE(self.config, layer_index, self.backends, reader, parallel)
+
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self._shared_steps.of(batch)
 
+    def block_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        batch, step = super().block_args(batch)
+        return batch, {0: SharedStep(step, step.slots[:0], batch.kv[self.config.num_layers].num_slots)}
+
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
         return lambda batch: None  # rows of a step change from layer to layer: decodes are not captured
+
+    @property
+    def planner_of_blocks(self) -> InPlacePlanner:
+        return self.planner_of_decodes()

@@ -17,8 +17,11 @@ _MTP_PARTS = {"norm": "shared_head.norm", "head": "shared_head.head", "emb": "em
     f"hc_head_{part}": f"shared_head.hc_head.{part}" for part in ("fn", "base", "scale")
 }
 """Parts of an MTP layer that the model's layers do not have."""
-_SAVED = {"hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
-"""Where transformers' names differ from the published ones, beside the prefix ``model.``."""
+_SAVED = {
+    "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm.",
+    ".markov_head.embed.": ".markov_head.markov_w1.", ".markov_head.head.": ".markov_head.markov_w2.",
+}  # fmt: skip
+"""Where transformers' names, or those of V4.1's Markov head, differ from V4's, beside the prefix ``model.``."""
 
 
 def has_v4_names(names: Collection[str]) -> bool:

@@ -14,10 +14,11 @@ import torch
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
+from moe_engine.models.activation_dtype import activation_dtype
 from moe_engine.models.batch import Model
 from moe_engine.models.block_head import BlockHead
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
-from moe_engine.models.config import ModelConfig, activation_dtype
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.draft_vocabulary import draft_ids, mapped_head
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.eagle import EagleHead

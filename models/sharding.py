@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moe_engine.models.config import ModelConfig
@@ -39,3 +41,11 @@ def dispatch_shape(
         dtype=dtype,
         width=config.moe.width,
     )
+
+
+def draft_dispatch_shape(config: ModelConfig, shape: DispatchShape) -> DispatchShape | None:
+    """`shape`, of the model's MoE layers, for draft layers; None: they have as many experts."""
+    own = config.moe_of(config.num_layers)
+    if own is None or own == config.moe:
+        return None
+    return replace(shape, num_experts=own.num_experts, top_k=own.top_k)

@@ -324,7 +324,8 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
     if ".shared_expert" in name:
         if topology.travels or ".shared_expert_gate." in name:
             return 1
-        shared = config.moe is not None and config.moe.num_shared_slots(topology.ep_size)
+        moe = config.moe_of(layer_index(name))
+        shared = moe is not None and moe.num_shared_slots(topology.ep_size)
         return topology.moe_tp_size if shared else topology.tp_size
     if is_delta(config, name):
         return 1 if name.endswith(_WHOLE_OF_DELTA) else topology.attn_tp_size

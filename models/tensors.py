@@ -231,7 +231,8 @@ def draft_tensors(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
         yield _norm("main_norm", hidden)
     if layer == config.num_layers + config.num_nextn_predict_layers - 1:
         yield _norm("shared_head.norm", hidden)
-        yield from _streams(streams, hidden, "shared_head.hc_head", streams.count)
+        if not streams.late:
+            yield from _streams(streams, hidden, "shared_head.hc_head", streams.count)
         yield from block_tensors(own.block, hidden, config.vocab_size)
     yield from layer_tensors(config, config.is_mtp_moe)
 
@@ -399,7 +400,7 @@ def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:
 
 def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
     """The dense MLP of a layer, or its router, experts and shared expert. layer: as in `layer_tensors`."""
-    hidden, moe = config.hidden_size, config.moe
+    hidden, moe = config.hidden_size, config.moe_of(config.num_layers if layer is None else layer)
     if not is_moe or moe is None:
         yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias)
         return
@@ -476,7 +477,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, *MTP_COPIES, *KV_SCALES, *CONFIDENCE)
+    unread = (_ROTARY, _IMAGE_BIAS, *MTP_COPIES, *KV_SCALES, *CONFIDENCE)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
 
 

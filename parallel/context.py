@@ -35,6 +35,7 @@ class ParallelContext:
         world: all ranks of the model. attn_tp: ranks of this rank's attention group. moe_tp: ranks that shard the same
             experts. ep: ranks with the other experts. node: ranks of this host; rails: ranks with the same local rank.
         dispatcher: dispatches tokens to their experts' ranks; set if `topology.travels`, see `with_dispatcher`.
+        draft_dispatcher: the same of draft layers with another number of experts than the model's layers.
         decode_tokens: max tokens of a rank in its decode mode.
         experts: the expert in each slot; None: rank r of G holds experts r * E/G and on, once each.
     """
@@ -48,6 +49,7 @@ class ParallelContext:
     node: Group = ALONE
     rails: Group = ALONE
     dispatcher: PhasedDispatcher | None = None
+    draft_dispatcher: PhasedDispatcher | None = None
     decode_tokens: int = 0
     experts: ExpertTables | None = None
     overlap: Overlap | None = None
@@ -59,8 +61,9 @@ class ParallelContext:
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if a kernel timed out on a peer during a finished step (see `Dispatcher.check_peers`)."""
-        if self.dispatcher is not None:
-            self.dispatcher.check_peers()
+        for dispatcher in (self.dispatcher, self.draft_dispatcher):
+            if dispatcher is not None:
+                dispatcher.check_peers()
         if self.all_reduce is not None:
             self.all_reduce.check_peers()
 
@@ -95,6 +98,11 @@ class ParallelContext:
     @property
     def ep_rank(self) -> int:
         return self.topology.ep_rank(self.world_rank)
+
+    @property
+    def of_drafts(self) -> ParallelContext:
+        """The context of draft layers with another number of experts, which stay where they are."""
+        return replace(self, dispatcher=self.draft_dispatcher, experts=None)
 
     @property
     def redundant_experts(self) -> int:
@@ -175,11 +183,13 @@ def with_dispatcher(
     shape: DispatchShape,
     decode_tokens: int,
     symm_mem: SymmetricMemory | None = None,
+    drafts: DispatchShape | None = None,
 ) -> ParallelContext:
     """The context with the dispatcher shared by all layers. Collective over the model's ranks.
 
     Args:
         shape: `max_tokens` is a rank's max tokens: its share of its attention group's tokens.
+        drafts: shape of `draft_dispatcher`; None: there is none.
         decode_tokens: the same in decode mode, used for decode-only steps up to this size.
         symm_mem: see `Groups`.
     """
@@ -193,7 +203,9 @@ def with_dispatcher(
         deepep_version=choice.deepep_version,
         symm_mem=symm_mem,
     )
-    return replace(parallel, dispatcher=build(choice, shape, decode_tokens, groups), decode_tokens=decode_tokens)
+    dispatcher = build(choice, shape, decode_tokens, groups)
+    of_drafts = None if drafts is None else build(choice, drafts, decode_tokens, groups)
+    return replace(parallel, dispatcher=dispatcher, draft_dispatcher=of_drafts, decode_tokens=decode_tokens)
 
 
 def with_all_reduce(

@@ -111,7 +111,7 @@ class MoE:
         reader: WeightSource,
         parallel: ParallelContext,
     ) -> None:
-        moe, names = config.moe, expert_names(config)
+        moe, names = config.moe_of(layer_index), expert_names(config)
         assert moe is not None
         hidden, wide, latent = config.hidden_size, torch.float32, moe.latent > 0
         self.layer_index = layer_index

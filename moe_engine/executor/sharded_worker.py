@@ -152,7 +152,7 @@ def _with_all_reduce(config: ResolvedConfig, parallel: ParallelContext) -> Paral
 def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> ParallelContext:
     import torch
 
-    from moe_engine.models.sharding import dispatch_shape
+    from moe_engine.models.sharding import dispatch_shape, draft_dispatch_shape
     from moe_engine.parallel.context import with_dispatcher
 
     plan = config.parallel
@@ -161,7 +161,10 @@ def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> Paral
     limits = config.limits
     shape = dispatch_shape(config.model, parallel, getattr(torch, config.dtype), limits.forward_tokens)
     shape = replace(shape, fp8=plan.dispatch_fp8)
-    parallel = with_dispatcher(parallel, plan.dispatch, shape, limits.low_latency_tokens)
+    speculation = config.speculation
+    uses_drafts = speculation is not None and speculation.uses_own_layers
+    drafts = draft_dispatch_shape(config.model, shape) if uses_drafts else None
+    parallel = with_dispatcher(parallel, plan.dispatch, shape, limits.low_latency_tokens, drafts=drafts)
     return replace(parallel, overlap=_overlap(config, parallel))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
 from moe_engine.models import sizes
 from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
-from moe_engine.planning.dispatch_memory import exchange_rows
+from moe_engine.planning.dispatch_memory import dispatch_rows, exchange_rows
 from moe_engine.planning.draft_memory import count, draft_rows, step_bytes
 from moe_engine.planning.images import image_rows
 from moe_engine.planning.ledger import LedgerRow, gb, slot_table_bytes, slot_tables
@@ -140,7 +142,13 @@ def _table_row(given: SizingInput) -> LedgerRow:
 
 
 def _exchange_rows(given: SizingInput) -> list[LedgerRow]:
-    return exchange_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
+    """Draft layers with another number of experts have a dispatcher of their own."""
+    model, more = given.model, (given.dtype_bytes, given.machine.device, given.limits)
+    rows, own = exchange_rows(given.parallel, model, *more), model.moe_of(model.num_layers)
+    if given.uses_mtp and own != model.moe:
+        drafts = dispatch_rows(given.parallel, replace(model, moe=own), *more)
+        rows += [replace(row, name=f"draft {row.name}") for row in drafts]
+    return rows
 
 
 def runner_rows(given: SizingInput) -> list[LedgerRow]:

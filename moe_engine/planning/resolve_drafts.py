@@ -29,6 +29,7 @@ def resolve_drafts(
     """The drafter, and its draft model or EAGLE head if it has one."""
     speculation = resolve_speculation(args, model, draft, context_len, record)
     _check_shared_drafts(args, speculation, model, parallel)
+    _check_own_experts(speculation, model, parallel)
     configs = [model] if draft is None else [model, draft.config]
     check_sparse(args, configs, device, 1 if speculation is None else speculation.topk)
     check_compressed(args, configs, has_head=draft is not None and draft.head is not None)
@@ -66,3 +67,14 @@ def _check_shared_drafts(
             f"{model.num_nextn_predict_layers} MTP layers, and more than one needs a single attention group; use "
             "NGRAM, or no DP attention"
         )
+
+
+def _check_own_experts(speculation: SpeculationConfig | None, model: ModelConfig, parallel: ParallelPlan) -> None:
+    """Draft layers may have another number of experts than the model's layers."""
+    own, ranks = model.moe_of(model.num_layers), parallel.topology.ep_size
+    if speculation is None or not speculation.uses_own_layers or own is None or own.num_experts % ranks == 0:
+        return
+    raise ConfigError(
+        f"--ep-size {ranks}: the draft layers of {model.source} have {own.num_experts} experts, which cannot be "
+        "divided evenly; use another --ep-size, or leave out --speculative-algorithm"
+    )

@@ -9,7 +9,8 @@ from dataclasses import replace
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
-from moe_engine.models.config import MLAConfig, ModelConfig, activation_dtype
+from moe_engine.models.activation_dtype import activation_dtype
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 

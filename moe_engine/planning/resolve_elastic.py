@@ -91,6 +91,11 @@ def _obstacles(
         yield f"--moe-a2a-backend {name} does not support losing ranks; give {', '.join(BACKENDS)}"
     if args.model.delete_ckpt_after_loading:
         yield "experts of a lost rank are read from the checkpoint again; leave out --delete-ckpt-after-loading"
+    if args.speculative.speculative_algorithm == "DSPARK" and model.moe_of(model.num_layers) != model.moe:
+        yield (
+            "draft layers with another number of experts than the model's layers cannot replace those of a lost rank; "
+            "leave out --speculative-algorithm"
+        )
     if args.lora.enable_lora or args.lora.lora_paths is not None:
         yield "LoRA adapters are not available yet with it; leave out --enable-lora and --lora-paths"
     if args.disaggregation.disaggregation_mode != OFF:

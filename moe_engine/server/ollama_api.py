@@ -256,6 +256,8 @@ class _Lines:
         return stream_error(error, ollama_body)
 
     def whole(self, g: Generation) -> dict[str, Any]:
+        if not self._parser.parses:
+            return self.part(g.text) | _end(g)
         parts = parts_of(self._parser, g.text, g.beginnings)
         text, thinking = ("".join(part.text for part in parts if part.kind == kind) for kind in ("text", "reasoning"))
         return self.part(text, thinking, [_call(part) for part in parts if part.kind == "call"]) | _end(g)

@@ -208,7 +208,7 @@ class _Events(ChunkEvents):
         deltas = parser.push(piece.text)
         if finish is not None:
             deltas += parser.finish(g.beginnings)
-        elif not (entries or ids or self._continuous):
+        elif self._is_plain and not entries:
             for delta in deltas:
                 events += before + encode_json(delta) + PLAIN_END
             return events
@@ -223,7 +223,7 @@ class _Events(ChunkEvents):
 
     def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
         found = self._choices.get(generation.index)
-        if found is None or self._continuous or found[0].parses:
+        if found is None or not self._is_plain or found[0].parses:
             return None
         return found[1] + b'{"content":', b"}" + PLAIN_END
 

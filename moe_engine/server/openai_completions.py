@@ -123,13 +123,13 @@ class _Events(ChunkEvents):
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
         if not (text or piece.finish or entries or more):
             return b""
-        if not (entries or more or piece.finish or self._continuous):
+        if self._is_plain and not (entries or more or piece.finish):
             return self._before[g.index] + encode_json(text) + PLAIN_END
         return self._chunk(g, {**_choice(g, text, entries, piece.finish), **more})
 
     def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
         before = self._before.get(generation.index)
-        return None if before is None or self._continuous else (before, PLAIN_END)
+        return (before, PLAIN_END) if before is not None and self._is_plain else None
 
 
 def _choice(g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:

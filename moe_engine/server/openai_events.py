@@ -43,6 +43,8 @@ class ChunkEvents(DataEvents):
         self._continuous = bool(options and options.continuous_usage_stats)
         self._with_usage = wants_usage(req, flags)
         self._extras = ChoiceExtras(req)
+        self._is_plain = not (self._continuous or self._extras.has_ids)
+        """Events of pieces with text alone have no other fields."""
         self._answer_extras = lambda: answer_extras(req, flags, job.generations)
 
     def _plain_start(self, g: Generation, field: bytes) -> bytes:

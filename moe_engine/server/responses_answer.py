@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, cast
 
@@ -18,6 +18,14 @@ PENDING = ("queued", "in_progress")
 """Statuses of a response that has not ended."""
 
 
+def _shown_bytes(g: Generation, parsers: ParserOptions) -> Callable[[int], bytes]:
+    """The bytes of a token in the text: none of a skipped special token."""
+    tokenizer = g.tokenizer
+    assert tokenizer is not None
+    skipped = tokenizer.special_ids - parsers.keep_special if g.sampling.skip_special_tokens else frozenset()
+    return lambda token: b"" if token in skipped else tokenizer.exact_bytes(token)
+
+
 class Answer:
     def __init__(self, g: Generation, asked: ResponsesPlan, model: str, parsers: ParserOptions) -> None:
         self.asked = asked
@@ -29,7 +37,7 @@ class Answer:
         self._logprobs: TextLogprobs | None = None
         if g.logprob_format is not None and g.tokenizer is not None:
             end = parsers.reasoning.end if parsers.reasoning else ""
-            self._logprobs = TextLogprobs(g.tokenizer.exact_bytes, end)
+            self._logprobs = TextLogprobs(_shown_bytes(g, parsers), end)
 
     def push(self, piece: Piece) -> Iterator[tuple[Change, Part, str, list[Any]]]:
         """The changes of the parts, with the log-probabilities of added text."""

@@ -18,7 +18,7 @@ from moe_engine.frontend.logprob_format import Columns
 class TextLogprobs:
     """
     Args:
-        bytes_of: the bytes of a token in the middle of a text.
+        bytes_of: the bytes of a token in the middle of a text; tokens without bytes belong to no text.
         end_tag: the tag that ends a reasoning, or "".
     """
 
@@ -58,7 +58,7 @@ class TextLogprobs:
         while self._tokens and at < end:
             size, entry = self._tokens.popleft()
             at += size
-            if at > begin and entry is not None:
+            if size and at > begin and entry is not None:
                 found.append(entry)
             if at > end:
                 self._tokens.appendleft((at - end, None))

@@ -18,6 +18,8 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
         ("deepseek_v4", "chunked"),
         ("deepseek_v41", "chunked"),
         ("deepseek_v41", "n-gram drafts"),
+        ("deepseek_v41_fp4", "tp 2"),
+        ("deepseek_v41_fp4", "DSpark drafts"),
         ("qwen3_moe", "chunked"),
         ("minimax_m2", "chunked"),
         ("minimax_m3", "chunked"),

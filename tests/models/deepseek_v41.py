@@ -12,6 +12,7 @@ import json
 import math
 import re
 import unicodedata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,36 +112,49 @@ def random_tensors(f: dict[str, Any], generator: torch.Generator) -> dict[str, T
             put(f"{name}.indexer.wq_b.weight", f["index_n_heads"] * f["index_head_dim"], rank)
             put(f"{name}.indexer.weights_proj.weight", f["index_n_heads"], hidden)
 
-    def experts(name: str) -> None:
-        put(f"{name}.gate.weight", f["n_routed_experts"], hidden)
-        put(f"{name}.gate.bias", f["n_routed_experts"], scale=0.1)
-        put(f"{name}.gate.bias_vl", f["n_routed_experts"])
-        for expert in [f"experts.{i}" for i in range(f["n_routed_experts"])] + ["shared_experts"]:
+    def experts(name: str, number: int) -> None:
+        put(f"{name}.gate.weight", number, hidden)
+        put(f"{name}.gate.bias", number, scale=0.1)
+        put(f"{name}.gate.bias_vl", number)
+        for expert in [f"experts.{i}" for i in range(number)] + ["shared_experts"]:
             put(f"{name}.{expert}.w1.weight", f["moe_intermediate_size"], hidden)
             put(f"{name}.{expert}.w3.weight", f["moe_intermediate_size"], hidden)
             put(f"{name}.{expert}.w2.weight", hidden, f["moe_intermediate_size"])
+
+    def layer(name: str, i: int, number: int) -> None:
+        norm(f"{name}.attn_norm", hidden)
+        norm(f"{name}.ffn_norm", hidden)
+        attention(f"{name}.attn", i)
+        experts(f"{name}.ffn", number)
+        count = f["hc_mult"] * (2 + f["hc_mult"])
+        for part in ("attn", "ffn"):
+            put(f"{name}.hc_{part}_fn", count, f["hc_mult"] * hidden)
+            put(f"{name}.hc_{part}_base", count, scale=1.0)
+            put(f"{name}.hc_{part}_scale", 3, scale=0.3, shift=1.0)
 
     put("embed.weight", f["vocab_size"], hidden)
     put("head.weight", f["vocab_size"], hidden)
     norm("norm", hidden)
     for i in range(f["num_hidden_layers"]):
-        layer, count = f"layers.{i}", f["hc_mult"] * (2 + f["hc_mult"])
-        norm(f"{layer}.attn_norm", hidden)
-        norm(f"{layer}.ffn_norm", hidden)
-        attention(f"{layer}.attn", i)
-        experts(f"{layer}.ffn")
+        layer(f"layers.{i}", i, f["n_routed_experts"])
         if i in f["engram_layer_ids"]:
-            engram, each = f"{layer}.engram", f["engram_head_dim"]
+            engram, each = f"layers.{i}.engram", f["engram_head_dim"]
             rows = f["engram_num_embeddings"][f["engram_layer_ids"].index(i)]
             put(f"{engram}.embed.weight", rows, each, scale=1)
             columns = (f["engram_max_ngram_size"] - 1) * f["engram_n_heads"]
             put(f"{engram}.wkv.weight", hidden * (f["hc_mult"] + 1), columns * each)
             for part in "qk":
                 put(f"{engram}.{part}_weight", f["hc_mult"], hidden, scale=0.5, shift=1.0)
-        for part in ("attn", "ffn"):
-            put(f"{layer}.hc_{part}_fn", count, f["hc_mult"] * hidden)
-            put(f"{layer}.hc_{part}_base", count, scale=1.0)
-            put(f"{layer}.hc_{part}_scale", 3, scale=0.3, shift=1.0)
+    for stage in range(f["num_nextn_predict_layers"]):
+        layer(f"mtp.{stage}", -1, f["dspark_n_routed_experts"])
+    if f["num_nextn_predict_layers"]:
+        put("mtp.0.main_proj.weight", hidden, len(f["dspark_target_layer_ids"]) * hidden)
+        norm("mtp.0.main_norm", hidden)
+        last, own = f"mtp.{f['num_nextn_predict_layers'] - 1}", f["dspark_markov_rank"]
+        norm(f"{last}.norm", hidden)
+        put(f"{last}.markov_head.embed.weight", f["vocab_size"], own, scale=1.0)
+        put(f"{last}.markov_head.head.weight", f["vocab_size"], own, scale=1.0)
+        put(f"{last}.confidence_head.proj.weight", 1, hidden + own)
     put("vision.patch_embed.weight", 3, 3)
     return found
 
@@ -157,20 +171,42 @@ class V41Reference:
 
     def logits(self, ids: list[int]) -> Tensor:
         """[T, V]."""
-        f, n = self.fields, self.fields["hc_mult"]
-        streams = self._t["embed.weight"][torch.tensor(ids)].unsqueeze(1).repeat(1, n, 1)  # [T, n, D]
-        before = torch.zeros(len(ids), n, dtype=torch.float64)
-        before[:, 0] = 1.0
+        return self._head("norm", *self._run(ids)[:2])
+
+    def states(self, ids: list[int]) -> Tensor:
+        """[T, K D]: means of the streams before the layers that DSpark layers read."""
+        return torch.cat(self._run(ids)[2], 1)
+
+    def _run(self, ids: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The streams [T, n, D] behind the last layer, the weights [T, n] of their sum, and the means of `states`."""
+        f, tapped = self.fields, list[Tensor]()
+        streams, before = self._start(ids)
         shared: dict[str, Tensor] = {}
         for i in range(f["num_hidden_layers"]):
             if i in f["engram_layer_ids"]:
                 streams = self._with_rows(streams, ids, i)
-            for part, run in (("attn", self._attention), ("ffn", self._experts)):
-                read, write, mix = self._mixes(streams, f"layers.{i}.hc_{part}")
-                x = self._norm(f"layers.{i}.{part}_norm", torch.einsum("tn,tnd->td", before, streams))
-                streams = torch.einsum("tij,tid->tjd", mix, streams) + write.unsqueeze(2) * run(x, i, shared)[:, None]
-                before = read
-        return self._norm("norm", torch.einsum("tn,tnd->td", before, streams)) @ self._t["head.weight"].T
+            if i in f.get("dspark_target_layer_ids", ()):
+                tapped.append(streams.mean(1))
+            streams, before = self._layer(streams, before, f"layers.{i}", partial(self._attention, i=i, shared=shared))
+        return streams, before, tapped
+
+    def _start(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        n = self.fields["hc_mult"]
+        streams = self._t["embed.weight"][torch.tensor(ids)].unsqueeze(1).repeat(1, n, 1)  # [T, n, D]
+        before = torch.zeros(len(ids), n, dtype=torch.float64)
+        before[:, 0] = 1.0
+        return streams, before
+
+    def _layer(self, streams: Tensor, before: Tensor, name: str, attention: Any) -> tuple[Tensor, Tensor]:
+        for part, run in (("attn", attention), ("ffn", partial(self._experts, name=f"{name}.ffn"))):
+            read, write, mix = self._mixes(streams, f"{name}.hc_{part}")
+            x = self._norm(f"{name}.{part}_norm", torch.einsum("tn,tnd->td", before, streams))
+            streams = torch.einsum("tij,tid->tjd", mix, streams) + write.unsqueeze(2) * run(x)[:, None]
+            before = read
+        return streams, before
+
+    def _head(self, norm: str, streams: Tensor, before: Tensor) -> Tensor:
+        return self._norm(norm, torch.einsum("tn,tnd->td", before, streams)) @ self._t["head.weight"].T
 
     def _with_rows(self, streams: Tensor, ids: list[int], i: int) -> Tensor:
         """The streams with the rows of the tokens' n-grams."""
@@ -227,12 +263,9 @@ class V41Reference:
 
     def _attention(self, x: Tensor, i: int, shared: dict[str, Tensor]) -> Tensor:
         f, name, rate = self.fields, f"layers.{i}.attn", self.fields["compress_ratios"][i]
-        tokens, heads, width = len(x), f["num_attention_heads"], f["head_dim"]
-        at = torch.arange(tokens)
-        latent = self._norm(f"{name}.q_norm", x @ self._t[f"{name}.wq_a.weight"].T)
-        q = self._rotated((latent @ self._t[f"{name}.wq_b.weight"].T).view(tokens, heads, width), at, rate)
-        keys = self._rotated(self._norm(f"{name}.kv_norm", x @ self._t[f"{name}.wkv.weight"].T), at, rate)
-        keys = _rounded(round_e4m3, keys)
+        at = torch.arange(len(x))
+        latent, q = self._query(x, name, at, rate)
+        keys = self._keys(x, name, at, rate)
         seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - f["sliding_window"])  # [T, T]
         if rate:
             if i in f["kv_source_layer_ids"]:
@@ -240,6 +273,21 @@ class V41Reference:
             if i in f["index_source_layer_ids"]:
                 shared["chosen"] = self._chosen(x, latent, i, rate, shared)
             keys, seen = torch.cat((keys, shared["entries"])), torch.cat((seen, shared["chosen"]), 1)
+        return self._attend(q, keys, seen, name, at, rate)
+
+    def _query(self, x: Tensor, name: str, at: Tensor, rate: int) -> tuple[Tensor, Tensor]:
+        """The latent, and the query [T, H, W] of tokens at positions `at`."""
+        latent = self._norm(f"{name}.q_norm", x @ self._t[f"{name}.wq_a.weight"].T)
+        q = (latent @ self._t[f"{name}.wq_b.weight"].T).unflatten(1, (self.fields["num_attention_heads"], -1))
+        return latent, self._rotated(q, at, rate)
+
+    def _keys(self, x: Tensor, name: str, at: Tensor, rate: int) -> Tensor:
+        keys = self._rotated(self._norm(f"{name}.kv_norm", x @ self._t[f"{name}.wkv.weight"].T), at, rate)
+        return _rounded(round_e4m3, keys)
+
+    def _attend(self, q: Tensor, keys: Tensor, seen: Tensor, name: str, at: Tensor, rate: int) -> Tensor:
+        """The layer's result; seen [T, S]: the keys of each token."""
+        f, (tokens, heads, width) = self.fields, q.shape
         scores = torch.einsum("thw,sw->hts", q, keys) * width**-0.5
         scores = scores.masked_fill(~seen, -math.inf)
         sinks = self._t[f"{name}.attn_sink"].view(heads, 1, 1).expand(heads, tokens, 1)
@@ -297,14 +345,14 @@ class V41Reference:
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order.indices[:, :count], True)
         return chosen & (scores > -math.inf)
 
-    def _experts(self, x: Tensor, i: int, shared: dict[str, Tensor]) -> Tensor:
-        f, name = self.fields, f"layers.{i}.ffn"
+    def _experts(self, x: Tensor, name: str) -> Tensor:
+        f, draft = self.fields, name.startswith("mtp.")
         scores = softplus(x @ self._t[f"{name}.gate.weight"].T).sqrt()
-        chosen = self._best(scores + self._t[f"{name}.gate.bias"], f["num_experts_per_tok"])
-        weights = scores * chosen
+        top_k = f["dspark_num_experts_per_tok" if draft else "num_experts_per_tok"]
+        weights = scores * self._best(scores + self._t[f"{name}.gate.bias"], top_k)
         weights = weights / weights.sum(1, keepdim=True) * f["routed_scaling_factor"]
         out = self._mlp(x, f"{name}.shared_experts")
-        for expert in range(f["n_routed_experts"]):
+        for expert in range(scores.shape[1]):
             out = out + weights[:, expert, None] * self._mlp(x, f"{name}.experts.{expert}")
         return out
 

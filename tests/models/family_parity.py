@@ -37,6 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 3,
     },
+    "DSpark drafts": {"speculative_algorithm": "DSPARK"},
 }  # fmt: skip
 EXPERT_FORMS = ("ep 2", "ep 2, dp 2, all-to-all")
 KINDS: dict[str, dict[str, Any]] = {
@@ -51,7 +52,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"num_mtp_layers": 1},
     "glm_moe_dsa": {"num_mtp_layers": 1, "num_hidden_layers": 4},
     "deepseek_v4": {"num_mtp_layers": 1},
-    "deepseek_v41": {},
+    "deepseek_v41": {"dspark": True},
+    "deepseek_v41_fp4": {"dspark": True},
     "qwen3_moe": {},
     "minimax_m2": {},
     "minimax_m3": {"num_mtp_layers": 1},
@@ -167,6 +169,7 @@ def forms_of(kind: str) -> list[str]:
     """The forms that a family's checkpoint supports."""
     unsupported = EXPERT_FORMS if kind in DENSE else ()
     unsupported += () if KINDS[kind].get("num_mtp_layers") else ("MTP drafts",)
+    unsupported += () if KINDS[kind].get("dspark") else ("DSpark drafts",)
     return [form for form in FORMS if form not in unsupported]
 
 

@@ -23,6 +23,8 @@ from tests.models import (
     minimax_m3_images,
     mistral3_checkpoints,
     v4_checkpoints,
+    v41_dspark,
+    v41_quantized,
     vision_checkpoints,
 )
 from tests.models.checkpoints import make_checkpoint
@@ -163,15 +165,26 @@ def k3_family(kind: str, path: Path, seed: int) -> Family:
 
 
 def v41_family(kind: str, path: Path, seed: int) -> Family:
-    """The formulas in float64: no released transformers has such a model."""
-    reference = deepseek_v41.V41Reference(deepseek_v41.make_v41(path, seed, max_position_embeddings=1024))
+    """The formulas in float64: no released transformers has such a model. With DSpark layers."""
+    reference = deepseek_v41.V41Reference(v41_dspark.make_v41_dspark(path, seed, max_position_embeddings=1024))
     return Family(path, lambda ids, images: reference.logits(ids), text_prompts)
+
+
+def v41_fp4_family(kind: str, path: Path, seed: int) -> Family:
+    """In the published form: FP4 experts, tables of n-grams in FP8, block FP8. The reference has the values of the
+    stored numbers."""
+    torch.manual_seed(seed)
+    fields = v41_quantized.WIDTHS | {"max_position_embeddings": 1024}
+    source = v41_dspark.make_v41_dspark(path / "source", seed, **fields)
+    stored, values = v41_quantized.quantized_v41(source, path)
+    reference = deepseek_v41.V41Reference(values)
+    return Family(stored, lambda ids, images: reference.logits(ids), text_prompts)
 
 
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
-    "deepseek_v41": v41_family,
+    "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
 }  # fmt: skip
 
 

@@ -15,8 +15,9 @@ import pytest
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.models import sizes
+from moe_engine.models.activation_dtype import activation_dtype
 from moe_engine.models.checkpoint_files import read_checkpoint, read_header
-from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConfig, activation_dtype
+from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format

@@ -54,11 +54,12 @@ def random_fp4(rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(packed.view(np.int8)), _e8m0(powers), torch.from_numpy(values.astype(np.float32))
 
 
-def random_fp8(rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_fp8(rows: int, cols: int, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor, Tensor]:
     """e4m3 [N, K], e8m0 by block, and the values."""
     weight = (torch.randn(rows, cols) * 100).to(torch.float8_e4m3fn)
-    powers = np.random.default_rng(_seed()).integers(115, 119, (-(-rows // 128), -(-cols // 128)), dtype=np.uint8)
-    scales = np.exp2(powers.astype(np.float32) - 127).repeat(128, 0).repeat(128, 1)[:rows, :cols]
+    shape = -(-rows // block[0]), -(-cols // block[1])
+    powers = np.random.default_rng(_seed()).integers(115, 119, shape, dtype=np.uint8)
+    scales = np.exp2(powers.astype(np.float32) - 127).repeat(block[0], 0).repeat(block[1], 1)[:rows, :cols]
     return weight, _e8m0(powers), torch.from_numpy(weight.float().numpy() * scales)
 
 

@@ -40,7 +40,7 @@ def joined(parts: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parsers", [{}, PARSERS], ids=["plain", "parsed"])
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS.values(), "\n a", " "], ids=[*TEXTS, "begins with white space", "white space"])
 def test_a_stream_adds_up_to_the_whole_answer(text: str, parsers: dict[str, str]) -> None:
     for path, body in (("/api/chat", {**CHAT, "tools": FUNCTIONS}), ("/api/generate", {"prompt": "hi"})):
         whole = post(fake(text), path, {**body, "stream": False}, **parsers).json()

@@ -10,6 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALLS_BEGIN, CALLS_END
 from tests.server.harness import named_events, post
 from tests.server.test_anthropic import PARSERS, TEXTS, fake
 from tests.server.test_responses import ASK, TIME, WEATHER
@@ -70,6 +71,20 @@ def test_random_answers_behind_a_reasoning():
         content = texts_of(named_events(answer)[-1]["response"] if body["stream"] else answer.json())[0]
         assert content["text"] in spelled(content["logprobs"]), (thought, said, client.per_step)
         assert len(spelled(content["logprobs"])) - len(content["text"]) <= 8, (thought, said, client.per_step)
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 100])
+def test_skipped_special_tokens_belong_to_no_text(per_step: int):
+    """Without a parser of tool calls their marks are skipped in the text."""
+    found = []
+    for stream in (False, True):
+        client = fake(f"a{CALLS_BEGIN}b c{CALLS_END}{CALL_BEGIN}é🙂{CALLS_END} d")
+        client.per_step = per_step
+        answer = post(client, "/v1/responses", {**ASK, "include": ASKED["include"], "stream": stream})
+        (content,) = texts_of(named_events(answer)[-1]["response"] if stream else answer.json())
+        assert spelled(content["logprobs"]) == content["text"] == "ab cé🙂 d"
+        found.append(content["logprobs"])
+    assert found[0] == found[1]
 
 
 def test_without_the_fields_there_are_none():

@@ -48,7 +48,7 @@ def with_experts(
         from_any(settings.location, layout, config.num_layers, settings.policy),
         parallel.ep_rank,
         "static" if settings.dispatch == "static" else "dynamic",
-        num_more_layers=config.num_nextn_predict_layers,
+        num_more_layers=config.num_nextn_predict_layers if _moves_drafts(config) else 0,
         num_nodes=layout.num_nodes,
         device=device,
     )
@@ -77,7 +77,8 @@ def attach_experts(
     balance = None
     if settings.rebalance is not None and parallel.ep_size > 1:
         recorder.watch()
-        balance = _balance(config, settings, parallel, layers, mtp_moe_layers(mtp), kernel, recorder)
+        drafts = mtp_moe_layers(mtp) if _moves_drafts(config) else {}
+        balance = _balance(config, settings, parallel, layers, drafts, kernel, recorder)
         recorder.start()  # as SGLang does: can be dumped at any time
     model.passes = 0  # without warm-up passes, whose number may differ between ranks
     observed = ExpertRecordingModel(
@@ -102,6 +103,11 @@ def moe_layers(model: Model) -> dict[int, MoE]:
     """The model's own MoE layers by index, without MTP layers."""
     inner = model.model if isinstance(model, ExpertRecordingModel) else model
     return {layer.layer_index: layer for layer in inner.moes} if isinstance(inner, Decoder) else {}
+
+
+def _moves_drafts(config: ModelConfig) -> bool:
+    """Whether experts of draft layers move: those of layers with another number of experts stay where they are."""
+    return config.moe_of(config.num_layers) == config.moe
 
 
 def _layout(config: ModelConfig, settings: ExpertSettings, parallel: ParallelContext) -> ExpertLayout:
