@@ -40,6 +40,8 @@ _DENSE_AS_MOE = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 """The MLP of a dense layer as transformers saves Kimi Linear's."""
 _MINIMAX_MTP = re.compile(r"(?:model\.)?mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
 _MINIMAX_BLOCK = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
+_STREAMS = re.compile(r"\.hc_(attn|ffn)_(?=(?:fn|base|scale)$)")
+"""Weights of residual streams in GLM-5.3-Flash."""
 _HY3_NORM = ".final_layernorm.weight"
 _ERNIE_MTP = "model.mtp_"
 _ERNIE_PARTS = {"emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj.", "block": ""}
@@ -79,7 +81,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
     if has_v4_names(files):
         return _renamed(files, v4_names(files, num_layers))
-    return _with_mtp(_with_rates(_with_ling(_with_dense(_with_prefix(files)))), num_layers)
+    return _with_mtp(_with_rates(_with_ling(_with_parts(_with_prefix(files)))), num_layers)
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
@@ -156,8 +158,10 @@ def _with_rates(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     return files
 
 
-def _with_dense(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
-    names = {name: _DENSE_AS_MOE.sub(".mlp.", name) for name in files if _DENSE_AS_MOE.search(name)}
+def _with_parts(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+    """Parts of layers with names of one family, under the model's."""
+    names = {name: _DENSE_AS_MOE.sub(".mlp.", _STREAMS.sub(r".hc_\1.", name)) for name in files}
+    names = {name: new for name, new in names.items() if new != name}
     return _renamed(files, names) if names else files
 
 

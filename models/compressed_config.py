@@ -169,6 +169,9 @@ class StreamsConfig:
     """A part reads the sum by the weights that the part before has computed (DeepSeek V4.1); the first reads stream
     0."""
 
+    mean_head: bool = False
+    """The model's head reads the mean of the streams (GLM-5.3-Flash), not a sum with weights of its own."""
+
     engram: EngramConfig | None = None
     """Tables of n-grams, whose rows are added to the streams; None: no layer has one."""
 

@@ -35,6 +35,8 @@ class IndexerConfig:
         shared_layers: layers without an indexer, which use the selection of the last preceding layer with an indexer.
         shares_drafts: draft steps of an MTP layer after the first use the selection of the first.
         fp8_keys: index keys are cached as FP8 records also beside latents of another type.
+        pool: tokens of a pool. Above 1 the indexer scores means of the keys of adjacent tokens, and selects pools with
+            all their tokens; the tokens behind the last whole pool are always seen (GLM-5.3-Flash).
     """
 
     num_heads: int
@@ -43,6 +45,7 @@ class IndexerConfig:
     shared_layers: tuple[int, ...] = ()
     shares_drafts: bool = False
     fp8_keys: bool = False
+    pool: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class MLAConfig:
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
     of the index key that is cached beside each token's latent, for sparse attention (0: none). `gate_width`: numbers
     from the layer's input whose sigmoid multiplies a head's result: one (Ling), or one for each channel (Kimi K3).
+    `latent_eps`: epsilon of the norms of both latents.
     """
 
     num_heads: int
@@ -64,6 +68,7 @@ class MLAConfig:
     index_width: int = 0
     indexer: IndexerConfig | None = None
     gate_width: int = 0
+    latent_eps: float = 1e-6
 
     kind = "mla"
 
@@ -81,9 +86,16 @@ class MLAConfig:
         latent = (kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),)
         if not self.index_width:
             return (latent,)
+        if self.pool > 1:  # keys and gates of tokens; the last token of a whole pool has the pool's key
+            return latent, (1, self.index_width), (1, self.index_width)
         if self.fp8_keys:
             return latent, (1, kv_format.head_record_width(kv_dtype, self.index_width))
         return latent, (1, kv_format.head_width(kv_dtype, self.index_width))
+
+    @property
+    def pool(self) -> int:
+        """See `IndexerConfig`."""
+        return 1 if self.indexer is None else self.indexer.pool
 
     @property
     def fp8_keys(self) -> bool:
@@ -184,7 +196,7 @@ class MoEConfig:
     experts of each layer (0: none; layers after the last one have none). `shared_gate`: the shared expert is multiplied
     by the sigmoid of a projection of its input. `hash_layers`: the first layers choose experts by token id, from a
     table. `latent`: channels of the routed experts, if not those of the hidden states; `latent_norm`: the sum of their
-    results is normed there (Kimi K3).
+    results is normed there (Kimi K3). `dense_limit`: the `limit` of the MLPs of dense layers (GLM-5.3-Flash).
     """
 
     num_experts: int
@@ -209,6 +221,7 @@ class MoEConfig:
     latent_norm: bool = False
     layer_limits: tuple[float, ...] = ()
     shared_limits: tuple[float, ...] = ()
+    dense_limit: float = 0.0
 
     @property
     def of_all(self) -> GatedActivation | None:
@@ -377,9 +390,10 @@ class ModelConfig:
 
     @property
     def page_multiple(self) -> int:
-        """Page sizes are multiples of it: an entry and its tokens are in one page."""
+        """Page sizes are multiples of it: an entry, or pool of index keys, and its tokens are in one page."""
         rates = (self.entry_parts(layer)[0] for layer in range(self.num_layers))
-        return math.lcm(*(rate for rate in rates if rate))
+        pool = self.attention.pool if isinstance(self.attention, MLAConfig) else 1
+        return math.lcm(pool, *(rate for rate in rates if rate))
 
     def latent_scale(self, layer: int) -> float:
         """The layer's value of `latent_scales`."""
@@ -401,7 +415,7 @@ class ModelConfig:
     @property
     def dense_activation(self) -> GatedActivation:
         """Of dense layers."""
-        return (self.moe and self.moe.of_all) or SILU
+        return SILU if self.moe is None else self.moe.of_all or GatedActivation(self.moe.dense_limit)
 
     @property
     def residual_rows(self) -> int:

@@ -6,25 +6,19 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.layers.compressed_attention import CompressedAttention
 from moe_engine.models.layers.compressed_step import StepRows
-from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.moe import MoE
-from moe_engine.models.layers.streams import StreamNorm, spread
+from moe_engine.models.stream_residual import StreamResidual
 from moe_engine.models.weights import WeightSource
 
-_MIXES = {"input_layernorm": "hc_attn", "post_attention_layernorm": "hc_ffn", "norm": "hc_head"}
-"""Norms, and the weights of the streams whose sum they norm."""
 
-
-class DeepseekV4Model(Decoder):
+class DeepseekV4Model(StreamResidual):
     """`Model` of the family. `batch.kv[layer]` is a `CompressedCache`."""
 
     has_mtp = True
@@ -34,30 +28,22 @@ class DeepseekV4Model(Decoder):
         attention = self.config.attention
         assert isinstance(attention, CompressedConfig)
         layers = {attention.rate(layer): layer for layer in range(self.config.num_layers)}
-        return StepRows(attention, layers, self.backends.attention, self.backends.indexer)  # type: ignore[arg-type]
+        kernels = self.backends
+        backend: Any = kernels.attention
+        return StepRows(attention, layers, backend, kernels.indexer, kernels.compression)
 
     @cached_property
     def _draft_steps(self) -> StepRows:
         attention = self.config.attention
         assert isinstance(attention, CompressedConfig)
-        return StepRows(attention, {0: self.config.num_layers}, self.backends.attention, None)  # type: ignore[arg-type]
-
-    def make_norm(self, reader: WeightSource, prefix: str) -> Any:
-        streams, is_last = streams_of(prefix), prefix.endswith(".norm")
-        return StreamNorm(self.backends.ops, reader, streams, prefix, self.config, is_last)
-
-    def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
-        return f"{prefix}.", f"{streams_of(prefix)}."
+        layers, kernels = {0: self.config.num_layers}, self.backends
+        return StepRows(attention, layers, kernels.attention, None, kernels.compression)  # type: ignore[arg-type]
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> CompressedAttention:
         return CompressedAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary, self._steps)
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         return MoE(self.config, layer_index, self.backends, reader, self.parallel)
-
-    def embed(self, batch: ForwardBatch) -> Tensor:
-        assert self.config.streams is not None
-        return spread(super().embed(batch), self.config.streams)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self._steps.of(batch)
@@ -79,9 +65,3 @@ class DeepseekV4Model(Decoder):
         """`draft_args` of blocks, whose tokens see each other in both directions."""
         batch = self.begin_step(batch)
         return batch, self._draft_steps.of_blocks(replace(batch, windows=None))
-
-
-def streams_of(norm: str) -> str:
-    """Prefix of the weights of the streams, by the norm's."""
-    block, _, name = norm.rpartition(".")
-    return f"{block}.{_MIXES[name]}"

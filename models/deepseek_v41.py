@@ -12,12 +12,13 @@ from moe_engine.kernels.ops.hashed_rows import TextIds
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_config import SharedEntriesConfig
-from moe_engine.models.deepseek_v4 import DeepseekV4Model, streams_of
+from moe_engine.models.deepseek_v4 import DeepseekV4Model
 from moe_engine.models.engram_config import EngramConfig
 from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.engram import EngramNorm, load_text_ids, put_ids
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.shared_entries import SharedAttention, SharedStep, SharedSteps
+from moe_engine.models.stream_residual import streams_of
 from moe_engine.models.weights import WeightSource
 
 

@@ -15,6 +15,9 @@ from moe_engine.parallel.share import Share
 def head_widths(model: ModelConfig) -> HeadWidths:
     """Head widths of its attention; the config's heads are those of one rank, or of all ranks."""
     attention = model.attention
+    if isinstance(attention, MLAConfig) and attention.pool > 1:
+        width = attention.kv_lora_rank
+        return HeadWidths(attention.num_heads, 1, width, width, width, 0)
     if isinstance(attention, MLAConfig):
         return HeadWidths(
             attention.num_heads, 1, attention.qk_head_dim, attention.v_head_dim, attention.kv_lora_rank,
@@ -34,7 +37,8 @@ def index_widths(model: ModelConfig) -> IndexWidths | None:
     if not isinstance(attention, MLAConfig) or attention.indexer is None:
         return None
     indexer = attention.indexer
-    return IndexWidths(indexer.num_heads, attention.index_width, indexer.top_k, indexer.fp8_keys)
+    top_k = indexer.top_k // indexer.pool
+    return IndexWidths(indexer.num_heads, attention.index_width, top_k, indexer.fp8_keys)
 
 
 def block_index_widths(model: ModelConfig) -> BlockIndexWidths | None:
@@ -80,6 +84,7 @@ def need_of_model(
 ) -> Need:
     """Requirements of a model (its local part, on many ranks) and a launch; of its routed experts as on one rank."""
     compressed = isinstance(model.attention, CompressedConfig)
+    whole_rows = compressed or (isinstance(model.attention, MLAConfig) and model.attention.pool > 1)
     return Need(
         dtype,
         kv_dtype,
@@ -91,7 +96,7 @@ def need_of_model(
         windows=bool(model.windows) and not compressed,
         index=index_widths(model),
         blocks=block_index_widths(model),
-        sinks=compressed or any(getattr(kind, "sinks", False) for kind in model.attentions),
+        sinks=whole_rows or any(getattr(kind, "sinks", False) for kind in model.attentions),
         biases=model.moe is not None and (model.moe.biased or model.moe.of_all is not None),
         clamped=model.moe is not None and model.moe.clamped,
         delta=model.delta is not None,

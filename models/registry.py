@@ -36,6 +36,7 @@ _PIXTRAL = "moe_engine.models.mistral3:Mistral3Model"
 _MISTRAL3 = "moe_engine.models.mistral3:make_model"
 _DEEPSEEK_V4 = "moe_engine.models.deepseek_v4:DeepseekV4Model"
 _DEEPSEEK_V41 = "moe_engine.models.deepseek_v41:DeepseekV41Model"
+_GLM5_NEXT = "moe_engine.models.glm5_next:Glm5NextModel"
 _KIMI = "moe_engine.models.kimi:KimiModel"
 _LING = "moe_engine.models.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
@@ -96,6 +97,7 @@ for _name, _target, _parser in (
     ("DeepseekV4ForCausalLM", _DEEPSEEK_V4, "moe_engine.models.config_compressed:parse_deepseek_v4"),
     ("DeepseekV41ForCausalLM", _DEEPSEEK_V41, "moe_engine.models.config_shared_entries:parse_deepseek_v41"),
     ("GlmMoeDsaForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
+    ("Glm5NextForConditionalGeneration", _GLM5_NEXT, "moe_engine.models.config_glm5_next:parse_glm5_next"),
     ("Glm4MoeLiteForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
@@ -155,6 +157,8 @@ _BY_MODEL_TYPE = {
     "deepseek_v4": "DeepseekV4ForCausalLM",
     "deepseek_v41": "DeepseekV41ForCausalLM",
     "deepseek_v41_text": "DeepseekV41ForCausalLM",
+    "glm5_next": "Glm5NextForConditionalGeneration",
+    "glm5_next_text": "Glm5NextForConditionalGeneration",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",

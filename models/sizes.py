@@ -455,7 +455,9 @@ def _indexer_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> in
         return 0
     heads, context = a.indexer.num_heads, config.context_length
     each = (heads * a.index_width + a.index_width) * (2 * dtype_bytes + 4) + 8 * heads
-    selected = 4 * min(a.indexer.top_k, context)
+    # slots of pools have positions, places and masks beside them, in chunks
+    selected = (4 if a.pool == 1 else 32) * min(a.indexer.top_k + a.pool - 1, context)
+    each += 16 * a.pool * a.index_width if a.pool > 1 else 0  # the keys and gates of a pool
     scores = 4 * context
     return num_tokens * (each + selected) + max(scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores))
 

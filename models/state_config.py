@@ -46,7 +46,8 @@ class DeltaConfig:
     checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5).
     `by_channel`: Kimi Delta Attention, with a decay for each channel of a key, and as many key heads as value heads.
     Then `low_rank` names those of decays (f) and output gates (g) that come from products of low rank, the others come
-    from a whole matrix each. `bound`: as in `kernels.delta.protocol.DeltaShape`."""
+    from a whole matrix each. `bound`: as in `kernels.delta.protocol.DeltaShape`. `flat_rates`: the rates of decay are a
+    vector in the checkpoint, whatever `low_rank` is (GLM-5.3-Flash)."""
 
     key_heads: int
     value_heads: int
@@ -57,6 +58,7 @@ class DeltaConfig:
     by_channel: bool = False
     low_rank: str = "fg"
     bound: float = 0.0
+    flat_rates: bool = False
 
     @property
     def decays(self) -> int:
@@ -71,7 +73,7 @@ class DeltaConfig:
     @property
     def a_log_shape(self) -> tuple[int, ...]:
         """Shape of the heads' rates of decay in the checkpoint."""
-        if self.by_channel and self.low_rank == "fg":
+        if self.by_channel and self.low_rank == "fg" and not self.flat_rates:
             return 1, 1, self.value_heads, 1
         return (self.value_heads,)
 

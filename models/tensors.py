@@ -32,8 +32,6 @@ LATENT_SCALES = (".self_attn.k_proj.k_scale", ".self_attn.k_scale", ".self_attn.
 """Ends of the names of a layer's scale of its latent, in MLA."""
 KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
 """Ends of the names of a layer's KV cache scales. Rows of `fp8_per_tensor` alone have no scales of their own."""
-
-
 MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
@@ -45,6 +43,7 @@ _MTP_ON_GQA = (
 renames those of ERNIE, Hy3, MiniMax-M3, Qwen3-Next and Qwen3.5)."""
 KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
+    "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
     "DeepseekV41ForCausalLM": ("model.vision.", "model.aligner.", "model.image_"),
 }
@@ -157,7 +156,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
-    if config.streams is not None and not config.streams.late:
+    if config.streams is not None and not (config.streams.late or config.streams.mean_head):
         yield from _streams(config.streams, config.hidden_size, "model.hc_head", config.streams.count)
     if config.vision is not None:
         for name, shape, wide in vision_tensors(config.vision):
@@ -277,6 +276,9 @@ def _indexer(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield _norm("k_norm", a.index_width)
     yield TensorSpec("k_norm.bias", (a.index_width,), Kind.WIDE)
     yield TensorSpec("weights_proj.weight", (a.indexer.num_heads, hidden), Kind.WIDE)
+    if a.indexer.pool > 1:
+        yield TensorSpec("index_kpool_compress_gate", (a.index_width, hidden), Kind.PLAIN)
+        yield TensorSpec("index_kpool_compress_ape", (a.indexer.pool, a.index_width), Kind.WIDE)
 
 
 def _block_indexer(a: GQAConfig, blocks: BlockSelection, hidden: int) -> Iterator[TensorSpec]:

@@ -62,12 +62,18 @@ class UnknownKernel(LookupError):
 
 @dataclass(frozen=True)
 class Setting:
-    """Inputs of cost functions besides the arguments: `context` tokens of a request, `assignments` of rows to experts,
-    and measured times of messages."""
+    """Inputs of cost functions besides the arguments: `context` tokens of a request, `routing` of rows to experts, and
+    measured times of messages. seen: records that attention of the layer reads for a query token; None: the context."""
 
     context: int
     routing: Routing
     hardware: Hardware | None = None
+    seen: int | None = None
+
+    @property
+    def records(self) -> int:
+        """Records that attention reads for a query token."""
+        return self.context if self.seen is None else self.seen
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,31 @@ def gate_rows(a: Any, s: Setting) -> Cost:
 
 @cost_of("compress_kernel")
 def compress(a: Any, s: Setting) -> Cost:
-    """Each `RATE` tokens complete an entry, which sums `SERIES` times as many."""
-    tokens, each = len(a.positions), 2 * a.SERIES * a.WIDTH * a.projected.element_size()
-    read = tokens * (each + a.SERIES * a.WIDTH * FP32) + size(a.positions, a.starts, a.rows, a.slots)
-    return Cost(read, tokens / a.RATE * a.WIDTH * a.out.element_size())
+    """Each `RATE` tokens complete an entry, which one program sums from `SERIES` times as many: on average over the
+    positions of requests. With KEEP the tokens' projections are copied, too."""
+    assert s.hardware is not None
+    entries = len(a.positions) / a.RATE
+    values = a.RATE * a.SERIES * 2 * a.WIDTH * a.projected.element_size()  # with gates
+    copied = size(a.projected) if a.KEEP else 0
+    some, constants = min(1.0, entries), size(a.bias, a.norm)
+    read = entries * (values + a.ROTARY * FP32) + some * constants + copied
+    read += size(a.positions, a.starts, a.rows, a.slots, given(a.places))
+    alone_us = some * (values + constants) / s.hardware["program_bytes_per_s"] * 1e6
+    return Cost(read, entries * a.WIDTH * a.out.element_size() + copied, link_us=alone_us)
+
+
+SECTOR = 32
+"""Bytes that a read of one number takes."""
+
+
+@cost_of("rows_kernel")
+def plan_rows(a: Any, s: Setting) -> Cost:
+    """Slots of windows, and of every `RATE`-th token unless entries are set later: a sector each."""
+    tokens, most = len(a.positions), min(s.context, a.WINDOW)
+    entries = s.context // a.RATE if a.RATE and not a.TOP_K else 0
+    outputs = map(given, (a.places, a.starts, a.of_token, a.columns, a.chosen, a.visible))
+    written = size(a.rows, a.counts, *outputs)
+    return Cost(tokens * (most * FP32 + entries * SECTOR) + size(a.positions, a.slots, a.requests), written)
 
 
 @cost_of("write_kernel")
@@ -136,19 +157,18 @@ def index_rows(a: Any, s: Setting) -> Cost:
 
 @cost_of("scores_kernel")
 def index_scores(a: Any, s: Setting) -> Cost:
-    """Index keys of each request once."""
-    tokens, requests = len(a.q), len(a.rows)
-    keys = requests * s.context * (a.WIDTH * a.cache.element_size() + (FP32 if a.FP8 else 0) + FP32)
-    scores = tokens * s.context * FP32
-    flops = 2.0 * tokens * a.NUM_HEADS * s.context * a.WIDTH
-    return Cost(size(a.q, a.weights) + keys, scores, {NAMES[a.q.dtype]: flops})
+    """Index keys of each request once, one for each `RATE` tokens, and the lines of the slot table that name them."""
+    tokens, requests, entries = len(a.q), len(a.rows), s.context // a.RATE
+    keys = entries * (a.WIDTH * a.cache.element_size() + (FP32 if a.FP8 else 0)) + s.context * FP32
+    flops = 2.0 * tokens * a.NUM_HEADS * entries * a.WIDTH
+    return Cost(size(a.q, a.weights) + requests * keys, tokens * entries * FP32, {NAMES[a.q.dtype]: flops})
 
 
 @cost_of("select_kernel")
 def index_select(a: Any, s: Setting) -> Cost:
     """Three passes find the bound, one writes; the scores come from L2 after the first."""
-    tokens, chosen = len(a.scores), min(a.TOP_K, s.context)
-    return Cost(tokens * s.context * FP32 + tokens * chosen * FP32, tokens * a.width * FP32)
+    tokens, entries = len(a.scores), s.context // a.RATE
+    return Cost(tokens * (entries + min(a.TOP_K, entries)) * FP32, tokens * a.width * FP32)
 
 
 # -- blocks of MiniMax-M3

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_costs.hardware import Hardware
-from benchmarks.step_costs.layers import num_experts, num_fused
+from benchmarks.step_costs.layers import layers_of, names_of, num_experts, num_fused
 from benchmarks.step_costs.models import draft_model, shortened
 from benchmarks.step_costs.roofline import Form
 
@@ -130,7 +130,8 @@ class Session:
 
 
 def _settings(case: Case) -> dict[str, Any]:
-    """Settings of the model's sections, and of drafting, whose forwards have one token per request."""
+    """Settings of the model's sections, and of drafting, whose forwards have one token per request. Layers of a decode
+    step see what their kind of attention does."""
     from benchmarks.step_costs.costs import Routing, Setting
     from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
 
@@ -144,7 +145,12 @@ def _settings(case: Case) -> dict[str, Any]:
         routing = Routing(tokens * case.form.dp, top_k, experts, local, shared, _target_ranks(case))
         return Setting(case.context, routing, case.hardware)
 
-    return {OUTSIDE: with_tokens(case.prefill or case.batch * case.nodes), DRAFT: with_tokens(case.batch)}
+    found = {OUTSIDE: with_tokens(case.prefill or case.batch * case.nodes), DRAFT: with_tokens(case.batch)}
+    if case.prefill is None:
+        seen = {layer.name: int(layer.seen(case.context)) for _, layer in layers_of(case.config)}
+        for index, name in enumerate(names_of(shortened(case.config)[0])):
+            found[f"layer {index}"] = replace(found[OUTSIDE], seen=seen[name])
+    return found
 
 
 def _start(case: Case, short: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:

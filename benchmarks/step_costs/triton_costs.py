@@ -159,14 +159,14 @@ def pieces_of(context: int, block_n: int) -> int:
 
 def _merged_partials(a: Any, s: Setting, blocks: int) -> int:
     """Partial results that a merge of `blocks` blocks reads."""
-    return min(len(a.partial), len(a.merges) * 2, blocks * pieces_of(s.context, MIN_TILE))
+    return min(len(a.partial), len(a.merges) * 2, blocks * pieces_of(s.records, MIN_TILE))
 
 
 @cost_of("latent_kernel")
 def latent(a: Any, s: Setting) -> Cost:
     """The requests' records once; the scores are computed `SHARES` times. A split block writes partial results in
     float32: at most one per request and program."""
-    width, context = a.LATENT + a.ROTARY, min(s.context, a.table.shape[1])  # the table of a selection is narrow
+    width, context = a.LATENT + a.ROTARY, min(s.records, a.table.shape[1])  # the table of a selection is narrow
     requests, rows = len(a.rows), a.q.numel() // width
     record = a.cache.shape[-1] * a.cache.element_size()
     partials = min(len(a.partial), requests + a.grid[0]) if a.grid[0] > requests else 0

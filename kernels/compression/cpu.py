@@ -32,13 +32,14 @@ class CpuCompression:
     """`CompressionKernel` for bfloat16 and float32."""
 
     name = "cpu"
+    plan_rows = None
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
 
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
-        out: Tensor,
+        out: Tensor, places: Tensor | None = None,
     ) -> None:  # fmt: skip
         width, channels = len(weights.norm), weights.series * len(weights.norm)
         fits = projected.shape[1] == kept.rows.shape[1] == 2 * channels
@@ -49,6 +50,8 @@ class CpuCompression:
                 f"projections {list(projected.shape)} {projected.dtype} and entries {list(out.shape)} {out.dtype} do "
                 f"not fit {weights.series} series of {width} channels, or a row is not contiguous"
             )
+        if places is not None:
+            kept.rows.index_copy_(0, places, projected)
         positions, starts, slots = tokens.positions.long(), tokens.starts.long(), tokens.slots.long()
         rows = tokens.rows.int()
         struct = _Compression(

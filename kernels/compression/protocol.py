@@ -70,14 +70,59 @@ class Kept(NamedTuple):
         return (requests + 1).long() * self.each + positions % self.each
 
 
+class DecodedTokens(NamedTuple):
+    """The tokens of a captured step: requests with equally many."""
+
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64: of `table`
+    requests: Tensor  # [R] int32: row of each request in both tables
+    real: Tensor | None  # [T] int32: 0: padding
+    table: Tensor  # [max_rows, max_context] int32: slots of windows, as in `CompressedTokens`
+    full: Tensor  # [max_rows, max_context] int32: slots by which entries are read
+
+
+class PlannedRows(NamedTuple):
+    """Memory of the rows of a step's tokens."""
+
+    rows: Tensor  # [T, K] int32
+    counts: Tensor  # [T] int32: of the rows
+    starts: Tensor | None  # [T]: as in `CompressedTokens`; None: not set
+    of_token: Tensor | None  # [T]: its `rows`
+
+
+class SelectedEntries(NamedTuple):
+    """Memory of what a selection needs, [T] int32 each."""
+
+    columns: Tensor  # rows of the window, behind which the entries are
+    counts: Tensor  # entries that the token selects
+    visible: Tensor  # entries that it sees; 1 if it sees none
+    top_k: int
+
+
+class PlanRows(Protocol):
+    """The rows of a captured step for the layers of one rate, in one launch; no host read."""
+
+    def __call__(
+        self, tokens: DecodedTokens, window: int, rate: int, first_entry: int, kept: Kept | None, out: PlannedRows,
+        selected: SelectedEntries | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Sets `out`: slots of the token's window, then its entries of `rate` tokens plus `first_entry`, then -1; with
+        `selected` -1 instead of entries, which count. rate 0: there are no entries. Returns the tokens' rows of `kept`
+        [T], 0 for padding."""
+
+
 class CompressionKernel(Protocol):
     """A kernel of the family."""
 
     name: str
 
+    @property
+    def plan_rows(self) -> PlanRows | None:
+        """None: steps cannot be captured."""
+
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
-        out: Tensor,
+        out: Tensor, places: Tensor | None = None,
     ) -> None:  # fmt: skip
         """out[slots[t] // rate] = the entry of each window that a token t of the step completes.
 
@@ -89,6 +134,8 @@ class CompressionKernel(Protocol):
             projected: [T, 2 S W] (rows may be strided): S W values, then S W gates, of the step's tokens.
             kept: those of tokens before that their windows contain, in the dtype of `projected`.
             out: [M, W] (rows may be strided), in the dtype of `projected`.
+            places: [T] int64, rows of `kept` that become the tokens' projections; no entry of the step may read one of
+                them. None: `kept` does not change.
 
         Raises:
             ValueError: widths or dtypes do not fit; rows of some kernels also refuse other pairs.

@@ -17,11 +17,14 @@ class TorchCompression:
     """`CompressionKernel` for any device."""
 
     name = "torch"
+    plan_rows = None
 
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
-        out: Tensor,
+        out: Tensor, places: Tensor | None = None,
     ) -> None:  # fmt: skip
+        if places is not None:
+            kept.rows.index_copy_(0, places, projected)
         rate, width = weights.rate, len(weights.norm)
         last = ((tokens.positions + 1) % rate == 0).nonzero().squeeze(1)  # [E]
         if not len(last):
@@ -32,14 +35,14 @@ class TorchCompression:
         for series in range(weights.series):
             windows_before = weights.series - 1 - series
             first = ends - (windows_before + 1) * rate
-            places = first.unsqueeze(1) + torch.arange(rate, device=ends.device)  # [E, rate]
-            own = kept.places(places, requests, tokens.table[requests, places.clamp(min=0)])
-            in_step = last[:, None] - (ends[:, None] - 1 - places)
+            at = first.unsqueeze(1) + torch.arange(rate, device=ends.device)  # [E, rate]
+            own = kept.places(at, requests, tokens.table[requests, at.clamp(min=0)])
+            in_step = last[:, None] - (ends[:, None] - 1 - at)
             found = torch.where(
-                (places >= starts)[..., None], projected[in_step.clamp(min=0)], kept.rows[own.clamp(min=0)]
+                (at >= starts)[..., None], projected[in_step.clamp(min=0)], kept.rows[own.clamp(min=0)]
             )  # [E, rate, 2 S W]
             value, gate = found.unflatten(2, (2, weights.series, width))[:, :, :, series].float().unbind(2)
-            absent = places.unsqueeze(2) < 0  # window 0 has none before
+            absent = at.unsqueeze(2) < 0  # window 0 has none before
             bias = weights.bias.view(rate, weights.series, width)[:, series]
             values.append(value.masked_fill(absent, 0.0))
             gates.append((gate + bias).masked_fill(absent, float("-inf")))

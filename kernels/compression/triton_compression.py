@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept, PlanRows
+from moe_engine.kernels.compression.triton_rows import plan_rows
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
@@ -24,15 +26,29 @@ _LOWEST = tl.constexpr(-1e30)
 _TILE = 4096
 
 
-@dependent_jit(do_not_specialize_on_alignment=[*UNALIGNED, "rows"])
+@triton.jit
+def _keep(source, target, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies a row of PARTS times WIDTH numbers."""
+    channel = tl.arange(0, BLOCK)
+    for part in tl.static_range(PARTS):
+        values = tl.load(source + part * WIDTH + channel, channel < WIDTH, 0.0)
+        tl.store(target + part * WIDTH + channel, values, channel < WIDTH)
+
+
+@dependent_jit(do_not_specialize_on_alignment=[*UNALIGNED, "rows", "places"])
 def compress_kernel(
-    projected, kept, bias, norm, cos_sin, positions, starts, rows, table, slots, out, stride, kept_stride,
+    projected, kept, bias, norm, cos_sin, positions, starts, rows, table, slots, places, out, stride, kept_stride,
     table_stride, out_stride, eps, RATE: tl.constexpr, SERIES: tl.constexpr, WIDTH: tl.constexpr,
-    ROTARY: tl.constexpr, EACH: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    ROTARY: tl.constexpr, EACH: tl.constexpr, SLOTS: tl.constexpr, KEEP: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[slots[t] // RATE] = the entry of token t's window, if it completes one. SLOTS: `Kept.block`. Grid (T,)."""
+    """out[slots[t] // RATE] = the entry of token t's window, if it completes one; with KEEP, kept[places[t]] =
+    projected[t]. SLOTS: `Kept.block`. Grid (T,)."""
     wait_for_inputs()
     token = tl.program_id(0)
+    if KEEP:
+        ring = kept + tl.load(places + token) * kept_stride
+        _keep(projected + token.to(tl.int64) * stride, ring, 2 * SERIES, WIDTH, BLOCK)
     end = tl.load(positions + token) + 1
     if end % RATE == 0:
         start, request = tl.load(starts + token), tl.load(rows + token).to(tl.int64)
@@ -86,19 +102,23 @@ class TritonCompression:
 
     name = "triton"
 
+    @property
+    def plan_rows(self) -> PlanRows:
+        return plan_rows
+
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,
-        out: Tensor,
+        out: Tensor, places: Tensor | None = None,
     ) -> None:  # fmt: skip
         if not rotary.interleaved or {projected.stride(1), kept.rows.stride(1), out.stride(1)} != {1}:
             raise ValueError("compression needs contiguous rows and a rotary table of interleaved pairs")
         if len(tokens.positions):
             compress_kernel[(len(tokens.positions),)](
                 projected, kept.rows, weights.bias, weights.norm, rotary.cos_sin, tokens.positions, tokens.starts,
-                tokens.rows, tokens.table, tokens.slots, out, row_stride(projected), row_stride(kept.rows),
+                tokens.rows, tokens.table, tokens.slots, places, out, row_stride(projected), row_stride(kept.rows),
                 row_stride(tokens.table), row_stride(out), weights.eps,
                 **_constants(weights.rate, weights.series, len(weights.norm), rotary.width, kept.each, kept.block),
-                num_warps=8,
+                KEEP=places is not None, num_warps=8,
             )  # fmt: skip
 
 
@@ -112,12 +132,12 @@ def _constants(rate: int, series: int, width: int, rotary: int, each: int, slots
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V4: CSA, its indexer, and HCA."""
+    """DeepSeek V4: CSA, its indexer, and HCA; projections are kept by the same launch in captured steps."""
     cases = []
     for label, sizes in (
         ("csa", (4, 2, 512, 64, 8, 128)), ("index", (4, 2, 128, 64, 8, 128)), ("hca", (128, 1, 512, 64, 128, 0)),
     ):  # fmt: skip
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype, keep in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)):
             kind = f"*{element(dtype)}"
             signature = {
                 "projected": kind, "kept": kind, "bias": "*fp32", "norm": "*fp32", "cos_sin": "*fp32",
@@ -125,6 +145,11 @@ def aot_cases() -> list[AotCase]:
                 "out": kind, "stride": "i32:16", "kept_stride": "i32:16", "table_stride": "i32:16",
                 "out_stride": "i32:16", "eps": "fp32",
             }  # fmt: skip
-            name = f"compression_{label}_{element(dtype)}"
-            cases.append(AotCase(name, compress_kernel, signature, _constants(*sizes), 8, 3, False))
+            constants = _constants(*sizes) | {"KEEP": keep}
+            if keep:
+                signature["places"] = "*i64:1"
+            else:
+                constants["places"] = None
+            name = f"compression_{label}_{element(dtype)}" + "_kept" * keep
+            cases.append(AotCase(name, compress_kernel, signature, constants, 8, 3, False))
     return cases

@@ -25,6 +25,7 @@ class CpuIndexer:
     name = "cpu"
     prepare = None
     gates = None
+    select_into = None
 
     def __init__(self, library: Library | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
         self._lib = library or load()

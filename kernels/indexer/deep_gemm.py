@@ -56,10 +56,10 @@ class DeepGemmIndexer(TritonIndexer):
         keys = records[:, :width].contiguous().view(torch.float8_e4m3fn)
         scales = records[:, offset : offset + 4].contiguous().view(torch.float32).squeeze(1)
         starts = torch.zeros_like(ends)
-        step = max(1, self._budget // context)
+        step, target = max(1, self._budget // context), triton_select.Selection(selected.slots, top_k)
         for first in range(0, tokens, step):
             part = slice(first, min(first + step, tokens))
             scores = self._library.fp8_mqa_logits(
                 q[part], (keys, scales), weights[part], starts[part], ends[part], clean_logits=False
             )
-            triton_select.select(scores, queries, own.request_of, first, top_k, selected.slots)
+            triton_select.select(scores, queries, own.request_of, first, target)

@@ -48,6 +48,21 @@ GateProduct = Callable[[Tensor, Tensor], Tensor]
 float32 accuracy."""
 
 
+class SelectInto(Protocol):
+    """`IndexerKernel.select` into lists of other rows, in place, by the launches of a selection alone."""
+
+    def __call__(
+        self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, rows: Tensor,
+        columns: Tensor, counts: Tensor, added: int, plan: Any,
+    ) -> None:  # fmt: skip
+        """Sets `top_k` columns of rows [T, *] int32, from columns [T] int32 on, to the selected slots, each plus
+        `added`, then -1.
+
+        Args:
+            counts: [T] int32; 0: the token selects none, whatever its context is.
+        """
+
+
 class IndexerKernel(Protocol):
     """Cached index keys are in the activation dtype, or FP8 records (`index_keys`).
 
@@ -64,6 +79,10 @@ class IndexerKernel(Protocol):
     @property
     def gates(self) -> GateProduct | None:
         """The product of the head gates, in parts that `prepare` sums. None: a linear in float32."""
+
+    @property
+    def select_into(self) -> SelectInto | None:
+        """None: `select`, and operations that place its result."""
 
     def plan(self, queries: PagedQueries) -> Any:
         """Host work for some queries, once per step."""

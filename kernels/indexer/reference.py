@@ -26,6 +26,7 @@ class TorchIndexer:
     name = "torch"
     prepare = None
     gates = None
+    select_into = None
 
     def plan(self, queries: PagedQueries) -> Any:
         return None

@@ -17,6 +17,7 @@ from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys, triton_keys, triton_select
 from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, GateProduct, PrepareIndex
 from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
+from moe_engine.kernels.indexer.triton_select import Selection
 from moe_engine.kernels.ops.triton_router import gate_parts
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.query_records import upload_records
@@ -107,6 +108,18 @@ class TritonIndexer:
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
         plan: Any,
     ) -> None:  # fmt: skip
+        self._select(q, weights, cache, queries, Selection(selected.slots, top_k), plan)
+
+    def select_into(
+        self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, rows: Tensor,
+        columns: Tensor, counts: Tensor, added: int, plan: Any,
+    ) -> None:  # fmt: skip
+        """See `SelectInto`."""
+        self._select(q, weights, cache, queries, Selection(rows, top_k, columns, counts, added), plan)
+
+    def _select(
+        self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, selection: Selection, plan: Any
+    ) -> None:
         if not len(q):
             return
         own = IndexPlan.find(plan, queries)
@@ -123,5 +136,5 @@ class TritonIndexer:
             out = torch.empty((num_tokens, longest), dtype=torch.float32, device=q.device)
             programs = max(1, min(-(-longest // KEYS), PROGRAMS // (end - begin)))
             scores(q, weights, cache, queries, records[begin:end], out, first, programs)
-            triton_select.select(out, queries, own.request_of, first, top_k, selected.slots)
+            triton_select.select(out, queries, own.request_of, first, selection)
             begin = end

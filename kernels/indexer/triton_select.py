@@ -9,6 +9,8 @@ Legend: T query tokens, K selected tokens, S context tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,15 +54,16 @@ def _digit(
 
 
 @dependent_jit(
-    do_not_specialize=["first", "scores_stride", "width"],
-    do_not_specialize_on_alignment=["rows", "starts", "lens", "request_of", "scores_stride"],
+    do_not_specialize=["first", "scores_stride", "width", "added"],
+    do_not_specialize_on_alignment=["rows", "starts", "lens", "request_of", "columns", "counts", "scores_stride"],
 )
 def select_kernel(
-    scores, out, request_of, rows, starts, lens, table, first, scores_stride, table_stride, out_stride, width,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, RATE: tl.constexpr,
+    scores, out, request_of, rows, starts, lens, table, columns, counts, first, scores_stride, table_stride, out_stride,
+    width, added, TOP_K: tl.constexpr, BLOCK: tl.constexpr, RATE: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """scores [tokens, S] of the tokens from `first` on -> out[token, :width], ascending positions' slots, then -1.
-    RATE: `PagedQueries.rate`."""
+    """scores [tokens, S] of the tokens from `first` on -> `width` columns of out[token], ascending positions' slots,
+    then -1. RATE: `PagedQueries.rate`. PLACED: from columns[token] on, slots plus `added`; none if counts[token] is
+    0."""
     wait_for_inputs()
     row = tl.program_id(0)
     token = first + row
@@ -68,6 +71,9 @@ def select_kernel(
     count = tl.load(lens + request) - tl.load(starts + request + 1) + token + 1  # visible positions
     line = scores + row.to(tl.int64) * scores_stride
     target = out + token.to(tl.int64) * out_stride
+    if PLACED:
+        target += tl.load(columns + token)
+        count = tl.where(tl.load(counts + token) > 0, count, 0)
     table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
     wanted = tl.minimum(TOP_K, count)
     bound = tl.full((), 0, tl.uint32)
@@ -94,33 +100,57 @@ def select_kernel(
             chosen = (live & (numbers > bound)) | (same & (order <= ties))
             equal += tl.sum(same.to(tl.int32))
         place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(target + place, tl.load(table_row + position * RATE, chosen, 0) // RATE, chosen)
+        slots = tl.load(table_row + position * RATE, chosen, 0) // RATE
+        if PLACED:
+            slots += added
+        tl.store(target + place, slots, chosen)
         written += tl.sum(chosen.to(tl.int32))
     for begin in range(0, width, BLOCK):
         place = begin + tl.arange(0, BLOCK)
         tl.store(target + place, tl.full((BLOCK,), -1, tl.int32), (place >= wanted) & (place < width))
 
 
-def select(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int, top_k: int, out: Tensor) -> None:
-    """Sets out [T, K] int32 of the tokens from `first` on, one for each row of scores [rows, S] float32.
+@dataclass(frozen=True)
+class Selection:
+    """Where the slots of `top_k` selected positions go: to rows [T, *] int32; with `columns` as in `SelectInto`."""
+
+    rows: Tensor
+    top_k: int
+    columns: Tensor | None = None
+    counts: Tensor | None = None
+    added: int = 0
+
+
+def select(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int, target: Selection) -> None:
+    """Sets the rows of the tokens from `first` on, one for each row of scores [rows, S] float32.
 
     Args:
         request_of: [T] int32, request of each token.
     """
     if not len(scores):
         return
+    out, placed = target.rows, target.columns is not None
     select_kernel[(len(scores),)](
         scores, out, request_of, queries.rows, queries.query_starts, queries.context_lens_device, queries.slot_table,
-        first, scores.stride(0), queries.slot_table.stride(0), out.stride(0), out.shape[1], top_k, BLOCK, queries.rate,
+        target.columns, target.counts, first, scores.stride(0), queries.slot_table.stride(0), out.stride(0),
+        target.top_k if placed else out.shape[1], target.added, target.top_k, BLOCK, queries.rate, placed,
         num_warps=8,
     )  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
-    signature = {
-        "scores": "*fp32", "out": "*i32", "request_of": "*i32:1", "rows": "*i32:1", "starts": "*i32:1",
-        "lens": "*i32:1", "table": "*i32", "first": "i32", "scores_stride": "i32", "table_stride": "i32:16",
-        "out_stride": "i32:16", "width": "i32",
-    }  # fmt: skip
-    constants = {"TOP_K": 2048, "BLOCK": BLOCK, "RATE": 1}
-    return [AotCase("index selection", select_kernel, signature, constants, 8, 3, False)]
+    """DeepSeek V3.2; V4-Flash, whose slots go behind those of a window."""
+    cases = []
+    for label, top_k, rate, placed in (("", 2048, 1, False), (" of entries", 512, 4, True)):
+        signature = {
+            "scores": "*fp32", "out": "*i32", "request_of": "*i32:1", "rows": "*i32:1", "starts": "*i32:1",
+            "lens": "*i32:1", "table": "*i32", "first": "i32", "scores_stride": "i32", "table_stride": "i32:16",
+            "out_stride": "i32:16", "width": "i32", "added": "i32",
+        }  # fmt: skip
+        constants: dict[str, object] = {"TOP_K": top_k, "BLOCK": BLOCK, "RATE": rate, "PLACED": placed}
+        if placed:
+            signature |= dict.fromkeys(("columns", "counts"), "*i32:1")
+        else:
+            constants |= dict.fromkeys(("columns", "counts"))
+        cases.append(AotCase(f"index selection{label}", select_kernel, signature, constants, 8, 3, False))
+    return cases

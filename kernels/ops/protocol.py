@@ -150,11 +150,12 @@ class GroupedRows(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
-        slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None,
+        slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None, trailing: bool = False,
     ) -> Tensor:  # fmt: skip
         """q [T, H, Dh], k [T, G, Dh] and v [T, G, V], views of any row strides: `bias` [H Dh + G Dh + G V] added, in
-        their dtype, `Ops.rms_norm` of q and k by `norms`, `Ops.rotate_leading`, then `Ops.write_kv`. Returns the new q,
-        contiguous; the arguments do not change. v and v_cache None: keys only."""
+        their dtype, `Ops.rms_norm` of q and k by `norms`, `Ops.rotate_leading` or, with `trailing`, `Ops.rotate`, then
+        `Ops.write_kv`. Returns the new q, contiguous; the arguments do not change. v and v_cache None: keys only. H may
+        be 0: no queries."""
 
 
 @dataclass(frozen=True)

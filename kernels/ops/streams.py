@@ -62,6 +62,14 @@ def write_streams(x: Tensor, residual: Tensor, weights: StreamWeights) -> None:
     residual[:, :width] = streams.addcmul_(written.unsqueeze(2), x.float().unsqueeze(1)).flatten(1)
 
 
+def mean_of_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
+    """`MixStreams` before a head that reads the mean of the streams; `weights.fn` has no rows."""
+    n, width = weights.count, weights.fn.shape[1]
+    if x is not None:
+        write_streams(x, residual, weights)
+    return residual[:, :width].view(len(residual), n, width // n).float().mean(1).to(residual.dtype)
+
+
 def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
     """`MixStreams` in torch."""
     n = weights.count

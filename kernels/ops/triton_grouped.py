@@ -1,10 +1,11 @@
-"""The rows of grouped-query attention in one launch: bias, norms of q and k by head, rotation, cache rows.
+"""The rows of grouped-query attention in one launch: bias, norms of q and k by head, rotation, cache rows. Keys of
+DeepSeek V4, which are also the values, are such rows without values.
 
 One launch instead of two (rotation, cache write) to six (bias, two norms, two rotations, cache write). Sums and
 roundings are those of the separate kernels.
 
-Legend: T tokens, H query heads, G KV heads, Dh width of a key, V width of a value, R rotated channels, which come
-first.
+Legend: T tokens, H query heads, G KV heads, Dh width of a key, V width of a value, R rotated channels, the first
+or the last ones.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ _TILE = 2048
 @triton.jit
 def _head_rows(
     source, bias, target, weight, table, live_row, eps,
-    BIAS: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, FIRST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `target` [M, 1] = rows of WIDTH channels at `source`, plus those at `bias` if BIAS, normed if NORM, the
-    first TURNED ones rotated by the cosines at `table` [1, PAIRS]."""
+    """Rows at `target` [M, 1] = rows of WIDTH channels at `source`, plus those at `bias` if BIAS, normed if NORM;
+    TURNED ones from FIRST on are rotated by the cosines at `table` [1, PAIRS]."""
     kind: tl.constexpr = source.dtype.element_ty
     stored: tl.constexpr = target.dtype.element_ty
     channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, PAIRS)[None, :]
     known, turned = live_row & (channel < WIDTH), live_row & (pair < TURNED // 2)
     row = _biased(source, bias, channel, known, BIAS)
     if INTERLEAVED:
-        lower, upper = 2 * pair, 2 * pair + 1
+        lower, upper = FIRST + 2 * pair, FIRST + 2 * pair + 1
     else:
-        lower, upper = pair, pair + TURNED // 2
+        lower, upper = FIRST + pair, FIRST + pair + TURNED // 2
     first, second = _biased(source, bias, lower, turned, BIAS), _biased(source, bias, upper, turned, BIAS)
     if NORM:
         wide = row.to(tl.float32)
@@ -53,7 +54,7 @@ def _head_rows(
     tl.store(target + lower, (a * cos - b * sin).to(kind).to(stored), turned)
     tl.store(target + upper, (a * sin + b * cos).to(kind).to(stored), turned)
     if WIDTH > TURNED:
-        tl.store(target + channel, row.to(stored), known & (channel >= TURNED))
+        tl.store(target + channel, row.to(stored), known & ((channel < FIRST) | (channel >= FIRST + TURNED)))
 
 
 @triton.jit
@@ -77,8 +78,8 @@ def grouped_rows_kernel(
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, out_stride, k_cache_stride,
     v_cache_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    FIRST: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """q [T, HEADS, WIDTH] -> out, of the same shape with contiguous heads; k [T, KV_HEADS, WIDTH] and v [T, KV_HEADS,
     VALUE] -> cache rows of their slots; bias of the heads of q, k and v. Grid (T, blocks of query heads, then blocks of
@@ -92,7 +93,7 @@ def grouped_rows_kernel(
         target = out + token * out_stride + head * WIDTH
         _head_rows(
             source, bias + head * WIDTH if BIAS else bias, target, q_norm, table, head < HEADS, eps,
-            BIAS, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS,
+            BIAS, NORM, WIDTH, TURNED, FIRST, INTERLEAVED, BLOCK, PAIRS,
         )  # fmt: skip
     else:
         head = ((tile - tl.cdiv(HEADS, BLOCK_H)) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
@@ -102,7 +103,7 @@ def grouped_rows_kernel(
         target = k_cache + slot * k_cache_stride + head * WIDTH
         _head_rows(
             source, bias + (HEADS + head) * WIDTH if BIAS else bias, target, k_norm, table, live, eps,
-            BIAS, NORM, WIDTH, TURNED, INTERLEAVED, BLOCK, PAIRS,
+            BIAS, NORM, WIDTH, TURNED, FIRST, INTERLEAVED, BLOCK, PAIRS,
         )  # fmt: skip
         if VALUE > 0:
             channel = tl.arange(0, VALUE_BLOCK)[None, :]
@@ -117,7 +118,7 @@ def grouped_rows_kernel(
 
 def grouped_rows(
     q: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
-    slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None,
+    slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None, trailing: bool = False,
 ) -> Tensor:  # fmt: skip
     """`OpsCapabilities.grouped_rows`. Raises ValueError for caches of records, or whose slots are not contiguous."""
     count, heads, width = q.shape
@@ -135,7 +136,7 @@ def grouped_rows(
     v_strides = (0, 0) if v is None else (stride_of(v, 0), stride_of(v, 1))
     v_cache_stride = 0 if v_cache is None else stride_of(v_cache, 0)
     value = 0 if v is None else v.shape[2]
-    constants = _constants(heads, k.shape[1], width, value, table, norms is not None, bias is not None)
+    constants = _constants(heads, k.shape[1], width, value, table, norms is not None, bias is not None, trailing)
     block_h = constants["BLOCK_H"]
     q_norm, k_norm, eps = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     grouped_rows_kernel[(count, triton.cdiv(heads, block_h) + triton.cdiv(k.shape[1], block_h))](
@@ -148,30 +149,32 @@ def grouped_rows(
 
 
 def _constants(
-    heads: int, kv_heads: int, width: int, value: int, table: RotaryTable, norm: bool, bias: bool
+    heads: int, kv_heads: int, width: int, value: int, table: RotaryTable, norm: bool, bias: bool, trailing: bool
 ) -> dict[str, int]:
     block = next_power_of_2(width)
     return {
         "HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "VALUE": value, "TURNED": table.width,
-        "INTERLEAVED": table.interleaved, "BIAS": bias, "NORM": norm,
-        "BLOCK_H": min(next_power_of_2(max(heads, kv_heads)), max(1, _TILE // block)), "BLOCK": block,
+        "FIRST": width - table.width if trailing else 0, "INTERLEAVED": table.interleaved, "BIAS": bias,
+        "NORM": norm, "BLOCK_H": min(next_power_of_2(max(heads, kv_heads)), max(1, _TILE // block)), "BLOCK": block,
         "VALUE_BLOCK": next_power_of_2(max(value, 1)), "PAIRS": next_power_of_2(table.width // 2),
     }  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
-    """Llama-3-8B, Qwen3-235B and GLM-4.6 on eight ranks, Qwen3-Next, gpt-oss-120b and MiMo-V2-Flash on four, and the
-    index rows of MiniMax-M3."""
+    """Llama-3-8B, Qwen3-235B and GLM-4.6 on eight ranks, Qwen3-Next, gpt-oss-120b and MiMo-V2-Flash on four, the index
+    rows of MiniMax-M3; DeepSeek V4-Flash on one rank and on eight, and its keys without queries."""
     cases = []
     for label, heads, kv_heads, width, turned, norm, bias in (
         ("llama", 32, 8, 128, 128, False, False), ("qwen3", 8, 1, 128, 128, True, False),
         ("glm", 12, 1, 128, 64, True, True), ("qwen3-next", 4, 1, 256, 64, True, False),
         ("gpt-oss", 16, 2, 64, 64, False, False), ("mimo", 16, 2, 192, 64, False, False),
-        ("minimax-m3 index", 4, 1, 128, 64, True, False),
+        ("minimax-m3 index", 4, 1, 128, 64, True, False), ("v4", 64, 1, 512, 64, True, False),
+        ("v4 of eight ranks", 8, 1, 512, 64, True, False), ("v4 keys", 0, 1, 512, 64, True, False),
     ):  # fmt: skip
-        table = RotaryTable(torch.empty(1, turned), interleaved=False)
-        value = {"mimo": 128, "minimax-m3 index": 0}.get(label, width)
-        constants = _constants(heads, kv_heads, width, value, table, norm, bias)
+        v4 = label.startswith("v4")
+        table = RotaryTable(torch.empty(1, turned), interleaved=v4)
+        value = 0 if v4 else {"mimo": 128, "minimax-m3 index": 0}.get(label, width)
+        constants = _constants(heads, kv_heads, width, value, table, norm, bias, trailing=v4)
         signature = dict.fromkeys(("q", "k", "out", "k_cache"), "*bf16") | {
             "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(torch.int64)}:1", "eps": "fp32",
         }  # fmt: skip

@@ -24,6 +24,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.attention.triton.tree",
     f"{_FAMILIES}.block_index.triton_blocks",
     f"{_FAMILIES}.compression.triton_compression",
+    f"{_FAMILIES}.compression.triton_rows",
     f"{_FAMILIES}.delta.triton_delta",
     f"{_FAMILIES}.experts.triton_expert_cases",
     f"{_FAMILIES}.indexer.triton_keys",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.compression.protocol import CompressorWeights, Kept
-from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -61,11 +61,12 @@ class Compressor:
         return self._weights.rate
 
     def update(self, hidden: Activation, step: CompressedStep, kept: Kept, entries: Tensor) -> None:
-        """Writes the entries [E, W] that the tokens complete, and then what they contribute to later ones: both may
-        have the same rows."""
-        projected = self._project(hidden).to(kept.rows.dtype)
-        self._kernel.compress(projected, kept, self._weights, self._rotary, step.tokens, entries)
-        step.kept[self.rate].keep(projected, kept)
+        """Writes the entries [E, W] that the tokens complete, and what they contribute to later ones."""
+        projected, own = self._project(hidden).to(kept.rows.dtype), step.kept[self.rate]
+        places = own.places if own.apart else None
+        self._kernel.compress(projected, kept, self._weights, self._rotary, step.tokens, entries, places)
+        if not own.apart:
+            own.keep(projected, kept)
 
 
 class EntryIndexer:
@@ -109,10 +110,8 @@ class EntryIndexer:
         q = self._q(latent).view(-1, self._heads, self._width)
         self._ops.rotate(q, positions, self._rotary)
         weights = self._gates(unquantized(hidden).float())
-        self._kernel.select(
-            q, weights, cache.index_keys, selection.queries, self._top_k, selection.selected, selection.plan
-        )
-        selection.place(step.rows[self._compressor.rate].selected.slots)
+        rows = step.rows[self._compressor.rate].selected.slots
+        selection.select(self._kernel, q, weights, cache.index_keys, self._top_k, rows)
 
 
 class CompressedAttention:
@@ -145,6 +144,8 @@ class CompressedAttention:
         )
         self._head_norm = self._make_head_norm(eps, reader.device)
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_layernorm", a.head_dim, eps)
+        both = self._head_norm
+        self._norms = None if both is None else HeadNorms(both.weight, self._kv_norm.weight, eps)
         self._sinks = reader.tensor(f"{prefix}.sinks", (heads,), Cut(share.cut(heads)), dtype=torch.float32)
         self._load_output(whole, config, reader, prefix, share)
         self._compressor: Any = None
@@ -199,20 +200,17 @@ class CompressedAttention:
         step = self._steps.of(batch) if step is None else step
         down = self._down(hidden)
         latent = self._q_norm(down[:, : a.q_lora_rank])
-        self._write(down[:, a.q_lora_rank :], batch.positions, step.slots, cache)
         if self._compressor is not None:
             self._compressor.update(hidden, step, cache.kept[0], cache.entries)
         if self._indexer is not None:
             self._indexer.update(hidden, latent, batch.positions, step, cache)
-        return self._attend(latent, batch, step.rows[self._rate], cache)
-
-    def _attend(self, latent: Activation, batch: ForwardBatch, rows: AttendedRows, cache: CompressedCache) -> Tensor:
-        """The layer's result [T, D] by the query's latent."""
-        a = self._attention
         q = self._q(latent).view(-1, a.num_heads, a.head_dim)
-        if self._head_norm is not None:
-            q = self._head_norm(q)
-        self._ops.rotate(q, batch.positions, self._rotary)
+        q = self._written(q, down[:, a.q_lora_rank :], batch.positions, step.slots, cache)
+        return self._attend(q, batch, step.rows[self._rate], cache)
+
+    def _attend(self, q: Tensor, batch: ForwardBatch, rows: AttendedRows, cache: CompressedCache) -> Tensor:
+        """The layer's result [T, D] by rotated queries [T, H, Dh]."""
+        a = self._attention
         mixed = self._sparse.run(q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks)
         self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)  # a key is also the value
         grouped = mixed.view(-1, a.output_groups, a.num_heads * a.head_dim // a.output_groups)
@@ -226,13 +224,22 @@ class CompressedAttention:
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
         """Only writes the cache, of an MTP layer: it has no entries, and its tokens have slots of the full pool."""
         kv = self._down(hidden)[:, self._attention.q_lora_rank :]
-        self._write(kv, batch.positions, batch.slots, self.cache_of(batch))
+        self._written(kv.new_empty(len(kv), 0, kv.shape[1]), kv, batch.positions, batch.slots, self.cache_of(batch))
 
-    def _write(self, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> None:
-        """Writes the rotated keys of kv [T, Dh] to the cache."""
+    def _written(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> Tensor:
+        """Writes the normed, rotated keys of kv [T, Dh] to the cache. Returns the normed, rotated q [T, H, Dh]."""
+        fused = self._ops.capabilities.grouped_rows
+        if fused is not None and self._norms is not None:
+            keys, rows = kv.unsqueeze(1), cache.rows.unsqueeze(1)
+            return fused(q, keys, None, self._norms, positions, self._rotary, slots, rows, None, trailing=True)
         keys = self._kv_norm(kv)
         self._ops.rotate(keys.unsqueeze(1), positions, self._rotary)
         cache.rows.index_copy_(0, slots, self._stored(keys).to(cache.rows.dtype))
+        if not q.shape[1]:
+            return q
+        q = q if self._head_norm is None else self._head_norm(q)
+        self._ops.rotate(q, positions, self._rotary)
+        return q
 
     def _stored(self, keys: Tensor) -> Tensor:
         """The values of rotated keys in the cache."""

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
-from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
+from moe_engine.kernels.compression.protocol import (
+    CompressedTokens,
+    CompressionKernel,
+    DecodedTokens,
+    Kept,
+    PlannedRows,
+    PlanRows,
+    SelectedEntries,
+)
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
@@ -27,10 +35,6 @@ from moe_engine.models.layers.compressed_rows import (
     EntrySelection,
     KeptTokens,
     block_rows,
-    entry_columns,
-    entry_slots,
-    window_rows,
-    with_entries,
 )
 
 
@@ -57,71 +61,58 @@ class _Selecting:
     """An indexer's part of the plan: the entries of the requests, of which each token selects."""
 
     def __init__(
-        self, attention: CompressedConfig, queries: PagedQueries, numbers: Tensor, indexer: IndexerKernel,
+        self, attention: CompressedConfig, queries: PagedQueries, tokens: int, indexer: IndexerKernel,
         memory: FixedMemory,
     ) -> None:  # fmt: skip
-        tokens, device, rate = len(numbers), numbers.device, attention.selected_rate
-        most, top_k = queries.slot_table.shape[1] // rate, attention.top_k
+        device, rate, top_k = queries.rows.device, attention.selected_rate, attention.top_k
+        most, table = queries.slot_table.shape[1] // rate, queries.slot_table
         starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
-        lens = memory.take("visible entries", (tokens,), device)
-        rows = memory.take("rows of requests", (tokens,), device)
-        table = queries.slot_table
+        columns, counts, lens, rows = (
+            memory.take(name, (tokens,), device)
+            for name in ("columns of entries", "chosen counts", "visible entries", "rows of requests")
+        )
         self.queries = PagedQueries([1] * tokens, [most] * tokens, rows, starts, lens, table, 1, rate=rate)
-        slots, counts = (memory.take(f"chosen {name}", shape, device) for name, shape in
-                         (("slots", (tokens, top_k)), ("counts", (tokens,))))  # fmt: skip
-        self.chosen = Selected(slots, [top_k] * tokens, counts)
+        self.chosen = Selected(memory.take("chosen slots", (tokens, top_k), device), [top_k] * tokens, counts)
+        self.entries = SelectedEntries(columns, counts, lens, top_k)
         self.plan = indexer.plan_in_place(self.queries, attention.index_heads)
         """None: its launches cannot be captured."""
-        self._attention, self._top_k = attention, top_k
 
-    def of(self, requests: Tensor, lens: Tensor, visible: Tensor, width: int, first_entry: int) -> EntrySelection:
-        """The step's selection for rows of `width` columns.
-
-        Args:
-            requests: [T], row of each token's request. lens: [T].
-            visible: [T], entries that each token sees; becomes those that it selects, in place.
-        """
-        own = self.queries
-        own.rows.copy_(requests)
-        torch.clamp(visible, min=1, out=own.context_lens_device)  # a token that sees none selects one, which is unused
-        torch.clamp(own.context_lens_device, max=self._top_k, out=self.chosen.counts_device)
-        visible.clamp_(max=self._top_k)
-        is_entry, places = entry_columns(lens, self._attention.window, width, visible, self._top_k)
-        return EntrySelection(own, self.chosen, self.plan, places, is_entry, first_entry)
+    def of(self, width: int, first_entry: int) -> EntrySelection:
+        """The step's selection for rows of `width` columns, by `entries`."""
+        own = self.entries
+        return EntrySelection(self.queries, self.chosen, self.plan, own.columns, own.counts, width, first_entry)
 
 
 class StepInPlace:
     """`RenewablePlan` of a decode group, whose requests have the same number of query tokens.
 
     Args:
-        numbers: [T] int64, the request of each token.
+        plan_rows: of the compression kernel.
         attended: by rate.
     """
 
     common = False
 
     def __init__(
-        self, attention: CompressedConfig, queries: PagedQueries, numbers: Tensor, attended: dict[int, AttendedRows],
-        selecting: _Selecting | None,
+        self, attention: CompressedConfig, queries: PagedQueries, plan_rows: PlanRows,
+        attended: dict[int, AttendedRows], selecting: _Selecting | None,
     ) -> None:  # fmt: skip
-        self._attention, self._queries, self._numbers = attention, queries, numbers
+        self._attention, self._queries, self._plan_rows = attention, queries, plan_rows
         self._attended, self._selecting = attended, selecting
 
     @classmethod
     def of(
         cls, attention: CompressedConfig, rates: Collection[int], queries: PagedQueries, sparse: SparseAttention,
-        indexer: IndexerKernel | None, memory: FixedMemory,
+        indexer: IndexerKernel | None, compression: CompressionKernel | None, memory: FixedMemory,
     ) -> StepInPlace | None:  # fmt: skip
         """None if one of the kernels cannot be captured, and for a draft tree."""
-        if sparse.plan_in_place is None or queries.visible is not None:
+        plan_rows = None if compression is None else compression.plan_rows
+        if sparse.plan_in_place is None or plan_rows is None or queries.visible is not None:
             return None
-        width, device = queries.slot_table.shape[1], queries.rows.device
-        requests = torch.arange(queries.num_requests, device=device)
-        numbers = requests.repeat_interleave(queries.num_tokens // queries.num_requests)
-        selecting = None
+        width, device, selecting = queries.slot_table.shape[1], queries.rows.device, None
         if attention.selected_rate in rates and width // attention.selected_rate > attention.top_k:
             assert indexer is not None
-            selecting = _Selecting(attention, queries, numbers, indexer, memory)
+            selecting = _Selecting(attention, queries, queries.num_tokens, indexer, memory)
             if selecting.plan is None:
                 return None
         attended = {}
@@ -135,7 +126,7 @@ class StepInPlace:
             if plan is None:
                 return None
             attended[rate] = AttendedRows(selected, plan)
-        return cls(attention, queries, numbers, attended, selecting)
+        return cls(attention, queries, plan_rows, attended, selecting)
 
     @property
     def on_device(self) -> bool:
@@ -161,29 +152,31 @@ class StepInPlace:
         assert queries is not None
         full = queries.slot_table
         table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
-        starts = batch.positions.view(queries.num_requests, -1)[:, :1].expand(-1, queries.query_lens[0]).flatten()
-        tokens = CompressedTokens(batch.positions, starts, queries.rows[self._numbers], table, batch.slots)
-        kept = {rate: _kept(cache.kept[0], tokens, slots, batch.real) for rate, cache in caches.items() if rate}
-        lens = (batch.positions + 1).int()
-        window = window_rows(tokens, lens, a.window, min(a.window, full.shape[1]))
-        of_window, selection = lens.clamp(max=a.window), None
+        starts = torch.empty_like(batch.positions)
+        requests = starts.new_empty(len(starts), dtype=torch.int32)
+        if self._selecting is not None:
+            requests = self._selecting.queries.rows
+        given = DecodedTokens(batch.positions, slots, queries.rows, batch.real, table, full)
+        known: tuple[Tensor | None, Tensor | None] = (starts, requests)
+        kept, selection = dict[int, KeptTokens](), None
         for rate, rows in self._attended.items():
-            selected = rows.selected
-            if not rate:
-                selected.slots.copy_(window)
-                selected.counts_device.copy_(of_window)
-                continue
-            visible = lens // rate
-            if rate == a.selected_rate and self._selecting is not None:
-                width = selected.slots.shape[1]
-                selection = self._selecting.of(tokens.rows, lens, visible, width, first_entry)
-                selected.slots[:, : window.shape[1]].copy_(window)
-                selected.slots[:, window.shape[1] :].fill_(-1)
-            else:
-                entries = entry_slots(full, tokens.rows, rate, full.shape[1] // rate) + first_entry
-                selected.slots.copy_(with_entries(window, entries, lens, a.window, rate))
-            torch.add(of_window, visible, out=selected.counts_device)
+            selected, own = rows.selected, caches[rate].kept[0] if rate else None
+            selecting = self._selecting if rate == a.selected_rate else None
+            out = PlannedRows(selected.slots, selected.counts_device, *known)
+            entries = None if selecting is None else selecting.entries
+            places = self._plan_rows(given, a.window, rate, first_entry, own, out, entries)
+            known = (None, None)
+            if own is not None and places is not None:
+                kept[rate] = KeptTokens(None, places, self._apart(rate, own))
+            if selecting is not None:
+                selection = selecting.of(selected.slots.shape[1], first_entry)
+        tokens = CompressedTokens(batch.positions, starts, requests, table, batch.slots)
         return CompressedStep(slots, tokens, {**self._attended}, kept, selection)
+
+    def _apart(self, rate: int, kept: Kept) -> bool:
+        """Whether no entry reads a row that a token of the step writes."""
+        reach = rate * (1 + (rate == self._attention.selected_rate)) + self._queries.query_lens[0] - 1
+        return kept.each == kept.block or kept.each >= reach  # positions of a request that the step reads or writes
 
 
 class BlocksInPlace:
@@ -239,12 +232,6 @@ def _of_blocks(queries: PagedQueries, window: int) -> list[int]:
     """Rows of each token of blocks."""
     both = zip(queries.query_lens, queries.context_lens)
     return [count + min(end - count, window) for count, end in both for _ in range(count)]
-
-
-def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, real: Tensor | None) -> KeptTokens:
-    """All tokens of a step, no more of a request than a ring has rows; those of padding are in row 0."""
-    places = kept.places(tokens.positions, tokens.rows, slots)
-    return KeptTokens(None, places if real is None else places * real)
 
 
 def _most_entries(attention: CompressedConfig, rate: int, tokens: int) -> int:

@@ -6,6 +6,7 @@ Legend: T tokens, R requests, W tokens of a window, K rows of a query token, E e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
+from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import PagedQueries
 
 
@@ -29,17 +31,36 @@ class EntrySelection:
     """The selection of entries by an indexer, and where it goes in the rows of attention."""
 
     queries: PagedQueries
-    """Each query token as a request, whose context are the entries that it sees."""
+    """Each query token as a request, whose context are the entries that it sees; one entry if it sees none."""
     selected: Selected
     plan: Any
-    places: Tensor  # [T, K] int64: column of `selected` of each of the rows
-    is_entry: Tensor  # [T, K]: which of them are entries
+    columns: Tensor  # [T] int32: of the rows, behind those of the window
+    counts: Tensor  # [T] int32: entries that each token selects
+    width: int
+    """Columns of the rows."""
     first_entry: int
 
+    def select(
+        self, kernel: IndexerKernel, q: Tensor, weights: Tensor, keys: Tensor, top_k: int, rows: Tensor
+    ) -> None:
+        """Sets the selected entries among rows [T, K]. q, weights, keys: as in `IndexerKernel.select`."""
+        if kernel.select_into is not None:
+            kernel.select_into(
+                q, weights, keys, self.queries, top_k, rows, self.columns, self.counts, self.first_entry, self.plan
+            )
+        else:
+            kernel.select(q, weights, keys, self.queries, top_k, self.selected, self.plan)
+            self.place(rows)
+
     def place(self, rows: Tensor) -> None:
-        """Sets the entries among rows [T, K]."""
-        found = self.selected.slots.gather(1, self.places).add_(self.first_entry)
-        torch.where(self.is_entry, found, rows, out=rows)
+        """Sets the entries among rows [T, K] to those of `selected`."""
+        is_entry, places = self._entries
+        found = self.selected.slots.gather(1, places).add_(self.first_entry)
+        torch.where(is_entry, found, rows, out=rows)
+
+    @cached_property
+    def _entries(self) -> tuple[Tensor, Tensor]:
+        return entry_columns(self.columns, self.width, self.counts, self.selected.slots.shape[1])
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,8 @@ class KeptTokens:
 
     tokens: Tensor | None  # [n] int64: their numbers in the step; None: all of them
     places: Tensor  # [n] int64: their rows of `Kept`
+    apart: bool = False
+    """No entry of the step reads one of these rows, and `tokens` is None; otherwise they are written after it."""
 
     def keep(self, projected: Tensor, kept: Kept) -> None:
         """Stores the rows of projected [T, *]."""
@@ -97,10 +120,10 @@ def entry_slots(table: Tensor, requests: Tensor, rate: int, most: int) -> Tensor
     return table[requests.long(), : most * rate : rate] // rate
 
 
-def entry_columns(lens: Tensor, window: int, width: int, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Which of the columns [T, width] are entries, of which a token has counts [T], and their numbers, below `most`."""
-    before = lens.clamp(max=window).unsqueeze(1)
-    places = torch.arange(width, device=lens.device) - before
+def entry_columns(first: Tensor, width: int, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Which of the columns [T, width] are entries, of which a token has counts [T] from column first [T] on, and their
+    numbers, below `most`."""
+    places = torch.arange(width, device=first.device) - first.unsqueeze(1)
     behind = (places >= 0) & (places < counts.unsqueeze(1))
     return behind, places.clamp_(0, most - 1)
 
@@ -111,5 +134,5 @@ def with_entries(rows: Tensor, entries: Tensor, lens: Tensor, window: int, rate:
     wide = torch.nn.functional.pad(rows, (0, most), value=-1)
     if not most:
         return wide
-    behind, places = entry_columns(lens, window, wide.shape[1], lens // rate, most)
+    behind, places = entry_columns(lens.clamp(max=window), wide.shape[1], lens // rate, most)
     return torch.where(behind, entries.gather(1, places), wide)

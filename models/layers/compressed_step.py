@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from moe_engine.kernels.attention.protocol import MLABackend
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressionKernel, Kept
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import upload
@@ -30,7 +30,6 @@ from moe_engine.models.layers.compressed_rows import (
     EntrySelection,
     KeptTokens,
     block_rows,
-    entry_columns,
     entry_slots,
     window_rows,
     with_entries,
@@ -45,18 +44,21 @@ class StepRows:
     """
 
     def __init__(
-        self, attention: CompressedConfig, layers: Mapping[int, int], backend: MLABackend, indexer: IndexerKernel | None
-    ) -> None:
+        self, attention: CompressedConfig, layers: Mapping[int, int], backend: MLABackend,
+        indexer: IndexerKernel | None, compression: CompressionKernel | None = None,
+    ) -> None:  # fmt: skip
         sparse = backend.capabilities.sparse
         if sparse is None:
             raise ValueError(f"attention backend {backend.name} has no sparse attention")
         self._attention, self._layers, self._sparse, self._indexer = attention, layers, sparse, indexer
-        self._memory = FixedMemory()
+        self._compression, self._memory = compression, FixedMemory()
 
     def plan_in_place(self, batch: AttentionBatch) -> StepInPlace | None:
         """The plan of captured decodes; None if one of the kernels cannot be captured."""
         assert batch.decode is not None
-        return StepInPlace.of(self._attention, self._layers, batch.decode, self._sparse, self._indexer, self._memory)
+        return StepInPlace.of(
+            self._attention, self._layers, batch.decode, self._sparse, self._indexer, self._compression, self._memory
+        )
 
     def of(self, batch: ForwardBatch) -> CompressedStep:
         caches: dict[int, CompressedCache] = {rate: batch.kv[layer] for rate, layer in self._layers.items()}
@@ -147,10 +149,10 @@ class StepRows:
             upload(np.minimum(context, a.top_k).astype(np.int32), lens.device),
         )
         width = window.shape[1] + a.top_k
-        is_entry, places = entry_columns(lens, a.window, width, (lens // rate).clamp(max=a.top_k), a.top_k)
         attended = self._attended(pad(window, (0, a.top_k), value=-1), np.minimum(seen, a.window) + counts)
         plan = self._indexer.plan(queries)
-        return attended, EntrySelection(queries, chosen, plan, places, is_entry, first_entry)
+        most = (lens // rate).clamp(max=a.top_k)
+        return attended, EntrySelection(queries, chosen, plan, lens.clamp(max=a.window), most, width, first_entry)
 
 
 def _kept(kept: Kept, tokens: CompressedTokens, slots: Tensor, seen: np.ndarray, ends: np.ndarray) -> KeptTokens:

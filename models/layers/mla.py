@@ -43,9 +43,6 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import WHOLE, Share
 
-LATENT_NORM_EPS = 1e-6
-"""Epsilon of q_a_layernorm and kv_a_layernorm, independent of rms_norm_eps."""
-
 
 class MLAAttention:
     """hidden [T, D] -> [T, D]; on many ranks H counts this rank's heads, and the result is their partial sum.
@@ -87,7 +84,7 @@ class MLAAttention:
         self._limits, prefix = (max_expanded_tokens, max_absorbed_tokens), f"{name}.self_attn"
         self._absorb_and_write = self._ops.capabilities.absorb
         self._load_query(whole, reader, prefix, input_size or config.hidden_size)
-        self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
+        self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, mla.latent_eps)
         self._load_kv_b(whole, reader, prefix)
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
@@ -119,7 +116,7 @@ class MLAAttention:
                 values=self._w_uv,
                 o=self._o.weight,
                 rotary=self._rotary,
-                eps=LATENT_NORM_EPS,
+                eps=self._mla.latent_eps,
                 scale=self._scale * self._latent_scale,
                 latent_scale=self._latent_scale,
             )
@@ -145,7 +142,7 @@ class MLAAttention:
         between = {} if mla.bias else self._rows_between(mla, reader, prefix)
         names, rows = [f"{prefix}.q_a_proj", *between, kv_a], [rank, *between.values(), mla.cache_width]
         self._kv_a = load_linear(kernel, reader, names, rows, hidden, mla.bias)
-        self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
+        self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, mla.latent_eps)
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
         self._q_norm.feed(self._q.input_format)
 

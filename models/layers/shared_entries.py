@@ -207,7 +207,6 @@ class SharedAttention(CompressedAttention):
         shared = steps[self._rate]
         down = self._down(hidden)
         latent = self._q_norm(down[:, : a.q_lora_rank])
-        self._write(down[:, a.q_lora_rank :], batch.positions, shared.step.slots, cache)
         group = a.group(self._layer_index)
         num_slots = cache.num_slots // (len(group) - group.index(self._layer_index))
         if self._compressor is not None:
@@ -216,7 +215,9 @@ class SharedAttention(CompressedAttention):
             selection = shared.step.selection
             made = shared.first_entry if selection is None else selection.first_entry
             self._indexer.update(hidden, latent, batch.positions, shared, cache, made)
-        return self._attend(latent, batch, shared.rows_of(self._rate, cache, num_slots), cache)
+        q = self._q(latent).view(-1, a.num_heads, a.head_dim)
+        q = self._written(q, down[:, a.q_lora_rank :], batch.positions, shared.step.slots, cache)
+        return self._attend(q, batch, shared.rows_of(self._rate, cache, num_slots), cache)
 
 
 def _view(attention: SharedEntriesConfig, rate: int) -> SharedEntriesConfig:

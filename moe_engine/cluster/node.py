@@ -97,7 +97,10 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
             _wait_for_ranks(ranks)
     finally:
         ranks.close()
-    return int(any(ranks.returncodes))
+    codes = ranks.returncodes
+    if any(codes):  # the leader, whose reply to a failure ends this process in `leave`, has not replied
+        logger.error("Node %d exits: return codes of its ranks: %s; no reply of the leader", options.node_rank, codes)
+    return int(any(codes))
 
 
 def report_refusal(address: str, keys: JobKeys | None, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Models with compressed entries (DeepSeek V4): the flags that they exclude, before a weight is read."""
+"""Models with residual streams (DeepSeek V4, GLM-5.3-Flash): the flags that they exclude, before a weight is read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import NotAvailableYet
 from moe_engine.kernels.kv_format.formats import is_fp8
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.resolve_dtype import RECORDS
 
@@ -22,17 +21,17 @@ def check_compressed(args: EngineArgs, models: Sequence[ModelConfig], has_head: 
     Raises:
         NotAvailableYet: with the flag and what works instead.
     """
-    compressed = next((model for model in models if isinstance(model.attention, CompressedConfig)), None)
-    if compressed is None:
+    streams = next((model for model in models if model.streams is not None), None)
+    if streams is None:
         return
     for complaint in _not_yet(args, has_head):
-        raise NotAvailableYet(f"{complaint} ({compressed.source} has compressed entries)")
+        raise NotAvailableYet(f"{complaint} ({streams.source} has several residual streams)")
 
 
 def _not_yet(args: EngineArgs, has_head: bool) -> Iterator[str]:
     dtype = args.memory.kv_cache_dtype
     if is_fp8(dtype) or dtype == RECORDS:
-        yield f"--kv-cache-dtype {dtype}: not available yet: entries are kept as activations; use auto"
+        yield f"--kv-cache-dtype {dtype}: not available yet: entries and keys are kept as activations; use auto"
     if args.backends.enable_torch_compile:
         yield "--enable-torch-compile: not available yet: layers with several residual streams; leave it out"
     if has_head:

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.step_costs import blackwell, libraries, mega_moe, roofline, triton_costs
+from benchmarks.step_costs import blackwell, family_costs, libraries, mega_moe, roofline, triton_costs
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
 from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.layers import layers_of, names_of, num_experts
 from benchmarks.step_costs.models import MODELS, shortened
-from benchmarks.step_costs.recorder import Line, Recorder, operator_cost
+from benchmarks.step_costs.recorder import DRAFT, OUTSIDE, Line, Recorder, operator_cost
 from benchmarks.step_costs.schedule import length_of, schedule
-from benchmarks.step_costs.session import Case
+from benchmarks.step_costs.session import Case, _settings
 from benchmarks.step_costs.summary import Section, Summary
 from tests.fork_server import ForkServer
 from tests.simulated_cuda.install import require
@@ -198,6 +198,8 @@ def test_split_contexts_write_and_merge_results_of_two_tiles_each() -> None:
     assert triton_costs.latent(given, SETTING).written == 16 * 512 * 2 + 16 * 16 * 513 * 4
     merge = SimpleNamespace(partial=one, merges=meta(132, 8), out=meta(1, 16, 512), PER_GROUP=16, BLOCK_M=16)
     assert triton_costs.merge_partials(merge, SETTING).read == 32 * 16 * 512 * 4
+    selected = replace(SETTING, seen=640)  # of V4-Flash: a window of 128 and 512 entries
+    assert triton_costs.merge_partials(merge, selected).read == 10 * 16 * 512 * 4
     values = SimpleNamespace(
         mixed=meta(1, 16, 512), partial=one, merges=meta(132, 8), weight=meta(16, 128, 512), out=meta(1, 16, 128),
         HEADS=16, LATENT=512, VALUE=128, BLOCK_M=16,
@@ -205,6 +207,51 @@ def test_split_contexts_write_and_merge_results_of_two_tiles_each() -> None:
     found = triton_costs.merge_values(values, SETTING)
     assert found.read == 32 * 16 * 512 * 4 + 16 * 128 * 512 * 2
     assert found.flops == {"bf16": 2 * 16 * 128 * 512}
+
+
+def test_layers_see_the_records_of_their_kind() -> None:
+    """V4-Flash: windows of 128; with 512 of 2,048 selected entries, or 64 entries of 128 tokens."""
+    found = _settings(Case("v4-flash", MODELS["v4-flash"], roofline.FORMS["tp8"], H200, 32, 8192))
+    assert [found[f"layer {i}"].records for i in range(6)] == [128, 128, 640, 192, 640, 192]
+    assert {found[name].records for name in (OUTSIDE, DRAFT)} == {8192}
+
+
+@pytest.mark.parametrize("rate", [1, 4])
+def test_an_indexer_scores_a_key_for_each_entry(rate: int) -> None:
+    """64 heads of 128 channels in bfloat16 for 32 requests after 2,048 tokens, of which an entry has `rate`."""
+    entries, tokens = 2048 // rate, 32
+    given = SimpleNamespace(
+        q=meta(tokens, 64, 128), weights=meta(tokens, 64, dtype=torch.float32), rows=meta(tokens), NUM_HEADS=64,
+        cache=meta(100_000, 1, 128), WIDTH=128, FP8=False, RATE=rate,
+    )  # fmt: skip
+    found = family_costs.index_scores(given, SETTING)
+    assert found.read == tokens * (64 * (128 * 2 + 4) + entries * 128 * 2 + 2048 * 4)
+    assert (found.written, found.flops) == (tokens * entries * 4, {"bf16": 2 * tokens * 64 * entries * 128})
+    scores = meta(tokens, 3000, dtype=torch.float32)
+    chosen = SimpleNamespace(scores=scores, TOP_K=1024, RATE=rate, width=1024)
+    read = tokens * (entries + min(entries, 1024)) * 4
+    assert family_costs.index_select(chosen, SETTING) == Cost(read, tokens * 1024 * 4)
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 256])
+def test_an_entry_is_read_by_one_program(tokens: int) -> None:
+    """Entries of 128 tokens: values and gates of 512 channels in bfloat16, one entry in 128 tokens; the biases of gates
+    are read from memory at most once. Kept projections are copied."""
+    numbers = [meta(tokens, dtype=torch.int64)] * 4 + [meta(tokens, dtype=torch.int32)]
+    given = SimpleNamespace(
+        **dict(zip(("positions", "starts", "slots", "places", "rows"), numbers)), projected=meta(tokens, 1024),
+        bias=meta(128, 512, dtype=torch.float32), norm=meta(512, dtype=torch.float32), RATE=128, SERIES=1, WIDTH=512,
+        ROTARY=64, KEEP=True, out=meta(9, 512),
+    )  # fmt: skip
+    found, part = family_costs.compress(given, replace(SETTING, hardware=H200)), tokens / 128
+    values, constants, copied = 128 * 2 * 512 * 2, 129 * 512 * 4, tokens * 1024 * 2
+    once = min(1, part)
+    assert found.read == pytest.approx(part * (values + 64 * 4) + once * constants + copied + tokens * 36)
+    assert found.written == pytest.approx(part * 512 * 2 + copied)
+    assert found.link_us == pytest.approx(once * (values + constants) / 112e9 * 1e6)
+    given.KEEP, given.places = False, None
+    apart = family_costs.compress(given, replace(SETTING, hardware=H200))
+    assert found.bytes - apart.bytes == 2 * copied + tokens * 8
 
 
 def test_few_programs_read_slowly() -> None:

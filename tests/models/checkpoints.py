@@ -55,6 +55,8 @@ MORE_KINDS = (
 """Families that differ little from those of `KINDS`."""
 BLOCK_SPARSE = "minimax_m3"
 """The kind with block-sparse attention, whose config.json has the text model in `text_config`."""
+POOLED = "glm5_next"
+"""The kind with pools of index keys, whose config.json has the text model in `text_config`."""
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """Kinds with sparse attention: contexts exceed `index_topk`."""
 
@@ -187,6 +189,15 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsa",
         {**_DSA, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "rope_scaling": None}
         | {"index_topk_freq": 2, "index_skip_topk_offset": 2},
+    ),
+    POOLED: (
+        "Glm5Next",
+        {**_MLA, **_DEEPSEEK_MOE, "q_lora_rank": 24, "qk_rope_head_dim": 0, "n_shared_experts": 1, "mla_use_nope": True}
+        | {"num_hidden_layers": 4, "index_n_heads": 12, "index_head_dim": 16, "index_topk": 16, "index_kpool": 4}
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "swiglu_limit": 1.5, "rms_norm_eps": 1e-3}
+        | {"layer_types": ["linear_attention", "deepseek_sparse_attention"] * 2, "rope_scaling": None}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "hc_mult": 4, "pad_token_id": 0}
+        | {"linear_attn_config": {"num_heads": 4, "head_dim": 12, "gate_lower_bound": -5.0}},
     ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
@@ -432,6 +443,8 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     torch.manual_seed(seed)
     if family == "MiniMaxM3":
         config, model_class = _with_small_tower(fields), transformers.MiniMaxM3SparseForConditionalGeneration
+    elif family == "Glm5Next":
+        config, model_class = _glm5_next(fields), transformers.Glm5NextForConditionalGeneration
     else:
         text = "Text" if family.startswith("Qwen3_5") else ""
         config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
@@ -451,6 +464,10 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
             tensor.data = 0.1 * torch.randn_like(tensor)
         elif name.endswith((".bias", "_bias")):
             tensor.data = 0.3 * torch.randn_like(tensor)
+        elif name.endswith(("_hc.base", "_hc.scale", "_compress_ape", "_compress_gate")):
+            tensor.data = name.endswith("scale") + 0.3 * torch.randn_like(tensor)
+        elif name.endswith("_hc.fn"):
+            tensor.data = 0.1 * torch.randn_like(tensor)
         elif name.endswith(".sinks"):
             tensor.data = torch.randn_like(tensor)
     for name, parameter in model.named_parameters():
@@ -471,6 +488,21 @@ def _with_small_tower(fields: dict[str, Any]) -> Any:
         projector_hidden_size=fields["hidden_size"],
         image_token_index=fields["vocab_size"] - 1,
         video_token_index=fields["vocab_size"] - 2,
+    )
+
+
+def _glm5_next(fields: dict[str, Any]) -> Any:
+    """GLM-5.3-Flash's config with a small tower; the text model's fields are `fields`."""
+    import transformers
+
+    tower = {"hidden_size": 48, "intermediate_size": 64, "depth": 1, "num_heads": 2, "projection_intermediate_size": 64}
+    kinds = {"deepseek_sparse_attention": "indexed_attention"}
+    text = fields | {"layer_types": [kinds.get(kind, kind) for kind in fields["layer_types"]]}
+    return transformers.Glm5NextConfig(
+        text_config=copy.deepcopy(text),
+        vision_config=tower | {"out_hidden_size": fields["hidden_size"]},
+        image_token_id=fields["vocab_size"] - 1,
+        video_token_id=fields["vocab_size"] - 2,
     )
 
 
@@ -608,7 +640,8 @@ def _write_config(
 ) -> None:
     config = json.loads((path / "config.json").read_text())
     if "text_config" in config and dialect == "hub":  # as published
-        own = {key: value for key, value in fields.items() if key not in ("initializer_range", "pad_token_id")}
+        left_out = ("initializer_range", *(("pad_token_id",) if fields["pad_token_id"] is None else ()))
+        own = {key: value for key, value in fields.items() if key not in left_out}
         config["text_config"] = {"model_type": config["text_config"]["model_type"], **own}
         config["torch_dtype"] = config.pop("dtype")
         (path / "config.json").write_text(json.dumps(config, indent=1))

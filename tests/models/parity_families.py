@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def k3_family(kind: str, path: Path, seed: int) -> Family:
 def v41_family(kind: str, path: Path, seed: int) -> Family:
     """The formulas in float64: no released transformers has such a model. With DSpark layers."""
     reference = deepseek_v41.V41Reference(v41_dspark.make_v41_dspark(path, seed, max_position_embeddings=1024))
-    return Family(path, lambda ids, images: reference.logits(ids), text_prompts)
+    return Family(path, _kept(reference), text_prompts)
 
 
 def v41_fp4_family(kind: str, path: Path, seed: int) -> Family:
@@ -178,7 +179,13 @@ def v41_fp4_family(kind: str, path: Path, seed: int) -> Family:
     source = v41_dspark.make_v41_dspark(path / "source", seed, **fields)
     stored, values = v41_quantized.quantized_v41(source, path)
     reference = deepseek_v41.V41Reference(values)
-    return Family(stored, lambda ids, images: reference.logits(ids), text_prompts)
+    return Family(stored, _kept(reference), text_prompts)
+
+
+def _kept(reference: deepseek_v41.V41Reference) -> Logits:
+    """Its logits; texts that forms have in common are computed once."""
+    found = cache(lambda ids: reference.logits(list(ids)))
+    return lambda ids, images: found(tuple(ids))
 
 
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {

@@ -65,6 +65,32 @@ GLM_5_2: dict[str, Any] = {
     "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": [154820, 154827, 154829], "moe_router_dtype": "float32",
 }  # fmt: skip
 """GLM-5.3 has the same fields."""
+GLM_5_3_FLASH: dict[str, Any] = {
+    "architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next", "image_token_id": 154854,
+    "video_token_id": 154855, "tie_word_embeddings": False, "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "glm5_next_text", "vocab_size": 154880, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 45, "num_attention_heads": 64, "num_key_value_heads": 64, "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048, "n_routed_experts": 288, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "moe_router_dtype": "float32", "n_group": 1, "topk_group": 1, "mhc": True, "hc_mult": 4, "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20, "mla_use_nope": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256, "index_n_heads": 32, "index_head_dim": 128,
+        "index_topk": 2048, "index_kpool": 4, "index_kpool_compress": True, "index_kpool_always_select_tail": True,
+        "index_share_for_mtp_iteration": True, "num_nextn_predict_layers": 1, "swiglu_limit": 10.0,
+        "layer_types": ["deepseek_sparse_attention" if i % 4 == 3 else "linear_attention" for i in range(45)],
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 42, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "attention_bias": False, "eos_token_id": [154820, 154827, 154829],
+        "linear_attn_config": {
+            "num_heads": 64, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0,
+            "kda_layers": [i for i in range(45) if i % 4 != 3], "full_attn_layers": list(range(3, 45, 4)),
+        },
+    },
+    "vision_config": {
+        "model_type": "glm5_next_vision", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+        "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096,
+    },
+}  # fmt: skip
 QWEN3_8: dict[str, Any] = {
     "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 8192,
     "num_hidden_layers": 92, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 256,

@@ -87,7 +87,8 @@ def _recording(topk: Any, margins: list[float]) -> Any:
         if k < scores.shape[-1]:
             best = scores.sort(dim=-1, descending=True).values
             gap = (best[..., k - 1] - best[..., k]) / best[..., 0].abs().clamp(min=1e-6)
-            margins.append(float(gap.nan_to_num(nan=1.0, posinf=1.0).min()))  # masked scores are -inf
+            gap = gap.masked_fill(best[..., k] < -1e30, 1.0)  # masked scores, which may be the least number
+            margins.append(float(gap.min()))
         return topk(scores, k, *args, **kwargs)
 
     return recorded

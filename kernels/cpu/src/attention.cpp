@@ -1,6 +1,7 @@
 // Key layouts of attention: MLA's paged latent, paged keys and values, or per-head keys and values expanded from the
 // latent.
 #include "api.h"
+#include "attention_shared.h"
 #include "attention_together.h"
 #include "fp8.h"
 #include "prefix.h"
@@ -63,11 +64,9 @@ static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width
   for (int64_t first = 0, piece = 0; first < count; first += piece_size, piece++) {
     const int64_t last = std::min(first + piece_size, count);
     const int64_t apart = last - first > 1 ? slots[first + 1] - slots[first] : 1;
-    bool together = padded == width;
-    for (int64_t i = first; i < last; i++) {
-      rows[i] = cache + slots[i] * row;
-      together &= slots[i] == slots[first] + (i - first) * apart;
-    }
+    bool together = padded == width && slots[last - 1] - slots[first] == (last - 1 - first) * apart;
+    for (int64_t i = first; i < last; i++) rows[i] = cache + slots[i] * row;
+    for (int64_t i = first + 1; together && i < last; i++) together = slots[i] - slots[i - 1] == apart;
     if (together) {
       keys.data[0][piece] = reinterpret_cast<const char*>(rows[first]);
       keys.stride[0][piece] = apart * row * size;
@@ -85,7 +84,7 @@ static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width
 // `row` and similar strides count stored elements: T, or bytes of FP8 rows.
 template <class T>
 struct LatentSource {
-  static constexpr bool TOGETHER = true;
+  static constexpr bool TOGETHER = true, PAGED = true;
   const Queries& queries;
   int form;
   const void* cache;
@@ -129,7 +128,7 @@ struct LatentSource {
 
 template <class T>
 struct PagedSource {
-  static constexpr bool TOGETHER = false;
+  static constexpr bool TOGETHER = false, PAGED = true;
   const Queries& queries;
   int form;
   const void *k, *v;
@@ -174,7 +173,7 @@ struct PagedSource {
 // or, with `table`, at the queries' slots: requests may share rows.
 template <class T>
 struct ExpandedSource {
-  static constexpr bool TOGETHER = false;
+  static constexpr bool TOGETHER = false, PAGED = false;
   const Queries* table;
   const int64_t* starts;  // start of each request's context, if there is no table
   const T *kv, *rope;

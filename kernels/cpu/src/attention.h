@@ -74,6 +74,8 @@ template <class T, class Source>
 struct Attention;
 template <class T, class Source>
 bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t count, int64_t threads);
+template <class T, class Source>
+bool run_shared(const Attention<T, Source>& whole, const Unit* units, int64_t count, int64_t threads);
 
 template <class T, class Source>
 struct Attention {
@@ -288,68 +290,96 @@ struct Attention {
             BLOCK, false);
   }
 
+  // Memory of a thread for the products of a block.
+  struct Buffers {
+    int64_t padded, ldc;
+    float *scores, *rescale, *masked;
+    uint32_t *weights, *values;
+  };
+  Buffers buffers(int64_t columns, bool ready) const {
+    const int64_t padded = panels_of(columns) * LANES;
+    const int64_t ldc = ready ? padded : padded + LANES;  // not a power of two: rows share no cache set
+    float* scores = scratch<float>(SCORES, BLOCK * ldc + padded + BLOCK * LANES);
+    return {padded, ldc, scores, scores + BLOCK * ldc, scores + BLOCK * ldc + padded,
+            scratch<uint32_t>(WEIGHTS, BLOCK * padded), scratch<uint32_t>(VALUES, (BLOCK + LANES) * value)};
+  }
+
+  void begin(const Running& run, int64_t padded) const {
+    std::fill(run.high, run.high + padded, -INFINITY);
+    std::fill(run.total, run.total + padded, 0.f);
+  }
+
+  int64_t value_piece(bool few) const {
+    return std::min(few ? 4 : panels_by_steps(T{}), value / LANES);
+  }
+
+  // Calls of `ahead` within a block.
+  int64_t pieces(int64_t columns, int64_t count) const {
+    return ceil_div(count, piece_rows<T>(columns)) + ceil_div(value / LANES, value_piece(columns <= FEW));
+  }
+
+  // Adds one block to a unit's running softmax. Values are packed in `at`. `keys`: null if `found` has the scores.
+  void add_block(const Unit& u, int64_t first, int64_t count, bool fresh, int64_t seeing, const uint32_t* panels,
+                 const int32_t* last, const Running& run, const Buffers& at, const Keys* keys, const float* found,
+                 Ahead* ahead, int64_t share) const {
+    const int64_t used = ceil_div(u.columns, 4) * 4, steps = steps_of<T>(count), padded = at.padded;
+    const bool few = u.columns <= FEW;
+    if (!keys) {
+      if (few) std::memcpy(at.scores, found, size_t(u.columns * BLOCK) * sizeof(float));
+    } else if (few) {
+      score_few(*keys, count, panels, u.columns, at.scores, ahead, share);
+    } else {
+      score(*keys, count, panels, seeing, padded, at.scores, at.ldc, ahead, share);
+    }
+    const bool moved = few ? weigh_few(u, at.scores, at.masked, first, count, steps, run, at.rescale,
+                                       reinterpret_cast<T*>(at.weights))
+                           : weigh(u, keys ? at.scores : found, at.ldc, at.masked, first, count, seeing, padded, steps,
+                                   last, run, at.rescale, at.weights);
+    if (moved && !fresh)
+      for (int64_t c = seeing; c < u.columns; c++) {
+        if (at.rescale[c] == 1.f) continue;
+        const F16 factor = set1(at.rescale[c]);
+        for (int64_t v = 0; v < value; v += LANES)
+          store(run.out + c * value + v, load(run.out + c * value + v) * factor);
+      }
+    const int64_t value_panels = value / LANES, piece = value_piece(few);
+    for (int64_t v = 0; v < value_panels; v += piece) {
+      ahead->fetch(share);
+      const int64_t panels_here = std::min(piece, value_panels - v);
+      const uint32_t* from = at.values + v * steps * LANES;
+      if (few)
+        gemm<T>(at.weights, BLOCK * int64_t(sizeof(T)), few_rows<T>(u.columns), from, steps * LANES, panels_here, steps,
+                run.out + v * LANES, value, !fresh);
+      else
+        gemm_by_steps<T>(at.weights + seeing, padded, used - seeing, from, steps * LANES, panels_here, steps,
+                         run.out + seeing * value + v * LANES, value, !fresh);
+    }
+  }
+
   // One split of a unit. `next`, if given, is the unit that this thread will probably run next. `ready`: the scores of
   // the unit's blocks, BLOCK * padded each; null: computed here.
   void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run,
              const Unit* next = nullptr, const float* ready = nullptr) const {
-    const int64_t padded = panels_of(u.columns) * LANES, used = ceil_div(u.columns, 4) * 4;
-    const bool few = u.columns <= FEW;
     const int64_t whole = last_position(u, u.columns - 1) + 1, at = (u.from / SPLIT + index) * SPLIT;
-    const int64_t begin = std::max(at, u.from / BLOCK * BLOCK), end = std::min<int64_t>(at + SPLIT, whole);
-    const int64_t ldc = ready ? padded : padded + LANES;  // not a power of two: rows share no cache set
-    float* scores = scratch<float>(SCORES, BLOCK * ldc + padded + BLOCK * LANES);
-    float *rescale = scores + BLOCK * ldc, *masked = rescale + padded;
-    uint32_t* weights = scratch<uint32_t>(WEIGHTS, BLOCK * padded);
-    uint32_t* values = scratch<uint32_t>(VALUES, (BLOCK + LANES) * value);
-    std::fill(run.high, run.high + padded, -INFINITY);
-    std::fill(run.total, run.total + padded, 0.f);
-    const int64_t key_piece = piece_rows<T>(u.columns), value_panels = value / LANES;
-    const int64_t value_piece = std::min(few ? 4 : panels_by_steps(T{}), value_panels);
+    const int64_t from = std::max(at, u.from / BLOCK * BLOCK), end = std::min<int64_t>(at + SPLIT, whole);
+    const Buffers memory = buffers(u.columns, ready != nullptr);
+    begin(run, memory.padded);
     int64_t seeing = 0;
-    for (int64_t first = begin; first < end; first += BLOCK) {
+    for (int64_t first = from; first < end; first += BLOCK) {
       const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
-      const bool fresh = first == begin;
       while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels past their last position
-      const float* found = scores;
       Keys keys;
-      if (!ready) {
-        keys = source.block(u, first, count, steps, values);
-      } else {
-        if constexpr (Source::TOGETHER) source.values(u, first, count, steps, values);
-        found = ready + first * padded;
-        if (few) std::memcpy(scores, found, size_t(u.columns * BLOCK) * sizeof(float));
-      }
+      if (!ready) keys = source.block(u, first, count, steps, memory.values);
+      else if constexpr (Source::TOGETHER) source.values(u, first, count, steps, memory.values);
       Ahead ahead;
       if (first + BLOCK < whole) source.ahead(u, first + BLOCK, std::min(BLOCK, whole - first - BLOCK), &ahead);
       else if (next) {
-        const int64_t from = next->from / BLOCK * BLOCK;
-        source.ahead(*next, from, std::min<int64_t>(BLOCK, queries.contexts[next->request] - from), &ahead);
+        const int64_t later = next->from / BLOCK * BLOCK;
+        source.ahead(*next, later, std::min<int64_t>(BLOCK, queries.contexts[next->request] - later), &ahead);
       }
-      const int64_t share = ceil_div(ahead.total(), ceil_div(count, key_piece) + ceil_div(value_panels, value_piece));
-      if (ready) {}
-      else if (few) score_few(keys, count, panels, u.columns, scores, &ahead, share);
-      else score(keys, count, panels, seeing, padded, scores, ldc, &ahead, share);
-      const bool moved =
-          few ? weigh_few(u, scores, masked, first, count, steps, run, rescale, reinterpret_cast<T*>(weights))
-              : weigh(u, found, ldc, masked, first, count, seeing, padded, steps, last, run, rescale, weights);
-      if (moved && !fresh)
-        for (int64_t c = seeing; c < u.columns; c++) {
-          if (rescale[c] == 1.f) continue;
-          const F16 factor = set1(rescale[c]);
-          for (int64_t v = 0; v < value; v += LANES)
-            store(run.out + c * value + v, load(run.out + c * value + v) * factor);
-        }
-      for (int64_t v = 0; v < value_panels; v += value_piece) {
-        ahead.fetch(share);
-        const int64_t panels_here = std::min(value_piece, value_panels - v);
-        const uint32_t* from = values + v * steps * LANES;
-        if (few)
-          gemm<T>(weights, BLOCK * int64_t(sizeof(T)), few_rows<T>(u.columns), from, steps * LANES, panels_here, steps,
-                  run.out + v * LANES, value, !fresh);
-        else
-          gemm_by_steps<T>(weights + seeing, padded, used - seeing, from, steps * LANES, panels_here, steps,
-                           run.out + seeing * value + v * LANES, value, !fresh);
-      }
+      add_block(u, first, count, first == from, seeing, panels, last, run, memory, ready ? nullptr : &keys,
+                ready ? ready + first * memory.padded : nullptr, &ahead,
+                ceil_div(ahead.total(), pieces(u.columns, count)));
     }
   }
 
@@ -435,6 +465,8 @@ struct Attention {
       if (count < 2 * threads && partial < 4 * threads && threads > 1 && source.splits_values() && !queries.window &&
           !queries.first)
         if (run_together(*this, units, count, threads)) return;
+    if constexpr (Source::PAGED)
+      if (run_shared(*this, units, count, threads)) return;
     if (count >= 2 * threads || most_splits == 1 || threads == 1) {
       parallel_products(count, [&](int64_t task) {
         whole(units[task], task + threads < count ? &units[task + threads] : nullptr);

@@ -16,6 +16,7 @@ from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_families import qwen_moe_layers
 from moe_engine.models.config_fields import Fields, text_fields
+from moe_engine.models.config_glm5_next import glm5_next_fields
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_mimo import mimo_fields
@@ -25,7 +26,8 @@ from moe_engine.tuning.costs.form import KV_BYTES
 
 _COMPLETED = {
     "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
-    "bailing_hybrid": bailing_fields, "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
+    "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
+    "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip
 """Families whose files may leave out the kinds of their layers, or name fields differently, by `model_type`."""
@@ -42,7 +44,7 @@ BLOCK_INDEXER = 8
 """More kernels of block-sparse attention: index queries and keys, their norms, rotations and places, scores of blocks,
 and the selection."""
 
-STREAMS, ENTRIES, ENTRY_INDEXER = 7, 3, 13
+STREAMS, ENTRIES, ENTRY_INDEXER = 3, 2, 9
 """More kernels of DeepSeek V4: residual streams with what attention to windows has beside MLA, compressed entries, and
 their indexer."""
 
@@ -256,11 +258,11 @@ def _kinds(fields: Fields, layers: int) -> list[Any]:
 def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     heads, latent = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
     query, nope = fields.integer("q_lora_rank", None), fields.integer("qk_nope_head_dim")
-    rope, value = fields.integer("qk_rope_head_dim"), fields.integer("v_head_dim")
+    rope, value = fields.integer("qk_rope_head_dim", minimum=0), fields.integer("v_head_dim")
     limit, index = _first(fields, "index_topk"), _first(fields, "index_head_dim")
-    index_heads = _first(fields, "index_n_heads")
-    key = nope + rope
-    indexer = index * (hidden + index_heads * (query or hidden)) if limit else 0
+    index_heads, pool = _first(fields, "index_n_heads"), _first(fields, "index_kpool") or 1
+    key, gates = nope + rope, int(pool > 1)  # pools of index keys have gates of their own, cached beside the keys
+    indexer = index * ((1 + gates) * hidden + index_heads * (query or hidden)) if limit else 0
     gate = heads * hidden if fields.has("gated_attention_proj_granularity_type") else 0
     gate = heads * value * hidden if fields.raw.get("mla_use_output_gate") else gate
     sharded = heads * key * (query or hidden) + latent * heads * (nope + value) + heads * value * hidden + gate
@@ -273,8 +275,9 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         decode_flops=2.0 * heads * (2 * latent + rope),
         prefill_flops=2.0 * heads * (key + value),
         limit=limit,
-        index_flops=2.0 * index * index_heads if limit else 0.0,
-        index_bytes=index + 4 * -(-index // 128) if limit else 0,  # FP8 with float32 scales
+        index_flops=2.0 * index * index_heads / pool if limit else 0.0,
+        # FP8 with float32 scales; of pools bfloat16
+        index_bytes=4 * index * gates or (index + 4 * -(-index // 128) if limit else 0),
     )
 
 

@@ -73,6 +73,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "ministral3": {"num_hidden_layers": 2},
     "deepseek_v4": {},  # windows and entries, streams, experts by token id
     "deepseek_v4-fp4": {"hidden_size": 160, "moe_intermediate_size": 192},  # six groups of 32 columns
+    "glm5_next": {"linear_attn_config": {"num_heads": 4, "head_dim": 12}},  # pools of index keys, states, streams
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
@@ -200,6 +201,13 @@ def test_deepseek_v4(world: World, alone: Any, checkpoint: Checkpoint, name: str
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
     path = checkpoint(name)
     run_all(world, alone, [Case(path, t, "cpu", page_size=16) for key, t in topologies(world).items() if key in some])
+
+
+def test_glm5_next(world: World, alone: Any, checkpoint: Checkpoint) -> None:
+    """All ranks of a group select the same pools; a page has whole pools."""
+    some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
+    path = checkpoint("glm5_next")
+    run_all(world, alone, [Case(path, t, "cpu", page_size=4) for key, t in topologies(world).items() if key in some])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3"])

@@ -65,8 +65,8 @@ class Case:
                 self.entries.append(found[0, 0])
 
     def run(self, row: Any, steps: list[list[int]]) -> list[Tensor]:
-        """The entries of each request after steps of some tokens of each. Projections are kept after a step in rings of
-        a random size: of requests, or with two series of blocks."""
+        """The entries of each request after steps of some tokens of each. Projections are kept in rings of a random
+        size: of requests, or with two series of blocks. The kernel keeps them where no entry reads what it writes."""
         size, longest, channels = len(self.lens), max(self.lens), self.projected[0].shape[1]
         reach = self.weights.series * self.rate
         block = reach * random.randint(1, 3) if self.weights.series == 2 else 0
@@ -100,8 +100,15 @@ class Case:
             )  # fmt: skip
             strided = torch.full((len(positions), channels + 3), NAN, dtype=self.dtype)[:, 1:-2]
             strided.copy_(torch.cat(projected))
-            row.compress(strided, kept, self.weights, self.table, tokens, out)
             places = kept.places(tokens.positions, tokens.rows, table[tokens.rows.long(), tokens.positions])
+            places[:2] = 0
+            if each == block or max(counts) <= each - reach + 1:
+                row.compress(strided, kept, self.weights, self.table, tokens, out, places)
+                assert torch.equal(kept.rows[places[2:]], strided[2:])
+                continue
+            before = memory.clone()
+            row.compress(strided, kept, self.weights, self.table, tokens, out)
+            assert torch.equal(memory.nan_to_num(), before.nan_to_num())
             for token, place in enumerate(places.tolist()[2:], 2):  # one after the other: a ring's last ones stay
                 kept.rows[place] = strided[token]
         assert done == self.lens

@@ -6,15 +6,12 @@ multiply numbers, and so must kernels that are compared with float64 here. GPUs 
 is the only assembly in the kernels. The interpreter of 3.6 also uses arrays of one element as indices, which numpy no
 longer accepts.
 
-The interpreter spends most of its time on bookkeeping. Three patches halve that time: numpy types and shapes are
-cached, and integer sums are checked for overflow only by `make test-exhaustive`.
+Integer sums are checked for overflow only by `make test-exhaustive`. `bookkeeping.py` has the patches for speed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import os
 import time
 from collections.abc import Callable
@@ -27,6 +24,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.examples import FACTOR
+from tests.kernels.triton import bookkeeping
 
 _TORCH = {
     tl.float8e4nv: torch.float8_e4m3fn,
@@ -37,16 +35,11 @@ _TORCH = {
     tl.float64: torch.float64,
 }
 _convert = interpreter._convert_float
-_init_block_type = tl.block_type.__init__
 _dot = interpreter.InterpreterBuilder.create_dot
 _ARITHMETIC = {
     name: getattr(interpreter.InterpreterBuilder, name) for name in ("create_fadd", "create_fsub", "create_fmul")
 }
 _patch_tensor = interpreter._patch_lang_tensor
-_patch_lang = interpreter._patch_lang
-_get_np_dtype = interpreter._get_np_dtype
-_patched: set[Any] = set()
-"""Modules of the language that are patched while a kernel runs."""
 
 
 def convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -103,81 +96,12 @@ def patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-class _Patches:
-    """The patches of a kernel, until it ends."""
-
-    def __init__(self, scope: Any) -> None:
-        self._scope = scope
-
-    def restore(self) -> None:
-        self._scope.restore()
-        _patched.clear()
-
-
-class _NoPatches:
-    def restore(self) -> None:
-        """No effect: the running kernel restores them."""
-
-
-def patch_lang(function: Any) -> Any:
-    """Patches once per kernel. The interpreter repeats it for every function that a kernel calls, a third of its total
-    time."""
-    modules = {value for value in function.__globals__.values() if value is tl or value is tl.core}
-    if modules and modules <= _patched:
-        return _NoPatches()
-    scope = _patch_lang(function)
-    nested = bool(_patched)
-    _patched.update(modules)
-    return _NoPatches() if nested else _Patches(scope)
-
-
-_scalar_type = functools.cache(_get_np_dtype)
-
-
-def numpy_type(kind: Any) -> np.dtype[Any]:
-    """Types of blocks and of pointers are not hashable."""
-    scalar = kind.scalar
-    return _get_np_dtype(scalar) if isinstance(scalar, tl.pointer_type) else _scalar_type(scalar)
-
-
-@functools.cache
-def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Shape and size of a tensor, in the form used by kernels. Kernels do not change them."""
-    return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
-
-
-def make_tensor(self: Any, handle: Any, kind: Any) -> None:
-    """`tl.tensor.__init__` with cached shapes."""
-    self.handle = handle
-    self.type = kind
-    self.dtype = kind.scalar
-    self.shape, self.numel = _shape(kind.shape if kind.is_block() else ())
-
-
-@functools.cache
-def _block(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, str]:
-    kind = object.__new__(tl.block_type)
-    _init_block_type(kind, tl.int1, [*shape])  # `core` has a tuple type of its own
-    return kind.shape, kind.numel, str(kind.shape)
-
-
-def make_block_type(self: Any, element: Any, shape: Any) -> None:
-    """`tl.block_type.__init__` with cached shapes."""
-    self.element_ty = element
-    sizes = getattr(shape, "value", shape)
-    self.shape, self.numel, text = _block(tuple([getattr(size, "value", size) for size in sizes]))
-    self.name = f"<{text}, {element}>"
-
-
 def install() -> None:
     """Installs the patches for the whole process; idempotent."""
-    interpreter._get_np_dtype = numpy_type
+    bookkeeping.install()
     interpreter.interpreter_builder.options = dataclasses.replace(
         interpreter.interpreter_builder.options, sanitize_overflow=FACTOR > 1
     )
-    tl.tensor.__init__ = make_tensor
-    tl.block_type.__init__ = make_block_type
-    interpreter._patch_lang = patch_lang
     interpreter.InterpreterBuilder.create_inline_asm = inline_asm
     interpreter._patch_lang_tensor = patch_tensor
     interpreter._convert_float = convert_float

@@ -3,6 +3,7 @@ with selections that do not depend on the batch; keys and queries in one launch.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,26 @@ def test_entries_are_read_in_the_table_of_their_tokens() -> None:
     assert torch.equal(select(TorchIndexer(), q, weights, cache, entries), found[0])
 
 
+@pytest.mark.parametrize("budget", [1 << 28, 2600])
+def test_a_selection_is_written_behind_other_rows(budget: int) -> None:
+    """Slots plus a number, from another column of each token on; nothing for tokens without any; all else stays."""
+    queries, size = paged_queries(LENS)
+    cache = filled_cache(queries, size, 1, 16, dtype=torch.float32)
+    tokens, kernel = queries.num_tokens, triton_indexer.TritonIndexer(budget)
+    q, weights = normal(tokens, 5, 16, dtype=torch.float32), torch.randn(tokens, 5)
+    found = Selected.of_width(queries, TOP_K)
+    kernel.select(q, weights, cache, queries, TOP_K, found, kernel.plan(queries))
+    columns = torch.randint(0, 9, (tokens,), dtype=torch.int32)
+    counts = found.counts_device * torch.randint(0, 2, (tokens,), dtype=torch.int32)
+    rows = torch.randint(-1, 50, (tokens, TOP_K + 11), dtype=torch.int32)
+    want, added = rows.clone(), random.randrange(1, 1000)
+    for token, (column, count) in enumerate(zip(columns.tolist(), counts.tolist())):
+        want[token, column : column + TOP_K] = -1
+        want[token, column : column + count] = found.slots[token, :count] + added
+    kernel.select_into(q, weights, cache, queries, TOP_K, rows, columns, counts, added, kernel.plan(queries))
+    assert torch.equal(rows, want)
+
+
 def test_the_lower_position_wins_a_tie() -> None:
     check_ties(triton_indexer.TritonIndexer())
 
@@ -73,7 +94,7 @@ def test_radix_selection_equals_a_stable_sort(top_k: int, monkeypatch: pytest.Mo
     plan = triton_indexer.IndexPlan.of(queries)
     selected = Selected.empty(queries, top_k)
     selected.slots.fill_(-7)
-    triton_select.select(scores, queries, plan.request_of, 0, top_k, selected.slots)
+    triton_select.select(scores, queries, plan.request_of, 0, triton_select.Selection(selected.slots, top_k))
     token = 0
     for request, (count, context) in enumerate(lens):
         for visible in range(context - count + 1, context + 1):

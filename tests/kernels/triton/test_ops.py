@@ -585,6 +585,44 @@ def test_grouped_rows_of_keys_only(dtype: torch.dtype) -> None:
     assert torch.equal(got, q) and torch.equal(cache, want)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "width", "turned"), [(8, 128, 32), (3, 96, 96), (0, 64, 16)])
+def test_grouped_rows_of_keys_that_are_values(
+    heads: int, width: int, turned: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    """The last channels are rotated, as in DeepSeek V4: bit for bit as the separate kernels, and by float64. Keys are
+    views of wider rows; two tokens are padding with the same slot."""
+    ops, tokens, slots = triton_ops.TritonOps(), 5, torch.tensor([7, 2, 9, 0, 0])
+    table = RotaryTable(torch.randn(50, turned), interleaved)
+    norms = HeadNorms(torch.rand(width) + 0.5, torch.rand(width) + 0.5, 1e-5)
+    positions, down = torch.randint(0, 50, (tokens,)), torch.randn(tokens, 24 + width).to(dtype)
+    down[4], positions[4] = down[3], positions[3]
+    q, k = torch.randn(tokens, heads, width).to(dtype), down[:, None, 24:]
+    cache = torch.randn(10, 1, width).to(dtype)
+    want, given = cache.clone(), (q.clone(), down.clone())
+    with launches() as found:
+        got = ops.capabilities.grouped_rows(
+            q, k, None, norms, positions, table, slots, cache, None, trailing=True
+        )  # fmt: skip
+    assert found == ["grouped_rows_kernel"] and torch.equal(q, given[0]) and torch.equal(down, given[1])
+    exact = []
+    for rows, weight in ((q, norms.q), (k, norms.k)):
+        wide = rows.double()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+        TorchOps().rotate(wide, positions, RotaryTable(table.cos_sin.double(), interleaved))
+        exact.append(wide)
+    close(got, exact[0], 4)
+    close(cache[slots], exact[1], 4)
+    k = ops.rms_norm(k, norms.k, 1e-5)
+    ops.rotate(k, positions, table)
+    want.index_copy_(0, slots, k)
+    assert torch.equal(cache, want)
+    if heads:
+        q = ops.rms_norm(q, norms.q, 1e-5)
+        ops.rotate(q, positions, table)
+    assert torch.equal(got, q)
+
+
 def test_grouped_rows_refuse_other_caches() -> None:
     rows = torch.randn(2, 4, 16)
     table, slots = RotaryTable(torch.randn(4, 16), False), torch.tensor([0, 1])

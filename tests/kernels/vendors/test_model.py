@@ -105,9 +105,9 @@ class Grouping(TorchOps):
 
     def grouped_rows(
         self, q: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms | None, positions: Tensor, table: RotaryTable,
-        slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None,
+        slots: Tensor, k_cache: Tensor, v_cache: Tensor | None, bias: Tensor | None = None, trailing: bool = False,
     ) -> Tensor:  # fmt: skip
-        assert norms is not None and v is not None and v_cache is not None
+        assert norms is not None and v is not None and v_cache is not None and not trailing
         if bias is not None:
             self.num_biases += 1
             parts = (q, k, v)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
 from moe_engine.kernels.compression.protocol import Kept
+from moe_engine.kernels.compression.reference import TorchCompression
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models import sizes
@@ -22,6 +23,11 @@ from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.layers.compressed_in_place import StepInPlace
 from moe_engine.models.layers.compressed_rows import CompressedStep
 from moe_engine.models.layers.compressed_step import StepRows
+
+TritonCompression = pytest.importorskip(
+    "moe_engine.kernels.compression.triton_compression", reason="needs triton"
+).TritonCompression
+TritonIndexer = pytest.importorskip("moe_engine.kernels.indexer.triton_indexer", reason="needs triton").TritonIndexer
 
 RATES = (0, 4, 8)
 WIDTH = 96
@@ -39,11 +45,6 @@ class Plan:
         self.renewed += 1
 
 
-class Indexer(TorchIndexer):
-    def plan_in_place(self, queries: PagedQueries, heads: int) -> object:
-        return object()
-
-
 def config(top_k: int) -> CompressedConfig:
     return CompressedConfig(4, 32, 8, 16, 11, RATES, 4, 2, 16, top_k, 2, 16)
 
@@ -51,7 +52,8 @@ def config(top_k: int) -> CompressedConfig:
 def steps_of(attention: CompressedConfig) -> StepRows:
     sparse = SparseAttention(Plan, None, Plan, sinks=True)  # type: ignore[arg-type]
     backend: Any = SimpleNamespace(name="stub", capabilities=SimpleNamespace(sparse=sparse))
-    return StepRows(attention, {rate: i for i, rate in enumerate(RATES)}, backend, Indexer())
+    layers = {rate: i for i, rate in enumerate(RATES)}
+    return StepRows(attention, layers, backend, TritonIndexer(), TritonCompression())
 
 
 def decodes(lens: list[int], count: int, table: Tensor, windows: Tensor) -> ForwardBatch:
@@ -84,15 +86,9 @@ def select(step: CompressedStep, attention: CompressedConfig, seed: int) -> None
         return
     torch.manual_seed(seed)
     found = step.selection
-    tokens = len(found.queries.query_lens)
-    exact = found.queries.context_lens_device.tolist()
-    queries = replace(found.queries, context_lens=exact)
-    q, weights = torch.randn(tokens, 2, 16), torch.randn(tokens, 2)
-    keys = torch.randn(1000, 1, 16)
-    indexer = Indexer()
-    chosen = replace(found.selected, counts=[min(n, attention.top_k) for n in exact])
-    indexer.select(q, weights, keys, queries, attention.top_k, chosen, indexer.plan(queries))
-    found.place(step.rows[attention.selected_rate].selected.slots)
+    q, weights = torch.randn(len(found.counts), 2, 16), torch.randn(len(found.counts), 2)
+    keys, rows = torch.randn(1000, 1, 16), step.rows[attention.selected_rate].selected.slots
+    found.select(TritonIndexer(), q, weights, keys, attention.top_k, rows)
 
 
 @pytest.mark.parametrize("top_k", [3, 40])
@@ -127,6 +123,7 @@ def test_captured_rows_equal_those_of_the_host(count: int, top_k: int) -> None:
             assert all(map(torch.equal, captured.tokens, eager.tokens))
             for rate, kept in captured.kept.items():
                 assert kept.tokens is None is eager.kept[rate].tokens
+                assert kept.apart and not eager.kept[rate].apart
                 assert torch.equal(kept.places, eager.kept[rate].places)
             real = torch.ones(size * count, dtype=torch.int32)
             real[-count:] = 0
@@ -134,6 +131,24 @@ def test_captured_rows_equal_those_of_the_host(count: int, top_k: int) -> None:
             assert [kept.places[-count:].tolist() for kept in padded.kept.values()] == [[0] * count] * 2
             for rate, rows in captured.rows.items():
                 assert rows.selected.counts == eager.rows[rate].selected.counts
+
+
+@pytest.mark.parametrize("block", [0, 16])
+def test_contributions_are_kept_beside_entries_only_if_no_entry_reads_their_rows(block: int) -> None:
+    """Two entries of 4 tokens and a step fit into a ring of 8 + `count` - 1 rows; or each slot of a block has one."""
+    attention, rows = config(40), torch.empty(0)
+    table = torch.arange(WIDTH, dtype=torch.int32).expand(2, -1).contiguous()
+    batch = decodes([40, 63], 3, table, table)
+    for each, apart in ((9, False), (10, True), (16, True)):
+        rings = (), (Kept(rows, each, block),), (Kept(rows, 10, 0),)
+        caches = [SimpleNamespace(num_slots=400, kept=kept) for kept in rings]
+        steps = steps_of(attention)
+        plan = steps.plan_in_place(batch.attention)
+        found = steps.of(replace(batch, kv=caches, attention_plan=plan)).kept
+        assert (found[4].apart, found[8].apart) == (apart, True)
+    if block:
+        caches[1] = SimpleNamespace(num_slots=400, kept=(Kept(rows, 8, 8),))
+        assert steps.of(replace(batch, kv=caches, attention_plan=plan)).kept[4].apart
 
 
 def test_plans_are_renewed_for_other_lengths_only() -> None:
@@ -155,6 +170,9 @@ def test_a_row_without_captured_launches_has_no_plan() -> None:
     batch = decodes([40], 1, table, table)
     steps = steps_of(attention)
     steps._indexer = TorchIndexer()
+    assert steps.plan_in_place(batch.attention) is None
+    steps = steps_of(attention)
+    steps._compression = TorchCompression()
     assert steps.plan_in_place(batch.attention) is None
 
 

@@ -1,0 +1,268 @@
+"""Less bookkeeping in Triton's interpreter, which spends most of its time on it: types, shapes and patches of the
+language are cached, and operands that need no conversion are not converted. Results are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_core = tl.core
+_semantic = interpreter.interpreter_semantic
+_unwrap = _core._unwrap_if_constexpr
+_patch_lang = interpreter._patch_lang
+_get_np_dtype = interpreter._get_np_dtype
+_broadcast = _semantic.broadcast_impl_value
+_operands = _semantic.binary_op_type_checking_impl
+_computation_type = _semantic.computation_type_impl
+_PLAIN = frozenset((int, float, bool, str, type(None), tl.dtype, tl.tensor, tl.pointer_type, tl.block_type, slice))
+"""Types of values that are not unwrapped."""
+_NUMBERS = frozenset((int, float, bool))
+_MISSING = object()
+
+
+def unwrap(value: Any) -> Any:
+    """`_unwrap_if_constexpr`."""
+    kind = type(value)
+    if kind is tl.constexpr:
+        return value.value
+    return value if kind in _PLAIN else _unwrap(value)
+
+
+# -- types and shapes
+
+_scalar_type = functools.cache(_get_np_dtype)
+
+
+def numpy_type(kind: Any) -> np.dtype[Any]:
+    """Types of blocks and of pointers are not hashable."""
+    scalar = kind.scalar
+    return _get_np_dtype(scalar) if isinstance(scalar, tl.pointer_type) else _scalar_type(scalar)
+
+
+def is_narrow(array: Any, kind: Any) -> bool:
+    """`_validate_np_data_size`: whether the elements of an array have no more bits than the type."""
+    return isinstance(kind, tl.pointer_type) or array.itemsize * 8 <= max(8, kind.primitive_bitwidth)
+
+
+def make_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    """`TensorHandle.__init__`, which compares the type's width with the array's."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
+@functools.cache
+def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Shape and size of a tensor, in the form used by kernels. Kernels do not change them."""
+    return _core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+    """`tl.tensor.__init__` with cached shapes."""
+    self.handle = handle
+    self.type = kind
+    self.dtype = kind.scalar
+    self.shape, self.numel = _shape(kind.sizes if kind.is_block() else ())
+
+
+@functools.cache
+def _block(sizes: tuple[int, ...]) -> tuple[Any, int]:
+    if not sizes:
+        raise TypeError("a block has at least one dimension")
+    shape = _core.tuple(sizes)
+    return shape, _core.validate_block_shape(shape)
+
+
+def make_block_type(self: Any, element: Any, shape: Any) -> None:
+    """`tl.block_type.__init__` with cached shapes. `sizes`: the shape as Python's tuple."""
+    self.element_ty = element
+    found = getattr(shape, "value", shape)
+    self.sizes = tuple([getattr(size, "value", size) for size in getattr(found, "values", found)])
+    self.shape, self.numel = _block(self.sizes)
+
+
+def _of_sizes(element: Any, sizes: tuple[int, ...]) -> Any:
+    kind = object.__new__(tl.block_type)
+    kind.element_ty, kind.sizes = element, sizes
+    kind.shape, kind.numel = _block(sizes)
+    return kind
+
+
+def with_element_type(self: Any, element: Any) -> Any:
+    """`tl.block_type.with_element_ty`."""
+    return _of_sizes(element, self.sizes)
+
+
+# -- operands
+
+
+@functools.cache
+def _type_of_both(*of: Any) -> Any:
+    return _computation_type(*of)
+
+
+def broadcast(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """`broadcast_impl_value`."""
+    left, right = lhs.type, rhs.type
+    if left.is_block():
+        if not right.is_block():
+            return lhs, _splat(rhs, left.sizes)
+        if left.sizes == right.sizes:
+            return lhs, rhs
+        if len(left.sizes) == len(right.sizes):
+            sizes = tuple(map(max, left.sizes, right.sizes))
+            if all(size in (1, most) for kind in (left, right) for size, most in zip(kind.sizes, sizes)):
+                return _widened(lhs, sizes), _widened(rhs, sizes)
+    elif right.is_block():
+        return _splat(lhs, right.sizes), rhs
+    else:
+        return lhs, rhs
+    return _broadcast(lhs, rhs)  # type: ignore[no-any-return]
+
+
+def _splat(scalar: Any, sizes: tuple[int, ...]) -> Any:
+    data = np.empty(sizes, scalar.handle.data.dtype)
+    data[...] = scalar.handle.data
+    element = scalar.type.scalar
+    return tl.tensor(interpreter.TensorHandle(data, element), _of_sizes(element, sizes))
+
+
+def _widened(block: Any, sizes: tuple[int, ...]) -> Any:
+    if block.type.sizes == sizes:
+        return block
+    data, element = np.broadcast_to(block.handle.data, sizes), block.type.scalar
+    return tl.tensor(interpreter.TensorHandle(data, element), _of_sizes(element, sizes))
+
+
+def operands(
+    lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """`binary_op_type_checking_impl`. Quick: numbers of one type, a pointer and a number, a number and a constant."""
+    of_left, of_right = type(lhs) is tl.tensor, type(rhs) is tl.tensor
+    if of_left and of_right:
+        left, right = lhs.dtype, rhs.dtype
+        if left.is_ptr():
+            if allow_lhs_ptr and not right.is_ptr() and right.is_int():
+                return broadcast(lhs, rhs)
+        elif not div_or_mod and left.name == right.name:
+            return broadcast(lhs, rhs)
+    elif arithmetic_check and not div_or_mod:
+        if of_left and type(rhs) in _NUMBERS and not lhs.dtype.is_ptr():
+            return _with_constant(lhs, rhs)
+        if of_right and type(lhs) in _NUMBERS and not rhs.dtype.is_ptr():
+            block, constant = _with_constant(rhs, lhs)
+            return constant, block
+    return _operands(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)  # type: ignore[no-any-return]
+
+
+def _with_constant(block: Any, number: Any) -> tuple[Any, Any]:
+    kind = _type_of_both(block.dtype, False, _semantic.to_tensor_type(number), True, False)
+    block = block if block.dtype.name == kind.name else _semantic.cast(block, kind)
+    sizes = block.type.sizes if block.type.is_block() else ()
+    return block, _constant(type(number), number, math.copysign(1, number), kind, sizes)
+
+
+@functools.lru_cache(4096)
+def _constant(of: type, number: Any, sign: float, kind: Any, sizes: tuple[int, ...]) -> Any:
+    """A number as a tensor, whose elements no operation changes. `of` and `sign` tell 1 from True and 0.0 from -0.0."""
+    scalar = _semantic._cast_to_computation_type(number, kind)
+    return _splat(scalar, sizes) if sizes else scalar
+
+
+def expand_dims(builder: Any, arg: Any, axis: int) -> Any:
+    """`create_expand_dims`."""
+    return interpreter.TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
+
+
+# -- patches of the language while a kernel runs
+
+_patched: set[Any] = set()
+"""Modules of the language that are patched now."""
+_changes: dict[frozenset[Any], list[tuple[Any, str, Any, Any]]] = {}
+"""By modules: object, attribute, its value outside of kernels and its value in kernels."""
+
+
+def patch_member(holder: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+    """`_patch_attr`: without the check that `member` has got `_semantic`."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = _semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(holder, name, call)
+
+
+class _Patches:
+    """The patches of a kernel, until it ends."""
+
+    def __init__(self, changes: list[tuple[Any, str, Any, Any]]) -> None:
+        self._changes = changes
+
+    def restore(self) -> None:
+        for holder, name, before, _ in reversed(self._changes):
+            if before is _MISSING:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, before)
+        _patched.clear()
+
+
+class _NoPatches:
+    def restore(self) -> None:
+        """No effect: the running kernel restores them."""
+
+
+_NONE = _NoPatches()
+
+
+@functools.cache
+def _modules(function: Any) -> frozenset[Any]:
+    return frozenset(value for value in function.__globals__.values() if value is tl or value is _core)
+
+
+def patch_lang(function: Any) -> Any:
+    """Patches once per kernel, with the changes of the first kernel. The interpreter finds and makes them for every
+    function that a kernel calls."""
+    modules = _modules(function)
+    if modules and modules <= _patched:
+        return _NONE
+    if _patched:
+        scope = _patch_lang(function)
+        _patched.update(modules)
+        return _NONE
+    if modules in _changes:
+        for holder, name, _, inside in _changes[modules]:
+            setattr(holder, name, inside)
+    else:
+        scope = _patch_lang(function)
+        _changes[modules] = [
+            (holder, name, _MISSING if before is interpreter._MISSING else before, vars(holder)[name])
+            for holder, name, before in scope._changes
+        ]
+    _patched.update(modules)
+    return _Patches(_changes[modules])
+
+
+def install() -> None:
+    """Installs the patches for the whole process; idempotent."""
+    _core._unwrap_if_constexpr = unwrap
+    interpreter._get_np_dtype = numpy_type
+    interpreter._validate_np_data_size = is_narrow
+    interpreter.TensorHandle.__init__ = make_handle
+    interpreter.InterpreterBuilder.create_expand_dims = expand_dims
+    tl.tensor.__init__ = make_tensor
+    tl.block_type.__init__ = make_block_type
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    tl.block_type.with_element_ty = with_element_type
+    _semantic.broadcast_impl_value = broadcast
+    _semantic.binary_op_type_checking_impl = operands
+    _semantic.computation_type_impl = _type_of_both
+    interpreter._patch_attr = patch_member
+    interpreter._patch_lang = patch_lang
