@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from moe_engine.models.engram_config import EngramConfig
 
+MAX_CANDIDATES = 1 << 22
+"""Entries among which indexers select, in memory at once; query tokens with more are in parts."""
+
 
 class KeptRows(NamedTuple):
     """Rows of a layer's cache with what tokens contribute to entries, as `kernels.compression.protocol.Kept` has them:
@@ -99,6 +102,10 @@ class CompressedConfig:
             return KeptRows(min(block, 2 * rate + draft_slots), block, widths)
         return KeptRows(rate + draft_slots, 0, widths)
 
+    def candidate_bytes(self, context: int, num_tokens: int) -> int:
+        """Bytes of a step for the entries among which later indexers select."""
+        return 0
+
     def entry_widths(self, layer: int) -> tuple[int, ...]:
         """Channels of an entry, and of its index key."""
         if not self.rate(layer):
@@ -144,6 +151,18 @@ class SharedEntriesConfig(CompressedConfig):
     def limits_candidates(self, layer: int) -> bool:
         """Whether the layer's indexer chooses among candidates."""
         return 0 <= self.candidate_source < layer
+
+    @property
+    def rate_of_candidates(self) -> int:
+        """Tokens of an entry that is a candidate; -1: all entries are."""
+        return self.rate(self.candidate_source) if self.candidate_source >= 0 else -1
+
+    def candidate_bytes(self, context: int, num_tokens: int) -> int:
+        """Blocks of each query token, the slots of some tokens' candidates, and positions of these."""
+        most = self.candidate_blocks * self.candidate_size
+        if self.candidate_source < 0 or context // self.rate_of_candidates <= most:
+            return 0
+        return num_tokens * self.candidate_blocks * 4 + 24 * max(most, min(MAX_CANDIDATES, num_tokens * most))
 
     def projected_widths(self, layer: int) -> tuple[int, ...]:
         return (2 * self.head_dim,) if self.writes(layer) and self.rate(layer) > 1 else ()

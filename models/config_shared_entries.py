@@ -143,6 +143,9 @@ def _check(fields: Fields, a: SharedEntriesConfig) -> None:
             fields.fail("index_source_layer_ids", f"has no layer {source}, which writes entries")
     if a.candidate_source >= 0 and a.candidate_source not in a.index_sources:
         fields.fail("candidate_source_layer_id", f"{a.candidate_source} is not among index_source_layer_ids")
+    least = (a.candidate_blocks - 1) * a.candidate_size + 1
+    if a.candidate_source >= 0 and least < a.top_k:
+        fields.fail("candidate_topk_blocks", f"{a.candidate_blocks} can have {least} entries, index_topk is {a.top_k}")
     later = [i for i in a.index_sources if i > a.candidate_source >= 0]
     if any(a.group(i) != a.group(a.candidate_source) for i in later):
         fields.fail("candidate_source_layer_id", f"{a.candidate_source}: layers {later} select among other entries")

@@ -34,6 +34,9 @@ class DeepseekV41Model(DeepseekV4Model):
     _texts: TextIds | None = None
     """Of the n-gram tables."""
 
+    _in_order = True
+    """Whether steps do not wait for rows of the tables."""
+
     @property
     def _engram(self) -> EngramConfig | None:
         return None if self.config.streams is None else self.config.streams.engram
@@ -43,7 +46,9 @@ class DeepseekV41Model(DeepseekV4Model):
         if engram is None or prefix not in [f"model.layers.{i}.input_layernorm" for i in engram.layers]:
             return super().make_norm(reader, prefix)
         self._texts = self._texts or load_text_ids(self.config, reader)
-        return EngramNorm(self.backends.ops, reader, streams_of(prefix), prefix, self.config, self.backends.linear)
+        norm = EngramNorm(self.backends.ops, reader, streams_of(prefix), prefix, self.config, self.backends.linear)
+        self._in_order &= norm.rows.in_order
+        return norm
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         residual, engram = super().embed(batch), self._engram
@@ -71,11 +76,13 @@ class DeepseekV41Model(DeepseekV4Model):
 
     def block_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         batch, step = super().block_args(batch)
-        return batch, {0: SharedStep(step, step.slots[:0], batch.kv[self.config.num_layers].num_slots)}
+        return batch, {0: SharedStep(step, step.rows.get(0), None, batch.kv[self.config.num_layers].num_slots)}
 
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
-        return lambda batch: None  # rows of a step change from layer to layer: decodes are not captured
+        if drafts:
+            return super().planner_of_decodes(drafts)
+        return self._shared_steps.plan_in_place if self._in_order else lambda batch: None
 
     @property
     def planner_of_blocks(self) -> InPlacePlanner:
-        return self.planner_of_decodes()
+        return lambda batch: None  # blocks of drafts are not captured

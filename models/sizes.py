@@ -435,6 +435,7 @@ def _compressed_bytes(a: CompressedConfig, context: int, num_tokens: int, num_re
     return (
         num_tokens * ((projected + heads) * dtype_bytes + rows)
         + slots
+        + a.candidate_bytes(context, num_tokens)
         + max(scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores))
     )
 

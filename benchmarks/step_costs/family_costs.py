@@ -144,6 +144,19 @@ def read_streams(a: Any, s: Setting) -> Cost:
     return Cost(streams + size(a.parts, a.base, a.scale), size(a.out))
 
 
+@cost_of("round_rows_kernel")
+def round_rows(a: Any, s: Setting) -> Cost:
+    """Rows of DeepSeek V4.1's cache, and index queries."""
+    rows, angles = a.grid[0] * a.grid[1] * a.WIDTH, a.grid[0] * a.ROTARY * FP32
+    return Cost(rows * a.x.element_size() + angles + size(a.positions), rows * a.out.element_size())
+
+
+@cost_of("block_maxima_kernel")
+def block_maxima(a: Any, s: Setting) -> Cost:
+    scores = a.grid[0] * min(s.context, a.scores.shape[1])
+    return Cost(scores * FP32, scores / a.SIZE * FP32)
+
+
 # -- the indexer
 
 

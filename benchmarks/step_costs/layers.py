@@ -1,7 +1,7 @@
 """The layers of a model by its config.json: their kinds, and the least work of a layer of each kind.
 
 Families: MLA with or without an indexer, GQA with or without windows, gated delta nets (Qwen3-Next), windows beside
-compressed entries (DeepSeek V4), selected blocks (MiniMax-M3); dense layers and mixtures. Norms, biases and
+compressed entries (DeepSeek V4, V4.1), selected blocks (MiniMax-M3); dense layers and mixtures. Norms, biases and
 convolutions are not counted. Bytes are those of the checkpoint: MXFP4 experts count 17 bytes for 32 numbers, integers
 of 4 bits 18, whatever an engine makes of them.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.step_work import mla_work
 from moe_engine.models.config_compressed import compressed_attention, parse_deepseek_v4
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_shared_entries import parse_deepseek_v41, shared_attention
 from moe_engine.models.formats.table import parse_format
 
 BF16, FP32 = 2, 4
@@ -23,6 +24,9 @@ MXFP4 = 17 / 32
 """Bytes of a number, with its share of the scale."""
 LINEAR, WINDOWED, FULL, SELECTED, HEAVY = "linear", "windowed", "full", "selected", "compressed"
 BLOCKS = "block-sparse"
+WRITES, SELECTS, READS = "writing", "selecting", "reading"
+"""Of DeepSeek V4.1, with the tokens of an entry behind them: layers that write and select entries, that select some,
+and that read what a layer before them has selected."""
 _KINDS = {
     "linear_attention": LINEAR, "sliding_attention": WINDOWED, "full_attention": FULL,
     "compressed_sparse_attention": SELECTED, "heavily_compressed_attention": HEAVY,
@@ -30,6 +34,7 @@ _KINDS = {
 }  # fmt: skip
 LAYER_TYPES = {kind: name for name, kind in _KINDS.items()}
 """Names of mixers in `layer_types`."""
+V41 = "deepseek_v41"
 INDEX_SCALE = 4
 _LATER = 9
 """A layer with experts."""
@@ -97,8 +102,8 @@ def num_fused(config: Mapping[str, Any]) -> int:
     if not num_shared(config):
         return 0
     fields = Fields(config, "config.json")
-    compressed = config["model_type"] == "deepseek_v4"
-    format = parse_deepseek_v4(fields, {}).weight_format if compressed else parse_format(fields)
+    parse = {"deepseek_v4": parse_deepseek_v4, V41: parse_deepseek_v41}.get(config["model_type"])
+    format = parse_format(fields) if parse is None else parse(fields, {}).weight_format
     parts = (f"model.layers.{_LATER}.mlp.{name}.down_proj" for name in ("experts.0", "shared_experts"))
     return num_shared(config) if len({format.kernel_format(part) for part in parts}) == 1 else 0
 
@@ -127,6 +132,10 @@ def kinds_of(config: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 
 def _mixers(config: Mapping[str, Any], layers: int) -> list[str]:
+    if config["model_type"] == V41:
+        a = shared_attention(Fields(config, "config.json"))
+        parts = [WRITES if a.writes(i) else SELECTS if a.selects(i) else READS for i in range(layers)]
+        return [f"{parts[i]} {a.rate(i)}" if a.rate(i) else WINDOWED for i in range(layers)]
     if (given := config.get("layer_types")) is not None:
         return [_KINDS[kind] for kind in given[:layers]]
     if config["model_type"] == "gpt_oss":
@@ -188,6 +197,8 @@ def _mixing(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
         return _mla(config)
     if config["model_type"] == "deepseek_v4":
         return _entries(config, mixer)
+    if config["model_type"] == V41:
+        return _shared_entries(config, mixer)
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     width = config.get("head_dim") or hidden // heads
     queries = 2 * heads if "linear_num_value_heads" in config else heads  # a gate beside each query
@@ -236,6 +247,29 @@ def _entries(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
         found |= {
             "entries": a.top_k, "indexed": a.index_width * BF16 / a.selected_rate,
             "index_flops": 2 * a.index_heads * a.index_width / a.selected_rate,
+        }  # fmt: skip
+    return found
+
+
+def _shared_entries(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
+    """DeepSeek V4.1. Rows of n-gram tables are not counted."""
+    a, hidden = shared_attention(Fields(config, "config.json")), config["hidden_size"]
+    layer, streams = _mixers(config, config["num_hidden_layers"]).index(mixer), config["hc_mult"]
+    heads, rate = a.num_heads * a.head_dim, a.rate(layer)
+    found: dict[str, Any] = {
+        "attention": hidden * (a.q_lora_rank + a.head_dim) + heads * (a.q_lora_rank + a.output_rank)
+        + a.output_groups * a.output_rank * hidden,
+        "plain": 2 * 2 * streams * hidden * (2 * streams + streams**2),
+        "record": a.head_dim * BF16, "flops": 4 * heads, "prefill_flops": 4 * heads, "most": a.window,
+        "rate": rate, "entries": a.top_k,
+    }  # fmt: skip
+    if a.writes(layer):
+        found["plain"] += hidden * a.head_dim * (1 + (rate > 1)) + a.head_dim * a.index_width
+    if a.selects(layer):
+        found["attention"] += a.q_lora_rank * a.index_heads * a.index_width
+        found["plain"] += 2 * hidden * a.index_heads  # float32
+        found |= {
+            "indexed": a.index_width * BF16 / rate, "index_flops": 2 * a.index_heads * a.index_width / rate,
         }  # fmt: skip
     return found
 

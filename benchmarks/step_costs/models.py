@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_costs.layers import LAYER_TYPES, kinds_of
+from benchmarks.step_costs.layers import LAYER_TYPES, V41, kinds_of
 
 KEPT = 2
 """Layers of each kind that run: the last represents all further layers."""
@@ -111,6 +111,19 @@ MODELS["v4-pro"] = MODELS["v4-flash"] | {
     "index_topk": 1024, "moe_intermediate_size": 3072, "n_routed_experts": 384, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 
+MODELS["v41-flash"] = MODELS["v4-flash"] | {
+    "architectures": ["DeepseekV41ForCausalLM"], "model_type": V41, "hidden_size": 5120, "num_hidden_layers": 40,
+    "q_lora_rank": 1280, "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
+    "kv_source_layer_ids": [2, 8, 14, 20], "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+    "candidate_source_layer_id": 20, "candidate_topk_blocks": 2048, "candidate_block_size": 8, "index_n_heads": 32,
+    "moe_intermediate_size": 2304, "n_routed_experts": 384, "engram_layer_ids": [1, 14], "engram_max_ngram_size": 4,
+    "engram_num_embeddings": [384006168, 384016682], "engram_vocab_size": 16000000, "engram_n_heads": 8,
+    "engram_head_dim": 256, "engram_pad_token_id": 2, "engram_compressed_vocab_size": 99092, "num_hash_layers": 0,
+    "topk_method": "noaux_tc", "quantization_config": _BLOCK_FP8 | {"scale_fmt": "ue8m0"},
+}  # fmt: skip
+"""The language model, with FP8 blocks of 128 x 128 in place of the published ones of 32 x 32."""
+del MODELS["v41-flash"]["layer_types"]
+
 MODELS["glm-4.6"] = {
     "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 5120, "num_hidden_layers": 92,
     "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
@@ -186,6 +199,19 @@ def shortened(config: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         short["first_k_dense_replace"] = sum(not kinds[i][1] for i in kept)
     if "mlp_layer_types" in config:
         short["mlp_layer_types"] = [config["mlp_layer_types"][i] for i in kept]
+    if config["model_type"] == V41:
+        return short | _shared_layers(config, kept), counts
     if len({mixer for mixer, _ in kinds}) > 1:
         short["layer_types"] = [LAYER_TYPES[kinds[i][0]] for i in kept]
     return short, counts
+
+
+def _shared_layers(config: dict[str, Any], kept: list[int]) -> dict[str, Any]:
+    """DeepSeek V4.1's fields of layers: both n-gram tables are before layers that represent themselves."""
+    found = {name: [kept.index(i) for i in config[name] if i in kept]
+             for name in ("kv_source_layer_ids", "index_source_layer_ids")}  # fmt: skip
+    return found | {
+        "compress_ratios": [config["compress_ratios"][i] for i in kept],
+        "candidate_source_layer_id": kept.index(config["candidate_source_layer_id"]),
+        "engram_layer_ids": [kept.index(1), kept.index(config["kv_source_layer_ids"][0])],
+    }

@@ -47,6 +47,7 @@ UNITS = (
     "delta",
     "compression",
     "streams",
+    "hashed_rows",
     "residual_blocks",
     "lora",
     "decoder",
@@ -110,7 +111,8 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_rows_group": (None, [P, L, L, L, L, P, P]),
     "moe_rows_permute": (None, [P, L, L, P, L, L, P]),
     "moe_rows_combine": (None, [N, P, L, P, L, P, L, P, L, P, L, L]),
-    "moe_index_select": (None, [N, N, P, L, L, P, P, L, P, L, L, L, L, P, L]),
+    "moe_index_select": (None, [N, N, P, L, L, P, P, L, P, L, L, L, L, P, L, P, L, L]),
+    "moe_hashed_rows": (None, [P]),
     "moe_block_select": (None, [N, P, L, L, P, L, P, L, L, L, L, L, L, P, L]),
     "moe_gated_delta": (None, [N, P, P, P, P, P, P, P]),
     "moe_compress": (None, [N, P, P, L, P, L, P, L]),
@@ -176,6 +178,7 @@ class Library:
     moe_rows_permute: Any
     moe_rows_combine: Any
     moe_index_select: Any
+    moe_hashed_rows: Any
     moe_block_select: Any
     moe_lora: Any
 

@@ -1,72 +1,92 @@
 """Selection among candidates (DeepSeek V4.1): one indexer's scores put blocks of entries first, and later indexers
-choose among the entries of these blocks. In torch, for any device.
+select among the entries of these blocks.
 
-Legend: T query tokens, Hi index heads, I channels of an index head, E entries of a request, B blocks, S entries of a
-block, K selected entries.
+The candidates of a query token are the context of a request of its own: the blocks ascend and the last one is that of
+the token's last entry, so that the entries that a token sees are the first ones in its row of a slot table.
+
+Legend: T query tokens, B blocks, S entries of a block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.indexer.reference import MAX_SCORES, best
+from moe_engine.kernels.indexer.protocol import BlockChoice
 from moe_engine.kernels.queries import PagedQueries
 
+MakePlan = Callable[[PagedQueries], Any]
+"""`IndexerKernel.plan`, or its form in place."""
 
-def best_blocks(q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, count: int, size: int) -> Tensor:
-    """The blocks [T, count] int64 with the highest score of an entry, then -1. The block of a token's last entry is
-    always among them; of equal scores the lower block is.
+
+def num_candidates(visible: int, count: int, size: int) -> int:
+    """Candidates of a token that sees `visible` entries, of at most `count` blocks of `size`."""
+    return visible if visible <= count * size else (count - 1) * size + (visible - 1) % size + 1
+
+
+class CandidateTable:
+    """The candidates of some query tokens.
 
     Args:
-        q, weights, cache: as for `IndexerKernel.select`.
-        queries: each query token as a request, whose context are the entries that it sees.
-        size: S.
+        table, lens: memory of their slots [T, B S] and numbers [T], int32.
+        bounds: of the numbers.
     """
-    found = torch.full((len(q), count), -1, dtype=torch.int64, device=q.device)
-    most = max(queries.context_lens, default=0)
-    for part in _parts(len(q), q.shape[1] * max(most, 1)):
-        lens = queries.context_lens_device[part].long().unsqueeze(1)
-        slots = queries.slot_table[queries.rows[part].long(), :most]  # [t, E]
-        scores = _scores(q[part], weights[part], cache, slots)
-        scores = scores.masked_fill(torch.arange(most, device=q.device) >= lens, float("-inf"))
-        blocks = pad(scores, (0, -most % size), value=float("-inf")).unflatten(1, (-1, size)).amax(2)
-        last = torch.arange(blocks.shape[1], device=q.device) == (lens - 1) // size
-        blocks = blocks.masked_fill(last, float("inf"))
-        values, order = blocks.sort(dim=1, descending=True, stable=True)
-        chosen = order[:, :count].masked_fill(values[:, :count] == float("-inf"), -1)
-        found[part, : chosen.shape[1]] = chosen
-    return found
+
+    def __init__(self, table: Tensor, lens: Tensor, bounds: list[int], plan: MakePlan) -> None:
+        numbers = torch.arange(len(table) + 1, dtype=torch.int32, device=table.device)
+        self.queries = PagedQueries([1] * len(table), bounds, numbers[:-1], numbers, lens, table, 1)
+        self.plan = plan(self.queries)
+
+    def fill(self, queries: PagedQueries, blocks: BlockChoice, tokens: slice) -> None:
+        """Sets the candidates of `tokens` of these queries, by their blocks."""
+        own, size, rate = blocks.found[tokens], blocks.size, queries.rate
+        places = own.clamp(min=0).unsqueeze(2) * size + torch.arange(size, dtype=torch.int32, device=own.device)
+        places = places.flatten(1).clamp_(max=queries.slot_table.shape[1] // rate - 1).long()
+        found = queries.slot_table[queries.rows[tokens].long().unsqueeze(1), places * rate if rate > 1 else places]
+        self.queries.slot_table.copy_(found // rate if rate > 1 else found)
+        in_last = (queries.context_lens_device[tokens] - 1) % size + 1
+        self.queries.context_lens_device.copy_(((own >= 0).sum(1) - 1) * size + in_last)
 
 
-def select_among(
-    q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, blocks: Tensor, size: int, selected: Selected
-) -> None:
-    """`IndexerKernel.select` among the entries of blocks [T, B] of `best_blocks`."""
-    width = selected.slots.shape[1]
-    for part in _parts(len(q), q.shape[1] * blocks.shape[1] * size):
-        lens = queries.context_lens_device[part].long().unsqueeze(1)
-        order = blocks[part].sort(dim=1).values.unsqueeze(2) * size + torch.arange(size, device=q.device)
-        places = order.flatten(1)  # [t, B S], ascending; negative without a block
-        hidden = (places < 0) | (places >= lens)
-        slots = queries.slot_table[queries.rows[part].long().unsqueeze(1), places.masked_fill(hidden, 0)]
-        scores = _scores(q[part], weights[part], cache, slots).masked_fill(hidden, float("-inf"))
-        counts = selected.counts_device[part]
-        chosen = best(scores, counts, torch.arange(scores.shape[1], device=q.device), width)
-        found = slots.gather(1, chosen.clamp(min=0).long()).int()
-        selected.slots[part] = found.masked_fill(chosen < 0, -1)
+class Candidates:
+    """The candidates of a step.
 
+    Args:
+        queries: each query token as a request, whose context are the entries that it sees.
+        blocks: chosen for these queries.
+        plan: for tables that are made here.
+        most: of the candidates in memory at once, unless one token has more.
+        table: memory for all tokens of a captured step; None: it is made here.
+    """
 
-def _scores(q: Tensor, weights: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
-    """Scores of entries slots [t, s] of each token's own: [t, s] float32."""
-    keys = cache.squeeze(1)[slots.long()].float()
-    products = torch.einsum("thi,tsi->ths", q.float(), keys).relu_()
-    return torch.einsum("ths,th->ts", products, weights)
+    def __init__(
+        self, queries: PagedQueries, blocks: BlockChoice, plan: MakePlan, most: int, table: CandidateTable | None = None
+    ) -> None:
+        self._queries, self._blocks, self._plan, self._whole = queries, blocks, plan, table
+        self._step = max(1, most // (blocks.found.shape[1] * blocks.size))
+        if table is not None:
+            table.fill(queries, blocks, slice(0, len(blocks.found)))
+        elif len(blocks.found) <= self._step:
+            self._whole = self._made(slice(0, len(blocks.found)))
 
+    def parts(self) -> Iterator[tuple[slice, CandidateTable]]:
+        """Query tokens, and their candidates."""
+        tokens = len(self._blocks.found)
+        if self._whole is not None:
+            yield slice(0, tokens), self._whole
+            return
+        for start in range(0, tokens, self._step):
+            part = slice(start, min(start + self._step, tokens))
+            yield part, self._made(part)
 
-def _parts(num_tokens: int, each: int) -> list[slice]:
-    """Tokens whose scores, `each` of a token, are in memory at once."""
-    step = max(1, MAX_SCORES // max(each, 1))
-    return [slice(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)]
+    def _made(self, part: slice) -> CandidateTable:
+        own, size = self._blocks.found[part], self._blocks.size
+        count = own.shape[1]
+        table = torch.empty((len(own), count * size), dtype=torch.int32, device=own.device)
+        bounds = [num_candidates(visible, count, size) for visible in self._queries.context_lens[part]]
+        found = CandidateTable(table, torch.empty_like(table[:, 0]), bounds, self._plan)
+        found.fill(self._queries, self._blocks, part)
+        return found

@@ -11,7 +11,7 @@ from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, rows
 from moe_engine.kernels.indexer import index_keys
-from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
+from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, BlockChoice
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
@@ -42,7 +42,7 @@ class CpuIndexer:
 
     def select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
-        plan: Any,
+        plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         dtype, width = q.dtype, q.shape[2]
         form = head_form(cache, dtype, width)
@@ -54,4 +54,5 @@ class CpuIndexer:
         self._lib.moe_index_select(
             kind_of(dtype), form, q.data_ptr(), q.stride(0), q.stride(1), weights.data_ptr(), cache.data_ptr(),
             cache.stride(0), struct.address, q.shape[1], width, top_k, self._budget, out.data_ptr(), out.stride(0),
+            *((None, 0, 0) if blocks is None else (blocks.found.data_ptr(), blocks.found.shape[1], blocks.size)),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import triton_keys, triton_select
-from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
+from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, BlockChoice
 from moe_engine.kernels.indexer.triton_indexer import IndexPlan, TritonIndexer
 from moe_engine.kernels.kv_format.formats import head_scale_offset
 from moe_engine.kernels.queries import PagedQueries
@@ -42,10 +42,10 @@ class DeepGemmIndexer(TritonIndexer):
 
     def select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
-        plan: Any,
+        plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         if queries.num_requests != 1 or len(q) < LEAST_TOKENS or cache.dtype != torch.uint8:
-            super().select(q, weights, cache, queries, top_k, selected, plan)
+            super().select(q, weights, cache, queries, top_k, selected, plan, blocks)
             return
         own = IndexPlan.find(plan, queries)
         if q.dtype != torch.float8_e4m3fn:

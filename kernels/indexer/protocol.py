@@ -31,6 +31,24 @@ class KeyNorm:
     eps: float
 
 
+@dataclass(frozen=True)
+class BlockChoice:
+    """Blocks that a selection also chooses by its scores, for queries of one token each.
+
+    Attributes:
+        found: [T, B] int32, set by `IndexerKernel.select`: by ascending number the blocks of `size` positions with the
+            highest score of a position, then -1. The block of a token's last position is always among them; of equal
+            scores the lower block is.
+    """
+
+    size: int
+    found: Tensor
+
+    def part(self, tokens: slice) -> BlockChoice:
+        """Of some tokens."""
+        return BlockChoice(self.size, self.found[tokens])
+
+
 class PrepareIndex(Protocol):
     """All work of an indexer between its products and `IndexerKernel.select`, in one launch."""
 
@@ -97,7 +115,7 @@ class IndexerKernel(Protocol):
 
     def select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
-        plan: Any,
+        plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         """Sets `selected.slots` to the `top_k` visible tokens with the highest scores, or to all visible tokens if
         there are at most that many. Of equal scores the lower position is selected. The result does not depend on other
@@ -106,4 +124,5 @@ class IndexerKernel(Protocol):
         Args:
             q: [T, Hi, I], rotated, or as `prepare` returns it. weights: [T, Hi] float32, all factors of the score
                 included.
+            blocks: chosen by the same scores; not set over FP8 keys.
         """

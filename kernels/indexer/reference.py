@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.reference import hidden_keys, requests_of
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.indexer.protocol import BlockChoice
 from moe_engine.kernels.queries import PagedQueries
 
 MAX_SCORES = 1 << 22
@@ -39,7 +40,7 @@ class TorchIndexer:
 
     def select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
-        plan: Any,
+        plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         width = q.shape[-1]
         if cache.dtype == torch.uint8:
@@ -57,6 +58,8 @@ class TorchIndexer:
                 span = range(part.start, part.stop)
                 hidden = hidden_keys(span, num_keys - num_queries, num_keys, visible, None, q.device)
                 out[part] = best(scores.masked_fill_(hidden, float("-inf")), counts[part], slots, out.shape[1])
+                if blocks is not None:
+                    best_blocks(scores, blocks.part(place))
 
 
 def scores_of(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None) -> Tensor:
@@ -75,3 +78,13 @@ def best(scores: Tensor, counts: Tensor, slots: Tensor, width: int) -> Tensor:
     found = slots[positions.clamp(max=len(slots) - 1)].int().masked_fill(positions == scores.shape[1], -1)
     missing = width - found.shape[1]
     return found if not missing else torch.nn.functional.pad(found, (0, missing), value=-1)
+
+
+def best_blocks(scores: Tensor, blocks: BlockChoice) -> None:
+    """Sets the blocks of one token by its scores [1, s], whose last position is the last one that the token sees."""
+    width, count = blocks.found.shape[1], -(-scores.shape[1] // blocks.size)
+    parts = torch.nn.functional.pad(scores, (0, count * blocks.size - scores.shape[1]), value=float("-inf"))
+    most = parts.unflatten(1, (count, blocks.size)).amax(2)
+    most[:, -1] = float("inf")
+    numbers = torch.arange(count, device=scores.device)
+    blocks.found.copy_(best(most, torch.full_like(most[:, 0], width), numbers, width))

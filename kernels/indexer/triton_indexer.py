@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys, triton_keys, triton_select
-from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, GateProduct, PrepareIndex
+from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, BlockChoice, GateProduct, PrepareIndex
 from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
 from moe_engine.kernels.indexer.triton_select import Selection
 from moe_engine.kernels.ops.triton_router import gate_parts
@@ -106,9 +106,9 @@ class TritonIndexer:
 
     def select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
-        plan: Any,
+        plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
-        self._select(q, weights, cache, queries, Selection(selected.slots, top_k), plan)
+        self._select(q, weights, cache, queries, Selection(selected.slots, top_k), plan, blocks)
 
     def select_into(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, rows: Tensor,
@@ -118,8 +118,9 @@ class TritonIndexer:
         self._select(q, weights, cache, queries, Selection(rows, top_k, columns, counts, added), plan)
 
     def _select(
-        self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, selection: Selection, plan: Any
-    ) -> None:
+        self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, selection: Selection, plan: Any,
+        blocks: BlockChoice | None = None,
+    ) -> None:  # fmt: skip
         if not len(q):
             return
         own = IndexPlan.find(plan, queries)
@@ -137,4 +138,6 @@ class TritonIndexer:
             programs = max(1, min(-(-longest // KEYS), PROGRAMS // (end - begin)))
             scores(q, weights, cache, queries, records[begin:end], out, first, programs)
             triton_select.select(out, queries, own.request_of, first, selection)
+            if blocks is not None:
+                triton_select.select_blocks(out, queries, own.request_of, first, blocks)
             begin = end

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_engine.kernels.indexer.protocol import BlockChoice
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
@@ -138,8 +140,53 @@ def select(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int
     )  # fmt: skip
 
 
+@dependent_jit(
+    do_not_specialize=["first", "scores_stride", "out_stride"], do_not_specialize_on_alignment=["lens", "counts"]
+)
+def block_maxima_kernel(
+    scores, out, lens, counts, first, scores_stride, out_stride, SIZE: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """out[row] = the highest of SIZE adjacent scores [rows, S] of the tokens from `first` on, infinity for the last
+    block of a token; counts[first + row] = its blocks. lens: positions that each token sees. Grid (rows, parts)."""
+    wait_for_inputs()
+    row, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    seen = tl.load(lens + first + row)
+    count = tl.cdiv(seen, SIZE)
+    if tl.program_id(1) == 0:
+        tl.store(counts + first + row, count)
+    if tl.program_id(1) * BLOCKS < count:
+        position = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        line = scores + row.to(tl.int64) * scores_stride
+        most = tl.max(tl.load(line + position, position < seen, float("-inf")), 1)
+        most = tl.where(block == count - 1, float("inf"), most)
+        tl.store(out + row.to(tl.int64) * out_stride + block, most, block < count)
+
+
+def select_blocks(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int, blocks: BlockChoice) -> None:
+    """Sets `blocks.found` of the tokens from `first` on, one for each row of scores [rows, S] float32.
+
+    Raises:
+        ValueError: blocks have another size than a power of two.
+    """
+    if not len(scores):
+        return
+    out, size, lens = blocks.found, blocks.size, queries.context_lens_device
+    if size & (size - 1):
+        raise ValueError(f"blocks of {size} positions: the triton indexer needs a power of two")
+    most, each = -(-scores.shape[1] // size), max(1, BLOCK // size)
+    maxima = torch.empty((len(scores), most), dtype=torch.float32, device=scores.device)
+    counts, numbers = torch.empty_like(lens), torch.arange(most, dtype=torch.int32, device=scores.device)
+    block_maxima_kernel[(len(scores), -(-most // each))](
+        scores, maxima, lens, counts, first, scores.stride(0), maxima.stride(0), SIZE=size, BLOCKS=each, num_warps=8
+    )
+    select_kernel[(len(scores),)](  # the blocks of a token are a context whose slots are their numbers
+        maxima, out, request_of, queries.rows, queries.query_starts, counts, numbers, None, None, first,
+        maxima.stride(0), 0, out.stride(0), out.shape[1], 0, out.shape[1], BLOCK, 1, False, num_warps=8,
+    )  # fmt: skip
+
+
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V3.2; V4-Flash, whose slots go behind those of a window."""
+    """DeepSeek V3.2; V4-Flash, whose slots go behind those of a window; V4.1's blocks of entries."""
     cases = []
     for label, top_k, rate, placed in (("", 2048, 1, False), (" of entries", 512, 4, True)):
         signature = {
@@ -153,4 +200,7 @@ def aot_cases() -> list[AotCase]:
         else:
             constants |= dict.fromkeys(("columns", "counts"))
         cases.append(AotCase(f"index selection{label}", select_kernel, signature, constants, 8, 3, False))
-    return cases
+    signature = {"scores": "*fp32", "out": "*fp32", "lens": "*i32:1", "counts": "*i32:1"}
+    signature |= dict.fromkeys(("first", "scores_stride", "out_stride"), "i32")
+    sizes = {"SIZE": 8, "BLOCKS": BLOCK // 8}
+    return [*cases, AotCase("index maxima of blocks", block_maxima_kernel, signature, sizes, 8, 3, False)]

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.ops.protocol import CacheRows, Ops, RotaryTable
+
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _LEAST_E4M3, _LEAST_E2M1, _LEAST_SCALE = 1e-4, _E2M1_MAX * 2.0**-126, _E2M1_MAX * 2.0**-9
 """The least maximum of a block: for e4m3, for e2m1 with a power of two, and with a scale in e4m3."""
@@ -34,6 +36,24 @@ def round_e2m1_small(x: Tensor) -> Tensor:
     return _rounded(
         x, SMALL_BLOCK, _LEAST_SCALE, lambda most: (most / _E2M1_MAX).to(torch.float8_e4m3fn).float(), _to_e2m1
     )
+
+
+E4M3, E2M1, E2M1_SMALL = "e4m3", "e2m1", "e2m1_small"
+ROUNDINGS = {E4M3: round_e4m3, E2M1: round_e2m1, E2M1_SMALL: round_e2m1_small}
+
+
+def round_rows(
+    ops: Ops, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
+    to: CacheRows | None = None,
+) -> Tensor:  # fmt: skip
+    """`RoundRows` by separate operations."""
+    if norm is not None:
+        x = ops.rms_norm(x, *norm)
+    ops.rotate(x, positions, table)
+    x = ROUNDINGS[rounding](x)
+    if to is None:
+        return x
+    return to.cache.index_copy_(0, to.slots, x.flatten(1).to(to.cache.dtype))
 
 
 def _rounded(

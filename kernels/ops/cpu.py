@@ -53,7 +53,7 @@ class _Streams(ctypes.Structure):
     """`moe::Streams` of streams.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "width", "count", "numbers", "iterations")),
+        *((name, ctypes.c_int64) for name in ("tokens", "width", "count", "numbers", "iterations", "late")),
         *((name, ctypes.c_void_p) for name in ("fn", "base", "scale", "parts")),
         *((name, ctypes.c_float) for name in ("eps", "floor")),
     )
@@ -92,11 +92,11 @@ class CpuOps:
         if n > _MAX_STREAMS or residual.stride(1) != 1:
             return mix_streams(x, residual, weights)
         out = residual.new_empty(tokens, width)
-        parts = torch.empty(tokens, -(-width // _STREAM_CHUNK), numbers + 1)
+        parts = torch.empty(tokens, -(-width // _STREAM_CHUNK), numbers + 1 + n * weights.late)
         x = None if x is None else rows(x.to(residual.dtype))
         struct = _Streams(
-            tokens, width, n, numbers, weights.iterations, weights.fn.data_ptr(), weights.base.data_ptr(),
-            weights.scale.data_ptr(), parts.data_ptr(), weights.eps, weights.floor,
+            tokens, width, n, numbers, weights.iterations, weights.late, weights.fn.data_ptr(),
+            weights.base.data_ptr(), weights.scale.data_ptr(), parts.data_ptr(), weights.eps, weights.floor,
         )  # fmt: skip
         self._lib.moe_mix_streams(
             kind_of(residual.dtype), ctypes.byref(struct), None if x is None else x.data_ptr(),

@@ -5,12 +5,23 @@ Legend: T tokens, N tokens of the longest n-gram, C rows that a token chooses, W
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_engine.kernels import host_calls
+from moe_engine.kernels.cpu.library import LibraryError, load
+
+logger = logging.getLogger(__name__)
+
+_HOST = torch.device("cpu")
 _LONE_SPACE = "\ue000"
 SCALED = 32
 """Numbers of a row in FP8 with a common scale."""
@@ -54,8 +65,35 @@ class TextIds:
         return self._map[tokens]
 
 
+class _Struct(ctypes.Structure):
+    """`moe::HashedRows` of hashed_rows.cpp."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("tokens", "longest", "heads", "row_bytes", "row_stride", "scale_bytes", "scale_stride")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("table", "scales", "sizes", "firsts", "multipliers", "ids", "rows", "row_scales")
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Host memory of a read: ids [T, N] int32, bytes of rows and of their scales [T, C, bytes]."""
+
+    ids: Tensor
+    rows: Tensor
+    scales: Tensor | None
+
+
 class HashedRows:
     """A table, mapped into host memory.
+
+    Rows are copied by a C++ function, which a GPU's stream calls between two copies: neither captured steps nor eager
+    ones wait for them on the host.
 
     Args:
         table: [rows, bytes of a row] uint8. scales: [rows, W / 32] uint8, exponents; None: without.
@@ -65,30 +103,100 @@ class HashedRows:
 
     def __init__(
         self, table: Tensor, dtype: torch.dtype, scales: Tensor | None, primes: Sequence[int],
-        multipliers: Sequence[int], device: torch.device,
+        multipliers: Sequence[int],
     ) -> None:  # fmt: skip
         self._table, self._dtype, self._scales = table, dtype, scales
-        longest = len(multipliers)
-        sizes = torch.tensor(primes, dtype=torch.int64, device=device)
-        self._first = sizes.cumsum(0) - sizes
-        self._sizes = sizes.view(longest - 1, -1)
-        self._multipliers = torch.tensor(multipliers, dtype=torch.int64, device=device)
+        self._sizes = torch.tensor(primes, dtype=torch.int64)
+        self._first = self._sizes.cumsum(0) - self._sizes
+        self._multipliers = torch.tensor(multipliers, dtype=torch.int64)
+        self._pinned: list[_Buffers] = []  # launches keep the addresses of older ones
+        self._structs, self._kept = dict[int, _Struct](), list[_Struct]()
+
+    @cached_property
+    def _function(self) -> Any:
+        """None: no compiler."""
+        try:
+            return load().moe_hashed_rows
+        except LibraryError as error:
+            logger.warning("rows of n-gram tables are read in torch: %s", error)
+            return None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a GPU's stream reads rows without a wait on the host."""
+        return self._function is not None
 
     def rows_of(self, ids: Tensor) -> Tensor:
-        """Ids of n-grams [T, N], the last token's first -> numbers of rows [T, C] int64."""
+        """Ids of n-grams [T, N] on the host, the last token's first -> numbers of rows [T, C] int64."""
         products = ids.long() * self._multipliers
         mixed, found = products[:, 0], []
-        for i, sizes in enumerate(self._sizes):
+        for i, sizes in enumerate(self._sizes.view(len(self._multipliers) - 1, -1)):
             mixed = mixed ^ products[:, i + 1]
             found.append(mixed.unsqueeze(1) % sizes)
         return torch.cat(found, 1) + self._first
 
-    def read(self, ids: Tensor) -> Tensor:
-        """Ids of n-grams [T, N] -> the rows side by side, [T, C W] float32."""
-        rows = self.rows_of(ids)
-        flat = rows.flatten().cpu()
-        values = self._table.index_select(0, flat).view(self._dtype).float()
-        if self._scales is not None:
-            exponents = self._scales.index_select(0, flat).float() - 127
-            values = (values.unflatten(1, (-1, SCALED)) * exponents.exp2().unsqueeze(2)).flatten(1)
-        return values.view(len(rows), -1).to(ids.device)
+    def read(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Ids of n-grams [T, N] int32 -> the rows side by side, [T, C W] of this dtype."""
+        if self._function is None:
+            flat = self.rows_of(ids.cpu()).flatten()
+            rows, scales = (
+                None if part is None else part.index_select(0, flat).view(len(ids), len(self._sizes), part.shape[1])
+                for part in (self._table, self._scales)
+            )
+            assert rows is not None
+            return self._values(rows, scales, dtype).to(ids.device)
+        if ids.device == _HOST:
+            buffers = self._buffers(len(ids), ids.contiguous())
+            self._function(ctypes.byref(self._struct(len(ids), buffers)))
+            return self._values(buffers.rows, buffers.scales, dtype)
+        return self._read_in_order(ids, dtype)
+
+    def _read_in_order(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        count = len(ids)
+        if not self._pinned or len(self._pinned[-1].ids) < count:
+            self._pinned.append(self._buffers(count, torch.empty(ids.shape, dtype=torch.int32, pin_memory=True)))
+            self._structs.clear()
+        buffers = self._pinned[-1]
+        struct = self._structs.get(count)
+        if struct is None:
+            struct = self._structs[count] = self._struct(count, buffers)
+            self._kept.append(struct)
+        buffers.ids[:count].copy_(ids, non_blocking=True)
+        address = ctypes.cast(self._function, ctypes.c_void_p).value
+        assert address is not None
+        host_calls.call_in_order(address, ctypes.addressof(struct), ids.device)
+        rows, scales = (
+            None if part is None else part[:count].to(ids.device, non_blocking=True)
+            for part in (buffers.rows, buffers.scales)
+        )
+        assert rows is not None
+        return self._values(rows, scales, dtype)
+
+    def _buffers(self, count: int, ids: Tensor) -> _Buffers:
+        """Memory for `count` tokens, pinned if that of the ids is."""
+        pinned, columns = ids.is_pinned(), len(self._sizes)
+        rows, scales = (
+            None if part is None else torch.empty((count, columns, part.shape[1]), dtype=torch.uint8, pin_memory=pinned)
+            for part in (self._table, self._scales)
+        )
+        assert rows is not None
+        return _Buffers(ids, rows, scales)
+
+    def _struct(self, count: int, buffers: _Buffers) -> _Struct:
+        longest, scales = len(self._multipliers), self._scales
+        assert buffers.scales is not None or scales is None
+        return _Struct(
+            count, longest, len(self._sizes) // (longest - 1), self._table.shape[1], self._table.stride(0),
+            0 if scales is None else scales.shape[1], 0 if scales is None else scales.stride(0),
+            self._table.data_ptr(), None if scales is None else scales.data_ptr(), self._sizes.data_ptr(),
+            self._first.data_ptr(), self._multipliers.data_ptr(), buffers.ids.data_ptr(), buffers.rows.data_ptr(),
+            None if buffers.scales is None else buffers.scales.data_ptr(),
+        )  # fmt: skip
+
+    def _values(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Bytes of rows [T, C, *] -> their numbers [T, C W]."""
+        values = rows.view(self._dtype)
+        if scales is not None:
+            exponents = (scales.float() - 127).exp2()
+            values = (values.float().unflatten(2, (-1, SCALED)) * exponents.unsqueeze(3)).flatten(2)
+        return values.flatten(1).to(dtype)

@@ -170,6 +170,26 @@ class Gates:
 
 
 @dataclass(frozen=True)
+class CacheRows:
+    """Where rows go: cache[slots], [N, W]."""
+
+    slots: Tensor
+    cache: Tensor
+
+
+class RoundRows(Protocol):
+    """Rows of a rounded cache, and queries over them, in one launch."""
+
+    def __call__(
+        self, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
+        to: CacheRows | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x [T, H, W] (any strides of tokens and heads): `Ops.rms_norm` by weight and eps, `Ops.rotate`, and the
+        rounding of that name, each rounded to x's dtype; x may change. Returns the rows, or with `to` the cache, to
+        which rows [T, W] of one head are written."""
+
+
+@dataclass(frozen=True)
 class OpsCapabilities:
     """The optional parts of a row of ops; None: not supported."""
 
@@ -208,6 +228,9 @@ class OpsCapabilities:
 
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
+
+    round_rows: RoundRows | None = None
+    """None: by other operations, `kernels.ops.block_rounding`."""
 
     mix_blocks: MixBlocks | None = None
     """None: in torch, `kernels.ops.residual_blocks`."""

@@ -36,9 +36,11 @@ def write_kernel(
     x, residual, fn, parts, x_stride, residual_stride, num_tokens,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     PART: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """residual [T, n D + n + n n]: with ADD, x [T, D] is added to the streams. parts [P, T, PADDED] = products of the
-    program's channels with fn [M, n D], then their sum of squares. Grid (tokens / ROWS, P)."""
+    program's channels with fn [M, n D], then their sum of squares; with LATE, part 0 also has the weights of the sum
+    that is read now, which `read_kernel` overwrites in the residual. Grid (tokens / ROWS, P)."""
     wait_for_inputs()
     token, number = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
     live = token < num_tokens
@@ -66,11 +68,18 @@ def write_kernel(
                 new = new + (rounded.to(tl.float32),)  # type: ignore[assignment]
             streams = new
         for j in tl.static_range(STREAMS):
-            factors = fn + number[None, :] * (STREAMS * WIDTH) + j * WIDTH + column[:, None]
-            weight = tl.load(factors, (number < NUMBERS)[None, :] & inside[:, None], 0.0)
-            products = tl.dot(streams[j], weight, products, input_precision=PRECISION)
-            squares += tl.sum(streams[j] * streams[j], 1)
+            if NUMBERS > 0:
+                factors = fn + number[None, :] * (STREAMS * WIDTH) + j * WIDTH + column[:, None]
+                weight = tl.load(factors, (number < NUMBERS)[None, :] & inside[:, None], 0.0)
+                products = tl.dot(streams[j], weight, products, input_precision=PRECISION)
+                squares += tl.sum(streams[j] * streams[j], 1)
     products = tl.where((number == NUMBERS)[None, :], squares[:, None], products)
+    if LATE:  # noqa: SIM102 - a constant, and a value of the device
+        if tl.program_id(1) == 0:
+            index = number - (NUMBERS + 1)
+            known = ((index >= 0) & (index < STREAMS))[None, :]
+            before = tl.load(tail[:, None] + STREAMS + STREAMS * STREAMS + index[None, :], live[:, None] & known, 0.0)
+            products = tl.where(known, before.to(tl.float32), products)
     target = parts + (tl.program_id(1).to(tl.int64) * num_tokens + token)[:, None] * PADDED + number[None, :]
     tl.store(target, products, live[:, None])
 
@@ -106,16 +115,20 @@ def read_kernel(
     residual, parts, base, scale, out, residual_stride, num_tokens, eps, floor,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
     ALL_PARTS: tl.constexpr, SIDE: tl.constexpr, ITERATIONS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """out [T, D] = the sum of the streams by the token's numbers; with WRITES, those of the next result go behind the
-    streams. Grid (T, blocks of D)."""
+    streams. LATE: the sum is by weights that the part before has left, and the token's own ones go behind the streams
+    too. Grid (T, blocks of D)."""
     wait_for_inputs()
     token, part, stream = tl.program_id(0).to(tl.int64), tl.arange(0, ALL_PARTS), tl.arange(0, SIDE)
     own, have, known = parts + (part.to(tl.int64) * num_tokens + token) * PADDED, part < PARTS, stream < STREAMS
     squares = tl.sum(tl.load(own + NUMBERS, have, 0.0))
     factor = tl.rsqrt(squares / (STREAMS * WIDTH) + eps)
-    shares = _sigmoid(_number(own, have, base, scale, stream, known, factor)) + floor
+    if LATE:
+        shares = tl.load(parts + token * PADDED + NUMBERS + 1 + stream, known, 0.0)
+    else:
+        shares = _sigmoid(_number(own, have, base, scale, stream, known, factor)) + floor
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     line = residual + tl.multiple_of(token * residual_stride, ALIGNED)
@@ -137,6 +150,9 @@ def read_kernel(
             square = tl.reshape(some, [SIDE, SIDE])
             matrix = _doubly_stochastic(tl.reshape(logits, [SIDE, SIDE]), square, floor, ITERATIONS)
             tl.store(tail + STREAMS + place, tl.reshape(matrix, [SIDE * SIDE]).to(kind), some)
+            if LATE:
+                later = _sigmoid(_number(own, have, base, scale, stream, known, factor)) + floor
+                tl.store(tail + STREAMS + STREAMS * STREAMS + stream, later.to(kind), known)
 
 
 def mix(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
@@ -151,14 +167,15 @@ def mix(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
     writes, reads = _constants(weights, residual.dtype, stride)
     parts = torch.empty(reads["PARTS"], tokens, writes["PADDED"], dtype=torch.float32, device=residual.device)
     added = residual if x is None else with_contiguous_rows(x)
+    # without numbers there are no weights: the kernels do not read what stands for them
+    fn, base, scale = (weights.fn, weights.base, weights.scale) if reads["NUMBERS"] else (parts, parts, parts)
     write_kernel[(triton.cdiv(tokens, ROWS), reads["PARTS"])](
-        added, residual, weights.fn, parts, row_stride(added), stride, tokens, **writes, ADD=x is not None,
+        added, residual, fn, parts, row_stride(added), stride, tokens, **writes, ADD=x is not None,
         num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     read_kernel[(tokens, triton.cdiv(width, READ_BLOCK))](
-        residual, parts, weights.base, weights.scale, out, stride, tokens, weights.eps, weights.floor, **reads,
-        num_warps=4,
-    )  # fmt: skip
+        residual, parts, base, scale, out, stride, tokens, weights.eps, weights.floor, **reads, num_warps=4
+    )
     return out
 
 
@@ -168,7 +185,8 @@ def _constants(weights: StreamWeights, dtype: torch.dtype, stride: int) -> tuple
     width = weights.fn.shape[1] // n
     parts = triton.cdiv(width, WRITE_PART)
     both = {
-        "STREAMS": n, "WIDTH": width, "NUMBERS": numbers, "PADDED": max(16, next_power_of_2(numbers + 1)),
+        "STREAMS": n, "WIDTH": width, "NUMBERS": numbers, "LATE": weights.late,
+        "PADDED": max(16, next_power_of_2(numbers + 1 + n * weights.late)),
         "ALIGNED": next(size for size in (16, 8, 4, 2, 1) if stride % size == 0),
     }  # fmt: skip
     writes = {"ROWS": ROWS, "PART": WRITE_PART, "BLOCK": WRITE_BLOCK, "PRECISION": "tf32x3"}
@@ -180,28 +198,31 @@ def _constants(weights: StreamWeights, dtype: torch.dtype, stride: int) -> tuple
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V4-Flash and V4-Pro: before and after a part of a layer, and the head."""
+    """DeepSeek V4-Flash and V4-Pro: before and after a part of a layer, and the head; V4.1-Flash, with late sums."""
     cases = []
-    for label, width in (("v4_flash", 4096), ("v4_pro", 7168)):
+    for label, width, late in (("v4_flash", 4096, False), ("v4_pro", 7168, False), ("v41_flash", 5120, True)):
         for dtype, numbers, add in (
-            (torch.bfloat16, 24, True), (torch.bfloat16, 24, False), (torch.bfloat16, 4, True),
+            (torch.bfloat16, 24, True), (torch.bfloat16, 24, False), (torch.bfloat16, 0 if late else 4, True),
             (torch.float32, 24, True),
         ):  # fmt: skip
             vector = torch.empty(numbers, device="meta")
-            weights = StreamWeights(torch.empty(numbers, 4 * width, device="meta"), vector, vector, 4, 20, 1e-6, 1e-6)
-            writes, reads = _constants(weights, dtype, 4 * width + 20)
+            fn = torch.empty(numbers, 4 * width, device="meta")
+            weights = StreamWeights(fn, vector, vector, 4, 20, 1e-6, 1e-6, late)
+            writes, reads = _constants(weights, dtype, 4 * width + (32 if late else 20))
             kind, name = f"*{element(dtype)}", f"{label}_{numbers}_{element(dtype)}{'' if add else '_first'}"
+            stride = "i32:16" if late else "i32"
             signature = {
                 "x": kind, "residual": kind, "fn": "*fp32", "parts": "*fp32", "x_stride": "i32:16",
-                "residual_stride": "i32", "num_tokens": "i32",
+                "residual_stride": stride, "num_tokens": "i32",
             }  # fmt: skip
             if not add:
-                signature["x_stride"] = "i32"  # of the residual
+                signature["x_stride"] = stride  # of the residual
             constants = writes | {"ADD": add}
-            cases.append(AotCase(f"write_streams_{name}", write_kernel, signature, constants, 4, STAGES, True))
+            product = numbers > 0
+            cases.append(AotCase(f"write_streams_{name}", write_kernel, signature, constants, 4, STAGES, product))
             signature = {
                 "residual": kind, "parts": "*fp32", "base": "*fp32", "scale": "*fp32", "out": kind,
-                "residual_stride": "i32", "num_tokens": "i32", "eps": "fp32", "floor": "fp32",
+                "residual_stride": stride, "num_tokens": "i32", "eps": "fp32", "floor": "fp32",
             }  # fmt: skip
             if add:
                 cases.append(AotCase(f"read_streams_{name}", read_kernel, signature, reads, 4, 3, False))

@@ -37,6 +37,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.linear.triton_heads",
     f"{_FAMILIES}.lora.triton_lora",
     f"{_FAMILIES}.ops.triton_absorb",
+    f"{_FAMILIES}.ops.triton_block_rounding",
     f"{_FAMILIES}.ops.triton_combine_norm",
     f"{_FAMILIES}.ops.triton_fp8_cache",
     f"{_FAMILIES}.ops.triton_gates",

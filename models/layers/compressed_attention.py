@@ -234,13 +234,9 @@ class CompressedAttention:
             return fused(q, keys, None, self._norms, positions, self._rotary, slots, rows, None, trailing=True)
         keys = self._kv_norm(kv)
         self._ops.rotate(keys.unsqueeze(1), positions, self._rotary)
-        cache.rows.index_copy_(0, slots, self._stored(keys).to(cache.rows.dtype))
+        cache.rows.index_copy_(0, slots, keys.to(cache.rows.dtype))
         if not q.shape[1]:
             return q
         q = q if self._head_norm is None else self._head_norm(q)
         self._ops.rotate(q, positions, self._rotary)
         return q
-
-    def _stored(self, keys: Tensor) -> Tensor:
-        """The values of rotated keys in the cache."""
-        return keys

@@ -160,7 +160,7 @@ class StepInPlace:
         known: tuple[Tensor | None, Tensor | None] = (starts, requests)
         kept, selection = dict[int, KeptTokens](), None
         for rate, rows in self._attended.items():
-            selected, own = rows.selected, caches[rate].kept[0] if rate else None
+            selected, own = rows.selected, next(iter(caches[rate].kept), None)
             selecting = self._selecting if rate == a.selected_rate else None
             out = PlannedRows(selected.slots, selected.counts_device, *known)
             entries = None if selecting is None else selecting.entries

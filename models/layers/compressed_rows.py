@@ -40,9 +40,7 @@ class EntrySelection:
     """Columns of the rows."""
     first_entry: int
 
-    def select(
-        self, kernel: IndexerKernel, q: Tensor, weights: Tensor, keys: Tensor, top_k: int, rows: Tensor
-    ) -> None:
+    def select(self, kernel: IndexerKernel, q: Tensor, weights: Tensor, keys: Tensor, top_k: int, rows: Tensor) -> None:
         """Sets the selected entries among rows [T, K]. q, weights, keys: as in `IndexerKernel.select`."""
         if kernel.select_into is not None:
             kernel.select_into(

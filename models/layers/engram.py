@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from moe_engine.errors import CheckpointError
 from moe_engine.kernels.ops.hashed_rows import SCALED, HashedRows, TextIds, token_map
 from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.ops.streams import write_streams
+from moe_engine.kernels.queries import PagedQueries
+from moe_engine.kernels.uploads import upload
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.linear import load_linear
@@ -57,14 +60,20 @@ def put_ids(residual: Tensor, batch: ForwardBatch, texts: TextIds, count: int) -
     table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
     cache = batch.kv[0].ids.view(torch.int32)[:, 0]
     cache.index_copy_(0, slots, texts.of(batch.input_ids))
-    counts = [length for group in groups for length in group.query_lens]
-    requests = torch.cat([group.rows for group in groups]).long()
-    requests = requests.repeat_interleave(torch.tensor(counts, device=requests.device), output_size=sum(counts))
+    requests = torch.cat([_requests(group) for group in groups])
     places = batch.positions.unsqueeze(1) - torch.arange(count, device=requests.device)  # [T, N]
     found = cache[table[requests.unsqueeze(1), places.clamp(min=0)].long()]
     found = found.masked_fill(places < 0, texts.pad)
     bits = found.contiguous().view(residual.dtype)
     residual[:, -bits.shape[1] :] = bits
+
+
+def _requests(group: PagedQueries) -> Tensor:
+    """The row of each query token's request [T] int64; without an upload if all requests have as many tokens."""
+    rows, counts = group.rows.long(), group.query_lens
+    if len(set(counts)) == 1:
+        return rows.unsqueeze(1).expand(-1, counts[0]).flatten()
+    return rows.repeat_interleave(upload(np.array(counts), rows.device), output_size=sum(counts))
 
 
 class EngramNorm(StreamNorm):
@@ -85,9 +94,7 @@ class EngramNorm(StreamNorm):
         scales = None
         if dtype == "F8_E4M3":
             scales, _ = reader.mapped(f"{own}.embed.scale", (shape[0], engram.width // SCALED))
-        self._rows = HashedRows(
-            table, DTYPES[dtype], scales, engram.primes[place], engram.multipliers(layer), reader.device
-        )
+        self.rows = HashedRows(table, DTYPES[dtype], scales, engram.primes[place], engram.multipliers(layer))
         self._project = load_linear(
             backend, reader, [f"{own}.kv_proj"], [(streams.count + 1) * hidden], engram.columns * engram.width
         )
@@ -111,7 +118,7 @@ class EngramNorm(StreamNorm):
     def _add_rows(self, residual: Tensor) -> None:
         n, hidden = self._count, self.width
         ids = residual[:, -self._longest * ID_BYTES // residual.element_size() :].contiguous().view(torch.int32)
-        found = self._project(self._rows.read(ids).to(self._dtype)).float()
+        found = self._project(self.rows.read(ids, self._dtype)).float()
         key, value = found[:, : n * hidden].unflatten(1, (n, hidden)), found[:, n * hidden :]
         streams = residual[:, : n * hidden].float().unflatten(1, (n, hidden))
         norms = (streams.square().mean(2) + self._eps).rsqrt() * (key.square().mean(2) + self._eps).rsqrt()

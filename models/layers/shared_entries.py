@@ -11,32 +11,68 @@ Source: transformers' `modeling_deepseek_v41.py`; DeepSeek V4.1's technical repo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
-from moe_engine.kernels.indexer.candidates import best_blocks, select_among
-from moe_engine.kernels.ops.block_rounding import round_e2m1, round_e2m1_small, round_e4m3
-from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.indexer.candidates import Candidates, CandidateTable
+from moe_engine.kernels.indexer.protocol import BlockChoice, IndexerKernel
+from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, E4M3, round_rows
+from moe_engine.kernels.ops.protocol import CacheRows, Ops, RotaryTable, RoundRows
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
     ActivationFormat,
     unquantized,
 )
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
-from moe_engine.models.compressed_config import SharedEntriesConfig
+from moe_engine.models.compressed_config import MAX_CANDIDATES, SharedEntriesConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.compressed_attention import CompressedAttention
-from moe_engine.models.layers.compressed_rows import CompressedStep
+from moe_engine.models.layers.compressed_in_place import FixedMemory, StepInPlace
+from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep
 from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class WrittenEntries:
+    """The entries of a step's tokens, in layers whose entries are of two tokens.
+
+    Attributes:
+        tokens: [E] int64, those that complete an entry; None: all tokens of a captured step, of which those that
+            complete none write to the dummy page.
+        slots: [E] int64, rows of the entries. positions: [E] int64, of their first tokens.
+        stored: [E] int64, rows of `Kept` of the first tokens. in_step: [E, 1], whether these are tokens of the step.
+    """
+
+    tokens: Tensor | None
+    slots: Tensor
+    positions: Tensor
+    stored: Tensor
+    in_step: Tensor
+
+    @classmethod
+    def of(cls, tokens: CompressedTokens, kept: Kept, captured: bool) -> WrittenEntries:
+        complete, last = tokens.positions % 2 == 1, None
+        if not captured:
+            last = complete.nonzero().squeeze(1)
+            positions, starts, rows, table, slots = tokens
+            tokens = CompressedTokens(positions[last], starts[last], rows[last], table, slots[last])
+        slots, before = tokens.slots // 2, (tokens.positions - 1).clamp_(min=0)
+        if captured:
+            slots = slots * complete
+        stored = kept.places(before, tokens.rows, tokens.slots)
+        return cls(last, slots, before, stored, (tokens.positions > tokens.starts).unsqueeze(1))
 
 
 @dataclass
@@ -44,46 +80,110 @@ class SharedStep:
     """A step of the layers of one rate, and what a layer leaves to those behind it.
 
     Attributes:
-        complete: [E] int64, the tokens that complete an entry.
+        rows: None for a step without tokens.
         first_entry: the row of the first entry in the rows of attention as they are now.
-        candidates: blocks [T, B] of `best_blocks`; None: all entries are candidates.
+        memory: of the candidates of a captured step; None: they are made when they are needed.
+        candidates: None: all entries are candidates.
     """
 
     step: CompressedStep
-    complete: Tensor
+    rows: AttendedRows | None
+    written: WrittenEntries | None
     first_entry: int
-    candidates: Tensor | None = None
+    memory: CandidateMemory | None = None
+    candidates: Candidates | None = None
+    _entries: Tensor | None = None
+    """Which of the rows are entries, int32."""
 
-    def rows_of(self, rate: int, cache: CompressedCache, num_slots: int) -> Any:
+    def rows_of(self, cache: CompressedCache, num_slots: int) -> AttendedRows:
         """The rows of a layer, whose entries have other numbers in each layer's cache."""
-        rows = self.step.rows[rate]
+        assert self.rows is not None
+        slots = self.rows.selected.slots
         if cache.num_slots != self.first_entry:
-            slots = rows.selected.slots
-            slots.add_((slots >= num_slots) * (cache.num_slots - self.first_entry))
+            if self._entries is None:
+                self._entries = (slots >= num_slots).int()
+            slots.add_(self._entries, alpha=cache.num_slots - self.first_entry)
             self.first_entry = cache.num_slots
-        return rows
+        return self.rows
+
+    def place(self, cache: CompressedCache) -> None:
+        """Sets the selected entries among the rows, as this layer's cache numbers them."""
+        selection = self.step.selection
+        assert selection is not None and self.rows is not None
+        replace(selection, first_entry=cache.num_slots).place(self.rows.selected.slots)
+        self.first_entry = cache.num_slots
+
+
+class CandidateMemory:
+    """Memory of a captured step's candidates. `blocks`: those of its tokens."""
+
+    def __init__(
+        self, attention: SharedEntriesConfig, tokens: int, table: Tensor, indexer: IndexerKernel, memory: FixedMemory
+    ) -> None:
+        count, size, device = attention.candidate_blocks, attention.candidate_size, table.device
+        self.blocks = BlockChoice(size, memory.take("blocks", (tokens, count), device))
+        slots = memory.take("candidates", (tokens, count * size), device)
+        lens = memory.take("numbers of candidates", (tokens,), device)
+        plan = partial(indexer.plan_in_place, heads=attention.index_heads)
+        self.table = CandidateTable(slots, lens, [count * size] * tokens, plan)
+
+
+class SharedInPlace:
+    """`RenewablePlan` of a decode group: that of each rate, and memory of candidates."""
+
+    common = False
+
+    def __init__(self, plans: dict[int, StepInPlace], candidates: CandidateMemory | None) -> None:
+        self.plans, self.candidates = plans, candidates
+
+    @property
+    def on_device(self) -> bool:
+        return all(plan.on_device for plan in self.plans.values())
+
+    def renew(self) -> None:
+        for plan in self.plans.values():
+            plan.renew()
 
 
 class SharedSteps:
     """Builds the steps of all rates."""
 
     def __init__(self, attention: SharedEntriesConfig, backends: Backends) -> None:
-        layers = {rate: layer for layer, rate in reversed([*enumerate(attention.rates)])}
+        self._layers = {rate: layer for layer, rate in reversed([*enumerate(attention.rates)])}
         attend: Any = backends.attention
+        self._attention, self._indexer = attention, backends.indexer
         self._rows = {
-            rate: StepRows(_view(attention, rate), {rate: layer}, attend, backends.indexer)
-            for rate, layer in layers.items()
+            rate: StepRows(_view(attention, rate), {rate: layer}, attend, backends.indexer, backends.compression)
+            for rate, layer in self._layers.items()
         }
-        self._layers = layers
+        self._memory = FixedMemory()
+
+    def plan_in_place(self, batch: AttentionBatch) -> SharedInPlace | None:
+        """The plan of captured decodes; None if one of the kernels cannot be captured."""
+        plans = {}
+        for rate, rows in self._rows.items():
+            plan = rows.plan_in_place(batch)
+            if plan is None:
+                return None
+            plans[rate] = plan
+        a, candidates = self._attention, None
+        if a.candidate_source >= 0:
+            assert batch.decode is not None and self._indexer is not None
+            table = batch.decode.slot_table
+            if table.shape[1] // a.rate(a.candidate_source) > a.candidate_blocks * a.candidate_size:
+                candidates = CandidateMemory(a, batch.decode.num_tokens, table, self._indexer, self._memory)
+        return SharedInPlace(plans, candidates)
 
     def of(self, batch: ForwardBatch) -> dict[int, SharedStep]:
         """By rate."""
-        found = {}
+        found, plan = {}, batch.attention_plan
+        captured = isinstance(plan, SharedInPlace)
         for rate, rows in self._rows.items():
-            step = rows.of(batch)
-            ends = (batch.positions + 1) % max(rate, 1) == 0
-            complete = ends.nonzero().squeeze(1) if rate > 1 else batch.positions[:0]
-            found[rate] = SharedStep(step, complete, batch.kv[self._layers[rate]].num_slots)
+            step = rows.of(replace(batch, attention_plan=plan.plans[rate]) if captured else batch)
+            cache: CompressedCache = batch.kv[self._layers[rate]]
+            written = WrittenEntries.of(step.tokens, cache.kept[0], captured) if rate > 1 else None
+            memory = plan.candidates if captured and rate == self._attention.rate_of_candidates else None
+            found[rate] = SharedStep(step, step.rows.get(rate), written, cache.num_slots, memory)
         return found
 
 
@@ -95,7 +195,7 @@ class EntryWriter:
     ) -> None:
         a = config.attention
         assert isinstance(a, SharedEntriesConfig)
-        self._ops, self._rotary, self._rate, self._width = backends.ops, rotary, rate, a.head_dim
+        self._round, self._rotary, self._rate, self._width = _rounding(backends.ops), rotary, rate, a.head_dim
         names = [f"{prefix}.compressor.{name}" for name in ("kv_proj", "gate_proj")[: 1 + (rate > 1)]]
         self._project = load_linear(backends.linear, reader, names, [a.head_dim] * len(names), config.hidden_size)
         self._norm = RMSNorm(backends.ops, reader, f"{prefix}.compressor.norm", a.head_dim, config.norm_eps)
@@ -106,29 +206,29 @@ class EntryWriter:
 
     def update(self, hidden: Activation, shared: SharedStep, cache: CompressedCache) -> None:
         """Writes the entries that the tokens complete, and what they contribute to later ones."""
-        projected, tokens = self._project(hidden), shared.step.tokens
-        if self._rate == 1:
+        projected, tokens, written = self._project(hidden), shared.step.tokens, shared.written
+        if written is None:
             latents, slots, positions = projected, tokens.slots, tokens.positions
         else:
-            last = shared.complete
-            latents = self._pairs(projected, cache.kept[0], tokens, last).to(projected.dtype)
-            slots, positions = tokens.slots[last] // 2, tokens.positions[last] - 1
+            latents = self._pairs(projected, cache.kept[0], written).to(projected.dtype)
+            slots, positions = written.slots, written.positions
             shared.step.kept[2].keep(projected.to(cache.kept[0].rows.dtype), cache.kept[0])
         latents = self._norm(latents)
         assert cache.index_keys is not None
-        keys = self._key_norm(self._key(latents))
-        self._ops.rotate(keys.unsqueeze(1), positions, self._rotary)
-        cache.index_keys.squeeze(1).index_copy_(0, slots, round_e2m1(keys).to(cache.index_keys.dtype))
-        self._ops.rotate(latents.unsqueeze(1), positions, self._rotary)
-        cache.entries.index_copy_(0, slots, round_e2m1_small(latents).to(cache.entries.dtype))
+        keys, norm = self._key(latents), self._key_norm
+        to = CacheRows(slots, cache.index_keys.squeeze(1))
+        self._round(keys.unsqueeze(1), (norm.weight, norm.eps), positions, self._rotary, E2M1, to)
+        self._round(latents.unsqueeze(1), None, positions, self._rotary, E2M1_SMALL, CacheRows(slots, cache.entries))
 
-    def _pairs(self, projected: Tensor, kept: Kept, tokens: CompressedTokens, last: Tensor) -> Tensor:
-        """The sums [E, W] of tokens `last` and those before them, weighted by the softmax of their gates; float32."""
-        positions = tokens.positions[last]
-        stored = kept.rows[kept.places(positions - 1, tokens.rows[last], tokens.slots[last])]
-        in_step = positions > tokens.starts[last]
-        before = torch.where(in_step.unsqueeze(1), projected[(last - 1).clamp(min=0)], stored).float()
-        (value, gate), (first, first_gate) = (part.split(self._width, 1) for part in (projected[last].float(), before))
+    def _pairs(self, projected: Tensor, kept: Kept, written: WrittenEntries) -> Tensor:
+        """The sums [E, W] of the entries' two tokens, weighted by the softmax of their gates; float32."""
+        stored, last = kept.rows[written.stored], written.tokens
+        if last is None:
+            own, before = projected, projected.roll(1, 0)
+        else:
+            own, before = projected[last], projected[(last - 1).clamp(min=0)]
+        before = torch.where(written.in_step, before, stored).float()
+        (value, gate), (first, first_gate) = (part.split(self._width, 1) for part in (own.float(), before))
         return first + (gate - first_gate).sigmoid() * (value - first)
 
 
@@ -141,8 +241,8 @@ class SharedIndexer:
     ) -> None:  # fmt: skip
         a = config.attention
         assert isinstance(a, SharedEntriesConfig) and backends.indexer is not None
-        self._ops, self._kernel, self._rotary, self._config, self._layer = (
-            backends.ops, backends.indexer, rotary, a, layer,
+        self._round, self._kernel, self._rotary, self._config, self._layer = (
+            _rounding(backends.ops), backends.indexer, rotary, a, layer,
         )  # fmt: skip
         rows = [a.index_heads * a.index_width]
         self._q = load_linear(backends.linear, reader, [f"{prefix}.q_b_proj"], rows, a.q_lora_rank)
@@ -157,27 +257,41 @@ class SharedIndexer:
         return self._q.input_format
 
     def update(
-        self, hidden: Activation, latent: Activation, positions: Tensor, shared: SharedStep, cache: CompressedCache,
-        first_entry: int,
-    ) -> None:  # fmt: skip
-        """Sets the step's selection [T, K], if it has one. first_entry: of the step's rows when they were made."""
+        self, hidden: Activation, latent: Activation, positions: Tensor, shared: SharedStep, cache: CompressedCache
+    ) -> None:
+        """Sets the step's selection [T, K], if it has one."""
         if (selection := shared.step.selection) is None:
             return
-        a, queries = self._config, selection.queries
+        a, chosen = self._config, selection.selected
         assert cache.index_keys is not None
         q = self._q(latent).view(-1, a.index_heads, a.index_width)
-        self._ops.rotate(q, positions, self._rotary)
-        q, weights = round_e2m1(q), self._gates(unquantized(hidden).float())
-        if self._layer == a.candidate_source:
-            limited = max(queries.context_lens) > a.candidate_blocks * a.candidate_size
-            found = best_blocks(q, weights, cache.index_keys, queries, a.candidate_blocks, a.candidate_size)
-            shared.candidates = found if limited else None
+        q = self._round(q, None, positions, self._rotary, E2M1)
+        weights = self._gates(unquantized(hidden).float())
         if a.limits_candidates(self._layer) and shared.candidates is not None:
-            select_among(q, weights, cache.index_keys, queries, shared.candidates, a.candidate_size, selection.selected)
+            for part, table in shared.candidates.parts():
+                own = Selected(chosen.slots[part], chosen.counts[part], chosen.counts_device[part])
+                self._kernel.select(
+                    q[part], weights[part], cache.index_keys, table.queries, a.top_k, own, table.plan
+                )  # fmt: skip
         else:
-            self._kernel.select(q, weights, cache.index_keys, queries, a.top_k, selection.selected, selection.plan)
-        selection.place(shared.step.rows[a.rate(self._layer)].selected.slots)
-        shared.first_entry = first_entry
+            blocks = self._blocks(selection.queries, shared) if self._layer == a.candidate_source else None
+            self._kernel.select(
+                q, weights, cache.index_keys, selection.queries, a.top_k, chosen, selection.plan, blocks
+            )
+            if blocks is not None:
+                memory = None if shared.memory is None else shared.memory.table
+                shared.candidates = Candidates(selection.queries, blocks, self._kernel.plan, MAX_CANDIDATES, memory)
+        shared.place(cache)
+
+    def _blocks(self, queries: PagedQueries, shared: SharedStep) -> BlockChoice | None:
+        """Memory for the blocks of candidates; None: all entries are candidates."""
+        a = self._config
+        if shared.memory is not None:
+            return shared.memory.blocks
+        if queries.slot_table.shape[1] // queries.rate <= a.candidate_blocks * a.candidate_size:
+            return None
+        shape = queries.num_tokens, a.candidate_blocks
+        return BlockChoice(a.candidate_size, torch.empty(shape, dtype=torch.int32, device=queries.rows.device))
 
 
 class SharedAttention(CompressedAttention):
@@ -191,13 +305,18 @@ class SharedAttention(CompressedAttention):
     ) -> None:
         a = self._attention
         assert isinstance(a, SharedEntriesConfig)
+        self._round = _rounding(backends.ops)
         if a.writes(self._layer_index):
             self._compressor = EntryWriter(backends, reader, prefix, config, self._rate, rotary)
         if a.selects(self._layer_index):
             self._indexer = SharedIndexer(backends, reader, f"{prefix}.indexer", config, self._layer_index, rotary)
 
-    def _stored(self, keys: Tensor) -> Tensor:
-        return round_e4m3(keys)
+    def _written(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> Tensor:
+        norm = self._kv_norm.weight, self._kv_norm.eps
+        self._round(kv.unsqueeze(1), norm, positions, self._rotary, E4M3, CacheRows(slots, cache.rows))
+        if q.shape[1]:
+            self._ops.rotate(q, positions, self._rotary)
+        return q
 
     def forward(  # type: ignore[override]
         self, hidden: Activation, batch: ForwardBatch, steps: dict[int, SharedStep]
@@ -212,12 +331,14 @@ class SharedAttention(CompressedAttention):
         if self._compressor is not None:
             self._compressor.update(hidden, shared, cache)
         if self._indexer is not None:
-            selection = shared.step.selection
-            made = shared.first_entry if selection is None else selection.first_entry
-            self._indexer.update(hidden, latent, batch.positions, shared, cache, made)
+            self._indexer.update(hidden, latent, batch.positions, shared, cache)
         q = self._q(latent).view(-1, a.num_heads, a.head_dim)
         q = self._written(q, down[:, a.q_lora_rank :], batch.positions, shared.step.slots, cache)
-        return self._attend(q, batch, shared.rows_of(self._rate, cache, num_slots), cache)
+        return self._attend(q, batch, shared.rows_of(cache, num_slots), cache)
+
+
+def _rounding(ops: Ops) -> RoundRows:
+    return ops.capabilities.round_rows or partial(round_rows, ops)
 
 
 def _view(attention: SharedEntriesConfig, rate: int) -> SharedEntriesConfig:

@@ -60,7 +60,7 @@ class StreamNorm(ResidualNorm):
         self._weights = StreamWeights(
             fn, base, scale, n, streams.iterations, config.norm_eps, streams.eps, streams.late
         )
-        self._mix = (None if streams.late else ops.capabilities.mix_streams) or mix_streams
+        self._mix = ops.capabilities.mix_streams or mix_streams
         if is_last and streams.mean_head:
             self._mix = mean_of_streams
 

@@ -52,4 +52,3 @@ def quantized_v41(source: Path, directory: Path) -> tuple[Path, Path]:
         write_tensors(directory / folder, tensors)
         (directory / folder / "config.json").write_text(json.dumps(config | fields))
     return directory / "stored", directory / "values"
-

@@ -112,7 +112,8 @@ def _device(torch: Any) -> Path:
 
 def _runtime(torch: Any) -> None:
     """``torch.cuda``."""
-    from tests.simulated_cuda import failures, forks, graphs, profiler, streams
+    from moe_engine.kernels import host_calls
+    from tests.simulated_cuda import failures, forks, graphs, operators, profiler, streams
     from tests.simulated_cuda.memory import MEMORY
 
     cuda = torch.cuda
@@ -147,6 +148,7 @@ def _runtime(torch: Any) -> None:
         "is_current_stream_capturing": lambda: streams.current().capturing is not None,
     }  # fmt: skip
     torch._C._host_emptyCache = nothing
+    host_calls.call_in_order = operators.call_in_order
     torch.profiler.profile = profiler.profile
 
     def own(name: str, value: Any) -> Any:

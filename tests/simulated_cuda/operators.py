@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tests.simulated_cuda import failures, observer, order, profiler
 from tests.simulated_cuda.memory import MEMORY
-from tests.simulated_cuda.streams import Stream, current, note_wait, under_way
+from tests.simulated_cuda.streams import Stream, current, deliver, note_wait, under_way
 
 aten = torch.ops.aten
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -159,6 +160,23 @@ def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) 
         return
     note_wait("a download")
     into.copy_(content)
+
+
+def call_in_order(function: int, data: int, device: Any) -> None:
+    """`kernels.host_calls.call_in_order`: copies launched before on the stream are done, later ones wait."""
+    launch = Launch("host function", device)
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    if observer.observer is not None:
+        observer.observer.copy(launch, 0, False)
+        return
+
+    def run() -> None:
+        deliver(current(device))
+        call(data)
+
+    run()
+    if launch.graph is not None:
+        launch.graph.add(run)
 
 
 def pin(tensor: Tensor) -> Tensor:

@@ -248,6 +248,15 @@ def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
+def deliver(stream: Stream) -> None:
+    """Ends the copies that were launched on a stream, for a host function that the stream calls behind them."""
+    with _lock:
+        done = [copy for copy in _copies if copy.stream is stream]
+        _copies[:] = [copy for copy in _copies if copy.stream is not stream]
+    for copy in done:
+        copy.finish()
+
+
 # -- current device and stream, by thread
 
 _threads = threading.local()

@@ -1,17 +1,19 @@
 // Residual streams between two parts of a layer (kernels/ops/streams.py).
 //
 // Legend: T tokens, D hidden, n streams, N numbers of a token. A row of the residual has n D values, then n weights of
-// the next result, then the n x n matrix of the streams.
+// the next result, then the n x n matrix of the streams; with late sums n weights of the sum that is read next.
 #include "api.h"
 #include "vec.h"
 
 namespace moe {
 
 struct Streams {
-  int64_t tokens, width, count, numbers, iterations;  // width: D
+  int64_t tokens, width, count, numbers, iterations, late;  // width: D
   const float *fn, *base, *scale;                     // [N, n D], [N], [N]
-  float* parts;                                       // scratch [T, D / CHUNK, N + 1]: products, and the sum of squares
+  float* parts;  // scratch [T, D / CHUNK, part()]: products, the sum of squares, weights of a late sum
   float eps, floor;
+
+  int64_t part() const { return numbers + 1 + (late ? count : 0); }
 };
 
 namespace {
@@ -94,11 +96,11 @@ void doubly_stochastic(const Streams& s, float* matrix) {
 void numbers_of(const Streams& s, const float* parts, int64_t chunks, float* out) {
   const int64_t N = s.numbers;
   float total = 0;
-  for (int64_t c = 0; c < chunks; c++) total += parts[c * (N + 1) + N];
+  for (int64_t c = 0; c < chunks; c++) total += parts[c * s.part() + N];
   const float norm = 1.f / std::sqrt(total / float(s.count * s.width) + s.eps);
   for (int64_t r = 0; r < N; r++) {
     float product = 0;
-    for (int64_t c = 0; c < chunks; c++) product += parts[c * (N + 1) + r];
+    for (int64_t c = 0; c < chunks; c++) product += parts[c * s.part() + r];
     out[r] = product * norm * s.scale[r] + s.base[r];
   }
 }
@@ -110,27 +112,32 @@ void mix(const Streams& s, const T* x, int64_t ldx, T* residual, int64_t ldr, T*
   parallel(s.tokens * chunks, [&](int64_t task) {
     const int64_t t = task / chunks, first = task % chunks * CHUNK, w = std::min(CHUNK, s.width - first);
     T* row = residual + t * ldr;
-    float* parts = s.parts + task * (N + 1);
+    float* parts = s.parts + task * s.part();
     if (x) write(s, x + t * ldx, row, first, w);
     int64_t r = 0;
     for (; r + 8 <= N; r += 8) products<8>(s, row, first, w, r, parts);
     for (; r < N; r++) products<1>(s, row, first, w, r, parts);
-    parts[N] = squares(s, row, first, w);
+    parts[N] = N ? squares(s, row, first, w) : 0;
+    if (s.late)
+      for (int i = 0; i < n; i++) parts[N + 1 + i] = to_float(row[n * s.width + n + n * n + i]);
   });
   parallel(s.tokens * chunks, [&](int64_t task) {
     const int64_t t = task / chunks, first = task % chunks * CHUNK, w = std::min(CHUNK, s.width - first);
     T* row = residual + t * ldr;
     float numbers[MOST_NUMBERS];
-    numbers_of(s, s.parts + t * chunks * (N + 1), chunks, numbers);
+    numbers_of(s, s.parts + t * chunks * s.part(), chunks, numbers);
+    const float* before = s.parts + task * s.part() + N + 1;
     F16 read[MOST];
-    for (int i = 0; i < n; i++) read[i] = set1(sigmoid(numbers[i]) + s.floor);
+    for (int i = 0; i < n; i++) read[i] = set1(s.late ? before[i] : sigmoid(numbers[i]) + s.floor);
     for (int64_t d = 0; d < w; d += LANES) {
       F16 total = zero();
       for (int i = 0; i < n; i++) total = fma(read[i], load_some(row + i * s.width + first + d, w - d), total);
       store_some(out + t * s.width + first + d, total, w - d);
     }
-    if (first || N == n) return;
+    if (first || N <= n) return;
     T* weights = row + n * s.width;
+    if (s.late)
+      for (int i = 0; i < n; i++) assign(weights[n + n * n + i], sigmoid(numbers[i]) + s.floor);
     doubly_stochastic(s, numbers + 2 * n);
     for (int i = 0; i < n; i++) assign(weights[i], 2.f * sigmoid(numbers[n + i]));
     for (int i = 0; i < n * n; i++) assign(weights[n + i], numbers[2 * n + i]);

@@ -31,7 +31,7 @@ from tests.kernels.cpu.formulas import (
     selected_attention,
     slots_of,
 )
-from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
+from tests.kernels.cpu.index_formulas import TOP_K, causal, check_blocks, check_choices, scores_of, select
 from tests.kernels.row_checks import check_choices_alone, check_sinks_over_whole_rows, check_ties
 
 LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 9), (16, 2500)]
@@ -189,3 +189,9 @@ def test_counts() -> None:
     selected = Selected.empty(chain, 3)
     assert selected.counts == [3, 3, 3, 3] and selected.slots.shape == (4, 3)
     assert selected.queries().context_lens == selected.counts
+
+
+@pytest.mark.parametrize(("size", "count"), [(8, 5), (4, 100), (1, 3)])
+def test_blocks_of_candidates(library: Library, dtype: torch.dtype, size: int, count: int) -> None:
+    for kernel in (TorchIndexer(), CpuIndexer(library), CpuIndexer(library, logits_bytes=900)):
+        check_blocks(kernel, dtype, size, count)

@@ -24,6 +24,18 @@ def weights_of(n: int, width: int, writes: bool = True, iterations: int = 20) ->
     return StreamWeights(fn, torch.randn(numbers), 1 + 0.3 * torch.randn(numbers), n, iterations, 1e-6, 1e-6)
 
 
+def late_weights(n: int, width: int) -> list[StreamWeights]:
+    """Of late sums, the model's head last."""
+    weights = [replace(weights_of(n, width, iterations=k), late=True) for k in (20, 1, 3)]
+    nothing = torch.empty(0)
+    return [*weights, replace(weights[0], fn=torch.empty(0, n * width), base=nothing, scale=nothing)]
+
+
+def late_residual(n: int, width: int, tokens: int) -> Tensor:
+    """Streams, and the weights of a part before; three numbers of others stand behind them."""
+    return torch.cat((torch.randn(tokens, n * width + n + n * n), torch.rand(tokens, n), torch.ones(tokens, 3)), 1)
+
+
 def run(mix: MixStreams, inputs: list[Tensor], residual: Tensor, weights: list[StreamWeights]) -> list[Tensor]:
     """The sums before the first and after each of the inputs, and the residual."""
     residual = residual.clone()
@@ -40,6 +52,19 @@ def test_cpp_equals_torch(any_library: Library, dtype: torch.dtype, shape: tuple
     weights = [weights_of(n, width, iterations=k) for k in (20, 1, 3)] + [weights_of(n, width, writes=False)]
     with threads(2):
         found = run(CpuOps(any_library).mix_streams, inputs, residual, weights)
+    wanted = run(mix_streams, inputs, residual, weights)
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_late_sums(library: Library, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    n, width, tokens = shape
+    residual = late_residual(n, width, tokens).to(dtype)
+    inputs, weights = [torch.randn(tokens, width).to(dtype) for _ in range(3)], late_weights(n, width)
+    with threads(2):
+        found = run(CpuOps(library).mix_streams, inputs, residual, weights)
     wanted = run(mix_streams, inputs, residual, weights)
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
     for one, other in zip(found, wanted, strict=True):

@@ -16,7 +16,7 @@ from moe_engine.kernels.indexer.reference import TorchIndexer, best
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.reference import TorchOps
 from tests.kernels.cpu.formulas import close, filled_cache, normal, paged_queries, random_trees, slots_of
-from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
+from tests.kernels.cpu.index_formulas import TOP_K, causal, check_blocks, check_choices, scores_of, select
 from tests.kernels.row_checks import check_choices_alone, check_ties
 
 triton_indexer = pytest.importorskip("moe_engine.kernels.indexer.triton_indexer", reason="needs triton")
@@ -218,3 +218,10 @@ def test_draft_trees_are_refused() -> None:
     queries, _ = random_trees(paged_queries([(3, 9)])[0])
     with pytest.raises(ValueError, match="draft tree"):
         triton_indexer.TritonIndexer().plan(queries)
+
+
+@pytest.mark.parametrize(("size", "count", "budget"), [(8, 5, 1 << 28), (4, 100, 1 << 28), (1, 3, 2000)])
+def test_blocks_of_candidates(size: int, count: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs of block maxima, and tokens in parts."""
+    monkeypatch.setattr(triton_select, "BLOCK", 64)
+    check_blocks(triton_indexer.TritonIndexer(budget), torch.float32, size, count)

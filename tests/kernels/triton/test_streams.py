@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_engine.kernels.ops.streams import mix_streams
-from tests.kernels.cpu.test_streams import run, weights_of
+from tests.kernels.cpu.test_streams import late_residual, late_weights, run, weights_of
 
 triton_streams = pytest.importorskip("moe_engine.kernels.ops.triton_streams", reason="needs triton")
 TritonOps = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton").TritonOps
@@ -24,6 +24,19 @@ def test_streams(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     residual = torch.randn(tokens, n * width + n + n * n).to(dtype)
     inputs = [torch.randn(tokens, width).to(dtype) for _ in range(3)]
     weights = [weights_of(n, width, iterations=k) for k in (20, 1, 3)] + [weights_of(n, width, writes=False)]
+    mix = TritonOps().capabilities.mix_streams
+    found, wanted = run(mix, inputs, residual, weights), run(mix_streams, inputs, residual, weights)
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_late_sums(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    n, width, tokens = shape
+    residual = late_residual(n, width, tokens).to(dtype)
+    inputs, weights = [torch.randn(tokens, width).to(dtype) for _ in range(3)], late_weights(n, width)
     mix = TritonOps().capabilities.mix_streams
     found, wanted = run(mix, inputs, residual, weights), run(mix_streams, inputs, residual, weights)
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-4

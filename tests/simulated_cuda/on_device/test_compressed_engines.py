@@ -21,6 +21,7 @@ from moe_engine.models.needs import need_of_model
 from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
+from tests.models.deepseek_v41 import make_v41
 from tests.models.stepper import Chunk, Stepper
 from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
 from tests.models.v4_dspark import make_dspark
@@ -65,6 +66,42 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
         assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
     launched = set(kernels.launches)
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel", "compress_kernel", "rows_kernel"}
+
+
+V41_FIELDS: dict[str, Any] = {
+    "num_hidden_layers": 3, "compress_ratios": [2, 1, 1], "kv_source_layer_ids": [0, 1],
+    "index_source_layer_ids": [0, 1, 2], "candidate_source_layer_id": 1, "candidate_topk_blocks": 3,
+    "candidate_block_size": 4, "index_topk": 3, "index_n_heads": 4, "sliding_window": 8, "n_routed_experts": 4,
+    "engram_layer_ids": [1], "engram_num_embeddings": [630], "hc_mult": 2,
+}  # fmt: skip
+V41_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "decodes": ({}, {}), "bounded windows": ({}, {"chunked_prefill_size": 8, "max_total_tokens": 256}),
+    "n-gram drafts": ({}, NGRAM), "no tables": ({"engram_layer_ids": [], "engram_num_embeddings": []}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("form", V41_FORMS)
+def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of the CPU, with contexts within the window, the top-k and the candidates, and beyond; no waits, also
+    for rows of n-gram tables."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    fields, flags = V41_FORMS[form]
+    path = make_v41(tmp_path / "model", random.randrange(1 << 30), **V41_FIELDS | fields)
+    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
+    requests = [
+        Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
+        Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
+        Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
+    ]
+    both = {"page_size": 8, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96} | flags
+    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
+    lens = {start + 1 for step in replayed for start in step.plan.starts}
+    assert min(lens) < 8 and max(lens) > 12
+    launched = set(kernels.launches)
+    assert launched >= {"scores_kernel", "select_kernel", "block_maxima_kernel", "latent_kernel"}
 
 
 LAUNCHES = {SLIDING: 19, HCA: 21, CSA: 29}

@@ -1,0 +1,40 @@
+"""Rows of n-gram tables: C++ against torch, with rows of several dtypes and a table of one repeated row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_engine.kernels.ops.hashed_rows import SCALED, HashedRows
+
+PRIMES = (101, 103, 107, 109, 113, 127)
+MULTIPLIERS = (2**50 + 1, 2**49 + 3, 2**47 + 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_cpp_equals_torch(dtype: torch.dtype, tokens: int) -> None:
+    width, count = 2 * SCALED, sum(PRIMES)
+    values = torch.randn(count, width).to(dtype)
+    scales = torch.randint(100, 140, (count, 2), dtype=torch.uint8) if dtype == torch.float8_e4m3fn else None
+    rows = HashedRows(values.view(torch.uint8), dtype, scales, PRIMES, MULTIPLIERS)
+    assert rows.in_order
+    ids = torch.randint(8000, (tokens, 5), dtype=torch.int32)[:, :3]
+    found = rows.read(ids, torch.float32)
+    numbers = rows.rows_of(ids)
+    assert numbers.shape == (tokens, 6)
+    wanted = values.float()
+    if scales is not None:
+        wanted = (wanted.unflatten(1, (2, SCALED)) * (scales.float() - 127).exp2().unsqueeze(2)).flatten(1)
+    assert torch.equal(found, wanted[numbers].flatten(1))
+    exact = [int(ids[t, 0]) * MULTIPLIERS[0] ^ int(ids[t, 1]) * MULTIPLIERS[1] for t in range(tokens)]
+    assert numbers[:, 1].tolist() == [PRIMES[0] + mixed % PRIMES[1] for mixed in exact]
+    rows.__dict__["_function"] = None
+    assert not rows.in_order and torch.equal(rows.read(ids, torch.float32), found)
+
+
+def test_a_repeated_row() -> None:
+    table = torch.arange(8, dtype=torch.uint8)[None].expand(sum(PRIMES), -1)
+    rows = HashedRows(table, torch.float32, None, PRIMES, MULTIPLIERS)
+    found = rows.read(torch.randint(50, (3, 3), dtype=torch.int32), torch.float32)
+    assert torch.equal(found, table[0].view(torch.float32).repeat(3, 6))
