@@ -113,9 +113,10 @@ class AttentionBatch:
         return None if queries is None else queries.window
 
     def with_window(self, window: int | None, slot_table: Tensor | None) -> AttentionBatch:
-        """These queries with another window, and another slot table unless it is None."""
-        change: dict[str, Any] = (
-            {"window": window} if slot_table is None else {"window": window, "slot_table": slot_table}
-        )
+        """These queries with another window, and another slot table unless it is None. A window is causal: with one,
+        the query tokens of a block do not see each other both ways."""
+        change: dict[str, Any] = {"window": window}
+        change |= {} if slot_table is None else {"slot_table": slot_table}
+        change |= {} if window is None else {"visible": None}
         decode, prefill = (None if q is None else replace(q, **change) for q in (self.decode, self.prefill))
         return AttentionBatch(decode, prefill)

@@ -3,8 +3,9 @@ of their own and as layers in the model's checkpoint (DeepSeek V4). Their fields
 
 A block starts with the last token; mask tokens follow. DFlash's output at a mask predicts the token at its own
 position, so that the first output is not used. DSpark's outputs predict the token at the next position; a Markov head
-adds a bias by the token before, which makes the drafts of a block consistent. Its confidence head, which other engines
-use to choose the number of drafts, is not read: ``--speculative-num-steps auto`` measures acceptance instead.
+adds a bias by the token before, which makes the drafts of a block consistent. (In the format of the speculators
+library, heads of either kind may predict either position.) DSpark's confidence head, which other engines use to choose
+the number of drafts, is not read: ``--speculative-num-steps auto`` measures acceptance instead.
 
 Legend: B tokens of a block, D hidden, V vocabulary, R rank of the Markov head.
 """
@@ -19,8 +20,6 @@ from moe_engine.errors import ConfigError
 
 MARKOV = "markov_head"
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
-UNREAD = ("lm_head.weight", *CONFIDENCE)
-"""A copy of the target's LM head, and the confidence head."""
 _ARCHITECTURES = ("DFlash", "DSpark")
 _LAYERS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 """Architecture of the decoder layers, by model_type."""
@@ -34,24 +33,29 @@ class BlockConfig:
     Attributes:
         size: tokens B of a block in training; shorter blocks are valid too.
         mask_id: id of the mask token.
-        skips_first: the first output of a block predicts nothing (DFlash).
+        is_dspark: a DSpark head; else DFlash.
+        skips_first: the first output of a block predicts nothing.
+        is_causal: whether the tokens of a block see those behind them, if config.json says so for all layers. None:
+            layers with a window are causal, others are not.
         markov_rank: R; 0: no Markov head (DFlash).
         markov_head: ``vanilla``, ``gated`` or ``rnn``.
     """
 
     size: int
     mask_id: int
+    is_dspark: bool
     skips_first: bool
     markov_rank: int = 0
     markov_head: str = ""
+    is_causal: bool | None = None
 
     @property
     def kind(self) -> str:
-        return "DFlash head" if self.skips_first else "DSpark head"
+        return "DSpark head" if self.is_dspark else "DFlash head"
 
     @property
     def algorithm(self) -> str:
-        return "DFLASH" if self.skips_first else "DSPARK"
+        return "DSPARK" if self.is_dspark else "DFLASH"
 
     @property
     def max_drafts(self) -> int:
@@ -99,27 +103,21 @@ def read_block(file: str, names: Collection[str], raw: Mapping[str, Any], vocab_
     Raises:
         ConfigError: a field is missing or has a value that is not supported.
     """
-    if raw.get("speculators_model_type"):
-        raise ConfigError(
-            f"{file}: a head in the format of the speculators library is not supported; its blocks predict other "
-            "positions. Use a head of z-lab's DFlash or of DeepSpec"
-        )
     section = {**_section(raw, "dflash_config"), **_section(raw, "dspark_config")}
     fields = {**raw, **section}
     is_dspark = any("DSpark" in name for name in names) or fields.get("projector_type") == "dspark"
-    if fields.get("draft_vocab_size") not in (None, vocab_size):
-        raise ConfigError(
-            f"{file}: draft_vocab_size {fields['draft_vocab_size']}: heads that fill in blocks draft all {vocab_size} "
-            "tokens of the vocabulary"
-        )
     size = _integer(file, fields, "block_size")
     mask = _integer(file, fields, "mask_token_id")
-    if size < (1 if is_dspark else 2):
-        raise ConfigError(f"{file}: block_size {size}: a block has at least {1 if is_dspark else 2} tokens")
+    skips_first = not fields.get("sample_from_anchor", is_dspark)
+    if size < 1 + skips_first:
+        raise ConfigError(f"{file}: block_size {size}: a block has at least {1 + skips_first} tokens")
     if not 0 <= mask < vocab_size:
         raise ConfigError(f"{file}: mask_token_id {mask}: the vocabulary has {vocab_size} tokens")
+    causal = False if fields.get("sliding_window_non_causal") else fields.get("is_causal", fields.get("causal"))
+    if causal not in (None, True, False):
+        raise ConfigError(f"{file}: is_causal {causal!r}: must be true or false")
     if not is_dspark:
-        return BlockConfig(size, mask, skips_first=True)
+        return BlockConfig(size, mask, is_dspark, skips_first, is_causal=causal)
     rank = _integer(file, fields, "markov_rank")
     head = str(fields.get("markov_head_type", "vanilla")).lower()
     if rank < 0 or head not in _MARKOV_HEADS:
@@ -127,7 +125,9 @@ def read_block(file: str, names: Collection[str], raw: Mapping[str, Any], vocab_
             f"{file}: markov_rank {rank}, markov_head_type {head}: supported are ranks from 0 on, and "
             f"{', '.join(_MARKOV_HEADS)}"
         )
-    return BlockConfig(size, mask, skips_first=False, markov_rank=rank, markov_head=head if rank else "")
+    return BlockConfig(
+        size, mask, is_dspark, skips_first, markov_rank=rank, markov_head=head if rank else "", is_causal=causal
+    )
 
 
 def block_taps(file: str, raw: Mapping[str, Any], num_layers: int, num_target_layers: int) -> tuple[int, ...]:

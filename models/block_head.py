@@ -1,11 +1,12 @@
 """Draft heads that fill in a block of tokens in one forward: DFlash and DSpark (`models.block_config`).
 
-Legend: T tokens, S rows, D hidden, F width of the target's states, V vocabulary.
+Legend: T tokens, S rows, D hidden, F width of the target's states, W draft vocabulary.
 
 Keys and values of a computed token come from the target's states of several layers, x = hidden_norm(fc(states)), in
 every layer of the head: no layer runs for them. A block is the last token with mask tokens behind it. Its tokens attend
-to all tokens before the block and to each other in both directions; logits are those of the target's LM head on
-norm(v). Embedding and LM head are the target's.
+to all tokens before the block and to each other in both directions; a layer with a window is causal, and each token
+sees the last positions up to its own. Logits are those of the LM head on norm(v). The embedding is the
+target's, and the LM head too unless the head drafts fewer tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.block_config import BlockConfig
+from moe_engine.models.draft_vocabulary import own_head
 from moe_engine.models.eagle_config import LAYER, HeadConfig
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.head_layers import HeadLayers
@@ -33,13 +35,17 @@ class BlockLayers(Protocol):
 
     Attributes:
         markov: of DSpark.
+        ids: the target's ids [W] int64 of the draft vocabulary; None: it is the target's vocabulary.
         visible: the batch of `forward` has `PagedQueries.visible`, so that the tokens of a block see each other.
+        windows: of the layers' queries; None, the first, is that of the batch.
         weight_bytes: in addition to the target, in the kernels' layouts.
     """
 
     block: BlockConfig
     markov: MarkovHead | None
+    ids: Tensor | None
     visible: bool
+    windows: tuple[int | None, ...]
     weight_bytes: int
 
     def remember(self, states: Tensor, batch: ForwardBatch) -> None: ...
@@ -55,15 +61,24 @@ class BlockHead:
     Args:
         backends: kernels for the head's attention.
         max_positions: max positions of requests.
+        ids: as in `BlockLayers`.
     """
 
-    visible = True
-
     def __init__(
-        self, head: HeadConfig, model: Decoder, reader: WeightSource, backends: Backends, max_positions: int
+        self,
+        head: HeadConfig,
+        model: Decoder,
+        reader: WeightSource,
+        backends: Backends,
+        max_positions: int,
+        ids: Tensor | None = None,
     ) -> None:
         assert head.block is not None
         self.block: BlockConfig = head.block
+        self.ids: Tensor | None = ids
+        self.visible = not self.block.is_causal
+        others = (group.window for group in head.layer.cache_groups if group.window is not None)
+        self.windows: tuple[int | None, ...] = (None, *others)
         self._model = model
         layer, ops = head.layer, backends.ops
         size, eps = layer.hidden_size, layer.norm_eps
@@ -72,8 +87,10 @@ class BlockHead:
         self._input_norm = RMSNorm(ops, reader, f"{LAYER}.input_layernorm", size, eps)
         last = RMSNorm(ops, reader, "norm", size, eps)
         self._layers = HeadLayers(layer, model, reader, backends, max_positions, last_norm=last)
-        rank = self.block.markov_rank
-        self.markov: MarkovHead | None = MarkovHead(self.block, reader, size, layer.vocab_size) if rank else None
+        self.markov: MarkovHead | None = None
+        if self.block.markov_rank:
+            self.markov = MarkovHead(self.block, reader, size, layer.vocab_size, draft_vocab=head.draft_vocab)
+        self._lm_head = own_head(head, model, reader, backends.linear)
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the head in addition to the target, in the kernels' layouts."""
 
@@ -96,5 +113,5 @@ class BlockHead:
         return self._layers.run(self._input_norm(stream), stream, batch)
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """v [S, D] -> [S, V] float32, without the bias of `markov`. `sizes` as in `Model.logits`."""
-        return self._model.logits(v, sizes)
+        """v [S, D] -> [S, W] float32, without the bias of `markov`. `sizes` as in `Model.logits`."""
+        return self._model.logits(v, sizes) if self._lm_head is None else self._lm_head(v, sizes)

@@ -17,6 +17,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.formats.plain import integer_tensor
+from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
 from moe_engine.models.token_map import read_token_map
 from moe_engine.models.weights import WeightReader, WeightSource
@@ -47,6 +48,15 @@ def draft_ids(head: HeadConfig, reader: WeightSource) -> Tensor | None:
             f"{head.layer.vocab_size}; the head belongs to another model"
         )
     return ids.to(reader.device)
+
+
+def own_head(head: HeadConfig, model: Decoder, reader: WeightSource, kernel: LinearKernel) -> Head | None:
+    """The LM head [W, D] in a draft head's checkpoint; None: it uses the target's."""
+    if not head.own_head:
+        return None
+    own = dataclasses.replace(head.layer, vocab_size=head.own_head, tie_word_embeddings=False)
+    parallel = dataclasses.replace(model.parallel, all_reduce=None)
+    return Head(own, reader, kernel, model.embedding, parallel)
 
 
 def mapped_head(

@@ -16,7 +16,6 @@ The embedding is the target's. The layers' keys and values follow those of the t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.draft_layers import embed_next
+from moe_engine.models.draft_vocabulary import own_head
 from moe_engine.models.eagle_config import LAYER, HeadConfig
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.head_layers import HeadLayers
@@ -79,10 +79,7 @@ class EagleHead:
             self._hidden_norm = RMSNorm(ops, reader, f"{LAYER}.hidden_norm", size, layer.norm_eps)
             self._norm = RMSNorm(ops, reader, "norm", size, layer.norm_eps)
         self._layers = HeadLayers(layer, model, reader, backends, max_positions, head.attention_input)
-        if lm_head is None and head.own_head:
-            own = replace(layer, vocab_size=head.own_head, tie_word_embeddings=False)
-            lm_head = Head(own, reader, backends.linear, model.embedding, replace(model.parallel, all_reduce=None))
-        self._lm_head = lm_head
+        self._lm_head = lm_head or own_head(head, model, reader, backends.linear)
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the head in addition to the target, in the kernels' layouts."""
 

@@ -19,7 +19,7 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.models import registry
 from moe_engine.models.block_config import (
-    UNREAD,
+    CONFIDENCE,
     BlockConfig,
     block_taps,
     is_block_head,
@@ -30,6 +30,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.config_vision import rotary_axes
+from moe_engine.models.speculators_config import is_speculators, published_fields
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import KV_SCALES, Kind, TensorSpec, block_tensors, layer_tensors
 
@@ -40,8 +41,8 @@ LM_HEAD = "lm_head.weight"
 _EAGLE = re.compile(r"eagle3?", re.IGNORECASE)
 _INPUTS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
 """Projections of a layer's input. (With a query latent, ``q_b_proj`` reads the latent.)"""
-_UNREAD = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq")
-"""Copies of the target's embedding; the inverse of d2t; tables of rotary frequencies."""
+_UNREAD = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Copies of the target's embedding; the inverse of d2t; tables of rotary frequencies; what training compares with."""
 
 
 @dataclass(frozen=True)
@@ -140,19 +141,17 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
     """
     file = folder / "config.json"
     raw = read_json(file)
+    nested = is_speculators(raw)
+    raw = published_fields(str(file), raw) if nested else raw
     fields, eagle = Fields(raw, str(file)), _section(raw)
     names = [str(name) for name in raw.get("architectures") or []]
-    if "transformer_layer_config" in raw:
-        raise ConfigError(
-            f"{file}: a head in the format of the speculators library is not supported; convert it to SGLang's layout "
-            "(architectures LlamaForCausalLMEagle3, the fields of transformer_layer_config at the top)"
-        )
     is_eagle3 = _is_eagle3(names, files)
     fills = is_block_head(names)
-    layer = _layer(folder, [layer_architecture(str(file), raw)] if fills else names)
-    if layer.is_moe or layer.windows:
-        what = "experts" if layer.is_moe else "a sliding window"
-        raise ConfigError(f"{file}: a head with {what} is not supported; its layers must be dense, over all positions")
+    layer = _layer(folder, [layer_architecture(str(file), raw)] if fills else names, raw if nested else {})
+    if layer.is_moe:
+        raise ConfigError(f"{file}: a head with experts is not supported; its layers must be dense")
+    if layer.windows and not fills:
+        raise ConfigError(f"{file}: an EAGLE head with a sliding window is not supported; it must see all positions")
     if any(name.endswith(("enorm.weight", "hnorm.weight")) for name in files):
         raise ConfigError(
             f"{file}: the head has enorm and hnorm, as MTP layers have; export it as one (...NextN in architectures, "
@@ -162,9 +161,14 @@ def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_l
     layer = replace(layer, rope=replace(layer.rope, axes=axes))
     if fills:
         block = read_block(str(file), names, raw, layer.vocab_size)
+        if layer.windows and block.is_causal is False:
+            raise ConfigError(
+                f"{file}: sliding_window_non_causal, or is_causal false: a window that sees the whole block is not "
+                "supported; layers with a window must be causal"
+            )
         taps = block_taps(str(file), raw, layer.num_layers, num_target_layers)
         hidden = fields.integer("target_hidden_size", None) or layer.hidden_size
-        return HeadConfig(str(folder), layer, False, taps, hidden, block=block)
+        return _with_vocabulary(HeadConfig(str(folder), layer, False, taps, hidden, block=block), fields, files)
     reads_taps = is_eagle3 and eagle.get("use_aux_hidden_state", True)
     head = HeadConfig(
         path=str(folder),
@@ -203,14 +207,15 @@ def head_tensors(head: HeadConfig) -> Iterator[TensorSpec]:
     if head.block is not None:
         yield TensorSpec("hidden_norm.weight", (hidden,), Kind.WIDE)
         yield TensorSpec("norm.weight", (hidden,), Kind.WIDE)
-        yield from block_tensors(head.block, hidden, head.layer.vocab_size)
+        yield from block_tensors(head.block, hidden, head.layer.vocab_size, head.draft_vocab)
     if head.own_head:
         yield TensorSpec(LM_HEAD, (head.own_head, hidden))
 
 
 def names_outside_head(head: HeadConfig, names: Collection[str]) -> set[str]:
     """Tensors of a head's files that it does not need."""
-    unread = (*_UNREAD, *KV_SCALES, *(() if head.own_head else (LM_HEAD,)), *(UNREAD if head.block is not None else ()))
+    unread = (*_UNREAD, *KV_SCALES, *(() if head.own_head else (LM_HEAD,)))
+    unread += CONFIDENCE if head.block is not None else ()
     further = tuple(f"{LAYERS}.{i}.hidden_norm.weight" for i in range(1, head.layer.num_layers))
     return {name for name in names if name.endswith(unread) or name in further}
 
@@ -233,8 +238,9 @@ def _is_eagle3(names: Collection[str], files: Mapping[str, WeightFile]) -> bool:
     return f"{LAYER}.hidden_norm.weight" in files
 
 
-def _layer(folder: Path, names: Collection[str]) -> ModelConfig:
-    """The decoder layers as a model of their family: the architecture's name without Eagle."""
+def _layer(folder: Path, names: Collection[str], fields: Mapping[str, Any]) -> ModelConfig:
+    """The decoder layers as a model of their family: the architecture's name without Eagle. `fields`: which config.json
+    has elsewhere."""
     file = folder / "config.json"
     plain = [_EAGLE.sub("", name) for name in names]
     known = [name for name in plain if name in registry.supported()]
@@ -243,7 +249,7 @@ def _layer(folder: Path, names: Collection[str]) -> ModelConfig:
             f"{file}: architectures {', '.join(names)}: no head on the layers of {', '.join(plain)} is supported; "
             "supported: those of Llama, Qwen, DeepSeek and Kimi"
         )
-    return load_model_config(folder, {"architectures": known, "n_routed_experts": None})
+    return load_model_config(folder, {**fields, "architectures": known, "n_routed_experts": None})
 
 
 def _tapped(file: Path, raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -272,10 +278,11 @@ def _tapped(file: Path, raw: Mapping[str, Any], eagle: Mapping[str, Any], num_la
 
 
 def _with_vocabulary(head: HeadConfig, fields: Fields, files: Mapping[str, WeightFile]) -> HeadConfig:
-    """The config with the head's own vocabulary: that of its LM head, if it has one."""
-    if not head.is_eagle3:
-        return head
+    """The config with the head's own vocabulary: that of its LM head, if it has one. A head that fills in blocks may
+    have a copy of the target's."""
     count = fields.integer("draft_vocab_size", None) or head.layer.vocab_size
+    if not head.is_eagle3 and (head.block is None or count == head.layer.vocab_size):
+        return head
     stored = files.get(LM_HEAD)
     if files and stored is None:
         if count != head.layer.vocab_size:

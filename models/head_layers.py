@@ -63,9 +63,10 @@ class HeadLayers:
         ]
         self.layers: list[DecoderLayer | ShardedLayer] = []
         for i, (name, last) in enumerate(zip(names, [*nexts, last_norm or _NoNorm()])):
+            number = {} if form is MLAAttention else {"number": i}
             attention = form(
                 config, model.config.num_layers + i, reader, backends, parallel, rotary,
-                layer_name=name, input_size=None if i else input_size,
+                layer_name=name, input_size=None if i else input_size, **number,
             )  # fmt: skip
             post = RMSNorm(ops, reader, f"{name}.post_attention_layernorm", size, config.norm_eps)
             mlp = MLP.dense(backends, reader, parallel, f"{name}.mlp", *widths, config.mlp_bias)

@@ -131,9 +131,9 @@ def load_head(
         raise ConfigError(f"{head.path}: draft heads for external models ({type(model).__name__}) are not supported")
     outside = partial(names_outside_head, head)
     with _reading(head.path, head.layer, options, outside, model.parallel, read_head) as reader:
-        if head.block is not None:
-            return BlockHead(head, model, reader, backends, max_positions)
         ids, lm_head = draft_ids(head, reader), None
+        if head.block is not None:
+            return BlockHead(head, model, reader, backends, max_positions, ids)
         if head.num_mapped and ids is not None:
             path, config = target
             source = open_weights(path, config, replace(options, progress=False, prefetch=None, drop_cache=False))

@@ -1,6 +1,6 @@
 """DSpark's Markov head: a bias of the logits of a draft by the draft before it.
 
-Legend: S rows, D hidden, V vocabulary, R rank.
+Legend: S rows, D hidden, V vocabulary, W draft vocabulary, R rank.
 """
 
 from __future__ import annotations
@@ -18,14 +18,23 @@ class MarkovHead:
     output of the block too; ``rnn``: a recurrent cell along the block.
 
     Every rank has all weights: the drafts of a block follow each other, and each needs the whole bias.
+
+    Args:
+        draft_vocab: W; 0: V.
     """
 
     def __init__(
-        self, block: BlockConfig, reader: WeightSource, hidden: int, vocab_size: int, prefix: str = MARKOV
+        self,
+        block: BlockConfig,
+        reader: WeightSource,
+        hidden: int,
+        vocab_size: int,
+        prefix: str = MARKOV,
+        draft_vocab: int = 0,
     ) -> None:
         self._rank, self._kind = rank, kind = block.markov_rank, block.markov_head
         self._embedding = reader.tensor(f"{prefix}.markov_w1.weight", (vocab_size, rank))
-        self._project = reader.tensor(f"{prefix}.markov_w2.weight", (vocab_size, rank))
+        self._project = reader.tensor(f"{prefix}.markov_w2.weight", (draft_vocab or vocab_size, rank))
         self._gate: tuple[Tensor, Tensor] | None = None
         if kind != "vanilla":
             name, rows, columns = (
@@ -41,7 +50,7 @@ class MarkovHead:
         return self._embedding.new_zeros(count, self._rank)
 
     def bias(self, tokens: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias [S, V] float32 of the next draft, and the next state.
+        """The bias [S, W] float32 of the next draft, and the next state.
 
         Args:
             tokens: [S] int64, the token before.

@@ -39,6 +39,8 @@ class StreamBlock:
     """The draft layers of a loaded `model`; implements `models.block_head.BlockLayers`."""
 
     visible = False
+    ids: Tensor | None = None
+    windows: tuple[int | None, ...] = (None,)
 
     def __init__(self, model: Decoder, reader: WeightSource) -> None:
         own, config = model.config.own_block, model.config

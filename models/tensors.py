@@ -204,13 +204,13 @@ def _block_scores(name: str, hidden: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{name}_proj.weight", (1, hidden), Kind.WIDE)
 
 
-def block_tensors(block: BlockConfig, hidden: int, vocab_size: int) -> Iterator[TensorSpec]:
-    """Tensors of the Markov head; every rank has all of them."""
+def block_tensors(block: BlockConfig, hidden: int, vocab_size: int, draft_vocab: int = 0) -> Iterator[TensorSpec]:
+    """Tensors of the Markov head; every rank has all of them. `draft_vocab`: tokens that it may draft; 0: all."""
     rank = block.markov_rank
     if not rank:
         return
     yield TensorSpec(f"{MARKOV}.markov_w1.weight", (vocab_size, rank), Kind.PLAIN)
-    yield TensorSpec(f"{MARKOV}.markov_w2.weight", (vocab_size, rank), Kind.PLAIN)
+    yield TensorSpec(f"{MARKOV}.markov_w2.weight", (draft_vocab or vocab_size, rank), Kind.PLAIN)
     extra = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
     if block.markov_head in extra:
         name, rows, columns = extra[block.markov_head]

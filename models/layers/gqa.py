@@ -69,6 +69,7 @@ class GQAttention:
     Args:
         layer_name: prefix of the layer's tensors; default ``model.layers.{layer_index}``.
         input_size: width of the input, if it is not that of the hidden states.
+        number: of the layer in `config`, if it is not `layer_index`, its cache's.
     """
 
     fused = None
@@ -86,14 +87,16 @@ class GQAttention:
         rotary: RotaryTable,
         layer_name: str | None = None,
         input_size: int | None = None,
+        number: int | None = None,
     ) -> None:
-        whole = config.attention_of(layer_index)
+        number = layer_index if number is None else number
+        whole = config.attention_of(number)
         assert isinstance(whole, GQAConfig)
-        gqa, rope = local_attention(whole, parallel), config.rope_of(layer_index)
+        gqa, rope = local_attention(whole, parallel), config.rope_of(number)
         self._gqa, self._layer_index, self._rotary = gqa, layer_index, rotary
         self._ops = backends.ops
         self._backend: GQABackend = backends.attention  # type: ignore[assignment]
-        self._group = _group_of(config, layer_index)
+        self._group = _group_of(config, number)
         self._all_groups = config.cache_groups
         self._scale = gqa.head_dim**-0.5 * rope.softmax_factor
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
@@ -207,7 +210,7 @@ class GQAttention:
         return self._grouped_rows(q, k, v, self._head_norms, positions, self._rotary, slots, *cache, bias)
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
-        """Writes the keys and values of `forward` without computing its result; for a layer without a window."""
+        """Writes the keys and values of `forward` without computing its result, if the caches have all positions."""
         parts = self._parts(self._qkv(hidden))
         _, k = self._turned(parts, batch.positions)
         self._ops.write_kv(k, parts.v, batch.slots, *self.cache_of(batch))

@@ -37,6 +37,7 @@ def resolve_drafts(
         return speculation, None
     if draft.head is not None:
         check_sharding(draft.head, parallel.topology)
+        return speculation, draft  # its windows decide what a block sees for requests of any length
     return speculation, dataclasses.replace(draft, config=draft.config.within(context_len))
 
 

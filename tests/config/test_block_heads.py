@@ -24,6 +24,7 @@ from tests.speculation.eagle_heads import Target
 
 DFLASH = BlockForm(size=6)
 DSPARK = BlockForm(size=4, markov="rnn", num_layers=3, tapped=(-1, 0, 2))
+SPECULATORS = BlockForm(size=4, num_tokens=100, speculators=True)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def start(target: Path, head: Path, algorithm: str = "DFLASH", **flags: Any) -> 
 def test_fields_and_lengths(target: Path, loaded: Target, tmp_path: Path) -> None:
     config = start(target, write(loaded, tmp_path))
     head, speculation = config.draft_head, config.speculation
-    assert head is not None and head.block == BlockConfig(6, 7, skips_first=True) and head.tapped == (1, 3)
+    assert head is not None and head.block == BlockConfig(6, 7, False, skips_first=True) and head.tapped == (1, 3)
     assert speculation is not None and (speculation.method, speculation.num_steps, speculation.topk) == ("block", 5, 1)
     for flags, steps in (
         ({"speculative_num_steps": 3}, 3),
@@ -69,12 +70,33 @@ def test_fields_and_lengths(target: Path, loaded: Target, tmp_path: Path) -> Non
     assert (config.draft_head.block.mask_id, config.draft_head.block.markov_rank) == (9, 24)
     config = start(target, write(loaded, tmp_path, DSPARK), "DSPARK")
     assert config.draft_head is not None
-    assert config.draft_head.block == BlockConfig(4, 7, skips_first=False, markov_rank=24, markov_head="rnn")
+    assert config.draft_head.block == BlockConfig(4, 7, True, False, markov_rank=24, markov_head="rnn")
     assert config.draft_head.tapped == (0, 1, 3) and config.speculation is not None
     assert config.speculation.num_steps == 4
 
 
-@pytest.mark.parametrize("form", [DFLASH, DSPARK], ids=["dflash", "dspark"])
+@pytest.mark.parametrize(
+    ("form", "drafts"),
+    [
+        (SPECULATORS, 3),
+        (BlockForm(size=4, anchor=True, speculators=True), 4),
+        (BlockForm(size=4, markov="vanilla", speculators=True), 4),
+        (BlockForm(size=4, markov="vanilla", speculators=True, anchor=False, num_tokens=60), 3),
+    ],
+    ids=["dflash", "dflash from the anchor", "dspark", "dspark after the anchor"],
+)
+def test_fields_of_the_speculators_library(
+    target: Path, loaded: Target, tmp_path: Path, form: BlockForm, drafts: int
+) -> None:
+    config = start(target, write(loaded, tmp_path, form), form.algorithm)
+    head, speculation = config.draft_head, config.speculation
+    assert head is not None and head.block is not None and speculation is not None
+    kind = {"DFLASH": "DFlash head", "DSPARK": "DSpark head"}[form.algorithm]
+    assert (head.kind, speculation.num_steps, head.tapped) == (kind, drafts, (1, 3))
+    assert (head.own_head, head.has_ids) == (form.num_tokens, form.num_tokens > 0)
+
+
+@pytest.mark.parametrize("form", [DFLASH, DSPARK, SPECULATORS], ids=["dflash", "dspark", "speculators"])
 def test_the_ledger_counts_what_is_held(target: Path, loaded: Target, tmp_path: Path, form: BlockForm) -> None:
     config = start(target, write(loaded, tmp_path, form), form.algorithm, context_length=64, skip_tokenizer_init=True)
     counted = {row.name: row.num_bytes for row in config.ledger.rows}[DRAFT_WEIGHTS]
@@ -88,8 +110,12 @@ def test_the_ledger_counts_what_is_held(target: Path, loaded: Target, tmp_path: 
     ("form", "fields", "flags", "words"),
     [
         (DFLASH, {"model_type": "gemma4"}, {}, "model_type gemma4: a head that fills in blocks must have layers of"),
-        (DFLASH, {"speculators_model_type": "dspark"}, {}, "the format of the speculators library is not supported"),
-        (DFLASH, {"draft_vocab_size": 100}, {}, "draft_vocab_size 100: heads that fill in blocks draft all"),
+        (DFLASH, {"draft_vocab_size": 100}, {}, "draft_vocab_size is 100, and the head has no lm_head.weight"),
+        (DFLASH, {"speculators_model_type": "dspark"}, {}, "transformer_layer_config must be an object, found None"),
+        (SPECULATORS, {"speculators_model_type": "peagle"}, {}, "speculators_model_type peagle: heads in the format"),
+        (SPECULATORS, {"transformer_layer_config": {"model_type": "gemma3"}}, {}, "model_type gemma3: the layers of a"),
+        (SPECULATORS, {"aux_hidden_state_layer_ids": None}, {}, "aux_hidden_state_layer_ids must be a list of layers"),
+        (SPECULATORS, {"projector_type": "domino"}, {}, "projector_type domino: not supported"),
         (DFLASH, {"block_size": 1}, {}, "block_size 1: a block has at least 2 tokens"),
         (DFLASH, {"block_size": None}, {}, "block_size must be a whole number, found None"),
         (DFLASH, {"dflash_config": {"mask_token_id": 9999, "target_layer_ids": [0]}}, {}, "mask_token_id 9999"),

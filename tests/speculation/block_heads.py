@@ -17,12 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.speculation.eagle_heads import Target, chain_counts
+from tests.speculation.eagle_heads import Target, chain_counts, speculators_config
 
 
 @dataclass
 class BlockForm:
-    """The structure of a head. `markov`: None (DFlash), or a kind of DSpark's Markov head."""
+    """The structure of a head. markov: None (DFlash), or a kind of DSpark's Markov head. num_tokens: size of its draft
+    vocabulary; 0: the target's. anchor: whether the first output of a block is a draft; None: of DSpark alone.
+    speculators: written in the format of the speculators library."""
 
     size: int = 5
     markov: str | None = None
@@ -32,12 +34,23 @@ class BlockForm:
     tapped: tuple[int, ...] = (0, 2)
     mask_id: int = 7
     confidence: bool = True
+    num_tokens: int = 0
+    anchor: bool | None = None
+    speculators: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def skips_first(self) -> bool:
+        return self.markov is None if self.anchor is None else not self.anchor
+
+    def window(self, layer: int) -> int | None:
+        kinds = self.fields.get("layer_types", ())
+        return self.fields["sliding_window"] if "sliding_attention" in kinds[layer : layer + 1] else None
 
     @property
     def drafts(self) -> int:
         """Of a whole block."""
-        return self.size if self.markov else self.size - 1
+        return self.size - self.skips_first
 
     @property
     def algorithm(self) -> str:
@@ -57,6 +70,8 @@ class ReferenceBlockHead(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.fc = nn.Linear(len(form.tapped) * size, size, bias=False)
         self.hidden_norm, self.norm = norm(size, self.config.rms_norm_eps), norm(size, self.config.rms_norm_eps)
+        if form.num_tokens:
+            self.lm_head = nn.Linear(size, form.num_tokens, bias=False)
         if form.markov is not None:
             self.markov_head = _Markov(form, size, vocab)
             if form.confidence:
@@ -68,6 +83,8 @@ class ReferenceBlockHead(nn.Module):
                 parameter.data = torch.randn_like(parameter) * parameter.shape[1] ** -0.5
             else:
                 parameter.data = 0.3 * torch.randn_like(parameter)
+        count = form.num_tokens
+        self.ids = torch.randperm(vocab)[:count].sort().values if count else torch.arange(vocab)
         self.double()
         torch.random.set_rng_state(state)
 
@@ -80,13 +97,16 @@ class ReferenceBlockHead(nn.Module):
         context = self.hidden_norm(self.fc(states))
         x = self.target.embedding(ids)
         rotary = self._rotary(x, torch.arange(len(context) + len(ids))[None])
-        for layer in self.layers:
-            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), context, rotary)
+        for i, layer in enumerate(self.layers):
+            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), context, rotary, self.form.window(i))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x
 
-    def _attend(self, attention: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention of the block [B, D] to context [T, D] and itself, without a mask."""
+    def _attend(
+        self, attention: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], window: int | None
+    ) -> Tensor:
+        """Attention of the block [B, D] to context [T, D] and itself, without a mask; with a window, of each token to
+        the last `window` positions up to its own."""
         width = attention.head_dim
         cos, sin = (part[0] for part in rotary)
 
@@ -103,7 +123,11 @@ class ReferenceBlockHead(nn.Module):
         k = turned(heads(attention.k_proj(both), getattr(attention, "k_norm", None)), cos, sin)
         v = heads(attention.v_proj(both), None)
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-        weights = torch.softmax(torch.einsum("bhd,thd->hbt", q, k) * width**-0.5, -1)
+        scores = torch.einsum("bhd,thd->hbt", q, k) * width**-0.5
+        if window is not None:
+            before = torch.arange(len(context), len(both))[:, None] - torch.arange(len(both))
+            scores = scores.masked_fill((before < 0) | (before >= window), -torch.inf)
+        weights = torch.softmax(scores, -1)
         return attention.o_proj(torch.einsum("hbt,thd->bhd", weights, v).flatten(1))
 
     def chain(self, states: Tensor, tokens: list[int], depth: int) -> list[int]:
@@ -111,24 +135,26 @@ class ReferenceBlockHead(nn.Module):
         with torch.no_grad():
             logits, outputs = self.drafts(states, tokens[-1], depth)
             if self.form.markov is None:
-                return logits.argmax(-1).tolist()
+                return self.ids[logits.argmax(-1)].tolist()
             before, found, state = tokens[-1], [], torch.zeros(self.form.rank, dtype=logits.dtype)
             for own, output in zip(logits, outputs):
                 bias, state = self.markov_head(torch.tensor(before), output, state)
-                before = int((own + bias).argmax())
+                before = int(self.ids[(own + bias).argmax()])
                 found.append(before)
             return found
 
     def drafts(self, states: Tensor, root: int, depth: int) -> tuple[Tensor, Tensor]:
-        """Logits [depth, V] of the drafts of a block, without a Markov head's bias, and outputs [depth, D]."""
-        count = depth if self.form.markov else depth + 1
+        """Logits [depth, W] of the drafts of a block, without a Markov head's bias, and outputs [depth, D]."""
+        count = depth + self.form.skips_first
         outputs = self.norm(self.block(states, torch.tensor([root, *[self.form.mask_id] * (count - 1)])))
         outputs = outputs[count - depth :]
-        return self.target.logits(outputs), outputs
+        return self.lm_head(outputs) if self.form.num_tokens else self.target.logits(outputs), outputs
 
     def distil(self, texts: list[list[int]], steps: int) -> None:
-        """Trains the head to continue the target's texts; deterministic."""
+        """Trains the head to continue the target's texts within its vocabulary; deterministic."""
         depth = self.form.drafts
+        numbers = torch.full((self.target.config.vocab_size,), -100)
+        numbers[self.ids] = torch.arange(len(self.ids))
         data = [(text, self.target.states(text, self.form.tapped).float()) for text in texts]
         self.float()
         self.target.model.float()
@@ -143,8 +169,11 @@ class ReferenceBlockHead(nn.Module):
                     for i in range(depth):
                         bias, state = self.markov_head(torch.tensor(text[place + i]), outputs[i], state)
                         logits = logits + bias * (torch.arange(depth) == i)[:, None]
-                wanted = torch.tensor(text[place + 1 : place + 1 + depth])
-                loss = loss + nn.functional.cross_entropy(logits, wanted)
+                wanted = numbers[torch.tensor(text[place + 1 : place + 1 + depth])]
+                if (wanted >= 0).any():
+                    loss = loss + nn.functional.cross_entropy(logits, wanted, ignore_index=-100)
+            if not loss.requires_grad:
+                continue
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -152,7 +181,7 @@ class ReferenceBlockHead(nn.Module):
         self.double()
 
     def write(self, folder: Path, **fields: Any) -> Path:
-        """A checkpoint in the layout of z-lab (DFlash) or DeepSpec (DSpark), in float32."""
+        """A checkpoint in the layout of z-lab (DFlash), DeepSpec (DSpark) or the speculators library, in float32."""
         folder.mkdir(parents=True, exist_ok=True)
         form, tensors = self.form, {name: tensor.float() for name, tensor in self.state_dict().items()}
         own = {"block_size": form.size, "num_target_layers": self.target.config.num_hidden_layers}
@@ -163,22 +192,41 @@ class ReferenceBlockHead(nn.Module):
             config |= own | {"architectures": ["DFlashDraftModel"], "dflash_config": section}
         else:
             tensors["embed_tokens.weight"] = self.target.embedding.weight.detach().float().clone()
-            tensors["lm_head.weight"] = torch.zeros(1)  # is not read
+            if not form.num_tokens:
+                tensors["lm_head.weight"] = torch.zeros(1)  # is not read
             config |= own | {"architectures": ["Qwen3DSparkModel"], "markov_rank": form.rank}
             config |= {"markov_head_type": form.markov, "enable_confidence_head": form.confidence}
+        if form.speculators:
+            config = self._speculators_config()
+        if form.num_tokens:
+            tensors["d2t"] = self.ids - torch.arange(len(self.ids))
+            tensors["t2d"] = torch.zeros(self.target.config.vocab_size, dtype=torch.bool).index_fill_(0, self.ids, True)
         kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if "rotary" not in name}
         save_file(kept, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(config | fields))
         return folder
 
+    def _speculators_config(self) -> dict[str, Any]:
+        form, kind = self.form, "dspark" if self.form.markov else "dflash"
+        config = speculators_config(kind, self.config, len(self.ids), form.drafts)
+        config |= {"block_size": form.size, "mask_token_id": form.mask_id, "target_hidden_size": None}
+        config["aux_hidden_state_layer_ids"] = [layer + 1 for layer in form.tapped]
+        if form.anchor is not None:  # files of older versions lack it
+            config["sample_from_anchor"] = form.anchor
+        if form.markov is not None:
+            config |= {"markov_rank": form.rank, "markov_head_type": form.markov}
+            config |= {"enable_confidence_head": form.confidence, "confidence_head_with_markov": True}
+        return config
+
 
 class _Markov(nn.Module):
-    """Token before, output [D] of the block, state [R] -> bias [V], next state."""
+    """Token before, output [D] of the block, state [R] -> bias [W], next state."""
 
     def __init__(self, form: BlockForm, hidden: int, vocab: int) -> None:
         super().__init__()
         self.kind, rank = form.markov, form.rank
-        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, form.num_tokens or vocab, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif self.kind == "rnn":

@@ -66,7 +66,8 @@ class Form:
 
     layer: ``llama``, ``qwen2``, ``qwen3`` or ``deepseek``. num_tokens: size of an EAGLE-3 draft vocabulary; 0: the
     target's. token_map: ids that an EAGLE-2 head drafts. tapped: layers whose outputs EAGLE-3 reads; -1: the
-    embedding. fields: further fields of the layer's config.
+    embedding. speculators: written in the format of the speculators library. fields: further fields of the layer's
+    config.
     """
 
     eagle3: bool = True
@@ -81,6 +82,7 @@ class Form:
     own_head: bool = True
     num_layers: int = 1
     tapped: tuple[int, ...] = TAPS
+    speculators: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -219,7 +221,7 @@ class ReferenceHead(nn.Module):
         """A checkpoint in the layout of the authors (EAGLE-2) or SGLang (EAGLE-3), in float32."""
         folder.mkdir(parents=True, exist_ok=True)
         form, size = self.form, self.target.config.vocab_size
-        prefix = "midlayer" if form.eagle3 else "layers.0"
+        prefix = "midlayer" if form.eagle3 and not form.speculators else "layers.0"
         tensors = {}
         for name, tensor in self.state_dict().items():
             if "rotary" not in name:
@@ -245,8 +247,26 @@ class ReferenceHead(nn.Module):
                 config[field] = [layer + 1 for layer in form.taps]
             else:
                 config["eagle_config"] = {field: list(form.taps), "use_aux_hidden_state": True}
+        if form.speculators:
+            config = speculators_config("eagle3", self.config, form.num_tokens or size) | {
+                "norm_before_residual": form.norms_residual, "norm_before_fc": form.norms_joined,
+                "fc_norm": form.norms_states, "norm_output": form.norms_output, "target_hidden_size": None,
+                "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in form.taps],
+            }  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config | fields))
         return folder
+
+
+def speculators_config(kind: str, layer: Any, num_tokens: int, drafts: int = 3) -> dict[str, Any]:
+    """Fields that the speculators library writes for every kind of head. layer: config of the decoder layers."""
+    name = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]
+    verifier = {"architectures": [], "name_or_path": "somewhere/else"}
+    method = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    own = {"algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [method], "verifier": verifier}
+    return {
+        "architectures": [name], "speculators_model_type": kind, "speculators_version": "0.5.0", "dtype": "float32",
+        "draft_vocab_size": num_tokens, "speculators_config": own, "transformer_layer_config": layer.to_diff_dict(),
+    }  # fmt: skip
 
 
 def _first(out: Any) -> Tensor:

@@ -17,6 +17,10 @@ from tests.speculation.eagle_heads import LAYERS, Form, ReferenceHead, Target, o
 
 FLAGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 8}
 MAP = tuple(range(0, 256, 2))
+WINDOWS = {
+    "use_sliding_window": True, "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
 FORMS: dict[str, tuple[str, Form | BlockForm]] = {
     "eagle2": ("llama", Form(eagle3=False, bias=True)),
     "eagle2 of qwen3": ("qwen3", Form(eagle3=False)),
@@ -32,6 +36,13 @@ FORMS: dict[str, tuple[str, Form | BlockForm]] = {
     "dflash": ("qwen3", BlockForm()),
     "dspark": ("deepseek_v3", BlockForm(size=4, markov="vanilla", num_layers=3, tapped=(-1, 1, 3))),
     "dspark with a gate": ("qwen3", BlockForm(markov="gated", confidence=False)),
+    "eagle3 of speculators": ("qwen3", Form(layer="qwen3", num_tokens=200, norms_residual=True, speculators=True)),
+    "dflash of speculators": ("qwen3", BlockForm(num_tokens=190, speculators=True)),
+    "dspark of speculators": ("llama", BlockForm(markov="gated", num_tokens=200, anchor=False, speculators=True)),
+    "dspark in windows": (
+        "qwen3",
+        BlockForm(markov="vanilla", num_layers=3, num_tokens=200, speculators=True, fields=WINDOWS),
+    ),
     "dspark with a cell": ("llama", BlockForm(markov="rnn", layer="llama", num_layers=1, tapped=(2,))),
 }
 """Kind of the target, and of the head."""

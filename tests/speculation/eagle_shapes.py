@@ -72,11 +72,18 @@ def _draw_block(rng: random.Random, layers: int, ranks: str) -> BlockForm:
         "head_dim": rng.choice((8, 16, 24)), "rope_scaling": rng.choice((None, {"rope_type": "linear", "factor": 2.0})),
     }  # fmt: skip
     taps = tuple(sorted(rng.sample(range(-1, layers), rng.randint(1, 3))))
-    return BlockForm(
+    form = BlockForm(
         size=rng.randint(2, 9), markov=rng.choice((None, "vanilla", "gated", "rnn")), rank=rng.choice((3, 16)),
         layer=layer, num_layers=rng.choice((1, 2, 3)), tapped=taps, mask_id=rng.randrange(250),
         confidence=rng.random() < 0.5, fields=fields,
     )  # fmt: skip
+    if layer == "qwen3" and rng.random() < 0.3:
+        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(form.num_layers)]
+        form.fields |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": rng.randint(1, 12)}
+    if rng.random() < 0.4:
+        form.speculators, form.num_tokens = True, rng.choice((0, 101, 200))
+        form.anchor = rng.choice((True, False)) if form.markov is None else rng.choice((True, False, None))
+    return form
 
 
 def _divide(fields: dict[str, Any]) -> None:
@@ -121,6 +128,7 @@ def _draw_form(rng: random.Random, layers: int, of: dict[str, Any], ranks: str) 
     form.own_head, form.num_tokens = own, rng.choice((0, 101, 200)) if own else 0
     form.norms_residual, form.norms_states = rng.random() < 0.4, rng.random() < 0.4
     form.norms_joined, form.norms_output = rng.random() < 0.3, rng.random() < 0.3
+    form.speculators = layer in ("llama", "qwen3") and rng.random() < 0.3
     return form
 
 

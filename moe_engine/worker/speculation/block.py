@@ -24,7 +24,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Computed
-from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask, target_ids
 
 
 class BlockDrafter:
@@ -91,12 +91,12 @@ class BlockDrafter:
         if markov is None:  # the drafts of a block do not depend on each other
             each = np.repeat(lengths, depth) + np.tile(np.arange(depth), len(rows))
             sampled = SampledRows(np.repeat(rows, depth), each, device.repeat_interleave(depth))
-            return self._sampler.sample(logits.flatten(0, 1), sampled).clamp_min(0).view(-1, depth)
+            return target_ids(self.layers.ids, self._sampler.sample(logits.flatten(0, 1), sampled)).view(-1, depth)
         tokens, state = [task.roots[part]], markov.first_state(len(rows))
         for step in range(depth):
             bias, state = markov.bias(tokens[-1], v[:, step], state)
             drawn = self._sampler.sample(bias.add_(logits[:, step]), SampledRows(rows, lengths + step, device))
-            tokens.append(drawn.clamp_min(0))
+            tokens.append(target_ids(self.layers.ids, drawn))
         return torch.stack(tokens[1:], 1)
 
 

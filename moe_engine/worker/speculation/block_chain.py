@@ -3,7 +3,7 @@
 A block of K tokens has the positions and slots of the tokens that are verified; a shorter one (DSpark: S) has copies of
 the first ones.
 
-Legend: R requests, S drafts of each, K = S + 1, N tokens of a block, D hidden, V vocabulary.
+Legend: R requests, S drafts of each, K = S + 1, N tokens of a block, D hidden, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.speculation.protocol import ChainBuffers
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.hidden_taps import HiddenTaps
+from moe_engine.worker.captured_groups import AttentionWindows
 from moe_engine.worker.speculation.block import BlockDrafter, all_of
 from moe_engine.worker.speculation.chain_drafters import ChainParts, StaticBatch
 
@@ -46,6 +47,7 @@ class BlockChain:
         self._batch = StaticBatch(
             parts, chain, count, positions, slots, self._lens, real, drafter.batches.kv, self._ids.flatten(),
             visible=positions.new_full((len(positions),), all_of(count)) if layers.visible else None,
+            windows=AttentionWindows(layers.windows),
         )  # fmt: skip
 
     def prepare(self) -> bool:
@@ -73,13 +75,15 @@ class BlockChain:
                 logits = bias.add_(logits)
             drawn = self._parts.kernels.draw(logits, self._parameters, chain.draft_uniform[step])
             torch.clamp_min(drawn, 0, out=chain.draft_ids[step + 1])
+            if layers.ids is not None:
+                chain.draft_ids[step + 1].copy_(layers.ids.index_select(0, chain.draft_ids[step + 1]))
         chain.ids[:, 1:].copy_(chain.draft_ids[1:].t())
 
     def follow(self, hidden: Tensor, verified: ForwardBatch) -> None:
         self._layers.remember(self._taps.take(), verified)
 
     def _logits(self, v: Tensor) -> list[Tensor]:
-        """v [S, R, D] -> logits [R, V] of each draft: in one product if they fit into the memory of a pass."""
+        """v [S, R, D] -> logits [R, W] of each draft: in one product if they fit into the memory of a pass."""
         sizes, steps = self._batch.forward.sizes, v.shape[0]
         if sizes is None and (steps + 2) * v.shape[1] <= self._parts.passes.rows_at_once:
             return list(self._layers.logits(v.flatten(0, 1)).unflatten(0, (steps, -1)))

@@ -62,3 +62,13 @@ class Drafts:
         if self.parents is None:
             return None
         return ancestor_masks(self.parents)
+
+
+def target_ids(ids: Tensor | None, drawn: Tensor) -> Tensor:
+    """Tokens drawn from a draft vocabulary, by the target's ids; -1 (invalid logits) becomes a token.
+
+    Args:
+        ids: the target's ids [W] of the draft vocabulary; None: it is the target's.
+    """
+    drawn = drawn.clamp_min(0)
+    return drawn if ids is None else ids[drawn]

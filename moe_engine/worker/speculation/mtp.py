@@ -40,7 +40,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed
-from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask, target_ids
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
 if TYPE_CHECKING:  # of models with a vision tower alone
@@ -107,7 +107,7 @@ class MTPDrafter:
                 expand = _LevelByLevel(self.layers, self.batches, task, state)
                 return grow(task, self.layers.logits, state, expand, self._sampler, self.layers.ids)
             sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
-            tokens.append(target_ids(self.layers, self._sampler.draw(self.layers.logits, state, sampled, sizes)))
+            tokens.append(target_ids(self.layers.ids, self._sampler.draw(self.layers.logits, state, sampled, sizes)))
         self.join(task.sizes[task.depth :])
         return Drafts(torch.stack(tokens, 1))
 
@@ -224,12 +224,6 @@ class MTPDrafter:
 
     def _upload(self, values: np.ndarray) -> Tensor:
         return self._stream.upload(torch.from_numpy(values))
-
-
-def target_ids(layers: DraftLayers, drawn: Tensor) -> Tensor:
-    """Tokens drawn from the draft vocabulary, by the target's ids; -1 (invalid logits) becomes a token."""
-    drawn = drawn.clamp_min(0)
-    return drawn if layers.ids is None else layers.ids[drawn]
 
 
 class _LevelByLevel:

@@ -26,7 +26,7 @@ from tests.simulated_cuda.on_device.test_engines import FEW, check_answers, watc
 from tests.speculation.eagle_pairs import FORMS
 
 DEPTH = 2
-MORE = (("eagle2 of qwen3", 1), ("eagle3", 2), ("eagle2 of qwen3", 2), ("dflash", 1))
+MORE = (("eagle2 of qwen3", 1), ("eagle3", 2), ("eagle2 of qwen3", 2), ("dflash", 1), ("dspark in windows", 1))
 TRAINED, FIELDS = "TRAINED_EAGLE3", '{"head_dim": 64}'
 """Variable with the folder of a pair "eagle3" with these fields, if it exists."""
 
