@@ -23,6 +23,7 @@ from tests.models import (
     kimi_k3,
     minimax_m3_images,
     mistral3_checkpoints,
+    sparse,
     v4_checkpoints,
     v41_dspark,
     v41_quantized,
@@ -35,6 +36,8 @@ ORDINARY = 250
 """Token ids from here on are special."""
 SHAPE: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
 MAX_IMAGES = 3
+CLEAR = 2e-6
+"""The least distance of two scores, relative to the best, that rounding does not exceed."""
 
 Logits = Callable[[list[int], list[Pixels]], Tensor]
 
@@ -159,6 +162,21 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, logits, text_prompts)
 
 
+def pooled_family(kind: str, path: Path, seed: int) -> Family:
+    """Prompts without near ties between pools or experts: a token beyond one follows another rounding."""
+    family = text_family(kind, path, seed, num_hidden_layers=4)
+
+    def is_clear(prompt: Prompt) -> bool:
+        return sparse.with_margin(lambda: family.logits(prompt.ids, []))[1] > CLEAR
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        found = list(filter(is_clear, text_prompts(seed, 3 * count, longest)))[:count]
+        assert len(found) == count, f"{len(found)} of {3 * count} prompts have no near tie"
+        return found
+
+    return replace(family, prompts=prompts)
+
+
 def k3_family(kind: str, path: Path, seed: int) -> Family:
     """The formulas in float64: transformers has no such model."""
     reference = kimi_k3.K3Reference(kimi_k3.make_k3(path, seed, max_position_embeddings=1024))
@@ -191,7 +209,7 @@ def _kept(reference: deepseek_v41.V41Reference) -> Logits:
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
-    "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
+    "deepseek_v41": v41_family, "glm5_next": pooled_family, "deepseek_v41_fp4": v41_fp4_family,
 }  # fmt: skip
 
 

@@ -69,17 +69,22 @@ Drawn = TypeVar("Drawn")
 def clear_draw(draw: Callable[[], Drawn], margin: float = MARGIN) -> Drawn:
     """The first result of `draw` for which no `topk`, of routers or indexers, is decided by less than `margin` of the
     largest score. Two implementations may take different experts at such a distance: each rounds by about 1e-6."""
+    for _ in range(50):
+        drawn, found = with_margin(draw)
+        if found > margin:
+            return drawn
+    raise AssertionError("no clear selections in 50 draws")
+
+
+def with_margin(draw: Callable[[], Drawn]) -> tuple[Drawn, float]:
+    """The result of `draw`, and the least distance that decides a `topk` in it, relative to the largest score."""
     margins: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         for holder in (torch, torch.Tensor):
             patch.setattr(holder, "topk", _recording(holder.topk, margins))
-        for _ in range(50):
-            margins.clear()
-            drawn = draw()
-            assert margins, "no selection was seen"
-            if min(margins) > margin:
-                return drawn
-    raise AssertionError("no clear selections in 50 draws")
+        drawn = draw()
+    assert margins, "no selection was seen"
+    return drawn, min(margins)
 
 
 def _recording(topk: Any, margins: list[float]) -> Any:
