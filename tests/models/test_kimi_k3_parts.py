@@ -49,7 +49,8 @@ def loaded(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
 
 @torch.no_grad()
 def test_delta_attention(checkpoint: Checkpoint) -> None:
-    """Ling has one matrix in the place of the two of the decays: their product."""
+    """Ling has one matrix in the place of the two of the decays: their product. transformers computes the recurrence in
+    float32: a row whose parts cancel differs by more than rounding of its own size."""
     from transformers import BailingHybridConfig
     from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 
@@ -62,7 +63,7 @@ def test_delta_attention(checkpoint: Checkpoint) -> None:
     gate["f_proj.weight"] = own.pop("f_b_proj.weight") @ own.pop("f_a_proj.weight")
     own["conv1d.weight"] = torch.cat([own.pop(f"{name}_conv1d.weight") for name in "qkv"])
     layer = loaded(BailingHybridDeltaAttention(config, 0), own | {f"forget_gate.{name}": t for name, t in gate.items()})
-    assert_close(layer(checkpoint.x[None])[0], checkpoint.reference.delta(f"model.{DELTA}", checkpoint.x), 1e-5)
+    assert_close(layer(checkpoint.x[None])[0], checkpoint.reference.delta(f"model.{DELTA}", checkpoint.x))
 
 
 def kimi_linear(f: dict[str, Any]) -> Any:
