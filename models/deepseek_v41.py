@@ -82,7 +82,3 @@ class DeepseekV41Model(DeepseekV4Model):
         if drafts:
             return super().planner_of_decodes(drafts)
         return self._shared_steps.plan_in_place if self._in_order else lambda batch: None
-
-    @property
-    def planner_of_blocks(self) -> InPlacePlanner:
-        return lambda batch: None  # blocks of drafts are not captured

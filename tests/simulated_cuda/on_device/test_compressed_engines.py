@@ -26,17 +26,19 @@ from tests.models.stepper import Chunk, Stepper
 from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
 from tests.models.v4_dspark import make_dspark
 from tests.models.v4_mtp import make_agreeing
+from tests.models.v41_dspark import make_v41_dspark
 from tests.simulated_cuda import kernels, quick_start
 from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}
+BLOCK = {"speculative_algorithm": "DSPARK", "speculative_num_steps": 2}
 FIELDS: dict[str, Any] = {
     "num_hidden_layers": 2, "layer_types": [HCA, CSA], "num_hash_layers": 1, "sliding_window": 8,
     "compress_rates": {CSA: 2, HCA: 8}, "index_topk": 3, "index_n_heads": 4, "n_routed_experts": 4,
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "decodes": {}, "bounded windows": {"chunked_prefill_size": 8, "max_total_tokens": 256}, "n-gram drafts": NGRAM,
-    "MTP drafts": CHAIN, "block drafts": {"speculative_algorithm": "DSPARK", "speculative_num_steps": 2},
+    "MTP drafts": CHAIN, "block drafts": BLOCK,
 }  # fmt: skip
 
 
@@ -77,6 +79,7 @@ V41_FIELDS: dict[str, Any] = {
 V41_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decodes": ({}, {}), "bounded windows": ({}, {"chunked_prefill_size": 8, "max_total_tokens": 256}),
     "n-gram drafts": ({}, NGRAM), "no tables": ({"engram_layer_ids": [], "engram_num_embeddings": []}, {}),
+    "block drafts": ({"dspark_target_layer_ids": [0, 1, 2]}, BLOCK),
 }  # fmt: skip
 
 
@@ -87,7 +90,10 @@ def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monke
     for rows of n-gram tables."""
     monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
     fields, flags = V41_FORMS[form]
-    path = make_v41(tmp_path / "model", random.randrange(1 << 30), **V41_FIELDS | fields)
+    if flags is BLOCK:
+        path = make_v41_dspark(tmp_path / "model", random.randrange(1 << 30), agreeing=True, **V41_FIELDS | fields)
+    else:
+        path = make_v41(tmp_path / "model", random.randrange(1 << 30), **V41_FIELDS | fields)
     prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
     requests = [
         Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
@@ -98,7 +104,7 @@ def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monke
     found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
     replayed = [step for step in found.steps if step.cuda_graph]
     assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
-    lens = {start + 1 for step in replayed for start in step.plan.starts}
+    lens = {sum(part) for step in replayed for part in zip(step.plan.starts, step.plan.counts)}
     assert min(lens) < 8 and max(lens) > 12
     launched = set(kernels.launches)
     assert launched >= {"scores_kernel", "select_kernel", "block_maxima_kernel", "latent_kernel"}
