@@ -15,7 +15,7 @@ from moe_engine.models.config_compressed import parse_streams
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_indexer import parse_indexer
-from moe_engine.models.config_kimi_linear import FULL, LINEAR, checked_kinds
+from moe_engine.models.config_kimi_linear import FULL, LINEAR, checked_kinds, delta_fields
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
 _SPARSE = ("deepseek_sparse_attention", "indexed_attention", FULL)
@@ -33,12 +33,7 @@ def glm5_next_fields(fields: Fields) -> Fields:
     """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
     raw, layers = fields.present(), fields.integer("num_hidden_layers")
     own = fields.section("linear_attn_config") or Fields({}, fields.source)
-    heads = own.integer("num_heads", None) or fields.integer("linear_num_heads", 64)
-    width = own.integer("head_dim", None) or fields.integer("linear_head_dim", 128)
-    taps = own.integer("short_conv_kernel_size", None, minimum=2)
-    raw |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
-    raw |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width)
-    raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
+    raw |= delta_fields(fields, own, heads=64)
     kinds = fields.raw.get("layer_types") or [FULL if i % 4 == 3 else LINEAR for i in range(layers)]
     if isinstance(kinds, list):
         kinds = [FULL if kind in _SPARSE else kind for kind in kinds]

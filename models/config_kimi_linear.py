@@ -30,15 +30,27 @@ def kimi_linear_fields(fields: Fields) -> Fields:
     """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
     raw = {PUBLISHED.get(name, name): value for name, value in fields.present().items()}
     own = fields.section("linear_attn_config") or Fields({}, fields.source)
-    heads = own.integer("num_heads", None) or fields.integer("linear_num_heads", 32)
-    width = own.integer("head_dim", None) or fields.integer("linear_head_dim", 128)
-    taps = own.integer("short_conv_kernel_size", None, minimum=2)
-    raw |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
-    raw |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width)
-    raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
+    raw |= delta_fields(fields, own, heads=32)
     raw["layer_types"] = _kinds(fields, own, fields.integer("num_hidden_layers"))
     raw["use_full_rank_gate"] = own.flag("use_full_rank_gate")
     return Fields(raw, fields.source)
+
+
+def delta_fields(fields: Fields, own: Fields, heads: int) -> dict[str, Any]:
+    """Fields of Kimi Delta Attention under the names of Qwen3-Next.
+
+    Args:
+        own: `linear_attn_config` of published files; files that transformers saves have `linear_*` in `fields`.
+        heads: where neither has their number.
+    """
+    heads = own.integer("num_heads", None) or fields.integer("linear_num_heads", heads)
+    width = own.integer("head_dim", None) or fields.integer("linear_head_dim", 128)
+    taps = own.integer("short_conv_kernel_size", None, minimum=2)
+    return {
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width),
+        "linear_conv_kernel_dim": taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+    }
 
 
 def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
