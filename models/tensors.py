@@ -50,7 +50,6 @@ UNREAD_MTP = {
 TABLES = (".engram.embed.weight", ".engram.embed.scale")
 """Tables of n-grams, which stay in their files."""
 _IMAGE_BIAS = ".gate.bias_vl"
-"""End of the names of the routers' biases for image tokens (DeepSeek V4.1)."""
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
 _BLOCK_INPUT = ".main_proj.weight"
@@ -102,8 +101,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class ExpertNames:
     """Tensor names of a family's MoE block: of an expert's projections, and, relative to the block, of the router's
-    weight, bias, table of experts by token id and bias for image tokens, the shared experts and their gate.
-    `bias_rows`: the bias is stored as [1, E]."""
+    weight, biases and table of experts by token id, the shared experts and their gate. `bias_rows`: the bias is stored
+    as [1, E]."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
