@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from moe_engine.errors import ConfigError
 from moe_engine.media.image_process import _processed, load_processor
@@ -24,54 +20,31 @@ from moe_engine.models.tensors import model_tensors
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.tokenizer.deepseek_v41 import DeepseekV41Chat
 from tests.models import stepper
-from tests.models.deepseek_v41 import FIELDS, V41Reference, make_v41
+from tests.models.deepseek_v41 import FIELDS, make_v41
 from tests.models.image_parity import around, check_logits, check_requests
 from tests.models.rows import all_rows
 from tests.models.test_deepseek_v41 import PAGE, TIE
 from tests.models.test_parity import assert_close
-from tests.models.v41_tower import IMAGE, VISION, TowerReference, picture
-from tests.models.vision_checkpoints import GreedyOracle, Pixels
-
-
-class Oracle(GreedyOracle):
-    """The formulas in float64."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.text = path, V41Reference(path)
-        tensors = {name: t.double() for name, t in load_file(path / "model.safetensors").items()}
-        self._tower = TowerReference(VISION, tensors)
-
-    def embed(self, image: Pixels) -> Tensor:
-        return self._tower.embed(image.values, image.grid)
-
-    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
-        return {"images": torch.cat([self.embed(image) for image in images])}
-
-    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
-        return self.text.logits(ids, **self.image_inputs(ids, images) if images else {}).float()
-
-    def is_clear(self, ids: list[int], images: list[Pixels]) -> bool:
-        """Whether rounding decides no selection of entries or experts."""
-        self.text.margin = math.inf
-        self.logits(ids, images)
-        return self.text.margin > TIE
+from tests.models.v41_images import V41Oracle
+from tests.models.v41_tower import IMAGE, VISION, picture
+from tests.models.vision_checkpoints import Pixels
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle(make_v41(tmp_path_factory.mktemp("v41"), random.randrange(2**31), vision=VISION))
+def made(tmp_path_factory: pytest.TempPathFactory) -> V41Oracle:
+    return V41Oracle(make_v41(tmp_path_factory.mktemp("v41"), random.randrange(2**31), vision=VISION))
 
 
-def clear_prompt(made: Oracle, images: list[Pixels], count: int) -> tuple[list[int], list[int], list[Pixels]]:
+def clear_prompt(made: V41Oracle, images: list[Pixels], count: int) -> tuple[list[int], list[int], list[Pixels]]:
     for _ in range(50):
         tokens, places = around(images, IMAGE, count)
-        if made.is_clear(tokens, images):
+        if made.is_clear(tokens, images, TIE):
             return tokens, places, images
     raise AssertionError("no clear draw")
 
 
 @pytest.mark.parametrize("row", all_rows())
-def test_logits(made: Oracle, row: str) -> None:
+def test_logits(made: V41Oracle, row: str) -> None:
     """Of whole tokens and of cut ones at the edges."""
     prompt, text = clear_prompt(made, [picture(7, 11)], 30), clear_prompt(made, [], 20)[0]
     loaded, (image,) = stepper.load(made.path, row, page_size=PAGE), prompt[2]
@@ -82,7 +55,7 @@ def test_logits(made: Oracle, row: str) -> None:
     check_logits(loaded, made.path, row, made, prompt, rows, IMAGE, text=text, page_size=PAGE)
 
 
-def test_requests(made: Oracle, tmp_path: Path) -> None:
+def test_requests(made: V41Oracle, tmp_path: Path) -> None:
     first, second = picture(6, 9), picture(10, 1)
     asked = [clear_prompt(made, images, 6) for images in ([first], [first, second], [])]
     check_requests(made.path, made, asked, tmp_path / "status")
@@ -115,7 +88,7 @@ def test_published_tower(tmp_path: Path) -> None:
     router = [spec.name for spec in model_tensors(config) if spec.name.endswith("bias_vl")]
     assert len(router) == config.num_layers
     assert config_of(tmp_path, PUBLISHED_VISION | {"num_hidden_layers": 0}).vision is None
-    with pytest.raises(ConfigError, match="vision_config.num_attention_heads 5 does not divide 1024"):
+    with pytest.raises(ConfigError, match=r"vision_config\.num_attention_heads 5 does not divide 1024"):
         config_of(tmp_path, PUBLISHED_VISION | {"num_attention_heads": 5})
 
 
