@@ -14,6 +14,8 @@ from moe_engine.models.formats.float8 import Float8
 from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, NVFP4_COMPRESSED
 from moe_engine.models.formats.integers import parse_bits, parse_group
 from moe_engine.models.formats.module_rules import Modules, check_patterns, name_list
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 
 _PACKED = ("pack-quantized",)
@@ -28,9 +30,11 @@ class CompressedTensors:
     checkpoint = "compressed-tensors"
 
     @staticmethod
-    def parse(section: Fields) -> SchemeFormat | BlockFP8Format:
+    def parse(section: Fields) -> WeightFormat:
         """Raises ConfigError for settings that are not supported."""
         groups: Any = section.raw.get("config_groups")
+        if groups in ({}, None) and section.raw.get("kv_cache_scheme"):
+            return PLAIN  # only the KV cache was calibrated
         if not isinstance(groups, dict) or not groups:
             section.fail("config_groups", f"must be an object with at least one group, found {groups!r}")
         sparsity = section.section("sparsity_config")

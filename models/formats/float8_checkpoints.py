@@ -12,6 +12,7 @@ from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.float8 import Float8
 from moe_engine.models.formats.fp4 import NVFP4
 from moe_engine.models.formats.module_rules import Modules, name_list
+from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
 
@@ -77,6 +78,8 @@ class ModelOpt:
     @staticmethod
     def parse(section: Fields) -> WeightFormat:
         """Raises ConfigError for settings that are not supported."""
+        if section.raw.get("quant_algo") is None and section.raw.get("kv_cache_quant_algo"):
+            return PLAIN  # only the KV cache was calibrated
         algorithm = section.text("quant_algo")
         if algorithm == "MXFP8":
             return BlockFP8Format(MX_BLOCK, "ue8m0", _left_out(section))
