@@ -10,7 +10,7 @@ from typing import Any
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.compressed_ints import ByteInts, PackedInts
-from moe_engine.models.formats.float8 import Float8
+from moe_engine.models.formats.float8 import Float8, MatrixFloat8
 from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, NVFP4_COMPRESSED
 from moe_engine.models.formats.integers import parse_bits, parse_group
 from moe_engine.models.formats.module_rules import Modules, check_patterns, name_list
@@ -87,7 +87,7 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
     if kind == "float" and form in _FLOATS and weights.integer("num_bits") == 8:
         if strategy not in ("tensor", "channel"):
             weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor, channel and block")
-        return Float8()
+        return MatrixFloat8() if strategy == "tensor" else Float8()
     if kind == "float" and form in _FP4 and weights.integer("num_bits") == 4:
         return _FP4[form]
     if kind != "int" or form not in (*_PACKED, *_BYTES):
