@@ -95,6 +95,7 @@ def _simulate(own: argparse.Namespace, config: ResolvedConfig, source: _Source, 
         shown = report.progress(workload.total, not own.disable_tqdm)
         with shown as advance, _shown_changes(lambda: fleet.now):
             outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
+    fleet.discard()
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
     sent = "trace" if own.dataset_name == "trace" else str(rate)

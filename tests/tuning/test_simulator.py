@@ -215,6 +215,17 @@ def test_loads_in_a_table_are_routed_as_by_the_production_router(method):
         assert ours.sent(chosen, ours.blocks_of(prompt)) == theirs.sent(chosen, theirs.blocks_of(prompt))
 
 
+def test_discarded_caches_have_no_tokens():
+    rng = random.Random(random.getrandbits(32))
+    fleet = simulate(FleetSpec(ReplicaSpec(config(), Linear(), num_groups=2)), requests(rng, 20, 5.0))[0]
+    trees = [group.scheduler.kv_cache.tree for group in fleet.replicas[0].groups]
+    nodes = [node for tree in trees for root in tree.roots.values() for node in tree.below(root)]
+    assert sum(len(node.tokens) for node in nodes) > 20
+    fleet.discard()
+    assert not any(node.tokens or node.slots or node.children or node.alive for node in nodes)
+    assert not any(tree.roots or tree.heap or tree.num_evictable for tree in trees)
+
+
 def test_waiting_times_of_a_single_server_are_those_of_queueing_theory():
     """One request at a time, of constant service: an M/D/1 queue. Each wait follows from the previous one (Lindley's
     recursion), without sampling error. The mean wait is rho s / (2 (1 - rho)); the mean of this number has a standard

@@ -160,6 +160,12 @@ class Fleet:
         outcome.missed = self._faults
         return self._summed(outcome)
 
+    def discard(self) -> None:
+        """Drops the cached tokens of all schedulers, which cannot run any more."""
+        for replica in self.replicas:
+            for group in replica.groups:
+                group.scheduler.kv_cache.tree.discard()
+
     # -- replicas, in order of time
 
     def _first_clock(self) -> float:
