@@ -117,9 +117,9 @@ def read_kernel(
     ALL_PARTS: tl.constexpr, SIDE: tl.constexpr, ITERATIONS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """out [T, D] = the sum of the streams by the token's numbers; with WRITES, those of the next result go behind the
-    streams. LATE: the sum is by weights that the part before has left, and the token's own ones go behind the streams
-    too. Grid (T, blocks of D)."""
+    """out [T, D] = the sum of the streams by the token's numbers, without numbers their mean; with WRITES, those of the
+    next result go behind the streams. LATE: the sum is by weights that the part before has left, and the token's own
+    ones go behind the streams too. Grid (T, blocks of D)."""
     wait_for_inputs()
     token, part, stream = tl.program_id(0).to(tl.int64), tl.arange(0, ALL_PARTS), tl.arange(0, SIDE)
     own, have, known = parts + (part.to(tl.int64) * num_tokens + token) * PADDED, part < PARTS, stream < STREAMS
@@ -127,6 +127,8 @@ def read_kernel(
     factor = tl.rsqrt(squares / (STREAMS * WIDTH) + eps)
     if LATE:
         shares = tl.load(parts + token * PADDED + NUMBERS + 1 + stream, known, 0.0)
+    elif NUMBERS == 0:
+        shares = tl.where(known, 1.0 / STREAMS, 0.0)
     else:
         shares = _sigmoid(_number(own, have, base, scale, stream, known, factor)) + floor
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
