@@ -44,7 +44,8 @@ def pool_keys_kernel(
     token, channel = tl.program_id(0).to(tl.int64), tl.arange(0, CHANNELS)
     slot, position = tl.load(slots + token).to(tl.int64), tl.load(positions + token)
     known = channel < WIDTH
-    inside, stored = known[None, :], key_cache.dtype.element_ty
+    inside = known[None, :]
+    stored: tl.constexpr = key_cache.dtype.element_ty
     weight, shift = tl.load(norm_weight + channel, known, 0.0), tl.load(norm_bias + channel, known, 0.0)
     gate = tl.load(gates + token * gate_stride + channel, known, 0.0).to(gate_cache.dtype.element_ty)
     tl.store(gate_cache + slot * gate_cache_stride + channel, gate, known)
@@ -70,9 +71,9 @@ def pool_keys_kernel(
         pooled = tl.sum(shares * every, 0)
         tl.store(key_cache + slot * key_cache_stride + channel, pooled.to(stored), known)
     else:
-        own = tl.load(keys + token * key_stride + channel, known, 0.0)[None, :]
-        own = tl.sum(_normed(own, inside, weight, shift, eps, WIDTH), 0)
-        tl.store(key_cache + slot * key_cache_stride + channel, own.to(stored), known)
+        key = tl.load(keys + token * key_stride + channel, known, 0.0)[None, :]
+        key = _normed(key, inside, weight, shift, eps, WIDTH).to(stored)
+        tl.store(key_cache + slot * key_cache_stride + channel[None, :], key, inside)
 
 
 def write(
