@@ -20,8 +20,6 @@ class Glm5NextModel(StreamResidual, DeepseekModel):
     """`Model` of the family. ``batch.kv[layer]`` is (latents, index keys, gates of index keys); for Kimi Delta
     Attention, its state tensors."""
 
-    has_mtp = False
-
     @cached_property
     def _steps(self) -> PoolSteps:
         attention, kernels = self.config.attention, self.backends

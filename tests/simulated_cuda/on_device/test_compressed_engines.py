@@ -21,7 +21,7 @@ from moe_engine.models.needs import need_of_model
 from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
-from tests.models.checkpoints import POOLED, make_checkpoint
+from tests.models.checkpoints import POOLED
 from tests.models.deepseek_v41 import make_v41
 from tests.models.stepper import Chunk, Stepper
 from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
@@ -30,6 +30,7 @@ from tests.models.v4_mtp import make_agreeing
 from tests.models.v41_dspark import make_v41_dspark
 from tests.simulated_cuda import kernels, quick_start
 from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared
+from tests.speculation.agreeing import agreeing_checkpoint
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}
 BLOCK = {"speculative_algorithm": "DSPARK", "speculative_num_steps": 2}
@@ -115,16 +116,17 @@ def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monke
     assert launched >= {"scores_kernel", "select_kernel", "block_maxima_kernel", "latent_kernel"}
 
 
-POOLED_FORMS: dict[str, dict[str, Any]] = {"decodes": {}, "chunks": {"chunked_prefill_size": 8}, "n-gram drafts": NGRAM}
+POOLED_FORMS: dict[str, dict[str, Any]] = {
+    "decodes": {}, "chunks": {"chunked_prefill_size": 8}, "n-gram drafts": NGRAM, "MTP drafts": CHAIN,
+}  # fmt: skip
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("form", POOLED_FORMS)
-def test_steps_over_pools_are_captured(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_over_pools_are_captured(form: str, tmp_path: Path) -> None:
     """GLM-5.3-Flash: the tokens of the CPU, with contexts of no whole pool, of all pools and of selected ones; no
     waits."""
-    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
-    path = make_checkpoint(POOLED, tmp_path / "model", random.randrange(1 << 30), **POOLED_FIELDS)
+    path = agreeing_checkpoint(POOLED, tmp_path / "model", random.randrange(1 << 30), num_mtp_layers=1, **POOLED_FIELDS)
     prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
     requests = [
         Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
@@ -137,6 +139,8 @@ def test_steps_over_pools_are_captured(form: str, tmp_path: Path, monkeypatch: p
     assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
     lens = {start + 1 for step in replayed for start in step.plan.starts}
     assert min(lens) < 4 and max(lens) > 12
+    if "drafts" in form:
+        assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
     wanted = {"scores_kernel", "select_kernel", "pool_keys_kernel", "count_pools_kernel", "place_pools_kernel"}
     assert set(kernels.launches) >= wanted
 
