@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
+from moe_engine.planning.prepare import prepare
 from tests.models import sparse
 from tests.models.checkpoints import POOLED, make_checkpoint
 from tests.models.published import GLM_5_3_FLASH
@@ -24,6 +27,7 @@ from tests.models.test_mtp import Drafter
 from tests.models.test_parity import assert_close
 
 LENGTH = 60
+TREE = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
 every_row = pytest.mark.parametrize("row", all_rows())
 
 
@@ -108,3 +112,25 @@ def test_headers_and_sizes(oracle: Oracle, tmp_path: Path) -> None:
     published = parse(tmp_path, GLM_5_3_FLASH)
     own = sizes.num_parameters(published, include_mtp=True) - sizes.num_parameters(published)
     assert own == pytest.approx(7.5e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (TREE, "layers with a state for each request need chains; use --speculative-eagle-topk 1"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3: not available yet: .* use auto"),
+        ({"page_size": 2}, "--page-size 2: .* has entries of 4 tokens; use a multiple of it"),
+        (
+            {"enable_lora": True, "lora_target_modules": ["all"], "max_lora_rank": 8},
+            "--enable-lora, --lora-paths: not available yet",
+        ),
+        ({"enable_torch_compile": True}, "--enable-torch-compile: not available yet"),
+    ],
+)
+def test_refused_flags(oracle: Oracle, flags: dict[str, Any], message: str) -> None:
+    """Beside drafts of the MTP layer; without these flags they are planned."""
+    common: dict[str, Any] = {"model_path": str(oracle.path), "device": "cpu", "speculative_algorithm": "NEXTN"}
+    common |= {"skip_tokenizer_init": True}
+    assert prepare(EngineArgs.from_kwargs(**common)).model.num_nextn_predict_layers == 1
+    with pytest.raises(ConfigError, match=message):
+        prepare(EngineArgs.from_kwargs(**common | flags))
