@@ -101,8 +101,9 @@ def _point(file: CostFile, candidate: Candidate, load: Load, acceptance: float |
     alone = candidate.concurrency <= candidate.form.attn_dp * candidate.replicas
     answer_s = file.answer_seconds + (file.idle_seconds if alone else file.busy_seconds)
     share, steps = replace(load_efficiency(OURS), request_ms=answer_s * 1e3), load.output / (1 + accepted)
+    token_s = file.token_seconds + file.results_seconds * candidate.replicas / max(candidate.concurrency, 1)
     prediction = predicted(
         MeasuredCosts(file), candidate, load, share, accepted, mixed, beside_s=file.beside_seconds(steps),
-        front_end_s=file.request_seconds + steps * file.token_seconds,
+        front_end_s=file.request_seconds + steps * token_s,
     )  # fmt: skip
     return candidate, prediction
