@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 from moe_engine.config.args import EngineArgs
@@ -38,6 +39,8 @@ def measured_launch(path: str, args: EngineArgs) -> tuple[CostFile, ResolvedConf
             f"--cost-file {path}: measured with {other}; give the flags of the measured launch, or run `moe-engine "
             "calibrate` with these flags"
         )
+    if file.disturbed:
+        print(f"note: {path} may be wrong: {file.disturbed}; calibrate again", file=sys.stderr)
     return file, config
 
 
