@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_engine.kernels.device import BlockIndexWidths, ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.expert_format import experts_format, width_group
+from moe_engine.models.expert_format import experts_format, experts_in_blocks, width_group
 from moe_engine.models.formats.protocol import family_of
 from moe_engine.models.formats.schemes import SchemeFormat, four_bits_of
 from moe_engine.models.tensors import Kind, model_tensors
@@ -57,9 +57,7 @@ def expert_widths(
     moe = model.moe
     if moe is None:
         return None
-    stored = model.weight_format
-    form = experts_format(model)
-    blocks = form is None and stored.name == "fp8" and getattr(stored, "block", None) == (128, 128)
+    form, blocks = experts_format(model), experts_in_blocks(model)
     few = form is not None and form.four_bits
     group = width_group(model, keeps_blocks=blocks)
     cut = None if moe.width % parts else Share(0, parts).cut_in_groups(moe.width, group)

@@ -168,7 +168,7 @@ def names_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def layers_of(config: Mapping[str, Any]) -> list[tuple[int, Layer]]:
-    """(number of layers, their work) of each kind."""
+    """(number of layers, their work) of each kind; of n-gram tables, what they add to layers."""
     kinds = kinds_of(config)
     alone = len({mixer for mixer, _ in kinds}) == 1
     made = []
@@ -176,7 +176,15 @@ def layers_of(config: Mapping[str, Any]) -> list[tuple[int, Layer]]:
         mixing, mlp = _mixing(config, mixer), _feed_forward(config, moe)
         mlp["gate"] += mixing.pop("plain", 0)
         made.append((len(list(alike)), Layer(name_of(mixer, moe, alone), **mixing, **mlp)))
+    if tables := config.get("engram_layer_ids"):
+        made.append((len(tables), Layer("n-gram layer", attention=_of_ngrams(config), dense=0, gate=0)))
     return made
+
+
+def _of_ngrams(config: Mapping[str, Any]) -> float:
+    """Elements of the projection of a token's rows to values, and keys of all streams."""
+    rows = (config["engram_max_ngram_size"] - 1) * config["engram_n_heads"]
+    return float(rows * config["engram_head_dim"] * (config["hc_mult"] + 1) * config["hidden_size"])
 
 
 def _feed_forward(config: Mapping[str, Any], moe: bool) -> dict[str, Any]:
@@ -252,7 +260,7 @@ def _entries(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
 
 
 def _shared_entries(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
-    """DeepSeek V4.1. Rows of n-gram tables are not counted."""
+    """DeepSeek V4.1. Rows of n-gram tables, in host memory, are not counted."""
     a, hidden = shared_attention(Fields(config, "config.json")), config["hidden_size"]
     layer, streams = _mixers(config, config["num_hidden_layers"]).index(mixer), config["hc_mult"]
     heads, rate = a.num_heads * a.head_dim, a.rate(layer)

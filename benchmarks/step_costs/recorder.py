@@ -18,6 +18,8 @@ OUTSIDE = "outside"
 """The section of launches outside the decoder's layers."""
 DRAFT = "draft"
 """The section of MTP layers."""
+NGRAMS = "n-gram layer"
+"""Begins the sections of rows of n-gram tables, with the section that they interrupt."""
 ROOMS = ("/models/", "/parallel/", "/worker/", "/kernels/")
 HELPERS = ("/tests/", "/torch/", "/triton/", "/benchmarks/")
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm"}

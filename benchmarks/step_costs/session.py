@@ -174,6 +174,7 @@ def _start(case: Case, short: dict[str, Any], folder: Path) -> tuple[Any, Any, A
         )
     _watch_layers(recorder)
     _without_compiling()
+    _with_one_expert()
     from moe_engine.config.args import EngineArgs
     from moe_engine.planning.prepare import prepare
 
@@ -256,10 +257,24 @@ def _without_compiling() -> None:
     build_runner.compile_kernels = lambda backends, shapes: 0  # type: ignore[assignment]
 
 
+def _with_one_expert() -> None:
+    """Fills one expert of a layer. Experts have no values here; packed codes are integers, which the device computes:
+    those of all experts would take minutes, and as much memory as on a GPU."""
+    from moe_engine.models.layers.stored_experts import StoredExperts
+
+    fill = StoredExperts.fill
+
+    def fill_first(self: Any, reader: Any, weights: Any, slots: Any) -> None:
+        fill(self, reader, weights, dict([next(iter(slots.items()))]))
+
+    StoredExperts.fill = fill_first  # type: ignore[method-assign]
+
+
 def _watch_layers(recorder: Any) -> None:
     """Sets the recorder's section, the place of a launch in the decoder or in drafting."""
-    from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
+    from benchmarks.step_costs.recorder import DRAFT, NGRAMS, OUTSIDE
     from moe_engine.models.layers.decoder import Decoder
+    from moe_engine.models.layers.engram import EngramNorm
     from moe_engine.models.mtp import MTPLayers
 
     place = "_at_layer"
@@ -282,8 +297,12 @@ def _watch_layers(recorder: Any) -> None:
 
         return call
 
+    def of_table(function: Any) -> Any:
+        return lambda self, *args: within(f"{NGRAMS} behind {recorder.section}", function)(self, *args)
+
     Decoder.at_layer = property(lambda self: getattr(self, place), enter)  # type: ignore[assignment]
     Decoder.forward = within(OUTSIDE, Decoder.forward)  # type: ignore[method-assign]
     Decoder.logits = within("head", Decoder.logits)  # type: ignore[method-assign]
+    EngramNorm._add_rows = of_table(EngramNorm._add_rows)  # type: ignore[method-assign]
     MTPLayers.forward = within(DRAFT, MTPLayers.forward)  # type: ignore[method-assign]
     MTPLayers.logits = within(DRAFT, MTPLayers.logits)  # type: ignore[method-assign]

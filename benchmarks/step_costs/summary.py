@@ -11,7 +11,7 @@ from benchmarks.step_costs import roofline
 from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.layers import bytes_of, names_of
 from benchmarks.step_costs.models import shortened
-from benchmarks.step_costs.recorder import DRAFT, OUTSIDE, Line
+from benchmarks.step_costs.recorder import DRAFT, NGRAMS, OUTSIDE, Line
 from benchmarks.step_costs.schedule import Span, length_of, message_us, schedule
 from benchmarks.step_costs.session import Case, Recorded
 
@@ -149,9 +149,11 @@ def summarize(case: Case, recorded: Recorded) -> Summary:
         repeats, shown = times_of(name, recorded.repeats), name
         if name.startswith(LAYER):
             shown = kinds[int(name.removeprefix(LAYER))]
+        elif name.startswith(NGRAMS):
+            shown = NGRAMS
         sections.append(Section(shown, repeats, schedule(lines, case.hardware)))
     waits = [(times_of(wait.section, recorded.repeats), wait) for wait in recorded.waits]
-    order = [*dict.fromkeys(kinds), "head", DRAFT, OUTSIDE]
+    order = [*dict.fromkeys(kinds), NGRAMS, "head", DRAFT, OUTSIDE]
     sections.sort(key=lambda part: order.index(part.name))
     return Summary(case, sections, waits, recorded.rows, least_of(case, recorded.kv_dtype))
 

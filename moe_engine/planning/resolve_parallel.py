@@ -10,7 +10,6 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.expert_format import experts_format, width_group
-from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.all_reduce import choice as all_reduce
 from moe_engine.parallel.all_reduce.choice import AllReduceChoice
@@ -331,11 +330,10 @@ def even_groups(model: ModelConfig, tp_size: int) -> int:
     long as two; in two groups of four ranks each has three blocks of half the experts. Fewer blocks than ranks are
     split and dequantized at load.
     """
-    moe, format = model.moe, model.weight_format
+    moe = model.moe
     if not model.is_moe or moe is None:
         return 1
-    blocks = isinstance(format, BlockFP8Format) and format.kept_on("cuda")
-    group = width_group(model, blocks)
+    group = width_group(model, keeps_blocks=True)
     for ep in range(1, tp_size):
         ranks = tp_size // ep
         if tp_size % ep or moe.num_experts % ep or moe.width % ranks:

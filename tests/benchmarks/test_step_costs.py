@@ -547,6 +547,16 @@ def test_the_roofline_of_windows_states_and_selections() -> None:
     assert few.kv_bytes == 32 * ((43 * 128 + 21 * 256 + 20 * 8) * 512 * 2 + 21 * 1024 / 4 * 128 * 2)
 
 
+def test_the_roofline_of_n_gram_tables() -> None:
+    """V4.1: before two layers, 24 rows of 256 numbers become four keys and a value in FP8, on 8 ranks."""
+    eight, model = roofline.FORMS["tp8"], MODELS["v41-flash"]
+    with_tables, without = (
+        roofline.decode(config, eight, H200, 32, 8192) for config in (model, model | {"engram_layer_ids": []})
+    )
+    assert with_tables.weight_bytes - without.weight_bytes == 2 * 24 * 256 * 5 * 5120 / 8
+    assert with_tables.kv_bytes == without.kv_bytes
+
+
 def test_the_constants_allow_the_rooflines_work_at_their_rates() -> None:
     """Of V3 on 8 ranks at 128 requests: 25.4 ms of weights, 9.0 of attention, and messages."""
     case = Case("v3", MODELS["v3"], roofline.FORMS["dp8ep8"], H200, 128, 2048)
