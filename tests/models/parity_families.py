@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def k3_family(kind: str, path: Path, seed: int) -> Family:
 
 
 def v41_family(kind: str, path: Path, seed: int) -> Family:
-    """The formulas in float64: no released transformers has such a model. With DSpark layers, and images."""
+    """The formulas in float64: no released transformers has such a model. With DSpark layers, and images. Prompts
+    without near ties between entries or experts, as `pooled_family`."""
     vision = v41_tower.VISION | {"max_image_tokens": 60}
     made = v41_dspark.make_v41_dspark(path, seed, vision=vision, max_position_embeddings=1024)
     oracle, processor = v41_images.V41Oracle(made), load_processor(str(path))
@@ -204,7 +206,11 @@ def v41_family(kind: str, path: Path, seed: int) -> Family:
         return v41_tower.DelimitedPixels(grid, torch.from_numpy(found["pixel_values"]))
 
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        return image_prompts(seed, count, longest, pixels, ([], v41_tower.IMAGE, []), side=40)
+        # with images as long as those of text alone: the pool of windows keeps all prefixes
+        drawn = image_prompts(seed, 2 * count, longest * 2 // 3, pixels, ([], v41_tower.IMAGE, []), side=40)
+        found = list(islice((prompt for prompt in drawn if oracle.is_clear(prompt.whole, prompt.images, CLEAR)), count))
+        assert len(found) == count, f"{len(found)} of {2 * count} prompts have no near tie"
+        return found
 
     return Family(path, logits, prompts)
 
