@@ -434,9 +434,15 @@ class ModelConfig:
         return (self.moe is not None and self.moe.latent) or self.hidden_size
 
     @property
+    def draft_streams(self) -> StreamsConfig | None:
+        """Residual streams of MTP layers, which read those of the model. None: MTP layers have one residual and read
+        the result of the final norm."""
+        return None if self.streams is None or self.streams.mean_head else self.streams
+
+    @property
     def draft_state_width(self) -> int:
         """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
-        return self.hidden_size * (1 if self.streams is None else self.streams.count)
+        return self.hidden_size * (1 if self.draft_streams is None else self.draft_streams.count)
 
     @property
     def stored_layers(self) -> int:

@@ -167,7 +167,7 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
 
 def pooled_family(kind: str, path: Path, seed: int) -> Family:
     """Prompts without near ties between pools or experts: a token beyond one follows another rounding."""
-    family = text_family(kind, path, seed, num_hidden_layers=4)
+    family = text_family(kind, path, seed, num_hidden_layers=4, num_mtp_layers=1)
 
     def is_clear(prompt: Prompt) -> bool:
         return sparse.with_margin(lambda: family.logits(prompt.ids, []))[1] > CLEAR
