@@ -207,7 +207,8 @@ class MoE:
         Counted inside the fused call if the layer is one call and counts suffice."""
         self.count(recorder)
         if self.fused is not None:
-            place = None if recorder is None else recorder.count_place(self.layer_index)
+            apart = self._image_bias is not None  # steps with image tokens are no fused call
+            place = None if recorder is None or apart else recorder.count_place(self.layer_index)
             self.fused.count_choices(place)
             self._counted_at = place
             if place is not None:

@@ -18,6 +18,7 @@ from moe_engine.kernels.device import Device
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import need_of_model
+from moe_engine.types.image_tokens import ImageTokens, image_key, keyed_ids
 from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
@@ -28,6 +29,8 @@ from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
 from tests.models.v4_dspark import make_dspark
 from tests.models.v4_mtp import make_agreeing
 from tests.models.v41_dspark import make_v41_dspark
+from tests.models.v41_tower import IMAGE, VISION, picture
+from tests.models.vision_checkpoints import Pixels
 from tests.simulated_cuda import kernels, quick_start
 from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared
 from tests.speculation.agreeing import agreeing_checkpoint
@@ -86,7 +89,19 @@ V41_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decodes": ({}, {}), "bounded windows": ({}, {"chunked_prefill_size": 8, "max_total_tokens": 256}),
     "n-gram drafts": ({}, NGRAM), "no tables": ({"engram_layer_ids": [], "engram_num_embeddings": []}, {}),
     "block drafts": ({"dspark_target_layer_ids": [0, 1, 2]}, BLOCK),
+    "images": (
+        {"vision": VISION | {"num_hidden_layers": 1}, "num_hidden_layers": 2, "compress_ratios": [1, 1],
+         "kv_source_layer_ids": [0], "index_source_layer_ids": [0, 1], "candidate_source_layer_id": 0}, {},
+    ),
 }  # fmt: skip
+
+
+def with_image(request: Scripted, place: int, image: Pixels) -> Scripted:
+    """The request with an image before token `place`."""
+    data = image.values.numpy().tobytes()
+    tokens = ImageTokens(place, image.num_tokens, image_key(data, image.grid), image.grid, data)
+    ids = [*request.prompt_ids[:place], *image.placeholders(IMAGE), *request.prompt_ids[place:]]
+    return replace(request, prompt_ids=keyed_ids(ids, [tokens]), more={"images": [tokens]})
 
 
 @pytest.mark.drawn(1)
@@ -106,6 +121,9 @@ def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monke
         Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
         Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
     ]
+    if form == "images":  # decodes whose n-grams would reach into an image, and beyond them
+        image = picture(3, 2)
+        requests = [with_image(request, place, image) for request, place in zip(requests, (1, 9, 9))]
     both = {"page_size": 8, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96} | flags
     found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
     replayed = [step for step in found.steps if step.cuda_graph]
