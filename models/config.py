@@ -197,6 +197,7 @@ class MoEConfig:
     by the sigmoid of a projection of its input. `hash_layers`: the first layers choose experts by token id, from a
     table. `latent`: channels of the routed experts, if not those of the hidden states; `latent_norm`: the sum of their
     results is normed there (Kimi K3). `dense_limit`: the `limit` of the MLPs of dense layers (GLM-5.3-Flash).
+    `image_bias`: routers have another bias for image tokens (DeepSeek V4.1).
     """
 
     num_experts: int
@@ -222,6 +223,7 @@ class MoEConfig:
     layer_limits: tuple[float, ...] = ()
     shared_limits: tuple[float, ...] = ()
     dense_limit: float = 0.0
+    image_bias: bool = False
 
     @property
     def of_all(self) -> GatedActivation | None:
@@ -337,6 +339,10 @@ class ModelConfig:
         if own is None or moe is None or not own.num_experts or layer < self.num_layers:
             return moe
         return replace(moe, num_experts=own.num_experts, top_k=own.top_k)
+
+    def routes_images(self, layer: int = 0) -> bool:
+        """True if the layer's router has a bias of its own for image tokens; draft layers see none."""
+        return self.vision is not None and self.moe is not None and self.moe.image_bias and layer < self.num_layers
 
     @property
     def attentions(self) -> tuple[MLAConfig | GQAConfig | CompressedConfig, ...]:

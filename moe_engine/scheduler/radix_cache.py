@@ -314,6 +314,18 @@ class RadixCache:
         if self.events is not None:
             self.events.cleared()
 
+    def discard(self) -> None:
+        """Drops all tokens and slots, and frees no slot: the cache is not used any more. A garbage collection would
+        visit each of them several times."""
+        stack, nothing = list(self.roots.values()), list[int]()
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            node.alive = False
+            node.tokens = node.slots = nothing
+            node.children = {}
+        self._clear()
+
     def rebuild_heap(self, nodes: list[Node]) -> None:
         """Rebuilds the eviction heap; `nodes` are all nodes of the tree, parents first."""
         self.heap = []
