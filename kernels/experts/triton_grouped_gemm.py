@@ -158,8 +158,9 @@ def gate_up_tile(
             gate = add_product(gate, a, b, x_scale, gate_scale, SWAP_AB, FP8)
             up = add_product(up, a, c, x_scale, up_scale, SWAP_AB, FP8)
     if ROWS:
-        gate = scale_columns(gate, weight_scales + w_rows, SWAP_AB)
-        up = scale_columns(up, weight_scales + w_rows + WIDTH, SWAP_AB)
+        w_scale += expert * (2 * WIDTH)
+        gate = scale_columns(gate, w_scale + cols % WIDTH, SWAP_AB)
+        up = scale_columns(up, w_scale + WIDTH + cols % WIDTH, SWAP_AB)
     if FORM == "nvfp4":
         gate *= whole_factor(whole + 2 * expert, x)
         up *= whole_factor(whole + 2 * expert + 1, x)
@@ -269,7 +270,8 @@ def down_tile(
             x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
             total = add_product(total, a, b, x_scale, load_scale(w_scale, step, BLOCKS), SWAP_AB, FP8)
     if ROWS:
-        total = scale_columns(total, weight_scales + w_rows, SWAP_AB)
+        w_scale += expert * WIDTH
+        total = scale_columns(total, w_scale + cols % WIDTH, SWAP_AB)
     if FORM == "nvfp4":
         total *= whole_factor(whole + expert, x)
     if SWAP_AB:
