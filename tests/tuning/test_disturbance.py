@@ -13,7 +13,7 @@ import pytest
 
 from moe_engine.tuning import under_load
 from moe_engine.tuning.calibration import MORE_ROUNDS, ROUNDS, Probes
-from moe_engine.tuning.disturbance import Disturbance, Watch, conditions_of
+from moe_engine.tuning.disturbance import Disturbance, Watch, conditions_of, named
 from moe_engine.tuning.measured_points import Limits
 from moe_engine.tuning.rounds import Rounds
 
@@ -41,6 +41,13 @@ def test_the_work_of_another_program_is_found_by_name(is_own: bool) -> None:
     else:
         assert now.by_process[key][1] - before.by_process[key][1] > 0.25
         assert beside > 0.25 and found.others > 0 and found.steal >= 0
+
+
+def test_a_python_program_is_named_by_its_module() -> None:
+    run = ["/usr/bin/python3", "-u", "-m", "pytest", "-q"]
+    assert named({"name": "python3", "cmdline": run}) == "python3 -m pytest"
+    assert named({"name": "python3", "cmdline": ["python3", "-m"]}) == "python3"
+    assert named({"name": "cc1plus", "cmdline": ["cc1plus", "-m", "x"]}) == named({"name": "cc1plus", "cmdline": None})
 
 
 def fake_probes(monkeypatch: pytest.MonkeyPatch, found: list[Disturbance]) -> tuple[Probes, list[str]]:
