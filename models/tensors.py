@@ -182,7 +182,7 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     yield from attention_tensors(config, layer)
     yield _norm("post_attention_layernorm", config.hidden_size)
     yield from feed_forward_tensors(config, is_moe, layer)
-    if (streams := config.streams) is not None:
+    if (streams := config.draft_streams if layer is None else config.streams) is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
     if streams is not None and streams.engram is not None and layer in streams.engram.layers:
@@ -239,7 +239,7 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Tensors of an MTP layer, without its copies of embedding and head."""
     hidden = config.hidden_size
     yield from (_norm(name, hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
-    if (streams := config.streams) is None:
+    if (streams := config.draft_streams) is None:
         yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
     else:
         yield from (TensorSpec(f"{name}.weight", (hidden, hidden)) for name in ("e_proj", "h_proj"))

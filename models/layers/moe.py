@@ -28,7 +28,7 @@ from moe_engine.kernels.quantization.protocol import (
     unquantized,
 )
 from moe_engine.models.batch import RoutedTokens
-from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.layers.expert_table import read_expert_table
 from moe_engine.models.layers.gated_mlp import GatedMLP
@@ -38,6 +38,7 @@ from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.stored_experts import StoredExperts, held_experts
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.tensors import expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -206,7 +207,8 @@ class MoE:
         Counted inside the fused call if the layer is one call and counts suffice."""
         self.count(recorder)
         if self.fused is not None:
-            place = None if recorder is None else recorder.count_place(self.layer_index)
+            apart = self._image_bias is not None  # steps with image tokens are no fused call
+            place = None if recorder is None or apart else recorder.count_place(self.layer_index)
             self.fused.count_choices(place)
             self._counted_at = place
             if place is not None:
