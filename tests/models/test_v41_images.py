@@ -32,6 +32,7 @@ from tests.models.stepper import Chunk
 from tests.models.test_deepseek_v41 import PAGE, TIE
 from tests.models.test_parity import assert_close
 from tests.models.v41_images import V41Oracle
+from tests.models.v41_quantized import WIDTHS, quantized_v41
 from tests.models.v41_tower import IMAGE, VISION, picture
 from tests.models.vision_checkpoints import Pixels
 
@@ -192,3 +193,17 @@ def test_memory_is_what_the_ledger_says(made: V41Oracle) -> None:
     assert vision is not None and rows.shape == (vision.num_tokens(image.grid), vision.row_width)
     most = DeepseekV41Processor().max_patches
     assert vision.most_tokens(most) >= DeepseekV41Processor().most
+
+
+def test_published_form(tmp_path: Path) -> None:
+    """Block FP8, experts in FP4 and tables in FP8 beside a tower that is not quantized."""
+    torch.manual_seed(random.randrange(2**31))
+    source = make_v41(tmp_path / "source", random.randrange(2**31), vision=VISION, **WIDTHS)
+    stored, values = quantized_v41(source, tmp_path)
+    oracle = V41Oracle(values)
+    tokens, places, (image,) = clear_prompt(oracle, [picture(5, 6)], 10)
+    loaded = stepper.load(stored, "torch", page_size=PAGE)
+    model: Any = loaded.model
+    rows = model.encode(image.values, image.grid)
+    assert_close(rows, oracle.embed(image))
+    check_logits(loaded, stored, "torch", oracle, (tokens, places, [image]), rows, IMAGE, 1e-3, page_size=PAGE)
