@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_engine.models.block_config import OwnBlock, own_block
 from moe_engine.models.compressed_config import SharedEntriesConfig
-from moe_engine.models.config import ModelConfig, MoEConfig, OtherLayers
+from moe_engine.models.config import ModelConfig, OtherLayers
 from moe_engine.models.config_compressed import (
     compressed_attention,
     parse_experts,
@@ -24,6 +24,7 @@ from moe_engine.models.config_compressed import (
 from moe_engine.models.config_families import build_config
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.engram_config import EngramConfig
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.vision_config import DEEPSEEK_V41, VisionConfig
 
 _RATES = (0, 1, 2)
