@@ -30,6 +30,8 @@ from moe_engine.models.weights import WeightSource
 
 _LEAST = 1e-6
 ID_BYTES = 4
+OUTSIDE = -(2**31)
+"""Instead of the id of an image token, which no n-gram has; as float32 the bits are those of -0."""
 
 
 def load_text_ids(config: ModelConfig, reader: WeightSource) -> TextIds:
@@ -51,19 +53,28 @@ def load_text_ids(config: ModelConfig, reader: WeightSource) -> TextIds:
     return TextIds(ids, config.vocab_size, engram.pad_id, reader.device)
 
 
-def put_ids(residual: Tensor, batch: ForwardBatch, texts: TextIds, count: int) -> None:
-    """Caches the ids of a step's tokens, and sets those of their n-grams of `count` tokens in the residual."""
+def put_ids(residual: Tensor, batch: ForwardBatch, texts: TextIds, count: int, has_images: bool = False) -> None:
+    """Caches the ids of a step's tokens, and sets those of their n-grams of `count` tokens in the residual. An image
+    (`has_images`: the model takes some) is between texts: n-grams behind it begin as those of a text, and its tokens
+    have `OUTSIDE`."""
     groups = [group for group in (batch.attention.decode, batch.attention.prefill) if group is not None]
     if not groups:
         return
     full = groups[0].slot_table
     table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
     cache = batch.kv[0].ids.view(torch.int32)[:, 0]
-    cache.index_copy_(0, slots, texts.of(batch.input_ids))
+    ids = texts.of(batch.input_ids)
+    if batch.images is not None:
+        ids.index_fill_(0, batch.images.tokens, OUTSIDE)
+    cache.index_copy_(0, slots, ids)
     requests = torch.cat([_requests(group) for group in groups])
     places = batch.positions.unsqueeze(1) - torch.arange(count, device=requests.device)  # [T, N]
     found = cache[table[requests.unsqueeze(1), places.clamp(min=0)].long()]
-    found = found.masked_fill(places < 0, texts.pad)
+    outside = places < 0
+    if has_images:
+        outside = (outside | (found == OUTSIDE)).cumsum(1) > 0
+        outside[:, 0] = False
+    found = found.masked_fill(outside, texts.pad)
     bits = found.contiguous().view(residual.dtype)
     residual[:, -bits.shape[1] :] = bits
 
@@ -105,6 +116,7 @@ class EngramNorm(StreamNorm):
         self._products = weights[0] * weights[1]
         self._count, self._longest = streams.count, engram.longest
         self._eps, self._dtype = config.norm_eps, reader.dtype
+        self._has_images = config.vision is not None
 
     def _read(self, x: Tensor | None, residual: Tensor) -> Tensor:
         if not len(residual):
@@ -118,10 +130,13 @@ class EngramNorm(StreamNorm):
     def _add_rows(self, residual: Tensor) -> None:
         n, hidden = self._count, self.width
         ids = residual[:, -self._longest * ID_BYTES // residual.element_size() :].contiguous().view(torch.int32)
-        found = self._project(self.rows.read(ids, self._dtype)).float()
+        known = ids.clamp(min=0) if self._has_images else ids
+        found = self._project(self.rows.read(known, self._dtype)).float()
         key, value = found[:, : n * hidden].unflatten(1, (n, hidden)), found[:, n * hidden :]
         streams = residual[:, : n * hidden].float().unflatten(1, (n, hidden))
         norms = (streams.square().mean(2) + self._eps).rsqrt() * (key.square().mean(2) + self._eps).rsqrt()
         dot = (streams * self._products * key).sum(2) * norms * hidden**-0.5
         gate = torch.copysign(dot.abs().clamp_min(_LEAST).sqrt(), dot).sigmoid()
+        if self._has_images:
+            gate = gate.masked_fill(ids[:, :1] == OUTSIDE, 0.0)
         residual[:, : n * hidden] = (streams + gate.unsqueeze(2) * value.unsqueeze(1)).flatten(1)

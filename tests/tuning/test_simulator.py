@@ -494,9 +494,12 @@ def test_a_busy_front_end_delays_first_tokens_and_not_the_engine():
     first = [Arrival(0.0, [number], 100) for number in range(1, 11)]
     spec = FleetSpec(ReplicaSpec(config(), Linear(fixed=0.01, row=0, token=0)))
     found = []
-    for seconds in (0.0, 0.0005, 0.002):
+    for seconds, of_results in ((0.0, 0.0), (0.0005, 0.0), (0.002, 0.0), (0.0, 0.003), (0.0, 0.02)):
         arrivals = [*map(replace, first), Arrival(0.507, [99], 1)]
-        outcome = simulate(replace(spec, token_seconds=seconds), Fixed(arrivals, len(arrivals)))[1]
+        work = replace(spec, token_seconds=seconds, results_seconds=of_results)
+        outcome = simulate(work, Fixed(arrivals, len(arrivals)))[1]
         found.append(max((answer.started, answer.ttft) for answer in outcome.recorder.answers)[1])
     assert found[1] - found[0] == pytest.approx(0.0005 / 2, abs=1e-4)  # the only token of its step
     assert found[2] - found[0] > 0.3  # half a second of steps, of which each adds a step's time
+    assert found[3] - found[0] == pytest.approx(0.003, abs=1e-4)  # the results of its step, however few
+    assert found[4] - found[0] > 0.3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_engine.kernels.ops.streams import mix_streams
-from tests.kernels.cpu.test_streams import late_residual, late_weights, run, weights_of
+from tests.kernels.cpu.test_streams import check_mean, late_residual, late_weights, run, weights_of
 
 triton_streams = pytest.importorskip("moe_engine.kernels.ops.triton_streams", reason="needs triton")
 TritonOps = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton").TritonOps
@@ -42,6 +42,12 @@ def test_late_sums(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mean_of_streams(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_mean(triton_streams.mix, shape, dtype)
 
 
 def test_a_token_does_not_depend_on_others() -> None:
