@@ -195,7 +195,7 @@ class TritonExperts:
             torch.cat((gate.scales, up.scales), out=weights.data.gate_up_scales[expert])
 
     def _load_fp8(self, weights: ExpertWeights, expert: int, *parts: BlockWeight | RowWeight) -> bool:
-        """Copies all but the scales of gate and up; False: the device has no FP8 products, and the values are stored."""
+        """Copies all but the scales of gate and up; False: the device has no FP8 products and stores the values."""
         data: TritonExpertWeights = weights.data
         if data.gate_up_scales is None or data.down_scales is None:
             self.load_expert(weights, expert, *map(dequantize_weight, parts))
