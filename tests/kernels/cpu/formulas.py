@@ -141,8 +141,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """q [t, H, D], k [s, G, D], v [s, G, V]; the t queries are the last positions and attend to earlier ones; among
-    each other as in seen [t, t]. Each of the G heads of keys and values belongs to H/G adjacent heads. sinks [H]: logits
-    without a value."""
+    each other as in seen [t, t]. Each of the G heads of keys and values belongs to H/G adjacent heads. sinks [H]:
+    logits without a value."""
     groups = k.shape[1]
     products = torch.einsum("tgnd,sgd->gnts", q.double().unflatten(1, (groups, -1)), k.double())
     scores = products.flatten(0, 1) * scale
