@@ -37,6 +37,13 @@ def experts_in_blocks(config: ModelConfig) -> bool:
     return bool(schemes) and all(scheme.blocks for scheme in schemes)
 
 
+def experts_in_fp8_rows(config: ModelConfig) -> bool:
+    """True if kernels of a GPU may multiply the experts of all layers as FP8 with a scale per row."""
+    format = config.weight_format
+    schemes = _schemes(config, format) if isinstance(format, SchemeFormat) else set()
+    return bool(schemes) and all(scheme.fp8_rows for scheme in schemes)
+
+
 def width_group(config: ModelConfig, keeps_blocks: bool = False) -> int:
     """Columns of experts that ranks of tensor parallelism do not split; 1: any. keeps_blocks: the kernels multiply
     block FP8 as stored."""

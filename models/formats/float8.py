@@ -1,8 +1,8 @@
 """FP8 weights (e4m3) with a scale per row or for the whole matrix: compressed-tensors (``float-quantized``), fbgemm,
 ModelOpt, vLLM's ``fp8`` without blocks, SGLang's ``w8a8_fp8``. Imports no torch.
 
-A matrix with one scale is a matrix of FP8 blocks with equal scales: kernels of a GPU multiply it as stored. Activations
-are not quantized to static scales of the checkpoint: tensors of such scales are accepted and not used.
+Kernels of a GPU multiply both as stored; a matrix with one scale is a matrix of FP8 blocks with equal scales.
+Activations are not quantized to static scales of the checkpoint: tensors of such scales are accepted and not used.
 """
 
 from __future__ import annotations
@@ -50,14 +50,34 @@ class Float8(SchemeBase):
         unused = (prefix + end for end in _UNUSED if prefix + end in names)
         return (weight, scale, *(StoredTensor(name, (1,), SCALES, ((), (1, 1))) for name in unused))
 
+    @property
+    def fp8_rows(self) -> bool:
+        return True
+
+    def bytes_per_element(self, shape: Shape) -> Fraction | None:
+        return 1 + Fraction(4, shape[-1])
+
+    def kernel_format(self) -> KernelFormat | None:
+        from moe_engine.kernels.quantization.protocol import ROW_FP8
+
+        return ROW_FP8
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        return True
+
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         from torch import Tensor
 
         from moe_engine.kernels.cpu.fp8_weights import fp8_values
+        from moe_engine.kernels.quantization.protocol import RowWeight
 
         weight, scale, *unused = self.tensors(prefix, shape, source.names)
         consume(source, *unused)
         scales = read_row_scales(source, replace(scale, shape=(shape[0], 1)), cut).float()
+        if isinstance(out, RowWeight):
+            out.scales.copy_(scales[:, 0])
+            source.read_into(weight, cut, out.data)
+            return
         assert isinstance(out, Tensor)
         step = max(1, _CHUNK_ELEMENTS // max(1, shape[1]))
         with source.open(weight, cut) as part:
@@ -74,6 +94,10 @@ class FP8Matrix(SchemeBase):
     @property
     def blocks(self) -> bool:
         return True
+
+    @property
+    def fp8_rows(self) -> bool:
+        return False
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
         return BLOCK_BYTES

@@ -53,6 +53,10 @@ class Online:
         return self.codes is None
 
     @property
+    def fp8_rows(self) -> bool:
+        return False
+
+    @property
     def extras(self) -> tuple[str, ...]:
         return ()
 

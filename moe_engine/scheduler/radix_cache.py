@@ -174,7 +174,8 @@ class RadixCache:
     # -- inserting
 
     def insert(self, node: Node, tokens: list[int], slots: list[int], after_step: int) -> Inserted:
-        """Adds a run below `node`, truncated to whole pages. Takes ownership of the slots of tokens not yet cached.
+        """Adds a run below `node`, truncated to whole pages. Takes ownership of both lists, and of the slots of tokens
+        not yet cached.
 
         `after_step` is the last step that may use the slots. The slots of tokens that were already cached stay the
         caller's.
@@ -185,7 +186,9 @@ class RadixCache:
         while pos < count:
             child = node.children.get(self.child_key(tokens, pos))
             if child is None:
-                node = self._add_leaf(node, tokens[pos:count], slots[pos:count], after_step)
+                if pos or count < len(tokens):
+                    tokens, slots = tokens[pos:count], slots[pos:count]
+                node = self._add_leaf(node, tokens, slots, after_step)
                 break
             same = self._common(child.tokens, tokens, pos, count)
             if same < len(child.tokens):

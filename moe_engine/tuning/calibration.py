@@ -107,19 +107,26 @@ class Probes:
         """The cost file without launch, machine and ledger."""
         for _ in range(REPEATS):  # a cold server is slower
             await asyncio.gather(*(self._ask(self._prompt(16), DECODE_TOKENS) for _ in range(2)))
-        rounds, most = self._points.rounds, ROUNDS
-        while rounds.number + 1 < most:
+        rounds = self._points.rounds
+        while self._wants_round:
             rounds.begin()
             if self._watch is not None:
                 self._watch.begin()
+            most = ROUNDS + min(len(rounds.left_out), MORE_ROUNDS)
             await self._round(progress, f"round {rounds.number + 1} of {most}: ")
             if self._watch is not None:
                 self.disturbances.append(found := self._watch.end())
                 if found.is_strong:
                     rounds.left_out.add(rounds.number)
-                    most = min(most + 1, ROUNDS + MORE_ROUNDS)
                     progress(f"round {rounds.number + 1}: {found}")
         return under_load.cost_file(self._points, self._parts)
+
+    @property
+    def _wants_round(self) -> bool:
+        """Whether quiet rounds are missing; more are not tried if other programs never rested."""
+        done = self._points.rounds.number + 1
+        quiet = done - len(self._points.rounds.left_out)
+        return done < ROUNDS or (0 < quiet < ROUNDS and done < ROUNDS + MORE_ROUNDS)
 
     @property
     def spread(self) -> float:

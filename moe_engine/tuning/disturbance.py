@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,8 @@ class Watch:
             own.add(process.pid)
             seconds += _seconds(process)
         others = {
-            (process.pid, process.create_time()): (process.info["name"], sum(process.info["cpu_times"][:2]))
-            for process in psutil.process_iter(["name", "cpu_times"])
+            (process.pid, process.info["create_time"]): (named(process.info), sum(process.info["cpu_times"][:2]))
+            for process in psutil.process_iter(["name", "cmdline", "cpu_times", "create_time"])
             if process.pid not in own and process.info["cpu_times"] is not None
         }
         return _Counts(time.perf_counter(), busy, times.get("steal", 0.0), seconds, others)
@@ -114,6 +114,14 @@ def conditions_of(rounds: Sequence[Disturbance], spread: float) -> dict[str, Any
         disturbed = f"the times of the rounds differ by {spread:.0%}: the machine's speed changed"
     shares = [{"others": found.others, "steal": found.steal, "programs": found.programs} for found in rounds]
     return {"disturbed": disturbed, "spread": spread, "rounds": shares}
+
+
+def named(info: Mapping[str, Any]) -> str:
+    """The program of a process; of a Python process, the module that it runs."""
+    words, name = info["cmdline"] or [], str(info["name"])
+    if name.startswith("python") and "-m" in words[:-1]:
+        return f"{name} -m {words[words.index('-m') + 1]}"
+    return name
 
 
 def _seconds(process: psutil.Process) -> float:

@@ -1,5 +1,8 @@
-"""FP8 checkpoints with one scale for a matrix, on rows that multiply FP8 blocks: results are those of the same numbers
-stored as blocks with equal scales."""
+"""FP8 checkpoints with one scale for a matrix, or one per row, on kernels that multiply them as stored.
+
+Results of the former are those of the same numbers stored as blocks with equal scales; those of the latter equal an
+emulation in plain torch that dequantizes weights and rounds activations as FP8 does.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.float8 import MatrixFloat8
 from moe_engine.models.formats.fused_float8 import FusedFloat8
 from moe_engine.models.formats.module_rules import Modules
+from moe_engine.models.formats.protocol import FAMILIES
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.formats.table import kept_format
 from moe_engine.models.needs import expert_widths
@@ -53,8 +57,8 @@ def in_blocks(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def counted_bytes(config: ModelConfig, ranks: int = 1) -> int:
-    """The ledger's weights with rows that multiply FP8 blocks."""
-    format = kept_format(config.weight_format, "cuda", blocks=frozenset(("linear", "experts")))
+    """The ledger's weights with kernels that multiply FP8."""
+    format = kept_format(config.weight_format, "cuda", blocks=FAMILIES, fp8_rows=FAMILIES)
     return sizes.weight_bytes(config, 4, topology=Topology(ranks), format=format)
 
 
@@ -74,6 +78,22 @@ def test_a_matrix_with_one_scale_is_multiplied_as_stored(tmp_path: Path, name: s
     assert 0 < (got - want).norm() < 0.5 * want.norm()  # activations have been rounded
     held = held_bytes(stepper(path, TritonLinear(), TritonExperts()).model)
     assert abs(held - counted_bytes(kept.config)) < 0.001 * held
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
+@pytest.mark.parametrize("name", ["fbgemm_fp8", "w8a8_fp8", "compressed fp8, rows"])
+def test_rows_with_scales_are_multiplied_as_stored(tmp_path: Path, name: str, kind: str) -> None:
+    seed = random.randrange(1000)
+    path = make_checkpoint(kind, tmp_path / "q", seed, tokenizer=False, **(SIZES if kind != "llama" else LLAMA))
+    stored, plain = quantize_floats(load_file(path / "model.safetensors"), name)
+    path, other = write_pair(path, stored, plain, {"quantization_config": FLOATS[name][1]})
+    kept = stepper(path, TritonLinear(), TritonExperts())
+    got, want = logits_of(kept), logits_of(stepper(path, EmulatedLinear(), EmulatedExperts()))
+    assert (got - want).norm() < 0.1 * want.norm()  # ties decided by an earlier rounding; most seeds 1e-6
+    exact = logits_of(stepper(other))
+    assert 0 < (got - exact).norm() < 0.5 * exact.norm()  # activations have been rounded
+    held = held_bytes(kept.model)
+    assert abs(held - counted_bytes(kept.config)) < 0.001 * held < 0.0006 * sizes.weight_bytes(kept.config, 4)
 
 
 @pytest.mark.parametrize("scheme", [MatrixFloat8(), FusedFloat8(8)], ids=["experts apart", "experts in common tensors"])
