@@ -71,13 +71,14 @@ class SelectInto(Protocol):
 
     def __call__(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, rows: Tensor,
-        columns: Tensor, counts: Tensor, added: int, plan: Any,
+        columns: Tensor, counts: Tensor, added: int, plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         """Sets `top_k` columns of rows [T, *] int32, from columns [T] int32 on, to the selected slots, each plus
         `added`, then -1.
 
         Args:
             counts: [T] int32; 0: the token selects none, whatever its context is.
+            blocks: as in `IndexerKernel.select`.
         """
 
 
@@ -100,7 +101,7 @@ class IndexerKernel(Protocol):
 
     @property
     def select_into(self) -> SelectInto | None:
-        """None: `select`, and operations that place its result."""
+        """None: `select`, and operations that place its result; such launches are not captured."""
 
     def plan(self, queries: PagedQueries) -> Any:
         """Host work for some queries, once per step."""

@@ -112,10 +112,10 @@ class TritonIndexer:
 
     def select_into(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, rows: Tensor,
-        columns: Tensor, counts: Tensor, added: int, plan: Any,
+        columns: Tensor, counts: Tensor, added: int, plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         """See `SelectInto`."""
-        self._select(q, weights, cache, queries, Selection(rows, top_k, columns, counts, added), plan)
+        self._select(q, weights, cache, queries, Selection(rows, top_k, columns, counts, added), plan, blocks)
 
     def _select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, selection: Selection, plan: Any,

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
 from moe_engine.kernels.indexer.candidates import Candidates, CandidateTable
@@ -37,7 +36,7 @@ from moe_engine.models.compressed_config import MAX_CANDIDATES, SharedEntriesCon
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.compressed_attention import CompressedAttention
 from moe_engine.models.layers.compressed_in_place import FixedMemory, StepInPlace
-from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep
+from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep, EntrySelection
 from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.norm import RMSNorm
@@ -106,12 +105,14 @@ class SharedStep:
             self.first_entry = cache.num_slots
         return self.rows
 
-    def place(self, cache: CompressedCache) -> None:
-        """Sets the selected entries among the rows, as this layer's cache numbers them."""
-        selection = self.step.selection
-        assert selection is not None and self.rows is not None
-        replace(selection, first_entry=cache.num_slots).place(self.rows.selected.slots)
+    def selection_of(self, cache: CompressedCache) -> tuple[EntrySelection, Tensor] | None:
+        """The step's selection, if it has one, and the rows of attention that it sets, as this layer's cache numbers
+        the entries."""
+        if (selection := self.step.selection) is None:
+            return None
+        assert self.rows is not None
         self.first_entry = cache.num_slots
+        return replace(selection, first_entry=cache.num_slots), self.rows.selected.slots
 
 
 class CandidateMemory:
@@ -259,29 +260,24 @@ class SharedIndexer:
     def update(
         self, hidden: Activation, latent: Activation, positions: Tensor, shared: SharedStep, cache: CompressedCache
     ) -> None:
-        """Sets the step's selection [T, K], if it has one."""
-        if (selection := shared.step.selection) is None:
+        """Sets the selected entries among the rows of attention, if the step selects."""
+        if (found := shared.selection_of(cache)) is None:
             return
-        a, chosen = self._config, selection.selected
+        (selection, rows), a = found, self._config
         assert cache.index_keys is not None
         q = self._q(latent).view(-1, a.index_heads, a.index_width)
         q = self._round(q, None, positions, self._rotary, E2M1)
         weights = self._gates(unquantized(hidden).float())
         if a.limits_candidates(self._layer) and shared.candidates is not None:
             for part, table in shared.candidates.parts():
-                own = Selected(chosen.slots[part], chosen.counts[part], chosen.counts_device[part])
-                self._kernel.select(
-                    q[part], weights[part], cache.index_keys, table.queries, a.top_k, own, table.plan
-                )  # fmt: skip
-        else:
-            blocks = self._blocks(selection.queries, shared) if self._layer == a.candidate_source else None
-            self._kernel.select(
-                q, weights, cache.index_keys, selection.queries, a.top_k, chosen, selection.plan, blocks
-            )
-            if blocks is not None:
-                memory = None if shared.memory is None else shared.memory.table
-                shared.candidates = Candidates(selection.queries, blocks, self._kernel.plan, MAX_CANDIDATES, memory)
-        shared.place(cache)
+                own = selection.among(table, part)
+                own.select(self._kernel, q[part], weights[part], cache.index_keys, a.top_k, rows[part])
+            return
+        blocks = self._blocks(selection.queries, shared) if self._layer == a.candidate_source else None
+        selection.select(self._kernel, q, weights, cache.index_keys, a.top_k, rows, blocks)
+        if blocks is not None:
+            memory = None if shared.memory is None else shared.memory.table
+            shared.candidates = Candidates(selection.queries, blocks, self._kernel.plan, MAX_CANDIDATES, memory)
 
     def _blocks(self, queries: PagedQueries, shared: SharedStep) -> BlockChoice | None:
         """Memory for the blocks of candidates; None: all entries are candidates."""
