@@ -54,7 +54,7 @@ class DeepseekV41Model(DeepseekV4Model):
         residual, engram = super().embed(batch), self._engram
         if engram is not None:
             assert self._texts is not None
-            put_ids(residual, batch, self._texts, engram.longest)
+            put_ids(residual, batch, self._texts, engram.longest, self.backends.ops)
         return residual
 
     def norm_prefixes(self, prefix: str) -> tuple[str, ...]:

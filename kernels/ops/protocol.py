@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.ops.ngram_rows import Ngrams
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
-from moe_engine.kernels.ops.streams import MixStreams
+from moe_engine.kernels.ops.streams import MixNormStreams, MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 
@@ -228,6 +229,12 @@ class OpsCapabilities:
 
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
+
+    ngrams: Ngrams | None = None
+    """None: in torch, `kernels.ops.ngram_rows`."""
+
+    mix_norm_streams: MixNormStreams | None = None
+    """Set if the norm costs no launch of its own."""
 
     round_rows: RoundRows | None = None
     """None: by other operations, `kernels.ops.block_rounding`."""

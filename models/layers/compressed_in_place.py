@@ -176,7 +176,7 @@ class StepInPlace:
 
     def _apart(self, rate: int, kept: Kept) -> bool:
         """Whether no entry reads a row that a token of the step writes."""
-        reach = rate * (1 + (rate == self._attention.selected_rate)) + self._queries.query_lens[0] - 1
+        reach = self._attention.spanned(rate) + self._queries.query_lens[0] - 1
         return kept.each == kept.block or kept.each >= reach  # positions of a request that the step reads or writes
 
 

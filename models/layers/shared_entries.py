@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
+from moe_engine.kernels.compression.protocol import CompressedTokens, Kept, PairedEntries
 from moe_engine.kernels.indexer.candidates import Candidates, CandidateTable
 from moe_engine.kernels.indexer.protocol import BlockChoice, IndexerKernel
 from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, E4M3, round_rows
@@ -80,6 +80,7 @@ class SharedStep:
 
     Attributes:
         rows: None for a step without tokens.
+        written: None with entries of one token, and where one launch sums two.
         first_entry: the row of the first entry in the rows of attention as they are now.
         memory: of the candidates of a captured step; None: they are made when they are needed.
         candidates: None: all entries are candidates.
@@ -153,6 +154,7 @@ class SharedSteps:
         self._layers = {rate: layer for layer, rate in reversed([*enumerate(attention.rates)])}
         attend: Any = backends.attention
         self._attention, self._indexer = attention, backends.indexer
+        self._sum_pairs = None if backends.compression is None else backends.compression.sum_pairs
         self._rows = {
             rate: StepRows(_view(attention, rate), {rate: layer}, attend, backends.indexer, backends.compression)
             for rate, layer in self._layers.items()
@@ -182,7 +184,9 @@ class SharedSteps:
         for rate, rows in self._rows.items():
             step = rows.of(replace(batch, attention_plan=plan.plans[rate]) if captured else batch)
             cache: CompressedCache = batch.kv[self._layers[rate]]
-            written = WrittenEntries.of(step.tokens, cache.kept[0], captured) if rate > 1 else None
+            written = None
+            if rate > 1 and self._sum_pairs is None:
+                written = WrittenEntries.of(step.tokens, cache.kept[0], captured)
             memory = plan.candidates if captured and rate == self._attention.rate_of_candidates else None
             found[rate] = SharedStep(step, step.rows.get(rate), written, cache.num_slots, memory)
         return found
@@ -196,6 +200,8 @@ class EntryWriter:
     ) -> None:
         a = config.attention
         assert isinstance(a, SharedEntriesConfig)
+        assert backends.compression is not None
+        self._sum_pairs = backends.compression.sum_pairs
         self._round, self._rotary, self._rate, self._width = _rounding(backends.ops), rotary, rate, a.head_dim
         names = [f"{prefix}.compressor.{name}" for name in ("kv_proj", "gate_proj")[: 1 + (rate > 1)]]
         self._project = load_linear(backends.linear, reader, names, [a.head_dim] * len(names), config.hidden_size)
@@ -207,21 +213,33 @@ class EntryWriter:
 
     def update(self, hidden: Activation, shared: SharedStep, cache: CompressedCache) -> None:
         """Writes the entries that the tokens complete, and what they contribute to later ones."""
-        projected, tokens, written = self._project(hidden), shared.step.tokens, shared.written
-        if written is None:
-            latents, slots, positions = projected, tokens.slots, tokens.positions
+        projected, tokens = self._project(hidden), shared.step.tokens
+        if self._rate == 1:
+            latents, slots, positions = self._norm(projected), tokens.slots, tokens.positions
         else:
-            latents = self._pairs(projected, cache.kept[0], written).to(projected.dtype)
-            slots, positions = written.slots, written.positions
-            shared.step.kept[2].keep(projected.to(cache.kept[0].rows.dtype), cache.kept[0])
-        latents = self._norm(latents)
+            latents, slots, positions = self._pairs(projected, shared, cache.kept[0])
         assert cache.index_keys is not None
         keys, norm = self._key(latents), self._key_norm
         to = CacheRows(slots, cache.index_keys.squeeze(1))
         self._round(keys.unsqueeze(1), (norm.weight, norm.eps), positions, self._rotary, E2M1, to)
         self._round(latents.unsqueeze(1), None, positions, self._rotary, E2M1_SMALL, CacheRows(slots, cache.entries))
 
-    def _pairs(self, projected: Tensor, kept: Kept, written: WrittenEntries) -> Tensor:
+    def _pairs(self, projected: Tensor, shared: SharedStep, kept: Kept) -> PairedEntries:
+        """Normed entries of two tokens; keeps what later ones need."""
+        own, written = shared.step.kept[2], shared.written
+        if written is None:
+            assert self._sum_pairs is not None
+            norm, places = (self._norm.weight, self._norm.eps), own.places if own.apart else None
+            found = self._sum_pairs(projected, kept, norm, shared.step.tokens, places)
+            if own.apart:
+                return found
+        else:
+            sums = self._sums(projected, kept, written).to(projected.dtype)
+            found = PairedEntries(self._norm(sums), written.slots, written.positions)
+        own.keep(projected.to(kept.rows.dtype), kept)
+        return found
+
+    def _sums(self, projected: Tensor, kept: Kept, written: WrittenEntries) -> Tensor:
         """The sums [E, W] of the entries' two tokens, weighted by the softmax of their gates; float32."""
         stored, last = kept.rows[written.stored], written.tokens
         if last is None:
