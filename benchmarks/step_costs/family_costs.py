@@ -180,8 +180,11 @@ def read_streams(a: Any, s: Setting) -> Cost:
 @cost_of("round_rows_kernel")
 def round_rows(a: Any, s: Setting) -> Cost:
     """Rows of DeepSeek V4.1's cache, and index queries."""
-    rows, angles = a.grid[0] * a.grid[1] * a.WIDTH, a.grid[0] * a.ROTARY * FP32
-    return Cost(rows * a.x.element_size() + angles + size(a.positions), rows * a.out.element_size())
+    tokens, angles = a.grid[0], a.grid[0] * a.ROTARY * FP32
+    rows = tokens * (a.grid[1] - a.QUERIES) * a.WIDTH
+    turned = tokens * a.QUERIES * a.ROTARY * a.q.element_size()
+    read = rows * a.x.element_size() + angles + size(a.positions) + turned
+    return Cost(read, rows * a.out.element_size() + turned)
 
 
 @cost_of("block_maxima_kernel")

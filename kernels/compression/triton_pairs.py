@@ -24,7 +24,8 @@ def pair_kernel(
     """See `SumPairs`; with KEEP, kept[places[t]] = projected[t]. Grid (T,)."""
     wait_for_inputs()
     token, channel = tl.program_id(0), tl.arange(0, BLOCK)
-    live, kind = channel < WIDTH, projected.dtype.element_ty
+    live = channel < WIDTH
+    kind: tl.constexpr = projected.dtype.element_ty
     position = tl.load(positions + token)
     own = projected + token.to(tl.int64) * stride + channel
     value, gate = tl.load(own, live, 0.0), tl.load(own + WIDTH, live, 0.0)

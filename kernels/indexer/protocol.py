@@ -97,7 +97,7 @@ class IndexerKernel(Protocol):
 
     @property
     def gates(self) -> GateProduct | None:
-        """The product of the head gates, in parts that `prepare` sums. None: a linear in float32."""
+        """The product of the head gates, in parts that `prepare` or `select` sums. None: a linear in float32."""
 
     @property
     def select_into(self) -> SelectInto | None:
@@ -124,6 +124,6 @@ class IndexerKernel(Protocol):
 
         Args:
             q: [T, Hi, I], rotated, or as `prepare` returns it. weights: [T, Hi] float32, all factors of the score
-                included.
+                included; or their parts, as of `gates`.
             blocks: chosen by the same scores; not set over FP8 keys.
         """

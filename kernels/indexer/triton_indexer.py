@@ -127,6 +127,7 @@ class TritonIndexer:
         q, weights = with_contiguous_rows(q), with_contiguous_rows(weights)
         if cache.dtype == torch.uint8 and q.dtype != torch.float8_e4m3fn:
             q, weights = triton_keys.quantize_queries(q, weights)
+        weights = triton_keys.in_parts(weights)
         records, starts = own.records_for(q.shape[1])
         longest = own.longest
         most = max(self._budget // longest, tokens_of_a_record(q.shape[1]))  # query tokens scored at once

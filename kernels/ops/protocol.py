@@ -183,11 +183,11 @@ class RoundRows(Protocol):
 
     def __call__(
         self, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
-        to: CacheRows | None = None,
+        to: CacheRows | None = None, q: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """x [T, H, W] (any strides of tokens and heads): `Ops.rms_norm` by weight and eps, `Ops.rotate`, and the
         rounding of that name, each rounded to x's dtype; x may change. Returns the rows, or with `to` the cache, to
-        which rows [T, W] of one head are written."""
+        which rows [T, W] of one head are written. q [T, H', W]: `Ops.rotate` of it by the same launch."""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,24 @@ class Compressor:
             own.keep(projected, kept)
 
 
+class IndexGates:
+    """The weights of index heads [T, Hi] float32, in parts where the kernel sums them."""
+
+    def __init__(self, backends: Backends, gates: Tensor) -> None:
+        """gates: [Hi, D] float32, the scale of the scores included."""
+        assert backends.indexer is not None
+        self._parts = backends.indexer.gates
+        self._gate = None if self._parts is None else backends.ops.prepare_gate(gates)
+        self._linear = Linear(backends.linear, gates) if self._gate is None else None
+
+    def __call__(self, hidden: Activation) -> Tensor:
+        x = unquantized(hidden)
+        if self._linear is not None:
+            return self._linear(x.float())
+        assert self._parts is not None and self._gate is not None
+        return self._parts(x, self._gate)
+
+
 class EntryIndexer:
     """Selects entries for each query token. Replicated on the ranks of an attention group."""
 
@@ -87,7 +105,7 @@ class EntryIndexer:
         )
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (a.index_heads, config.hidden_size), dtype=torch.float32)
         # the scale of the scores is part of the weights: a step has no launch for it
-        self._gates = Linear(backends.linear, gates * (a.index_heads * a.index_width) ** -0.5)
+        self._gates = IndexGates(backends, gates * (a.index_heads * a.index_width) ** -0.5)
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -109,7 +127,7 @@ class EntryIndexer:
             return
         q = self._q(latent).view(-1, self._heads, self._width)
         self._ops.rotate(q, positions, self._rotary)
-        weights = self._gates(unquantized(hidden).float())
+        weights = self._gates(hidden)
         rows = step.rows[self._compressor.rate].selected.slots
         selection.select(self._kernel, q, weights, cache.index_keys, self._top_k, rows)
 

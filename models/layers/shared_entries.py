@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.selected import Shift
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.compression.protocol import CompressedTokens, Kept, PairedEntries
 from moe_engine.kernels.indexer.candidates import Candidates, CandidateTable
@@ -27,18 +28,17 @@ from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
     ActivationFormat,
-    unquantized,
 )
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import MAX_CANDIDATES, SharedEntriesConfig
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.compressed_attention import CompressedAttention
+from moe_engine.models.layers.compressed_attention import CompressedAttention, IndexGates
 from moe_engine.models.layers.compressed_in_place import FixedMemory, StepInPlace
 from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep, EntrySelection
 from moe_engine.models.layers.compressed_step import StepRows
-from moe_engine.models.layers.linear import Linear, load_linear
+from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
 
@@ -95,11 +95,19 @@ class SharedStep:
     _entries: Tensor | None = None
     """Which of the rows are entries, int32."""
 
-    def rows_of(self, cache: CompressedCache, num_slots: int) -> AttendedRows:
-        """The rows of a layer, whose entries have other numbers in each layer's cache."""
+    def rows_of(self, cache: CompressedCache, num_slots: int, shifts: bool) -> AttendedRows:
+        """The rows of a layer, whose entries have other numbers in each layer's cache.
+
+        Args:
+            num_slots: of windows; entries are behind them.
+            shifts: attention adds the difference itself.
+        """
         assert self.rows is not None
         slots = self.rows.selected.slots
         if cache.num_slots != self.first_entry:
+            if shifts:
+                shift = Shift(num_slots, cache.num_slots - self.first_entry)
+                return replace(self.rows, selected=replace(self.rows.selected, shift=shift))
             if self._entries is None:
                 self._entries = (slots >= num_slots).int()
             slots.add_(self._entries, alpha=cache.num_slots - self.first_entry)
@@ -266,7 +274,7 @@ class SharedIndexer:
         rows = [a.index_heads * a.index_width]
         self._q = load_linear(backends.linear, reader, [f"{prefix}.q_b_proj"], rows, a.q_lora_rank)
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (a.index_heads, config.hidden_size), dtype=torch.float32)
-        self._gates = Linear(backends.linear, gates * (a.index_heads * a.index_width) ** -0.5)
+        self._gates = IndexGates(backends, gates * (a.index_heads * a.index_width) ** -0.5)
         self.input_format: ActivationFormat = UNQUANTIZED
         """Activation format of the hidden states: the head weights are products of unquantized numbers."""
 
@@ -285,11 +293,11 @@ class SharedIndexer:
         assert cache.index_keys is not None
         q = self._q(latent).view(-1, a.index_heads, a.index_width)
         q = self._round(q, None, positions, self._rotary, E2M1)
-        weights = self._gates(unquantized(hidden).float())
+        weights = self._gates(hidden)
         if a.limits_candidates(self._layer) and shared.candidates is not None:
             for part, table in shared.candidates.parts():
                 own = selection.among(table, part)
-                own.select(self._kernel, q[part], weights[part], cache.index_keys, a.top_k, rows[part])
+                own.select(self._kernel, q[part], weights[..., part, :], cache.index_keys, a.top_k, rows[part])
             return
         blocks = self._blocks(selection.queries, shared) if self._layer == a.candidate_source else None
         selection.select(self._kernel, q, weights, cache.index_keys, a.top_k, rows, blocks)
@@ -326,10 +334,8 @@ class SharedAttention(CompressedAttention):
             self._indexer = SharedIndexer(backends, reader, f"{prefix}.indexer", config, self._layer_index, rotary)
 
     def _written(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> Tensor:
-        norm = self._kv_norm.weight, self._kv_norm.eps
-        self._round(kv.unsqueeze(1), norm, positions, self._rotary, E4M3, CacheRows(slots, cache.rows))
-        if q.shape[1]:
-            self._ops.rotate(q, positions, self._rotary)
+        norm, to = (self._kv_norm.weight, self._kv_norm.eps), CacheRows(slots, cache.rows)
+        self._round(kv.unsqueeze(1), norm, positions, self._rotary, E4M3, to, q if q.shape[1] else None)
         return q
 
     def forward(  # type: ignore[override]
@@ -348,7 +354,7 @@ class SharedAttention(CompressedAttention):
             self._indexer.update(hidden, latent, batch.positions, shared, cache)
         q = self._q(latent).view(-1, a.num_heads, a.head_dim)
         q = self._written(q, down[:, a.q_lora_rank :], batch.positions, shared.step.slots, cache)
-        return self._attend(q, batch, shared.rows_of(cache, num_slots), cache)
+        return self._attend(q, batch, shared.rows_of(cache, num_slots, self._sparse.shifts), cache)
 
 
 def _rounding(ops: Ops) -> RoundRows:
