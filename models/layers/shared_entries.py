@@ -332,6 +332,7 @@ class SharedAttention(CompressedAttention):
             self._compressor = EntryWriter(backends, reader, prefix, config, self._rate, rotary)
         if a.selects(self._layer_index):
             self._indexer = SharedIndexer(backends, reader, f"{prefix}.indexer", config, self._layer_index, rotary)
+        self._readers = [part for part in (self._compressor, self._indexer) if part is not None]
 
     def _written(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> Tensor:
         norm, to = (self._kv_norm.weight, self._kv_norm.eps), CacheRows(slots, cache.rows)

@@ -30,8 +30,8 @@ def spread(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(("width", "rotary"), [(512, 64), (128, 64), (48, 8), (40, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_rows(rounding: str, width: int, rotary: int, dtype: torch.dtype) -> None:
-    """In a cache after a norm, with queries that are rotated, and heads that stay where they are. Float32: values at the bound between two numbers of
-    a format may differ by one, of a few."""
+    """In a cache after a norm, with queries that are rotated, and heads that stay where they are. Float32: values at
+    the bound between two numbers of a format may differ by one, of a few."""
     tokens, table = 9, table_of(rotary)
     positions, slots = torch.randint(100, (tokens,)), torch.randperm(30)[:tokens]
     x, weight = spread(tokens, 2 * width).to(dtype), 1 + 0.2 * torch.randn(width)

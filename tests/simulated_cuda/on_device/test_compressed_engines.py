@@ -110,7 +110,7 @@ def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monke
     assert launched >= {"scores_kernel", "select_kernel", "block_maxima_kernel", "latent_kernel"}
 
 
-LAUNCHES = {SLIDING: 19, HCA: 21, CSA: 29}
+LAUNCHES = {SLIDING: 17, HCA: 19, CSA: 25}
 
 
 def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
