@@ -13,7 +13,9 @@ from triton import next_power_of_2
 from moe_engine.kernels.compression.protocol import CompressedTokens, Kept, PairedEntries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
-from moe_engine.kernels.triton.launch import UNALIGNED, element, row_stride, warps_for
+from moe_engine.kernels.triton.launch import UNALIGNED, element, row_stride
+
+_WARPS = 4
 
 
 @dependent_jit(do_not_specialize_on_alignment=[*UNALIGNED, "rows", "places"])
@@ -73,7 +75,7 @@ def sum_pairs(
         pair_kernel[(len(projected),)](
             projected, kept.rows, weight, tokens.positions, tokens.starts, tokens.rows, tokens.slots, places, *found,
             row_stride(projected), row_stride(kept.rows), eps, WIDTH=len(weight), EACH=kept.each,
-            KEEP=places is not None, BLOCK=block, num_warps=warps_for(block),
+            KEEP=places is not None, BLOCK=block, num_warps=_WARPS,
         )  # fmt: skip
     return found
 
@@ -94,5 +96,5 @@ def aot_cases() -> list[AotCase]:
         else:
             constants["places"] = None
         name = f"pairs_{element(dtype)}{'_kept' * keep}"
-        cases.append(AotCase(name, pair_kernel, signature, constants, warps_for(512), 3, False))
+        cases.append(AotCase(name, pair_kernel, signature, constants, _WARPS, 3, False))
     return cases
