@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.quantization.codes import FP4, INTEGERS, GroupCodes
-from moe_engine.kernels.quantization.protocol import BlockFP8
+from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
 from moe_engine.kernels.registry import Row
 from moe_engine.models import registry
 from moe_engine.models.config_fields import Fields
@@ -103,13 +103,13 @@ def places(format: WeightFormat, prefix: str = MATRIX) -> tuple[str, str]:
 def place(format: WeightFormat, device: str, prefix: str) -> str:
     """The forms that kernels multiply on a device, with their rows."""
     rows = {family: on_device(tables.FAMILIES[family], device) for family in PRODUCTS}
-    coded, few = (
+    coded, few, by_row = (
         frozenset(family for family in PRODUCTS if any(getattr(row, name) for row in rows[family]))
-        for name in ("codes", "four_bits")
+        for name in ("codes", "four_bits", "fp8_rows")
     )
     if format == PLAIN:
         return f"as stored: {names(rows['linear'])}"
-    kept = kept_format(format, device, coded, four_bits=few)
+    kept = kept_format(format, device, coded, four_bits=few, fp8_rows=by_row)
     form = None if kept == PLAIN else kept.kernel_format(prefix)
     family = "experts" if prefix == EXPERT else "linear"
     if prefix == EXPERT:  # with biases
@@ -127,12 +127,14 @@ def place(format: WeightFormat, device: str, prefix: str) -> str:
 def multiplies(row: Row, form: Any) -> bool:
     if isinstance(form, GroupCodes):
         return row.codes or (row.four_bits and form.four_bits)
-    return isinstance(form, BlockFP8) and row.blocks
+    return row.fp8_rows if isinstance(form, RowFP8) else isinstance(form, BlockFP8) and row.blocks
 
 
 def text_of(form: Any, device: str) -> str:
     if isinstance(form, BlockFP8):
         return "FP8 blocks of 128 x 128"
+    if isinstance(form, RowFP8):
+        return "FP8, a scale per row"
     kind = f"int{form.bits}" if form.values == INTEGERS else form.values
     kept = f"a {form.scales}"
     if device == "cuda" and form.values == FP4:

@@ -104,6 +104,11 @@ class KernelPlan:
         return frozenset(family for family in ("linear", "experts") if self.row(family).blocks)
 
     @property
+    def fp8_rows(self) -> frozenset[str]:
+        """Families whose rows multiply FP8 with a scale per row as stored."""
+        return frozenset(family for family in ("linear", "experts") if self.row(family).fp8_rows)
+
+    @property
     def refuses_capture(self) -> str | None:
         """The reason why steps with these rows cannot be captured as CUDA graphs, or None."""
         rows = (choice.row for choice in self.choices if choice.family != "experts" or self.need.moe)

@@ -72,7 +72,8 @@ class ExpertWidths:
     """A model's routed experts on one rank: channels of a token and of an expert's part, experts of a token.
 
     `blocks`: stored in FP8 blocks of 128 x 128. `dispatched`: their rows come from a dispatcher. `fused`: it leaves
-    exchange and products to one call. `four_bits`: stored in a form of `GroupCodes.four_bits`.
+    exchange and products to one call. `four_bits`: stored in a form of `GroupCodes.four_bits`. `fp8_rows`: stored in
+    FP8 with a scale per row.
     """
 
     hidden: int
@@ -82,6 +83,7 @@ class ExpertWidths:
     dispatched: bool = False
     fused: bool = False
     four_bits: bool = False
+    fp8_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Need:
     clamped, without biases. `index`: the model's indexer, if it has sparse attention. `delta`: layers with a gated
     delta rule. `compression`: the KV cache has compressed entries. `chains`: captured decodes draft chains, whose
     lengths only the device knows. `trees`: drafts are trees. `varlen`: a vision tower. `experts` None: not known
-    yet, or none. `four_bits`: some weights of linear layers have a form of `GroupCodes.four_bits`.
+    yet, or none. `four_bits`: some weights of linear layers have a form of `GroupCodes.four_bits`. `fp8_rows`: some
+    are in FP8 with a scale per row.
     """
 
     dtype: str
@@ -118,6 +121,7 @@ class Need:
     varlen: bool = False
     experts: ExpertWidths | None = None
     four_bits: bool = False
+    fp8_rows: bool = False
 
     @property
     def most_selected(self) -> int:

@@ -41,6 +41,7 @@ class Row:
         four_bits: a linear or experts backend that multiplies weights of 4 bits (`GroupCodes.four_bits`) as stored,
             also without `codes`.
         blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as stored.
+        fp8_rows: one that multiplies FP8 weights with a scale per row as stored.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`; of MLA
             `SparseAttention.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
@@ -71,6 +72,7 @@ class Row:
     codes: bool = False
     exact_lengths: bool = False
     blocks: bool = False
+    fp8_rows: bool = False
     four_bits: bool = False
 
     def score(self, device: Device, need: Need) -> int:

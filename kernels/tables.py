@@ -148,12 +148,12 @@ def _flash_mla_preference(device: Device, need: Need) -> int:
     return 44 if need.kv_dtype == E4M3 and need.index is None else 45
 
 
-_FOUR_BITS = 42
-"""Preference before libraries that would multiply weights of 4 bits dequantized, four times the bytes."""
+_KEEPS = 42
+"""Preference before libraries that would multiply weights of 4 bits, or FP8 with a scale per row, dequantized."""
 
 
 def _triton_experts_preference(device: Device, need: Need) -> int:
-    return _FOUR_BITS if need.experts is not None and need.experts.four_bits else 20
+    return _KEEPS if need.experts is not None and (need.experts.four_bits or need.experts.fp8_rows) else 20
 
 
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
@@ -165,8 +165,9 @@ LINEAR.append(
         20,
         _triton,
         _FIXED,
-        prefers=lambda device, need: _FOUR_BITS if need.four_bits else 20,
+        prefers=lambda device, need: _KEEPS if need.four_bits or need.fp8_rows else 20,
         blocks=True,
+        fp8_rows=True,
         four_bits=True,
     )
 )
@@ -182,6 +183,7 @@ EXPERTS.append(
         biases=True,
         clamps=True,
         blocks=True,
+        fp8_rows=True,
         reads_fp8=_multiplies_fp8,
         four_bits=True,
     )

@@ -58,6 +58,7 @@ class RoutedTokens:
 
     ids: Tensor  # [T] int64: token ids, for layers that choose experts by them
     real: Tensor | None = None  # [T] int32, as in `ForwardBatch`
+    images: Tensor | None = None  # [T] bool: image tokens; None: there are none, or no router asks
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,15 @@ class ForwardBatch:
     @cached_property
     def routed(self) -> RoutedTokens:
         """The tokens that this rank routes."""
-        return self.rank_tokens or RoutedTokens(self.input_ids, self.real)
+        return self.rank_tokens or RoutedTokens(self.input_ids, self.real, self.is_image)
+
+    @cached_property
+    def is_image(self) -> Tensor | None:
+        """Which tokens are image tokens, [T] bool; None: there are none."""
+        if self.images is None:
+            return None
+        found = torch.zeros(self.num_tokens, dtype=torch.bool, device=self.positions.device)
+        return found.index_fill_(0, self.images.tokens, True)
 
     @cached_property
     def state_rows(self) -> Tensor:

@@ -19,6 +19,7 @@ from moe_engine.models.block_config import OwnBlock
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
@@ -186,76 +187,6 @@ class OtherLayers:
 
 
 @dataclass(frozen=True)
-class MoEConfig:
-    """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
-
-    `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases
-    and the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`; else a `limit` clamps gate
-    (from above) and up of all experts (0: no clamp), and an `alpha` or `beta` gives all MLPs, of dense layers too, that
-    `GatedActivation`. `layer_limits`, `shared_limits`: bounds of silu(gate) and of up, of the routed and of the shared
-    experts of each layer (0: none; layers after the last one have none). `shared_gate`: the shared expert is multiplied
-    by the sigmoid of a projection of its input. `hash_layers`: the first layers choose experts by token id, from a
-    table. `latent`: channels of the routed experts, if not those of the hidden states; `latent_norm`: the sum of their
-    results is normed there (Kimi K3). `dense_limit`: the `limit` of the MLPs of dense layers (GLM-5.3-Flash).
-    """
-
-    num_experts: int
-    top_k: int
-    width: int
-    shared_width: int
-    score: str
-    has_bias: bool = False
-    num_groups: int = 1
-    topk_groups: int = 1
-    group_score: str | None = None
-    renormalize: bool = False
-    scale: float = 1.0
-    bias_on_logits: bool = False
-    biased: bool = False
-    alpha: float = 0.0
-    limit: float = 0.0
-    beta: float = 0.0
-    shared_gate: bool = False
-    hash_layers: int = 0
-    latent: int = 0
-    latent_norm: bool = False
-    layer_limits: tuple[float, ...] = ()
-    shared_limits: tuple[float, ...] = ()
-    dense_limit: float = 0.0
-
-    @property
-    def of_all(self) -> GatedActivation | None:
-        """The activation of all MLPs, if it is not SiLU (MiniMax-M3, Kimi K3)."""
-        own = GatedActivation(self.limit, self.alpha, self.beta)
-        return None if self.biased or own.is_silu else own
-
-    @property
-    def clamped(self) -> bool:
-        """True if `limit` clamps an activation without the other terms of `biased`."""
-        own = self.limit > 0 and not self.biased and self.of_all is None
-        return own or any(self.layer_limits + self.shared_limits)
-
-    def activation(self, layer: int, shared: bool = False) -> GatedActivation:
-        """Of a layer's routed experts without biases, or of its shared one."""
-        if (own := self.of_all) is not None:
-            return own
-        limits = self.shared_limits if shared else self.layer_limits
-        bound = -limits[layer] if layer < len(limits) else 0.0
-        return GatedActivation(bound or (0.0 if self.biased else self.limit))
-
-    def hashes(self, layer: int) -> bool:
-        """True if the layer chooses experts by token id."""
-        return layer < self.hash_layers
-
-    def num_shared_slots(self, ep_size: int) -> int:
-        """Shared experts, if they have the routed ones' width and may be slots of all ranks of an expert-parallel axis;
-        0: the ranks rather split them. In slots each token uses them `ep_size` times: at most an eighth more work than
-        the routed experts'."""
-        count, rest = divmod(self.shared_width, self.width)
-        return 0 if rest or self.latent or 8 * count * (ep_size - 1) > self.top_k else count
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """A model of any supported family. Created by `load_model_config`; `moe_layers[i]` is True if layer i is MoE."""
 
@@ -337,6 +268,10 @@ class ModelConfig:
         if own is None or moe is None or not own.num_experts or layer < self.num_layers:
             return moe
         return replace(moe, num_experts=own.num_experts, top_k=own.top_k)
+
+    def routes_images(self, layer: int = 0) -> bool:
+        """True if the layer's router has a bias of its own for image tokens; draft layers see none."""
+        return self.vision is not None and self.moe is not None and self.moe.image_bias and layer < self.num_layers
 
     @property
     def attentions(self) -> tuple[MLAConfig | GQAConfig | CompressedConfig, ...]:
@@ -428,9 +363,15 @@ class ModelConfig:
         return (self.moe is not None and self.moe.latent) or self.hidden_size
 
     @property
+    def draft_streams(self) -> StreamsConfig | None:
+        """Residual streams of MTP layers, which read those of the model. None: MTP layers have one residual and read
+        the result of the final norm."""
+        return None if self.streams is None or self.streams.mean_head else self.streams
+
+    @property
     def draft_state_width(self) -> int:
         """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
-        return self.hidden_size * (1 if self.streams is None else self.streams.count)
+        return self.hidden_size * (1 if self.draft_streams is None else self.draft_streams.count)
 
     @property
     def stored_layers(self) -> int:

@@ -12,12 +12,13 @@ from typing import Any
 
 from moe_engine.models.block_config import own_block
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
-from moe_engine.models.config import ModelConfig, MoEConfig, OtherLayers
+from moe_engine.models.config import ModelConfig, OtherLayers
 from moe_engine.models.config_families import build_config, check_moe
 from moe_engine.models.config_fields import Fields, parse_rope
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.fp4_experts import with_fp4_experts
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.rope_config import RopeConfig
 
 _WINDOW, _SELECTED, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.config_fields import Fields, parse_context_length, parse_eos, parse_rope
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.rope_config import RopeConfig
 
 

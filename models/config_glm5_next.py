@@ -43,7 +43,7 @@ def glm5_next_fields(fields: Fields) -> Fields:
 
 def parse_glm5_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """GLM-5.3-Flash: Kimi Delta Attention with bounded decays, MLA without positions over selected pools of tokens,
-    residual streams with a mean at the end, clamped SwiGLU in all MLPs. The tower and MTP layers are not served."""
+    residual streams with a mean at the end, clamped SwiGLU in all MLPs. The tower is not served."""
     fields.check_served(_SERVED)
     if fields.integer("qk_rope_head_dim", 0, minimum=0):
         fields.fail("qk_rope_head_dim", "is not 0: rotated keys are not supported in this family")
@@ -69,7 +69,6 @@ def parse_glm5_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
         delta=delta,
         streams=replace(parse_streams(read), mean_head=True),
         state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
-        num_nextn_predict_layers=0,
         raw=fields.raw,
     )
 

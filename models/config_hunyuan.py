@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_gqa
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.moe_config import MoEConfig
 
 
 def parse_hunyuan(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import check_moe, parse_gqa, qwen_moe_layers
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_vision import with_qwen3_tower
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
 _LINEAR, _FULL = "linear_attention", "full_attention"

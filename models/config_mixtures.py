@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_deepseek_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 from moe_engine.models.formats.gguf import METHOD as GGUF
+from moe_engine.models.moe_config import MoEConfig
 
 
 def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

@@ -1,7 +1,7 @@
 """config.json of DeepSeek V4.1 -> ModelConfig. Imports no torch.
 
-The published file has the language model's fields in `text_config`. What is as in DeepSeek V4 is read by
-`config_compressed`. Images are not served: their tensors are not read.
+The published file has the language model's fields in `text_config`, the tower's in `vision_config`. What is as in
+DeepSeek V4 is read by `config_compressed`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_engine.models.block_config import OwnBlock, own_block
 from moe_engine.models.compressed_config import SharedEntriesConfig
-from moe_engine.models.config import ModelConfig, MoEConfig, OtherLayers
+from moe_engine.models.config import ModelConfig, OtherLayers
 from moe_engine.models.config_compressed import (
     compressed_attention,
     parse_experts,
@@ -24,6 +24,8 @@ from moe_engine.models.config_compressed import (
 from moe_engine.models.config_families import build_config
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.engram_config import EngramConfig
+from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.vision_config import DEEPSEEK_V41, VisionConfig
 
 _RATES = (0, 1, 2)
 _STAGES = 3
@@ -58,7 +60,36 @@ def parse_deepseek_v41(fields: Fields, generation: Mapping[str, Any]) -> ModelCo
     format = with_expert_format(
         Fields({"expert_dtype": stored} | fields.present(), fields.source), config.weight_format
     )
+    vision = _vision(fields, config.hidden_size)
+    if vision is not None:
+        config = replace(config, moe=replace(moe, image_bias=True), vision=vision)
     return replace(config, other_layers=others, weight_format=format, raw=fields.raw)
+
+
+def _vision(fields: Fields, out_width: int) -> VisionConfig | None:
+    """The tower; None: the file has none, or one without layers."""
+    section = fields.section("vision_config")
+    if section is None or not (layers := section.integer("num_hidden_layers", 32, minimum=0)):
+        return None
+    width, heads = section.integer("hidden_size", 1024), section.integer("num_attention_heads", 16)
+    if width % heads or (width // heads) % 4:
+        section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")
+    return VisionConfig(
+        tower=DEEPSEEK_V41,
+        width=width,
+        num_layers=layers,
+        num_heads=heads,
+        intermediate=section.integer("intermediate_size", 2816),
+        patch_size=section.integer("patch_size", 14),
+        temporal_patch_size=1,
+        channels=3,
+        merge=section.integer("downsample_ratio", 3),
+        out_width=out_width,
+        image_token=fields.integer("image_token_id", minimum=0),
+        video_token=None,
+        theta=section.number("rope_theta", 10000.0, above=0),
+        delimited=True,
+    )
 
 
 def _own_block(fields: Fields, moe: MoEConfig, layers: int, vocab_size: int) -> OwnBlock | None:

@@ -1,4 +1,5 @@
-"""DeepSeek V4.1 (V4.1-Flash): windows beside entries that several layers read, residual streams with late sums."""
+"""DeepSeek V4.1 (V4.1-Flash): windows beside entries that several layers read, residual streams with late sums,
+images."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_config import SharedEntriesConfig
 from moe_engine.models.deepseek_v4 import DeepseekV4Model
 from moe_engine.models.engram_config import EngramConfig
+from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.engram import EngramNorm, load_text_ids, put_ids
 from moe_engine.models.layers.moe import MoE
@@ -22,8 +24,9 @@ from moe_engine.models.stream_residual import streams_of
 from moe_engine.models.weights import WeightSource
 
 
-class DeepseekV41Model(DeepseekV4Model):
-    """`Model` of the family. `batch.kv[layer]` is a `CompressedCache`."""
+class DeepseekV41Model(DeepseekV4Model, ImageInputs):
+    """`Model` of the family. `batch.kv[layer]` is a `CompressedCache`. Image tokens have the positions of their places;
+    their embeddings are in all streams."""
 
     @cached_property
     def _shared_steps(self) -> SharedSteps:

@@ -13,6 +13,8 @@ _PARTS = {
 """Published parts of the names of a layer's tensors, and the model's."""
 _LAYERS = ("layers", "mtp")
 _OUTSIDE = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
+_TOWER = {"vision.": "visual.", "aligner.": "visual.aligner.", "image_": "visual.image_"}
+"""Begins of the names of V4.1's vision tower."""
 _MTP_PARTS = {"norm": "shared_head.norm", "head": "shared_head.head", "emb": "embed_tokens"} | {
     f"hc_head_{part}": f"shared_head.hc_head.{part}" for part in ("fn", "base", "scale")
 }
@@ -45,6 +47,9 @@ def _inner_name(name: str, num_layers: int) -> str:
         name = name.replace(saved, published)
     name = name.removeprefix("model.")
     if not _layer_part(name):
+        for published, own in _TOWER.items():
+            if name.startswith(published):
+                return own + name.removeprefix(published)
         first, dot, rest = name.partition(".")
         return _OUTSIDE.get(name) or f"model.{_part(first)}{dot}{rest}"
     kind, index, first, *parts = name.split(".")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.block_fp8 import KERNEL_BLOCK, BlockFP8Format
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
-from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 from moe_engine.models.tensors import expert_names
 
 if TYPE_CHECKING:
@@ -22,22 +22,43 @@ def experts_format(config: ModelConfig) -> GroupCodes | None:
     if isinstance(format, FusedExpertsFormat | FP4ExpertsFormat):
         found = format.kernel_format(next(_one_expert_of_each_layer(config), ""))
     elif isinstance(format, SchemeFormat):
-        stored = {format.scheme_of(prefix) for prefix in _one_expert_of_each_layer(config)} - {None}
-        schemes: list[Any] = list(stored)
+        schemes: list[Any] = list(_schemes(config, format))
         found = schemes[0].kernel_format() if len(schemes) == 1 and schemes[0].coded else None
     form: Any = found
     return form
 
 
+def experts_in_blocks(config: ModelConfig) -> bool:
+    """True if kernels of a GPU may multiply the experts of all layers as FP8 blocks of 128 x 128."""
+    format = config.weight_format
+    if isinstance(format, BlockFP8Format):
+        return format.has_kernel_formats and experts_format(config) is None
+    schemes = _schemes(config, format) if isinstance(format, SchemeFormat) else set()
+    return bool(schemes) and all(scheme.blocks for scheme in schemes)
+
+
+def experts_in_fp8_rows(config: ModelConfig) -> bool:
+    """True if kernels of a GPU may multiply the experts of all layers as FP8 with a scale per row."""
+    format = config.weight_format
+    schemes = _schemes(config, format) if isinstance(format, SchemeFormat) else set()
+    return bool(schemes) and all(scheme.fp8_rows for scheme in schemes)
+
+
 def width_group(config: ModelConfig, keeps_blocks: bool = False) -> int:
     """Columns of experts that ranks of tensor parallelism do not split; 1: any. keeps_blocks: the kernels multiply
     block FP8 as stored."""
-    form, format = experts_format(config), config.weight_format
-    if form is None and keeps_blocks and isinstance(format, BlockFP8Format) and format.has_kernel_formats:
-        return format.block[1]
+    if keeps_blocks and experts_in_blocks(config):
+        return KERNEL_BLOCK[1]
+    form = experts_format(config)
     if form is None:
         return 1
     return 2 * form.group if form.nvfp4 else form.group * (form.factors or 1) or 1
+
+
+def _schemes(config: ModelConfig, format: SchemeFormat) -> set[Scheme]:
+    """Of the quantized matrices of experts."""
+    stored = (format.scheme_of(prefix) for prefix in _one_expert_of_each_layer(config))
+    return {scheme for scheme in stored if scheme is not None}
 
 
 def _one_expert_of_each_layer(config: ModelConfig) -> Iterator[str]:

@@ -60,7 +60,7 @@ class MTPLayers:
         first, count = model.config.num_layers, model.config.num_nextn_predict_layers
         self.kv_layers = range(first, first + count)
         self._model = model
-        form = MTPLayer if model.config.streams is None else StreamMTPLayer
+        form = MTPLayer if model.config.draft_streams is None else StreamMTPLayer
         self._layers: list[JoiningLayer] = [form(model, index, reader) for index in self.kv_layers]
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the layers in addition to the model, in the kernels' layouts."""
@@ -93,7 +93,7 @@ class MTPLayers:
     @property
     def reads_streams(self) -> bool:
         """True if hidden states are the residual's streams after the last layer, not the result of the final norm."""
-        return self._model.config.streams is not None
+        return self._model.config.draft_streams is not None
 
     @property
     def state_width(self) -> int:

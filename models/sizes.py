@@ -302,7 +302,7 @@ def _of_whole_groups(config: ModelConfig, format: WeightFormat, topology: Topolo
 
 
 def _width_group(config: ModelConfig, format: WeightFormat) -> int:
-    return width_group(config, isinstance(format, BlockFP8Format) and "experts" in format.kept)
+    return width_group(config, isinstance(format, SchemeFormat | BlockFP8Format) and "experts" in format.kept)
 
 
 def _largest_part(config: ModelConfig, count: int, topology: Topology, format: WeightFormat) -> int:

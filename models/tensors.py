@@ -45,13 +45,11 @@ KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
     "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
-    "DeepseekV41ForCausalLM": ("model.vision.", "model.aligner.", "model.image_"),
 }
-"""By architecture: begins of the names of MTP layers, and of towers, that are not served."""
+"""By architecture: begins of the names of MTP layers that are not served."""
 TABLES = (".engram.embed.weight", ".engram.embed.scale")
 """Tables of n-grams, which stay in their files."""
-_IMAGE_BIAS = ".mlp.gate.bias_vl"
-"""The router's bias for image tokens (DeepSeek V4.1)."""
+_IMAGE_BIAS = ".gate.bias_vl"
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
 _BLOCK_INPUT = ".main_proj.weight"
@@ -103,8 +101,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class ExpertNames:
     """Tensor names of a family's MoE block: of an expert's projections, and, relative to the block, of the router's
-    weight, bias and table of experts by token id, the shared experts and their gate. `bias_rows`: the bias is stored as
-    [1, E]."""
+    weight, biases and table of experts by token id, the shared experts and their gate. `bias_rows`: the bias is stored
+    as [1, E]."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -113,6 +111,7 @@ class ExpertNames:
     router: str = "gate.weight"
     router_bias: str = "gate.e_score_correction_bias"
     router_table: str = "gate.tid2eid"
+    router_image_bias: str = "gate.bias_vl"
     bias_rows: bool = False
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate.weight"
@@ -183,7 +182,7 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     yield from attention_tensors(config, layer)
     yield _norm("post_attention_layernorm", config.hidden_size)
     yield from feed_forward_tensors(config, is_moe, layer)
-    if (streams := config.streams) is not None:
+    if (streams := config.draft_streams if layer is None else config.streams) is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
     if streams is not None and streams.engram is not None and layer in streams.engram.layers:
@@ -240,7 +239,7 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Tensors of an MTP layer, without its copies of embedding and head."""
     hidden = config.hidden_size
     yield from (_norm(name, hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
-    if (streams := config.streams) is None:
+    if (streams := config.draft_streams) is None:
         yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
     else:
         yield from (TensorSpec(f"{name}.weight", (hidden, hidden)) for name in ("e_proj", "h_proj"))
@@ -413,6 +412,8 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = 
     elif moe.has_bias:
         shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
         yield TensorSpec(f"{names.block}.{names.router_bias}", shape, Kind.WIDE)
+    if layer is not None and config.routes_images(layer):
+        yield TensorSpec(f"{names.block}.{names.router_image_bias}", (moe.num_experts,), Kind.WIDE)
     inner = config.routed_size
     for name, shape in (
         (names.gate, (moe.width, inner)),
@@ -472,7 +473,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
     unused += (_FIRST_SCORES,) * (config.residual_block > 0)
-    ends = (_ROTARY, _IMAGE_BIAS, *TABLES, *KV_SCALES)
+    ends = (_ROTARY, *TABLES, *KV_SCALES) + (_IMAGE_BIAS,) * (not config.routes_images())
     return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
 
 

@@ -13,6 +13,7 @@ QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
 QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
 KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
 KIMI_K3 = "moe_engine.models.vision.kimi_k3:KimiK3Tower"
+DEEPSEEK_V41 = "moe_engine.models.vision.deepseek_v41:DeepseekV41Tower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
 MINIMAX_M3 = "moe_engine.models.vision.minimax_m3:MiniMaxM3Tower"
 PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
@@ -40,6 +41,8 @@ class VisionConfig:
         projector_eps, projector_bias: of the projector, where it differs.
         projector_width: channels inside the projector, where they are not those of a token.
         row_ends: tokens of the text behind each row of an image's tokens and behind the last one; None: there are none.
+        delimited: the tower has rows of its own before an image, behind each of its rows and behind it, and fills up
+            the tokens at its edges.
         around: tokens of the text before and behind an image's tokens, which a prompt's placeholder does not have.
         size_marks: special tokens before a placeholder, between which the size of the image is written.
     """
@@ -69,6 +72,7 @@ class VisionConfig:
     projector_bias: bool = False
     projector_width: int = 0
     row_ends: tuple[int, int] | None = None
+    delimited: bool = False
     around: tuple[int, int] | None = None
     size_marks: tuple[str, str] | None = None
 
@@ -94,9 +98,14 @@ class VisionConfig:
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Tokens of an image of (frames, rows, columns) patches."""
         frames, rows, columns = grid
+        if self.delimited:
+            return -(-rows // self.merge) * (-(-columns // self.merge) + 1) + 2
         return frames * (rows // self.merge) * (columns // self.merge + (self.row_ends is not None))
 
     def most_tokens(self, patches: int) -> int:
         """Tokens of a square image of that many patches."""
+        if self.delimited:
+            side = math.isqrt(patches)
+            return self.num_tokens((1, side, side))
         tokens = patches // self.merge**2
         return tokens + (math.isqrt(tokens) if self.row_ends is not None else 0)

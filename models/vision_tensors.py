@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moe_engine.models.vision_config import (
+    DEEPSEEK_V41,
     KIMI,
     KIMI_K3,
     MINIMAX_M3,
@@ -17,6 +18,8 @@ from moe_engine.models.vision_config import (
 )
 
 PREFIX = "visual."
+DELIMITERS = ("image_start", "image_newline", "image_end")
+"""Embeddings before an image, behind each of its rows and behind it (DeepSeek V4.1)."""
 Entry = tuple[str, tuple[int, ...], bool]
 """Name, shape, and whether the tensor is kept in float32."""
 
@@ -100,6 +103,24 @@ def _kimi_k3(v: VisionConfig) -> Iterator[Entry]:
     yield "mm_projector.post_norm.weight", (v.out_width,), False
 
 
+def _deepseek_v41(v: VisionConfig) -> Iterator[Entry]:
+    yield "patch_embed.proj.weight", patch_shape(v), False
+    yield "patch_embed.proj.bias", (v.width,), False
+    for i in range(v.num_layers):
+        block = f"blocks.{i}"
+        for norm in ("norm1", "norm2"):
+            yield f"{block}.{norm}.weight", (v.width,), True
+        yield from _linear(f"{block}.attn.wqkv", 3 * v.width, v.width)
+        yield from _linear(f"{block}.attn.wo", v.width, v.width)
+        yield f"{block}.mlp.w1.weight", (2 * v.intermediate, v.width), False
+        yield f"{block}.mlp.w2.weight", (v.width, v.intermediate), False
+    yield "norm.weight", (v.width,), True
+    yield from _linear("aligner.w1", v.out_width, v.merged_width)
+    yield from _linear("aligner.w2", v.out_width, v.out_width)
+    for delimiter in DELIMITERS:
+        yield delimiter, (v.out_width,), False
+
+
 def _pixtral(v: VisionConfig) -> Iterator[Entry]:
     yield "patch_conv.weight", patch_shape(v), False
     yield "ln_pre.weight", (v.width,), True
@@ -158,6 +179,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 
 
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
+    DEEPSEEK_V41: _deepseek_v41,
     KIMI: _kimi,
     KIMI_K3: _kimi_k3,
     MINIMAX_M3: _minimax_m3,
@@ -170,7 +192,10 @@ _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
 
 
 def patch_shape(v: VisionConfig) -> tuple[int, ...]:
-    """Shape of the convolution over patches, whose stride is its size: a product with the patch's numbers in order. A
-    tower for single frames (temporal patch size 1) has one over rows and columns."""
+    """Shape of the convolution over patches, whose stride is its size: a product with the patch's numbers in order,
+    stored as such for DeepSeek V4.1. A tower for single frames (temporal patch size 1) has one over rows and columns.
+    """
+    if v.tower == DEEPSEEK_V41:
+        return v.width, v.patch_width
     frames = (v.temporal_patch_size,) * (v.temporal_patch_size > 1)
     return v.width, v.channels, *frames, v.patch_size, v.patch_size

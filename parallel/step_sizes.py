@@ -27,6 +27,7 @@ class StepSizes:
         tokens: T of every attention group. All 0: every rank is idle, and the model is not called.
         logits: S of every attention group.
         phase: ``decode`` if no rank prefills and all shares fit the dispatcher's decode mode.
+        prefills: a rank's step has tokens of prompts.
     """
 
     tokens: tuple[int, ...]
@@ -34,6 +35,7 @@ class StepSizes:
     phase: Phase
     attn_tp_size: int
     world_rank: int
+    prefills: bool
 
     @classmethod
     def exchange(
@@ -56,7 +58,7 @@ class StepSizes:
         """The sizes without an exchange: all ranks made the same plan. `prefills`: on any rank."""
         largest_share = -(-max(tokens) // parallel.attn_tp_size)
         phase: Phase = "prefill" if prefills or largest_share > parallel.decode_tokens else "decode"
-        return cls(tuple(tokens), tuple(logits), phase, parallel.attn_tp_size, parallel.world_rank)
+        return cls(tuple(tokens), tuple(logits), phase, parallel.attn_tp_size, parallel.world_rank, prefills)
 
     @property
     def is_idle(self) -> bool:

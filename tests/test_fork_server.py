@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from moe_engine.processes import child
@@ -9,6 +12,22 @@ from tests.fork_server import ForkedProcess
 from tests.waiting import until
 
 CORE = "moe_engine.cluster.core_main"
+STARTS_PROCESSES = re.compile(
+    r"^from moe_engine import .*\bEngine\b|^from tests\.e2e\.server_process import .*\bServerProcess\b"
+    r"|^from tests\.models\.family_parity import .*\b(serve|run_family)\b",
+    re.MULTILINE,
+)
+OF_INTERPRETERS = {"e2e/test_quickstart.py", "e2e/test_shutdown.py", "e2e/test_states.py"}
+"""Files about the start of interpreters, their process trees, or an installed package that they find."""
+
+
+def test_engines_of_tests_are_forked() -> None:
+    """An interpreter for each process of an engine takes 2.5 CPU seconds."""
+    folder = Path(__file__).parent
+    sources = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("test_*.py")}
+    starting = {name for name, source in sources.items() if STARTS_PROCESSES.search(source)}
+    found = {name for name in starting if "forked_processes" not in sources[name]}
+    assert len(starting) > 40 and found == OF_INTERPRETERS, "use the fixture forked_processes of tests/fork_server.py"
 
 
 def test_a_killed_process(forked_processes: None) -> None:

@@ -1,7 +1,8 @@
 """Compiles the C++ sources once for this machine, keeps the library in the user's cache folder, and loads it.
 
 The file name holds a hash of sources, flags, compiler and CPU flags, so that any change recompiles and machines with a
-shared home folder do not share a library. `MOE_ENGINE_CPU_AMX=0` disables AMX tiles.
+shared home folder do not share a library. Object files are kept too: a new version compiles the changed units.
+`MOE_ENGINE_CPU_AMX=0` disables AMX tiles.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -60,6 +62,10 @@ FLAGS = [
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
+HEADER = "vec.h"
+"""Header that nearly all units include; compiled once for all of them, because it takes as long as a short unit."""
+INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+OBJECTS = "cpu_objects"
 LOCK, BUILD = ".lock", ".build"
 """Suffixes beside a library: held while it is compiled; the compilation's temporary files."""
 PATHS = {3: "AMX bf16 tiles", 2: "AVX512-BF16", 1: "AVX-512", 0: "portable vectors"}
@@ -273,27 +279,57 @@ def _remove_abandoned(cache: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> None:
+def _text(unit: str) -> str:
+    """A unit's source and the headers that it includes, directly and indirectly."""
+    found: dict[str, str] = {}
+    waiting = [f"{unit}.cpp", HEADER]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = (SOURCES / name).read_text()
+            waiting += INCLUDED.findall(found[name])
+    return "".join(f"{name}\0{found[name]}\0" for name in sorted(found))
+
+
+def _units(flags: list[str], toolchain: str, folder: Path) -> dict[str, tuple[list[str], Path]]:
+    """Flags and object file of each unit. A macro belongs to the units in whose sources it occurs."""
+    found = {}
+    for unit in UNITS:
+        text = _text(unit)
+        own = [flag for flag in flags if not flag.startswith("-D") or flag[2:] in text]
+        digest = hashlib.sha256("\0".join((toolchain, *own, unit, text)).encode())
+        found[unit] = own, folder / f"{digest.hexdigest()[:20]}.o"
+    return found
+
+
+def _compile(compiler: str, flags: list[str], toolchain: str, runtime: Path, target: Path) -> None:
+    units = _units(flags, toolchain, target.parent / OBJECTS)
     with _build_folder(target) as folder, _compilers(folder) as start:
-        objects = [f"{folder}/{unit}.o" for unit in UNITS]
-        commands = [
-            [compiler, *flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", file] for unit, file in zip(UNITS, objects)
-        ]
-        waiting = list(commands)
-        running: list[tuple[subprocess.Popen[str], list[str]]] = []
+        waiting = [unit for unit, (_, file) in units.items() if not file.exists()]
+        common = Path(folder) / "all.h"
+        common.write_text(f'#include "{SOURCES / HEADER}"\n')
+        if len(waiting) > 4:
+            command = [compiler, *flags, "-x", "c++-header", str(common), "-o", f"{common}.gch"]
+            _finish(start(command), command, folder)
+        running: list[tuple[str, subprocess.Popen[str], list[str]]] = []
         jobs = max(os.cpu_count() or 1, 1)
         while waiting or running:
             while waiting and len(running) < jobs:
-                command = waiting.pop(0)
-                running.append((start(command), command))
-            done = next((item for item in running if item[0].poll() is not None), None)
+                unit = waiting.pop(0)
+                command = [compiler, *units[unit][0], "-include", str(common), "-c", str(SOURCES / f"{unit}.cpp")]
+                command += ["-o", f"{folder}/{unit}.o"]
+                running.append((unit, start(command), command))
+            done = next((item for item in running if item[1].poll() is not None), None)
             if done is None:
                 time.sleep(0.01)
                 continue
             running.remove(done)
-            _finish(*done, folder)
+            _finish(*done[1:], folder)
+            file = units[done[0]][1]
+            file.parent.mkdir(exist_ok=True)
+            os.replace(f"{folder}/{done[0]}.o", file)
         made = f"{folder}/library.so"
-        command = [compiler, "-shared", "-o", made, *objects, str(runtime)]
+        command = [compiler, "-shared", "-o", made, *(str(file) for _, file in units.values()), str(runtime)]
         _finish(start(command), command, folder)
         os.replace(made, target)
 
@@ -309,10 +345,8 @@ def _built(flags: list[str]) -> Path:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise LibraryError(f"{compiler} --version failed: {error}") from error
-    digest = hashlib.sha256()
-    for part in (compiler, version, " ".join(flags), device.name, " ".join(sorted(device.cpu_flags)), runtime.name):
-        digest.update(part.encode() + b"\0")
-    digest.update(" ".join(UNITS).encode())
+    toolchain = "\0".join((compiler, version, device.name, " ".join(sorted(device.cpu_flags))))
+    digest = hashlib.sha256("\0".join((toolchain, " ".join(flags), runtime.name, " ".join(UNITS))).encode())
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -337,7 +371,7 @@ def _built(flags: list[str]) -> Path:
             start = time.perf_counter()
             # a warning, which commands without log lines show too: it takes a minute
             logger.warning("compiling CPU kernels with %s (once for this machine; kept in %s)", compiler, folder)
-            _compile(compiler, flags, runtime, target)
+            _compile(compiler, flags, toolchain, runtime, target)
             logger.info("compiled CPU kernels in %.1f s", time.perf_counter() - start)
     return target
 
@@ -349,7 +383,8 @@ def load(
 
     Args:
         march: instruction set to compile for; tests use older ones.
-        defines: extra macros (``MOE_AMX_EMULATE`` runs the tile kernels on any machine, slowly).
+        defines: extra macros (``MOE_AMX_EMULATE`` runs the tile kernels on any machine, slowly). Units without them are
+            those of the engine's library.
         optimize: optimization flag; tests of other machines' code paths use a lower level to compile faster.
         amx: whether AMX tiles may be used where they exist; default True unless MOE_ENGINE_CPU_AMX=0.
 

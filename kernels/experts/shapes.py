@@ -15,7 +15,7 @@ from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP,
 @dataclass(frozen=True)
 class ExpertModel:
     """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`. `activation`:
-    that of `ExpertWeights`. `format`: of weights in 4 bits."""
+    that of `ExpertWeights`. `format`: of weights in 4 bits. `row_scales`: FP8 has a scale per row, not blocks."""
 
     name: str
     num_experts: int
@@ -26,6 +26,7 @@ class ExpertModel:
     biased: bool = False
     format: GroupCodes | None = None
     activation: GatedActivation = SILU
+    row_scales: bool = False
 
     def part(self, ranks: int) -> ExpertModel:
         """What one of `ranks` has of each expert."""
@@ -65,6 +66,8 @@ class ExpertShape:
         each = 1 if model.fp8 else 2 if model.format is None else model.format.bytes_on_gpu()
         weight = float(3 * model.hidden * model.width * each)
         scales = 3 * -(-model.hidden // 128) * -(-model.width // 128) * 4 if model.fp8 else 0
+        if model.row_scales:
+            scales = 4 * (2 * model.width + model.hidden)
         return round(self.experts_hit * (weight + scales) + 2 * 2 * self.tokens * model.hidden)
 
     @property
@@ -76,6 +79,8 @@ DEEPSEEK_V3 = ExpertModel("deepseek-v3", 256, 8, 7168, 2048, fp8=True)
 DEEPSEEK_V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
 MINIMAX_M3 = ExpertModel("minimax-m3", 128, 4, 6144, 3072, fp8=False, activation=GatedActivation(7.0, 1.702))
 GPT_OSS_20B = ExpertModel("gpt-oss-20b", 32, 4, 2880, 2880, fp8=False, biased=True)
+QWEN3_30B_ROWS = ExpertModel("qwen3-30b-a3b-fp8-rows", 128, 8, 2048, 768, fp8=True, row_scales=True)
+"""FP8 of compressed-tensors, strategy ``channel``."""
 MXFP4 = GroupCodes(4, MXFP4_GROUP, values=FP4)
 GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, name="gpt-oss-20b-mxfp4", format=MXFP4)
 KIMI_K2 = ExpertModel("kimi-k2-int4", 384, 8, 7168, 2048, fp8=False, format=GroupCodes(4, 32))

@@ -17,6 +17,7 @@ from moe_engine.kernels.experts.shapes import (
     KIMI_K2,
     KIMI_K3,
     MINIMAX_M3,
+    QWEN3_30B_ROWS,
     ExpertModel,
 )
 from moe_engine.kernels.experts.tiles import four_bits_tiles, tiles_of
@@ -65,7 +66,9 @@ def cases_of(
     else:
         none["bias"] = None
     shifted = model.biased or model.activation.alpha > 0
-    constants = constants_of(groups, model.width, model.hidden, stored, first, first.tma, shifted, model.format)
+    constants = constants_of(
+        groups, model.width, model.hidden, stored, first, first.tma, shifted, model.format, model.row_scales
+    )
     constants |= gathering_constants(1 if padded else model.top_k, layout == "grouped", False, model.activation)
     more = {"out": f"*{kind}", "slope": "fp32", "limit": "fp32"} | dict.fromkeys(
         ("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32"
@@ -79,7 +82,9 @@ def cases_of(
         f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
         first.num_warps, first.num_stages, True, options_of(model.format),
     )  # fmt: skip
-    constants = constants_of(groups, model.hidden, model.width, stored, second, second.tma, model.biased, model.format)
+    constants = constants_of(
+        groups, model.hidden, model.width, stored, second, second.tma, model.biased, model.format, model.row_scales
+    )
     signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.tma else f"*{weight}"
     result = AotCase(
         f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
@@ -101,9 +106,9 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    plain = product((GPT_OSS_20B, MINIMAX_M3), (8, 512))
+    plain = product((GPT_OSS_20B, MINIMAX_M3, QWEN3_30B_ROWS), (8, 512))
     for model, mean_rows in (*plain, *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
-        found |= {case.name: case for case in cases_of(model, 32, mean_rows, False)}
+        found |= {case.name: case for case in cases_of(model, model.num_experts, mean_rows, False)}
     for model in FOUR_BIT_MODELS:
         dtype = torch.float16 if model.format == AWQ else torch.bfloat16
         for mean_rows, num_experts, part in ((8, 48, model), (32, 48, model), (512, model.num_experts, model.part(8))):
@@ -113,7 +118,7 @@ def aot_cases() -> list[AotCase]:
         found |= {case.name: case for case in cases_of(KIMI_K3.part(8), 896, mean_rows, False)}
     whole = (
         (DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B_MXFP4, 32), (GPT_OSS_20B, 32),
-        (KIMI_K2.part(8), 384), (KIMI_K3.part(8), 896),
+        (KIMI_K2.part(8), 384), (KIMI_K3.part(8), 896), (QWEN3_30B_ROWS, 128),
     )  # fmt: skip
     for model, num_experts in whole:
         found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}

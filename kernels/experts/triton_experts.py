@@ -1,5 +1,5 @@
-"""Routed experts on a GPU in Triton, for both batch layouts, with bf16 weights, or weights in block FP8 or 4 bits
-kept as stored.
+"""Routed experts on a GPU in Triton, for both batch layouts, with bf16 weights, or weights in FP8 or 4 bits kept as
+stored.
 
 Legend: T tokens, K experts per token, D hidden, I expert width, E experts, M rows.
 """
@@ -16,7 +16,7 @@ from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.experts.tiles import FOUR_BITS_WIDE, ExpertTiles, four_bits_tiles, row_classes, tiles_of
-from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
+from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up, has_row_scales
 from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
@@ -25,6 +25,7 @@ from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
     BLOCK_FP8,
     FP8,
+    ROW_FP8,
     UNQUANTIZED,
     Activation,
     ActivationFormat,
@@ -32,6 +33,8 @@ from moe_engine.kernels.quantization.protocol import (
     BlockWeight,
     QuantizedActivation,
     QuantizedRows,
+    RowFP8,
+    RowWeight,
     num_blocks,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
@@ -52,7 +55,8 @@ case."""
 @dataclass(frozen=True)
 class TritonExpertWeights:
     """gate_up [E, 2I, D], gate's rows first, and down [E, D, I]; in FP8 with float32 scales per 128 x 128 block:
-    gate_up_scales [E, 2, ceil(I / 128), ceil(D / 128)], down_scales [E, ceil(D / 128), ceil(I / 128)].
+    gate_up_scales [E, 2, ceil(I / 128), ceil(D / 128)], down_scales [E, ceil(D / 128), ceil(I / 128)]; or per row:
+    [E, 2I] and [E, D].
     In 4 bits with a `format`: uint8 [E, 2I, D / 2] and [E, D, I / 2], scales as in `triton_four_bits`; of NVFP4 float32
     factors gate_up_whole [E, 2] and down_whole [E, 1] too."""
 
@@ -73,6 +77,10 @@ class TritonExpertWeights:
     @property
     def fp8(self) -> bool:
         return self.gate_up_scales is not None and self.format is None
+
+    @property
+    def row_scales(self) -> bool:
+        return has_row_scales(self.gate_up_scales, self.format)
 
 
 class TritonExperts:
@@ -96,7 +104,7 @@ class TritonExperts:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
         codes = QuantizedExperts(self.allocate_codes, self.load_codes, takes=lambda format: format.four_bits)
         return ExpertsCapabilities(
-            {BlockFP8: blocks, GroupCodes: codes},
+            {BlockFP8: blocks, RowFP8: QuantizedExperts(self.allocate_rows, self.load_expert_rows), GroupCodes: codes},
             routed_rows=self.routed_rows,
             takes_shared=True,
             read_first=lambda weights, slot: weights.data.gate_up[slot:],
@@ -114,16 +122,27 @@ class TritonExperts:
         self, num_experts: int, hidden: int, width: int, device: Any, format: BlockFP8 = BLOCK_FP8
     ) -> ExpertWeights:
         """See the protocol; on devices without FP8 products the experts become bf16."""
+        wide, narrow = num_blocks(hidden), num_blocks(width)
+        scales = (2, narrow, wide), (wide, narrow)
+        return self._allocate_fp8(num_experts, hidden, width, device, scales, format.power_of_two)
+
+    def allocate_rows(
+        self, num_experts: int, hidden: int, width: int, device: Any, format: RowFP8 = ROW_FP8
+    ) -> ExpertWeights:
+        """As `allocate_blocks`, with a scale per row."""
+        return self._allocate_fp8(num_experts, hidden, width, device, ((2 * width,), (hidden,)), format.power_of_two)
+
+    def _allocate_fp8(
+        self, num_experts: int, hidden: int, width: int, device: Any, scales: tuple[tuple[int, ...], tuple[int, ...]],
+        power_of_two: bool,
+    ) -> ExpertWeights:  # fmt: skip
+        """scales: shapes of an expert's, of gate and up and of down."""
         if not multiplies_fp8(torch.device(device).type):
             return self.allocate(num_experts, hidden, width, torch.bfloat16, device)
-        wide, narrow = num_blocks(hidden), num_blocks(width)
-        data = TritonExpertWeights(
-            torch.empty(num_experts, 2 * width, hidden, dtype=FP8, device=device),
-            torch.empty(num_experts, hidden, width, dtype=FP8, device=device),
-            torch.empty(num_experts, 2, narrow, wide, device=device),
-            torch.empty(num_experts, wide, narrow, device=device),
-            format.power_of_two,
-        )
+        gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=FP8, device=device)
+        down = torch.empty(num_experts, hidden, width, dtype=FP8, device=device)
+        up_scales, down_scales = (torch.empty(num_experts, *shape, device=device) for shape in scales)
+        data = TritonExpertWeights(gate_up, down, up_scales, down_scales, power_of_two)
         return self._weights(num_experts, hidden, width, data)
 
     def allocate_codes(
@@ -140,7 +159,8 @@ class TritonExperts:
         self._permutation.sort_in_one_launch(data.gate_up.device)
         num_bytes = sum(part.numel() * part.element_size() for part in data.memory)
         weights = ExpertWeights(num_experts, hidden, width, data, num_bytes)
-        self._shapes.setdefault((num_experts, hidden, width, data.gate_up.dtype, data.format), weights)
+        kind = (data.gate_up.dtype, data.format, data.row_scales)
+        self._shapes.setdefault((num_experts, hidden, width, *kind), weights)
         return weights
 
     def over(
@@ -170,6 +190,17 @@ class TritonExperts:
         self.load_expert(weights, expert, gate.data, up.data, down.data)
         data.gate_up_scales[expert, 0].copy_(gate.scales)
         data.gate_up_scales[expert, 1].copy_(up.scales)
+        data.down_scales[expert].copy_(down.scales)
+
+    def load_expert_rows(
+        self, weights: ExpertWeights, expert: int, gate: RowWeight, up: RowWeight, down: RowWeight
+    ) -> None:
+        data: TritonExpertWeights = weights.data
+        if data.gate_up_scales is None or data.down_scales is None:
+            self.load_expert(weights, expert, *map(dequantize_weight, (gate, up, down)))
+            return
+        self.load_expert(weights, expert, gate.data, up.data, down.data)
+        torch.cat((gate.scales, up.scales), out=data.gate_up_scales[expert])
         data.down_scales[expert].copy_(down.scales)
 
     def load_codes(

@@ -1,4 +1,4 @@
-"""The two products of routed experts in Triton, for both batch layouts, in bf16, block FP8 and 4 bits.
+"""The two products of routed experts in Triton, for both batch layouts, in bf16, FP8 and 4 bits.
 
     inner = silu(x @ gate.T) * (x @ up.T)        [M, I], in FP8 quantized in registers
     rows  = inner @ down.T                       [M, D]
@@ -29,6 +29,7 @@ from moe_engine.kernels.linear.products import (
     empty_tile,
     load_scale,
     load_step,
+    scale_columns,
     weight_tile,
 )
 from moe_engine.kernels.linear.tiles import Tiles
@@ -82,13 +83,33 @@ class Groups:
 
 
 @triton.jit
+def gated(
+    gate, up, bias, slope, limit,
+    WIDTH: tl.constexpr, SWAP_AB: tl.constexpr, BIASED: tl.constexpr, CLAMP: tl.constexpr, SITU: tl.constexpr,
+):  # fmt: skip
+    """The activation of a tile [M, N], or with SWAP_AB [N, M]; bias: pointers of the N columns of gate, or None."""
+    if BIASED:
+        if bias is not None:
+            axis: tl.constexpr = 1 if SWAP_AB else 0
+            gate += tl.expand_dims(tl.load(bias), axis)
+            up += tl.expand_dims(tl.load(bias + WIDTH), axis)
+        gate, up = clamp_gate_up(gate, up, limit)
+        inner = (up + 1.0) * (gate * tl.sigmoid(slope * gate))
+    elif SITU:
+        inner = situ(gate, up, limit, slope)
+    else:
+        inner = silu_mul(gate, up, limit, CLAMP)
+    return inner
+
+
+@triton.jit
 def gate_up_tile(
     x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
     out_scale_stride, bias, slope, limit, expert, tile_n, first, end,
     K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
-    CLAMP: tl.constexpr, SITU: tl.constexpr,
+    CLAMP: tl.constexpr, SITU: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One tile of `gate_up_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -112,6 +133,8 @@ def gate_up_tile(
     w_scale = weight_scales
     if FP8:
         x_scales += expert.to(tl.int64) * x_scale_skip
+    BLOCKS: tl.constexpr = FP8 and ROWS == 0
+    if BLOCKS:
         w_scale += (expert * (2 * SCALE_ROWS) + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
     if PACKED == 2:
         w_scale += expert.to(tl.int64) * (STEPS * 2 * WIDTH * SCALES)
@@ -130,25 +153,20 @@ def gate_up_tile(
             up = add_four_bits(up, a, high, c, w_scale + SCALES * WIDTH, step, 2 * WIDTH, SCALES, FORM, SWAP_AB)
         else:
             x_scale = load_scale(x_scales, step * x_scale_stride + x_rows * x_scale_row, FP8)
-            gate_scale = load_scale(w_scale, step, FP8)
-            up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, FP8)
+            gate_scale = load_scale(w_scale, step, BLOCKS)
+            up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, BLOCKS)
             gate = add_product(gate, a, b, x_scale, gate_scale, SWAP_AB, FP8)
             up = add_product(up, a, c, x_scale, up_scale, SWAP_AB, FP8)
+    if ROWS:
+        w_scale += expert * (2 * WIDTH)
+        gate = scale_columns(gate, w_scale + cols % WIDTH, SWAP_AB)
+        up = scale_columns(up, w_scale + WIDTH + cols % WIDTH, SWAP_AB)
     if FORM == "nvfp4":
         gate *= whole_factor(whole + 2 * expert, x)
         up *= whole_factor(whole + 2 * expert + 1, x)
-    if BIASED:
-        if bias is not None:
-            place = bias + expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
-            axis: tl.constexpr = 1 if SWAP_AB else 0
-            gate += tl.expand_dims(tl.load(place), axis)
-            up += tl.expand_dims(tl.load(place + WIDTH), axis)
-        gate, up = clamp_gate_up(gate, up, limit)
-        inner = (up + 1.0) * (gate * tl.sigmoid(slope * gate))
-    elif SITU:
-        inner = situ(gate, up, limit, slope)
-    else:
-        inner = silu_mul(gate, up, limit, CLAMP)
+    if bias is not None:
+        bias += expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
+    inner = gated(gate, up, bias, slope, limit, WIDTH, SWAP_AB, BIASED, CLAMP, SITU)
     if SWAP_AB:
         inner = tl.trans(inner)
     inside = rows < end
@@ -174,7 +192,7 @@ def gate_up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
-    CLAMP: tl.constexpr, SITU: tl.constexpr,
+    CLAMP: tl.constexpr, SITU: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
     [E, 2 * WIDTH] (None: zeros) and the activation of `ExpertBiases`. CLAMP: without biases, with `limit`.
@@ -183,7 +201,7 @@ def gate_up_kernel(
     NVFP4, float32 [E, 2].
 
     With GATHER row m is x[source[m] // TOP_K], with PAIRS x[m // TOP_K]. FP8: scales of weight are
-    [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
+    [E, 2, WIDTH / 128, K / 128], with ROWS [E, 2 * WIDTH]; the scale of row m of expert e and block b of x is
     x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride]. Grid: `num_programs`, with PAIRS every tile.
     """
     wait_for_inputs()
@@ -196,7 +214,7 @@ def gate_up_kernel(
                 x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row,
                 x_scale_skip, out_scale_stride, bias, slope, limit, expert, tl.program_id(0) % NUM_N, row, row + 1,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
-                FORM, SCALES, CLAMP, SITU,
+                FORM, SCALES, CLAMP, SITU, ROWS,
             )  # fmt: skip
     else:
         start, count, ends = expert_tiles(sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, PADDED)
@@ -207,7 +225,7 @@ def gate_up_kernel(
                 x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row,
                 x_scale_skip, out_scale_stride, bias, slope, limit, expert, tile_n, first, end,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
-                FORM, SCALES, CLAMP, SITU,
+                FORM, SCALES, CLAMP, SITU, ROWS,
             )  # fmt: skip
 
 
@@ -216,7 +234,7 @@ def down_tile(
     x, x_scales, weight, weight_scales, whole, out, x_scale_stride, bias, expert, tile_n, first, end,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One tile of `down_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -233,7 +251,8 @@ def down_tile(
     x_tile = weight_tile(x, x_rows, lane, K, False)
     w_tile = weight_tile(weight, w_rows, w_lane, K // PACKED, TMA)
     w_scale = weight_scales
-    if FP8:
+    BLOCKS: tl.constexpr = FP8 and ROWS == 0
+    if BLOCKS:
         w_scale += (expert * SCALE_ROWS + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
     if PACKED == 2:
         w_scale += expert.to(tl.int64) * (STEPS * WIDTH * SCALES)
@@ -249,7 +268,10 @@ def down_tile(
             total = add_four_bits(total, a, high, b, w_scale, step, WIDTH, SCALES, FORM, SWAP_AB)
         else:
             x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
-            total = add_product(total, a, b, x_scale, load_scale(w_scale, step, FP8), SWAP_AB, FP8)
+            total = add_product(total, a, b, x_scale, load_scale(w_scale, step, BLOCKS), SWAP_AB, FP8)
+    if ROWS:
+        w_scale += expert * WIDTH
+        total = scale_columns(total, w_scale + cols % WIDTH, SWAP_AB)
     if FORM == "nvfp4":
         total *= whole_factor(whole + expert, x)
     if SWAP_AB:
@@ -267,9 +289,10 @@ def down_kernel(
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
-    FORM: tl.constexpr, SCALES: tl.constexpr,
+    FORM: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
+    """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128], with
+    ROWS [E, WIDTH].
     BIASED: + bias [E, WIDTH]. FORM: as in `gate_up_kernel`; whole: float32 [E]. Grid: `num_programs`, with PAIRS every
     tile."""
     wait_for_inputs()
@@ -280,7 +303,7 @@ def down_kernel(
         if (expert >= 0) & (expert < NUM_EXPERTS):
             down_tile(
                 x, x_scales, weight, weight_scales, whole, out, x_scale_stride, bias, expert, tile_n, row, row + 1,
-                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, FORM, SCALES,
+                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, FORM, SCALES, ROWS,
             )  # fmt: skip
         else:  # the sum reads the rows of all pairs
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -293,7 +316,7 @@ def down_kernel(
             expert, tile_n, first, end = find_tile(tile, total, start, count, ends, EXPERTS, BLOCK_M, NUM_N, GROUP)
             down_tile(
                 x, x_scales, weight, weight_scales, whole, out, x_scale_stride, bias, expert, tile_n, first, end,
-                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, FORM, SCALES,
+                K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, TMA, FP8, BIASED, FORM, SCALES, ROWS,
             )  # fmt: skip
 
 
@@ -314,8 +337,8 @@ def gate_up(
 
     Args:
         x: [M, D], or with `source` [T, D], or padded [E, C, D]; `QuantizedRows` with FP8 weights.
-        weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights. Of
-            weights in 4 bits with a `format`, `whole` float32 [E, 2] of NVFP4 too, see `triton_four_bits`.
+        weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights, or
+            [E, 2I]. Of weights in 4 bits with a `format`, `whole` float32 [E, 2] of NVFP4 too, see `triton_four_bits`.
         form: the activation without a bias.
         source: int32 [M] pairs; row m is token source[m] // top_k. None with groups of pairs: token m // top_k.
 
@@ -330,12 +353,13 @@ def gate_up(
         out = QuantizedRows.empty(groups.num_rows, width, data.device)
     else:
         out = torch.empty(groups.num_rows, width, dtype=data.dtype, device=data.device)
-    grid = _grid(groups, tiles, width, 2, data, weight)
+    grid, rows = _grid(groups, tiles, width, 2, data, weight), has_row_scales(scales, format)
+    shifted = bias is not None or form.alpha > 0
     if grid:
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, whole, out.data, _scales(out), groups.capacity,
             _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias, form),
-            **constants_of(groups, width, hidden, weight.dtype, tiles, tma, bias is not None or form.alpha > 0, format),
+            **constants_of(groups, width, hidden, weight.dtype, tiles, tma, shifted, format, rows),
             **gathering_constants(top_k, source is not None, power_of_two, form),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options_of(format),
         )  # fmt: skip
@@ -348,7 +372,7 @@ def down(
 ) -> Tensor:  # fmt: skip
     """The second product: x [M, I] from `gate_up`, weight [E, D, I] -> [M, D] in `dtype`.
 
-    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights; of 4 bits as in `gate_up`, with
+    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights, or [E, D]; of 4 bits as in `gate_up`, with
     `whole` [E]. Rows outside all groups are unspecified.
     """
     data = x.data if isinstance(x, QuantizedRows) else x
@@ -356,15 +380,20 @@ def down(
     tiles, block_k = groups.tiles.down.at(groups.mean_rows), groups.tiles.block_k
     matrix, tma = _weight(weight, tiles, block_k)
     out = torch.empty(groups.num_rows, hidden, dtype=dtype, device=data.device)
-    grid = _grid(groups, tiles, hidden, 1, data, weight)
+    grid, rows = _grid(groups, tiles, hidden, 1, data, weight), has_row_scales(scales, format)
     if grid:
         down_kernel[(grid,)](
             data, _scales(x), groups.sizes, matrix, scales, whole, out, groups.capacity, _scale_stride(x),
             None if bias is None else bias.down,
-            **constants_of(groups, hidden, width, weight.dtype, tiles, tma, bias is not None, format),
+            **constants_of(groups, hidden, width, weight.dtype, tiles, tma, bias is not None, format, rows),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options_of(format),
         )  # fmt: skip
     return out
+
+
+def has_row_scales(scales: Tensor | None, format: GroupCodes | None) -> bool:
+    """True for FP8 weights with a scale per row."""
+    return scales is not None and format is None and scales.dim() == 2
 
 
 def _columns(weight: Tensor) -> int:
@@ -411,14 +440,15 @@ def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | Tensor
 
 def constants_of(
     groups: Groups, n: int, k: int, stored: torch.dtype, tiles: Tiles, tma: bool, biased: bool = False,
-    format: GroupCodes | None = None,
+    format: GroupCodes | None = None, rows: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Constants of a product with weights [E, `n`, `k`] (gate and up count as one `n`) in memory of a dtype."""
+    """Constants of a product with weights [E, `n`, `k`] (gate and up count as one `n`) in memory of a dtype. rows: FP8
+    with a scale per row."""
     return {
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
         "PADDED": groups.capacity > 0, "PAIRS": groups.pairs, "SWAP_AB": tiles.swap_ab, "TMA": tma,
-        "FP8": stored == FP8, "BIASED": biased, **four_bits_constants(format),
+        "FP8": stored == FP8, "ROWS": rows, "BIASED": biased, **four_bits_constants(format),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, rows
-from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.indexer import index_keys, pools
 from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, BlockChoice
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
@@ -26,6 +26,7 @@ class CpuIndexer:
     prepare = None
     gates = None
     select_into = None
+    pools = pools.TORCH
 
     def __init__(self, library: Library | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
         self._lib = library or load()

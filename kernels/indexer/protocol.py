@@ -15,20 +15,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.indexer.key_norm import KeyNorm
+from moe_engine.kernels.indexer.pools import PoolKernels
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.queries import PagedQueries
 
 LOGITS_BYTES = 256 << 20
 """Max bytes of scores at once; query tokens with more are scored in parts."""
-
-
-@dataclass(frozen=True)
-class KeyNorm:
-    """LayerNorm of index keys: weight and bias [I] float32."""
-
-    weight: Tensor
-    bias: Tensor
-    eps: float
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,10 @@ class IndexerKernel(Protocol):
     @property
     def select_into(self) -> SelectInto | None:
         """None: `select`, and operations that place its result; such launches are not captured."""
+
+    @property
+    def pools(self) -> PoolKernels:
+        """The work on pools of tokens, where the keys of the context are those of pools."""
 
     def plan(self, queries: PagedQueries) -> Any:
         """Host work for some queries, once per step."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.reference import hidden_keys, requests_of
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.indexer import index_keys, pools
 from moe_engine.kernels.indexer.protocol import BlockChoice
 from moe_engine.kernels.queries import PagedQueries
 
@@ -28,6 +28,7 @@ class TorchIndexer:
     prepare = None
     gates = None
     select_into = None
+    pools = pools.TORCH
 
     def plan(self, queries: PagedQueries) -> Any:
         return None

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys, triton_keys, triton_select
+from moe_engine.kernels.indexer.pools import PoolKernels
 from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, BlockChoice, GateProduct, PrepareIndex
+from moe_engine.kernels.indexer.triton_pools import TRITON
 from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
 from moe_engine.kernels.indexer.triton_select import Selection
 from moe_engine.kernels.ops.triton_router import gate_parts
@@ -89,6 +91,10 @@ class TritonIndexer:
     @property
     def gates(self) -> GateProduct:
         return gate_parts
+
+    @property
+    def pools(self) -> PoolKernels:
+        return TRITON
 
     def plan(self, queries: PagedQueries) -> IndexPlan:
         return IndexPlan.of(queries)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_engine.kernels.indexer.index_keys import LEAST_MAGNITUDE
-from moe_engine.kernels.indexer.protocol import KeyNorm
+from moe_engine.kernels.indexer.key_norm import KeyNorm
 from moe_engine.kernels.kv_format.formats import head_scale_offset
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.ops.protocol import RotaryTable

@@ -54,6 +54,13 @@ def load_scale(scales, place, FP8: tl.constexpr):
 
 
 @triton.jit
+def scale_columns(total, scales, SWAP_AB: tl.constexpr):
+    """total [M, N], or with SWAP_AB [N, M], times a scale of each of the N columns; `scales`: pointers to them."""
+    axis: tl.constexpr = 1 if SWAP_AB else 0
+    return total * tl.expand_dims(tl.load(scales), axis)
+
+
+@triton.jit
 def empty_tile(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constexpr):
     """Zero accumulator of `add_product`."""
     if SWAP_AB:

@@ -1,7 +1,8 @@
-"""Products of FP8 rows with a block-FP8 weight, in Triton.
+"""Products of FP8 rows with an FP8 weight in blocks, or with a scale per row, in Triton.
 
 Legend: M rows, N out-features, K in-features. out[m, n] = sum over blocks b of K of
-(sum over k in b of x[m, k] * w[n, k]) * x_scale[m, b] * w_scale[n div 128, b].
+(sum over k in b of x[m, k] * w[n, k]) * x_scale[m, b] * w_scale[n div 128, b]. A scale of row n is multiplied with the
+whole sum.
 
 Each block of 128 in K is summed by the tensor cores and then added to float32 registers with its scales.
 """
@@ -16,10 +17,27 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_engine.kernels.linear.products import add_product, empty_tile, grouped_order, load_step, weight_tile
+from moe_engine.kernels.linear.products import (
+    add_product,
+    empty_tile,
+    grouped_order,
+    load_scale,
+    load_step,
+    scale_columns,
+    weight_tile,
+)
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, LinearShape
 from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FEW_ROWS, Tiles, block_fp8_tiles
-from moe_engine.kernels.quantization.protocol import BLOCK, FP8, BlockWeight, QuantizedRows
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    BLOCK_FP8,
+    ROW_FP8,
+    BlockFP8,
+    BlockWeight,
+    QuantizedRows,
+    RowFP8,
+    RowWeight,
+)
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
@@ -33,12 +51,12 @@ def block_gemm_kernel(
     x, x_scales, weight, weight_scales, bias, out, num_rows, scale_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] of x [M, K] and weight [N, K]; with SPLIT > 1 float32 [SPLIT, M, N], one part of K each.
 
     With TMA `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles. AHEAD: as in
-    `fixed_gemm_kernel`.
+    `fixed_gemm_kernel`. ROWS: weight_scales is [N].
     """
     prefetch_own(weight, tl.program_id(0) * AHEAD, AHEAD, N * K)
     wait_for_inputs()
@@ -60,7 +78,9 @@ def block_gemm_kernel(
         a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, TMA)
         b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, TMA)
         x_scale = tl.load(x_scales + step * scale_stride + x_rows)
-        total = add_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP_AB, True)
+        total = add_product(total, a, b, x_scale, load_scale(w_scale, step, ROWS == 0), SWAP_AB, True)
+    if ROWS:
+        total = scale_columns(total, weight_scales + w_rows, SWAP_AB)
     if SWAP_AB:
         total = tl.trans(total)
     if HAS_BIAS:
@@ -90,7 +110,7 @@ def sum_parts_kernel(
 
 def block_gemm(
     rows: QuantizedRows,
-    weight: BlockWeight,
+    weight: BlockWeight | RowWeight,
     dtype: torch.dtype,
     bias: Tensor | None = None,
     tiles: Tiles | None = None,
@@ -120,7 +140,7 @@ def block_gemm(
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n), tiles.split)
     block_gemm_kernel[grid](
         x, rows.scales, matrix, weight.scales, None if split else bias, target, m, rows.scale_stride,
-        **_constants(n, k, tiles, tma, bias is not None and not split, weight.data), num_warps=tiles.num_warps,
+        **_constants(weight, tiles, tma, bias is not None and not split), num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
     if split:
@@ -141,16 +161,20 @@ def fits_tma(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
-def _constants(n: int, k: int, tiles: Tiles, tma: bool, has_bias: bool, weight: Tensor) -> dict[str, Any]:
-    requests = tiles == FEW_BLOCK_FP8 and k % UNIT == 0 and can_request(weight)
+def _constants(weight: BlockWeight | RowWeight, tiles: Tiles, tma: bool, has_bias: bool) -> dict[str, Any]:
+    n, k = weight.data.shape
+    requests = tiles == FEW_BLOCK_FP8 and k % UNIT == 0 and can_request(weight.data)
     return {
         "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
         "SPLIT": tiles.split, "SWAP_AB": tiles.swap_ab, "TMA": tma, "HAS_BIAS": has_bias,
-        "AHEAD": tiles.block_n * k if requests else 0,
+        "AHEAD": tiles.block_n * k if requests else 0, "ROWS": isinstance(weight, RowWeight),
     }  # fmt: skip
 
 
-def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16, tiles: Tiles | None = None) -> list[AotCase]:
+def cases_of(
+    shape: LinearShape, dtype: torch.dtype = torch.bfloat16, tiles: Tiles | None = None,
+    format: BlockFP8 | RowFP8 = BLOCK_FP8,
+) -> list[AotCase]:  # fmt: skip
     """The kernels launched by one product, without a bias."""
     tiles, n, k = tiles or block_fp8_tiles(shape.rows, shape.n, shape.k), shape.n, shape.k
     result = element(torch.float32 if tiles.split > 1 else dtype)
@@ -161,9 +185,8 @@ def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16, tiles: Til
     if tiles.tma:
         signature["x"] = f"tensordesc<fp8e4nv[{tiles.block_m}, {BLOCK}]>"
         signature["weight"] = f"tensordesc<fp8e4nv[{tiles.block_n}, {BLOCK}]>"
-    weight = torch.empty(n, k, dtype=FP8, device="meta")
-    constants = _constants(n, k, tiles, tiles.tma, False, weight) | {"bias": None}
-    name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}"
+    constants = _constants(format.empty(n, k, "meta"), tiles, tiles.tma, False) | {"bias": None}
+    name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}" + "_rows" * constants["ROWS"]
     cases = [AotCase(name, block_gemm_kernel, signature, constants, tiles.num_warps, tiles.num_stages, True)]
     return [*cases, sum_parts_case(n, tiles.split, dtype)] if tiles.split > 1 else cases
 
@@ -183,4 +206,6 @@ def aot_cases() -> list[AotCase]:
             found |= {case.name: case for case in cases_of(shape)}
     for shape in DEEPSEEK_V3.at(FEW_ROWS):
         found |= {case.name: case for case in cases_of(shape, tiles=FEW_BLOCK_FP8)}
+    for rows in (FEW_ROWS, 64, 4096):
+        found |= {case.name: case for case in cases_of(next(DEEPSEEK_V3.at(rows)), format=ROW_FP8)}
     return list(found.values())

@@ -1,5 +1,4 @@
-"""Linear layers on a GPU: weights in block FP8 and in 4 bits stay so and use this project's Triton products, others
-torch's.
+"""Linear layers on a GPU: weights in FP8 and in 4 bits stay so and use this project's Triton products, others torch's.
 
 Legend: T tokens, H heads, K in-features, N out-features, I width of an MLP.
 """
@@ -28,10 +27,14 @@ from moe_engine.kernels.quantization.protocol import (
     BlockWeight,
     QuantizedActivation,
     QuantizedRows,
+    RowFP8,
+    RowWeight,
     unquantized,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.quantization.triton_rows import quantize_rows, silu_mul_quantize
+
+_FP8 = (BlockWeight, RowWeight)
 
 
 class TritonLinear(CublasLinear):
@@ -51,13 +54,20 @@ class TritonLinear(CublasLinear):
     @property
     def capabilities(self) -> LinearCapabilities:
         return LinearCapabilities(
-            {BlockFP8: self.prepare_blocks, GroupCodes: self.prepare_codes},
+            {BlockFP8: self.prepare_blocks, RowFP8: self.prepare_rows, GroupCodes: self.prepare_codes},
             heads_quantized=self.run_heads_quantized,
             takes=lambda format: not isinstance(format, GroupCodes) or format.four_bits,
         )
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; on devices without FP8 products the weight becomes bf16."""
+        return self._prepare_fp8(weight, bias)
+
+    def prepare_rows(self, weight: RowWeight, bias: Tensor | None = None) -> PreparedLinear:
+        """As `prepare_blocks`, with a scale per row."""
+        return self._prepare_fp8(weight, bias)
+
+    def _prepare_fp8(self, weight: BlockWeight | RowWeight, bias: Tensor | None) -> PreparedLinear:
         if not multiplies_fp8(weight.data.device.type):
             return self.prepare(dequantize_weight(weight).to(torch.bfloat16), bias)
         n, k = weight.data.shape
@@ -71,10 +81,10 @@ class TritonLinear(CublasLinear):
         return PreparedLinear(k, n, data, bias, data.num_bytes + (0 if bias is None else bias.nbytes))
 
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
-        return ActivationFormat.fp8(weight.data.power_of_two) if isinstance(weight.data, BlockWeight) else UNQUANTIZED
+        return ActivationFormat.fp8(weight.data.power_of_two) if isinstance(weight.data, _FP8) else UNQUANTIZED
 
     def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
-        if isinstance(weight.data, BlockWeight):
+        if isinstance(weight.data, _FP8):
             return self._product(_rows(x, weight.data), weight, x.dtype)
         if isinstance(weight.data, FourBitsWeight):
             return four_bits_gemm(unquantized(x), weight.data, weight.bias, self._deterministic)
@@ -93,7 +103,7 @@ class TritonLinear(CublasLinear):
         return block_gemm(rows, weight.data, dtype, weight.bias, self._tiles)
 
     def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
-        if not (isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)):
+        if not (isinstance(gate_up.data, _FP8) and isinstance(down.data, _FP8)):
             return None
         return partial(self.run_mlp, gate_up=gate_up, down=down, limit=limit)
 
@@ -103,5 +113,5 @@ class TritonLinear(CublasLinear):
         return self._product(silu_mul_quantize(inner, down.data.power_of_two, limit=limit), down, x.dtype)
 
 
-def _rows(x: Activation, weight: BlockWeight) -> QuantizedRows:
+def _rows(x: Activation, weight: BlockWeight | RowWeight) -> QuantizedRows:
     return x.rows if isinstance(x, QuantizedActivation) else quantize_rows(x, weight.power_of_two)

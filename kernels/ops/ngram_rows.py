@@ -23,12 +23,16 @@ LEAST = 1e-6
 SCALED = 32
 """Numbers of a row in FP8 with a common scale."""
 ID_BYTES = 4
+OUTSIDE = -(2**31)
+"""Instead of the id of an image token, which no n-gram has; as float32 the bits are those of -0."""
+IMAGE = -1
+"""Of image tokens in `NgramTokens.ids`."""
 
 
 class NgramTokens(NamedTuple):
     """The tokens of a step, those of a request adjacent and with ascending positions."""
 
-    ids: Tensor  # [T] int64, of the model's vocabulary
+    ids: Tensor  # [T] int64, of the model's vocabulary; IMAGE for image tokens
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64
     requests: Tensor  # [T / each] int32: row of the slot table of each `each` tokens
@@ -41,7 +45,7 @@ class PutIds(Protocol):
 
     def __call__(self, tokens: NgramTokens, map: Tensor, pad: int, cache: Tensor, residual: Tensor, count: int) -> None:
         """cache[slots] = map[ids], int32; the last `count` int32 numbers of residual rows [T, *] = ids of the token and
-        of those before it, `pad` before the first token.
+        of those before it, `pad` before the first token or an image. Image tokens have OUTSIDE in both.
 
         Args:
             map: [V] int32. cache: [num_slots] int32, may be strided.
@@ -59,10 +63,11 @@ class AddNgrams(Protocol):
     """The sum of a token's rows with its streams."""
 
     def __call__(
-        self, found: Tensor, x: Tensor | None, residual: Tensor, weights: Tensor, streams: StreamWeights
+        self, found: Tensor, ids: Tensor, x: Tensor | None, residual: Tensor, weights: Tensor, streams: StreamWeights
     ) -> None:
         """Adds x [T, D] to the streams as `write_streams` does, if it is given; then found [T, (n + 1) D], keys of the
-        streams and the value, in place. weights [n, D] float32."""
+        streams and the value, in place. Image tokens get no value. ids [T, N] int32 of the residual; weights [n, D]
+        float32."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,16 @@ class Ngrams:
 
 def put_ids(tokens: NgramTokens, map: Tensor, pad: int, cache: Tensor, residual: Tensor, count: int) -> None:
     """`PutIds` in torch."""
-    cache.index_copy_(0, tokens.slots, map[tokens.ids])
+    ids = map[tokens.ids.clamp(min=0)].masked_fill_(tokens.ids == IMAGE, OUTSIDE)
+    cache.index_copy_(0, tokens.slots, ids)
     requests = tokens.requests.long()
     if tokens.each > 1:
         requests = requests.unsqueeze(1).expand(-1, tokens.each).flatten()
     places = tokens.positions.unsqueeze(1) - torch.arange(count, device=cache.device)  # [T, N]
     found = cache[tokens.table[requests.unsqueeze(1), places.clamp(min=0)].long()]
-    bits = found.masked_fill(places < 0, pad).contiguous().view(residual.dtype)
+    outside = ((places < 0) | (found == OUTSIDE)).cumsum(1) > 0
+    outside[:, 0] = False
+    bits = found.masked_fill(outside, pad).contiguous().view(residual.dtype)
     residual[:, -bits.shape[1] :] = bits
 
 
@@ -94,7 +102,9 @@ def values(rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     return rows.flatten(1).to(dtype)
 
 
-def add(found: Tensor, x: Tensor | None, residual: Tensor, weights: Tensor, streams: StreamWeights) -> None:
+def add(
+    found: Tensor, ids: Tensor, x: Tensor | None, residual: Tensor, weights: Tensor, streams: StreamWeights
+) -> None:
     """`AddNgrams` in torch."""
     if x is not None:
         write_streams(x, residual, streams)
@@ -105,6 +115,7 @@ def add(found: Tensor, x: Tensor | None, residual: Tensor, weights: Tensor, stre
     norms = (before.square().mean(2) + streams.eps).rsqrt() * (key.square().mean(2) + streams.eps).rsqrt()
     dot = (before * weights * key).sum(2) * norms * hidden**-0.5
     gate = torch.copysign(dot.abs().clamp_min(LEAST).sqrt(), dot).sigmoid()
+    gate = gate.masked_fill(ids[:, :1] == OUTSIDE, 0.0)
     residual[:, : n * hidden] = (before + gate.unsqueeze(2) * value.unsqueeze(1)).flatten(1)
 
 

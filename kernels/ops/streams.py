@@ -38,8 +38,10 @@ class StreamWeights:
     floor: float
 
     late: bool = False
-    """The sum that a part reads has the weights that the part before has computed (DeepSeek V4.1); without numbers
-    (`fn` has no rows) only the sum is read."""
+    """The sum that a part reads has the weights that the part before has computed (DeepSeek V4.1).
+
+    Without numbers (`fn` has no rows) only that sum is read, or, if sums are not late, the mean of the streams
+    (GLM-5.3-Flash)."""
 
     @property
     def writes(self) -> bool:
@@ -74,14 +76,6 @@ def write_streams(x: Tensor, residual: Tensor, weights: StreamWeights) -> None:
     residual[:, :width] = streams.addcmul_(written.unsqueeze(2), x.float().unsqueeze(1)).flatten(1)
 
 
-def mean_of_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
-    """`MixStreams` before a head that reads the mean of the streams; `weights.fn` has no rows."""
-    n, width = weights.count, weights.fn.shape[1]
-    if x is not None:
-        write_streams(x, residual, weights)
-    return residual[:, :width].view(len(residual), n, width // n).float().mean(1).to(residual.dtype)
-
-
 def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
     """`MixStreams` in torch."""
     n = weights.count
@@ -91,8 +85,9 @@ def mix_streams(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> T
         write_streams(x, residual, weights)
     streams = residual[:, :width].float().view(len(residual), n, width // n)  # as other parts read them
     before = residual[:, end : end + n].to(torch.float32, copy=True)
-    if weights.late and not len(weights.base):
-        return torch.einsum("tn,tnd->td", before, streams).to(residual.dtype)
+    if not len(weights.base):
+        sums = torch.einsum("tn,tnd->td", before, streams) if weights.late else streams.mean(1)
+        return sums.to(residual.dtype)
     flat = streams.flatten(1)
     numbers = linear(flat, weights.fn).mul_(torch.rsqrt(flat.square().mean(1, keepdim=True) + weights.eps))
     numbers = numbers.mul_(weights.scale).add_(weights.base)

@@ -8,19 +8,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.ops.ngram_rows import ID_BYTES, LEAST, SCALED, Ngrams, NgramTokens
+from moe_engine.kernels.ops.ngram_rows import ID_BYTES, LEAST, OUTSIDE, SCALED, Ngrams, NgramTokens
 from moe_engine.kernels.ops.streams import StreamWeights
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import UNALIGNED, element, row_stride, warps_for, with_contiguous_rows
 
-_LEAST = tl.constexpr(LEAST)
+_LEAST, _OUTSIDE = tl.constexpr(LEAST), tl.constexpr(OUTSIDE)
 _BLOCK = 1024
 """Channels of an iteration."""
+
+
+@triton.jit
+def _ids_of(tokens, map, live):
+    """The ids of texts; OUTSIDE for image tokens."""
+    token = tl.load(tokens, live, 0)
+    return tl.where(token < 0, _OUTSIDE, tl.load(map + token, live & (token >= 0), 0))
 
 
 @dependent_jit(
@@ -36,18 +44,20 @@ def ngram_ids_kernel(
     wait_for_inputs()
     token, back = tl.program_id(0), tl.arange(0, BLOCK)
     request, position = tl.load(requests + token // EACH), tl.load(positions + token)
-    own = tl.load(map + tl.load(tokens + token))
     place, index = position - back, token - back
     live = (back < COUNT) & (place >= 0)
     near = live & (index >= 0)
     near &= tl.load(positions + index, near, -1) == place
     near &= tl.load(requests + index // EACH, near, -1) == request
-    new = tl.load(map + tl.load(tokens + index, near, 0), near, 0)
+    new = _ids_of(tokens + index, map, near)
     old = live & ~near
     slot = tl.load(table + request.to(tl.int64) * table_stride + place, old, 0).to(tl.int64)
     found = tl.where(near, new, tl.load(cache + slot * cache_stride, old, 0))
     line = residual + token.to(tl.int64) * residual_stride + first
-    tl.store(line.to(tl.pointer_type(tl.int32)) + back, tl.where(live, found, pad), back < COUNT)
+    ended = tl.cumsum((~live | (found == _OUTSIDE)).to(tl.int32), 0) > 0
+    value = tl.where(ended & (back > 0), pad, found)
+    tl.store(line.to(tl.pointer_type(tl.int32)) + back, value, back < COUNT)
+    own = tl.sum(tl.where(back == 0, found, 0))
     tl.store(cache + tl.load(slots + token).to(tl.int64) * cache_stride, own)
 
 
@@ -67,7 +77,7 @@ def ngram_values_kernel(
 
 @dependent_jit
 def ngram_add_kernel(
-    found, x, residual, weights, found_stride, x_stride, residual_stride, eps, scale,
+    found, ids, x, residual, weights, found_stride, ids_stride, x_stride, residual_stride, eps, scale,
     STREAMS: tl.constexpr, SIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """See `AddNgrams`; ADD: x is given. Grid (T,)."""
@@ -104,6 +114,7 @@ def ngram_add_kernel(
     dot = dots * tl.rsqrt(squares / WIDTH + eps) * tl.rsqrt(keys / WIDTH + eps) * scale
     root = tl.sqrt(tl.maximum(tl.abs(dot), _LEAST))
     gates = 1.0 / (1.0 + tl.exp(tl.where(dot < 0.0, root, -root)))
+    gates = tl.where(tl.load(ids + token * ids_stride) == _OUTSIDE, 0.0, gates)
     if ADD:
         tl.debug_barrier()  # threads read below what others have stored
     for begin in range(0, WIDTH, BLOCK):
@@ -141,14 +152,17 @@ def values(rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def add(found: Tensor, x: Tensor | None, residual: Tensor, weights: Tensor, streams: StreamWeights) -> None:
+def add(
+    found: Tensor, ids: Tensor, x: Tensor | None, residual: Tensor, weights: Tensor, streams: StreamWeights
+) -> None:
     """`AddNgrams`; a token's values do not depend on other tokens."""
     (n, width), found = weights.shape, with_contiguous_rows(found)
     if len(found):
         added = residual if x is None else with_contiguous_rows(x)
         ngram_add_kernel[(len(found),)](
-            found, added, residual, weights, row_stride(found), row_stride(added), row_stride(residual), streams.eps,
-            width**-0.5, **_constants(n, width), ADD=x is not None, num_warps=warps_for(_BLOCK),
+            found, ids, added, residual, weights, row_stride(found), ids.stride(0), row_stride(added),
+            row_stride(residual), streams.eps, width**-0.5, **_constants(n, width), ADD=x is not None,
+            num_warps=warps_for(_BLOCK),
         )  # fmt: skip
 
 
@@ -173,8 +187,9 @@ def aot_cases() -> list[AotCase]:
         cases.append(AotCase(f"ngram_ids_{element(dtype)}", ngram_ids_kernel, signature, sizes, 1, 3, False))
         for add in (True, False):
             signature = {
-                "found": kind, "x": kind, "residual": kind, "weights": "*fp32", "found_stride": "i32:16",
-                "x_stride": "i32:16", "residual_stride": "i32:16", "eps": "fp32", "scale": "fp32",
+                "found": kind, "ids": "*i32", "x": kind, "residual": kind, "weights": "*fp32",
+                "found_stride": "i32:16", "ids_stride": "i32", "x_stride": "i32:16", "residual_stride": "i32:16",
+                "eps": "fp32", "scale": "fp32",
             }  # fmt: skip
             name = f"ngram_add_{element(dtype)}{'' if add else '_alone'}"
             sizes = _constants(4, 5120) | {"ADD": add}

@@ -132,10 +132,10 @@ def read_kernel(
     ALIGNED: tl.constexpr, LATE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, QUANTIZE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """out [T, D] = the sum of the streams by the token's numbers; with WRITES, those of the next result go behind the
-    streams. LATE: the sum is by weights that the part before has left, and the token's own ones go behind the streams
-    too. NORM: `norm` of the sum instead, of a whole row; KEEP: in `out`, QUANTIZE: as e4m3 in `quantized`, with scales.
-    Grid (T, parts of D)."""
+    """out [T, D] = the sum of the streams by the token's numbers, without numbers their mean; with WRITES, those of the
+    next result go behind the streams. LATE: the sum is by weights that the part before has left, and the token's own
+    ones go behind the streams too. NORM: `norm` of the sum instead, of a whole row; KEEP: in `out`, QUANTIZE: as e4m3
+    in `quantized`, with scales. Grid (T, parts of D)."""
     wait_for_inputs()
     token, part, stream = tl.program_id(0).to(tl.int64), tl.arange(0, ALL_PARTS), tl.arange(0, SIDE)
     own, have, known = parts + (part.to(tl.int64) * num_tokens + token) * PADDED, part < PARTS, stream < STREAMS
@@ -143,6 +143,8 @@ def read_kernel(
     factor = tl.rsqrt(squares / (STREAMS * WIDTH) + eps)
     if LATE:
         shares = tl.load(parts + token * PADDED + NUMBERS + 1 + stream, known, 0.0)
+    elif NUMBERS == 0:
+        shares = tl.where(known, 1.0 / STREAMS, 0.0)
     else:
         shares = _sigmoid(_number(own, have, base, scale, stream, known, factor)) + floor
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -269,13 +271,15 @@ def _constants(
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V4-Flash and V4-Pro: before and after a part of a layer, and the head; V4.1-Flash, with late sums."""
+    """DeepSeek V4-Flash and V4-Pro: before and after a part of a layer, and the head; V4.1-Flash, with late sums; the
+    mean of GLM-5.3-Flash, whose other launches are those of V4-Flash."""
+    bf16, parts = torch.bfloat16, [(torch.bfloat16, 24, True), (torch.bfloat16, 24, False), (torch.float32, 24, True)]
     cases = []
-    for label, width, late in (("v4_flash", 4096, False), ("v4_pro", 7168, False), ("v41_flash", 5120, True)):
-        for dtype, numbers, add in (
-            (torch.bfloat16, 24, True), (torch.bfloat16, 24, False), (torch.bfloat16, 0 if late else 4, True),
-            (torch.float32, 24, True),
-        ):  # fmt: skip
+    for label, width, late, forms in (
+        ("v4_flash", 4096, False, [*parts, (bf16, 4, True)]), ("v4_pro", 7168, False, [*parts, (bf16, 4, True)]),
+        ("v41_flash", 5120, True, [*parts, (bf16, 0, True)]), ("glm53_flash", 4096, False, [(bf16, 0, True)]),
+    ):  # fmt: skip
+        for dtype, numbers, add in forms:
             vector = torch.empty(numbers, device="meta")
             fn = torch.empty(numbers, 4 * width, device="meta")
             weights = StreamWeights(fn, vector, vector, 4, 20, 1e-6, 1e-6, late)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -65,6 +65,34 @@ class BlockWeight:
         self.scales.fill_(scale)
 
 
+@dataclass(frozen=True)
+class RowWeight:
+    """W[n, k] = data[n, k] * scales[n].
+
+    Attributes:
+        data: e4m3 [N, K].
+        scales: float32 [N].
+    """
+
+    data: Tensor
+    scales: Tensor
+
+    power_of_two: ClassVar[bool] = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() + 4 * self.scales.numel()
+
+    def rows(self, start: int, stop: int) -> RowWeight:
+        """A view of rows [start, stop)."""
+        return RowWeight(self.data[start:stop], self.scales[start:stop])
+
+    def randomize(self, deviation: float, normal: Normal) -> None:
+        scale = 2.0**-7  # as of `BlockWeight`
+        normal(self.data, deviation / scale)
+        self.scales.fill_(scale)
+
+
 class QuantizedWeight(Protocol):
     """A weight [N, K] that kernels multiply without dequantization, in its own dataclass of tensors."""
 
@@ -103,6 +131,20 @@ class BlockFP8:
 
 
 BLOCK_FP8 = BlockFP8()
+
+
+@dataclass(frozen=True)
+class RowFP8:
+    """`KernelFormat` of `RowWeight`."""
+
+    row_block: ClassVar[int] = 1
+    power_of_two: ClassVar[bool] = False
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> RowWeight:
+        return RowWeight(torch.empty(n, k, dtype=FP8, device=device), torch.empty(n, device=device))
+
+
+ROW_FP8 = RowFP8()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,15 @@ from torch import Tensor
 from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.gated_activation import activate
 from moe_engine.kernels.powers_of_two import power_of_two_above
-from moe_engine.kernels.quantization.protocol import BLOCK, FP8, FP8_MAX, MIN_AMAX, BlockWeight, QuantizedRows
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    FP8,
+    FP8_MAX,
+    MIN_AMAX,
+    BlockWeight,
+    QuantizedRows,
+    RowWeight,
+)
 
 
 def quantize_rows(x: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
@@ -78,9 +86,11 @@ def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype = torch.float32) -> 
     return rows.data.to(dtype) * scales
 
 
-def dequantize_weight(weight: BlockWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_weight(weight: BlockWeight | RowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """[N, K] in `dtype`."""
     n, k = weight.data.shape
+    if isinstance(weight, RowWeight):
+        return weight.data.to(dtype) * weight.scales.to(dtype)[:, None]
     scales = weight.scales.to(dtype).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return weight.data.to(dtype) * scales[:n, :k]
 

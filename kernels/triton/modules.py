@@ -29,6 +29,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.delta.triton_delta",
     f"{_FAMILIES}.experts.triton_expert_cases",
     f"{_FAMILIES}.indexer.triton_keys",
+    f"{_FAMILIES}.indexer.triton_pools",
     f"{_FAMILIES}.indexer.triton_scores",
     f"{_FAMILIES}.indexer.triton_select",
     f"{_FAMILIES}.permutation.triton_permute",

@@ -30,7 +30,10 @@ SCALES = ("F32", "BF16", "F8_E8M0", "U8")
 SCALE_ENDS = (".weight_scale_inv", ".scale", ".weight_scale")
 """Names of a scale grid: DeepSeek V3's, DeepSeek V4's, compressed-tensors'."""
 
-_KERNEL_BLOCK = (128, 128)
+KERNEL_BLOCK = (128, 128)
+"""Rows and columns of a scale in kernels."""
+BLOCK_BYTES = 1 + Fraction(4, prod(KERNEL_BLOCK))
+"""Bytes of an element with its share of a scale, in kernels."""
 _CHUNK_ELEMENTS = 1 << 22
 
 
@@ -46,7 +49,7 @@ class BlockFP8Format:
             names pages in the storage: the order of a set differs between processes.
     """
 
-    block: tuple[int, int] = _KERNEL_BLOCK
+    block: tuple[int, int] = KERNEL_BLOCK
     scale_format: str | None = None
     plain: Modules = field(default=NONE, repr=False)
     kept: frozenset[str] = field(default=FAMILIES, repr=False)
@@ -58,7 +61,7 @@ class BlockFP8Format:
         """Raises ConfigError for settings that are not supported."""
         if section.text("activation_scheme", "dynamic") != "dynamic":
             section.fail("activation_scheme", "must be dynamic: static activation scales are not supported")
-        block = section.raw.get("weight_block_size") or list(_KERNEL_BLOCK)
+        block = section.raw.get("weight_block_size") or list(KERNEL_BLOCK)
         if not isinstance(block, list) or len(block) != 2 or not all(is_whole(b) and b > 0 for b in block):
             section.fail("weight_block_size", f"must be two positive integers, found {block!r}")
         plain = Modules(parts=name_list(section, "ignored_layers", "modules_to_not_convert"))
@@ -98,7 +101,7 @@ class BlockFP8Format:
         return replace(self, kept=kept)
 
     def kept_on(self, device: str) -> bool:
-        return device == "cuda" and self.block == _KERNEL_BLOCK
+        return device == "cuda" and self.block == KERNEL_BLOCK
 
     def kernel_format(self, prefix: str) -> KernelFormat | None:
         from moe_engine.kernels.quantization.protocol import BlockFP8
@@ -107,10 +110,10 @@ class BlockFP8Format:
 
     @property
     def has_kernel_formats(self) -> bool:
-        return self.block == _KERNEL_BLOCK
+        return self.block == KERNEL_BLOCK
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
-        if self.block != _KERNEL_BLOCK or _scale_of(prefix, source.names) is None:
+        if self.block != KERNEL_BLOCK or _scale_of(prefix, source.names) is None:
             return False
         return source.dtype_of(f"{prefix}.weight") == "F8_E4M3" and cut.keeps_whole(shape, self.block)
 

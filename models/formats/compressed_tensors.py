@@ -10,10 +10,12 @@ from typing import Any
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.compressed_ints import ByteInts, PackedInts
-from moe_engine.models.formats.float8 import Float8
+from moe_engine.models.formats.float8 import Float8, MatrixFloat8
 from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, NVFP4_COMPRESSED
 from moe_engine.models.formats.integers import parse_bits, parse_group
 from moe_engine.models.formats.module_rules import Modules, check_patterns, name_list
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 
 _PACKED = ("pack-quantized",)
@@ -28,9 +30,11 @@ class CompressedTensors:
     checkpoint = "compressed-tensors"
 
     @staticmethod
-    def parse(section: Fields) -> SchemeFormat | BlockFP8Format:
+    def parse(section: Fields) -> WeightFormat:
         """Raises ConfigError for settings that are not supported."""
         groups: Any = section.raw.get("config_groups")
+        if groups in ({}, None) and section.raw.get("kv_cache_scheme"):
+            return PLAIN  # only the KV cache was calibrated
         if not isinstance(groups, dict) or not groups:
             section.fail("config_groups", f"must be an object with at least one group, found {groups!r}")
         sparsity = section.section("sparsity_config")
@@ -83,7 +87,7 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
     if kind == "float" and form in _FLOATS and weights.integer("num_bits") == 8:
         if strategy not in ("tensor", "channel"):
             weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor, channel and block")
-        return Float8()
+        return MatrixFloat8() if strategy == "tensor" else Float8()
     if kind == "float" and form in _FP4 and weights.integer("num_bits") == 4:
         return _FP4[form]
     if kind != "int" or form not in (*_PACKED, *_BYTES):

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
-from moe_engine.models.formats.float8 import Float8
+from moe_engine.models.formats.float8 import Float8, MatrixFloat8
 from moe_engine.models.formats.fp4 import NVFP4
 from moe_engine.models.formats.module_rules import Modules, name_list
+from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
 
@@ -32,7 +33,7 @@ class FP8Format:
         whole = scheme == "static" or section.has("ignored_layers")
         if section.has("weight_block_size") or not whole:
             return BlockFP8Format.parse(section)
-        return of_matrices("fp8", section)
+        return SchemeFormat("fp8", every_linear(MatrixFloat8()), _left_out(section))
 
     hint = BlockFP8Format.hint
 
@@ -44,7 +45,7 @@ class RowFP8:
 
     @staticmethod
     def parse(section: Fields) -> SchemeFormat:
-        return of_matrices(section.text("quant_method"), section)
+        return SchemeFormat(section.text("quant_method"), every_linear(Float8()), _left_out(section))
 
     @staticmethod
     def hint(dtype: str) -> str | None:
@@ -77,10 +78,12 @@ class ModelOpt:
     @staticmethod
     def parse(section: Fields) -> WeightFormat:
         """Raises ConfigError for settings that are not supported."""
+        if section.raw.get("quant_algo") is None and section.raw.get("kv_cache_quant_algo"):
+            return PLAIN  # only the KV cache was calibrated
         algorithm = section.text("quant_algo")
         if algorithm == "MXFP8":
             return BlockFP8Format(MX_BLOCK, "ue8m0", _left_out(section))
-        schemes: dict[str, Scheme] = {"FP8": Float8(), "NVFP4": NVFP4}
+        schemes: dict[str, Scheme] = {"FP8": MatrixFloat8(), "NVFP4": NVFP4}
         if algorithm not in schemes:
             section.fail("quant_algo", f"{algorithm!r} is not supported; served are FP8, MXFP8 and NVFP4")
         if algorithm == "NVFP4" and section.integer("group_size", 16) != 16:
@@ -90,11 +93,6 @@ class ModelOpt:
     @staticmethod
     def hint(dtype: str) -> str | None:
         return None
-
-
-def of_matrices(method: str, section: Fields) -> SchemeFormat:
-    """FP8 with a scale per row or matrix."""
-    return SchemeFormat(method, every_linear(Float8()), _left_out(section))
 
 
 def _left_out(section: Fields) -> Modules:

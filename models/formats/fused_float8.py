@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_engine.models.cut import Cut
+from moe_engine.models.formats.float8 import FP8Matrix
 from moe_engine.models.formats.fused_experts import place_of
 from moe_engine.models.formats.integers import SCALES, consume
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.schemes import SchemeBase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FusedFloat8(SchemeBase):
+class FusedFloat8(FP8Matrix):
     """A `Scheme` of the experts' matrices; others have another scheme.
 
     Attributes:
@@ -53,6 +53,8 @@ class FusedFloat8(SchemeBase):
         return tuple(found)
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        from moe_engine.kernels.quantization.protocol import BlockWeight
+
         place = place_of(prefix)
         assert place is not None, prefix
         weight, scale, *unused = self.tensors(prefix, shape, source.names)
@@ -63,4 +65,8 @@ class FusedFloat8(SchemeBase):
             factor = float(own[place.part if len(own) > 1 else 0])
         with source.open(weight, expert) as part:
             rows = part[0][place.part * shape[0] : (place.part + 1) * shape[0]]
+            if isinstance(out, BlockWeight):
+                out.data.copy_(cut.of(rows))
+                out.scales.fill_(factor)
+                return
             out.copy_(cut.of(rows).float().mul_(factor))  # type: ignore[union-attr]  # a Tensor

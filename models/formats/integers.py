@@ -60,6 +60,10 @@ class IntegerScheme(ABC):
     def blocks(self) -> bool:
         return False
 
+    @property
+    def fp8_rows(self) -> bool:
+        return False
+
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         return prefix + self.marker in names
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.cut import Cut
+from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
@@ -52,6 +53,10 @@ class Online:
         return self.codes is None
 
     @property
+    def fp8_rows(self) -> bool:
+        return False
+
+    @property
     def extras(self) -> tuple[str, ...]:
         return ()
 
@@ -64,7 +69,7 @@ class Online:
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
         if self.codes is not None:
             return Fraction(self.codes.num_bytes(1, shape[-1]), shape[-1]) if self.codes.takes(shape[-1]) else None
-        return 1 + Fraction(4, 128 * 128)
+        return BLOCK_BYTES
 
     def kernel_format(self) -> KernelFormat:
         from moe_engine.kernels.quantization.protocol import BlockFP8
@@ -80,7 +85,7 @@ class Online:
         if self.codes is not None:
             whole = cut.keeps_whole(shape, (1, self.codes.group or 1))
             return whole and self.codes.takes(cut.shape(shape)[1])
-        return cut.keeps_whole(shape, (128, 128))
+        return cut.keeps_whole(shape, KERNEL_BLOCK)
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         """Reads what the kernel quantizes; else reads and quantizes some rows at a time. A Tensor gets the values of

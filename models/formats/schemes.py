@@ -37,6 +37,10 @@ class Scheme(Protocol):
     def blocks(self) -> bool:
         """True if kernels take it as FP8 blocks."""
 
+    @property
+    def fp8_rows(self) -> bool:
+        """True if kernels take it as FP8 with a scale per row."""
+
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         """True if a checkpoint with these names stores the matrix in this scheme."""
 
@@ -65,6 +69,10 @@ class SchemeBase:
 
     @property
     def blocks(self) -> bool:
+        return False
+
+    @property
+    def fp8_rows(self) -> bool:
         return False
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
@@ -106,13 +114,17 @@ class SchemeFormat:
         """For a model whose unquantized weights have this dtype."""
         return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
 
-    def kept_by(self, device: str, coded: frozenset[str], blocks: frozenset[str]) -> frozenset[str]:
-        """Kernel families that multiply the weights as stored, of those with rows for 4 and 8 bits (`coded`) and for
-        block FP8 on a GPU (`blocks`)."""
-        if any(scheme.coded for _, scheme in self.rules):
+    def kept_by(
+        self, device: str, coded: frozenset[str], blocks: frozenset[str], fp8_rows: frozenset[str]
+    ) -> frozenset[str]:
+        """Kernel families that multiply the weights as stored, of those with rows for 4 and 8 bits (`coded`), and on a
+        GPU for block FP8 (`blocks`) and for FP8 with a scale per row."""
+        schemes = [scheme for _, scheme in self.rules]
+        if any(scheme.coded for scheme in schemes):
             return coded
-        every = device == "cuda" and any(scheme.blocks for _, scheme in self.rules)
-        return blocks if every else frozenset()
+        kept = [blocks] * any(scheme.blocks for scheme in schemes)
+        kept += [fp8_rows] * any(scheme.fp8_rows for scheme in schemes)
+        return frozenset.intersection(*kept) if kept and device == "cuda" else frozenset()
 
     def held_by(self, kept: frozenset[str]) -> SchemeFormat:
         """The format in which kernels hold the weights, if rows of these families multiply them as stored."""

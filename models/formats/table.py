@@ -69,6 +69,7 @@ def kept_format(
     coded: frozenset[str] = frozenset(),
     blocks: frozenset[str] = FAMILIES,
     four_bits: frozenset[str] = frozenset(),
+    fp8_rows: frozenset[str] = frozenset(),
 ) -> WeightFormat:
     """The format in which a device holds the weights: `PLAIN` if they are dequantized.
 
@@ -76,11 +77,12 @@ def kept_format(
         coded: kernel families whose rows multiply weights of 4 and 8 bits.
         blocks: kernel families whose rows on a GPU multiply block FP8.
         four_bits: kernel families whose rows multiply weights of `GroupCodes.four_bits`.
+        fp8_rows: kernel families whose rows on a GPU multiply FP8 with a scale per row.
     """
     if isinstance(declared, SchemeFormat):
         if four_bits - coded and has_four_bits(declared):
             return replace(declared, kept=four_bits, on_gpu=True)
-        kept = declared.kept_by(device, coded, blocks)
+        kept = declared.kept_by(device, coded, blocks, fp8_rows)
         return declared.held_by(kept) if kept else PLAIN
     if isinstance(declared, FP4ExpertsFormat):
         held = declared.held_on(device, coded, blocks, four_bits)
@@ -96,7 +98,7 @@ def kept_format(
 
 def format_of_kernels(declared: WeightFormat, device: str, kernels: KernelPlan) -> WeightFormat:
     """The format in which the kernels of a launch hold the weights."""
-    return kept_format(declared, device, kernels.codes, kernels.blocks, kernels.four_bits)
+    return kept_format(declared, device, kernels.codes, kernels.blocks, kernels.four_bits, kernels.fp8_rows)
 
 
 def hint_for(dtype: str) -> str:

@@ -23,7 +23,7 @@ from moe_engine.kernels.uploads import upload
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import CompressedConfig
-from moe_engine.models.layers.compressed_in_place import BlocksInPlace, FixedMemory, StepInPlace
+from moe_engine.models.layers.compressed_in_place import BlocksInPlace, StepInPlace
 from moe_engine.models.layers.compressed_rows import (
     AttendedRows,
     CompressedStep,
@@ -34,6 +34,7 @@ from moe_engine.models.layers.compressed_rows import (
     window_rows,
     with_entries,
 )
+from moe_engine.models.layers.fixed_memory import FixedMemory
 
 
 class StepRows:

@@ -255,7 +255,8 @@ class Decoder:
         """The batch for all layers; on many ranks with the step's sizes set."""
         if self.parallel.world_size > 1:
             moe = self.config.moe
-            batch = with_sizes(batch, self.parallel, hashes=moe is not None and moe.hash_layers > 0)
+            hashes = moe is not None and moe.hash_layers > 0
+            batch = with_sizes(batch, self.parallel, hashes, images=self.config.routes_images())
         elif self.backends.regions is not None:
             batch = for_regions(batch, self.backends.regions)
         if self.adapters is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError
 from moe_engine.kernels.ops.hashed_rows import HashedRows, TextIds, token_map
-from moe_engine.kernels.ops.ngram_rows import ID_BYTES, IN_TORCH, SCALED, Ngrams, NgramTokens
+from moe_engine.kernels.ops.ngram_rows import ID_BYTES, IMAGE, IN_TORCH, SCALED, Ngrams, NgramTokens
 from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.uploads import upload
@@ -54,14 +54,18 @@ def kernels_of(ops: Ops) -> Ngrams:
 
 
 def put_ids(residual: Tensor, batch: ForwardBatch, texts: TextIds, count: int, ops: Ops) -> None:
-    """Caches the ids of a step's tokens, and sets those of their n-grams of `count` tokens in the residual."""
+    """Caches the ids of a step's tokens, and sets those of their n-grams of `count` tokens in the residual. An image is
+    between texts."""
     groups = [group for group in (batch.attention.decode, batch.attention.prefill) if group is not None]
     if not groups:
         return
     full = groups[0].slot_table
     table, slots = (full, batch.slots) if batch.windows is None else (batch.windows.table, batch.windows.slots)
     cache = batch.kv[0].ids.view(torch.int32)[:, 0]
-    tokens = NgramTokens(batch.input_ids, batch.positions, slots, *_requests(groups), table)
+    ids = batch.input_ids
+    if batch.images is not None:
+        ids = ids.index_fill(0, batch.images.tokens, IMAGE)
+    tokens = NgramTokens(ids, batch.positions, slots, *_requests(groups), table)
     kernels_of(ops).put_ids(tokens, texts.map, texts.pad, cache, residual, count)
 
 
@@ -105,11 +109,13 @@ class EngramNorm(StreamNorm):
         ]
         self._products = weights[0] * weights[1]
         self._longest, self._dtype = engram.longest, reader.dtype
+        self._has_images = config.vision is not None
 
     def _to_add(self, x: Tensor | None, residual: Tensor) -> None:
         self._add_rows(super()._to_add(x, residual), residual)
 
     def _add_rows(self, x: Tensor | None, residual: Tensor) -> None:
         ids = residual[:, -self._longest * ID_BYTES // residual.element_size() :].contiguous().view(torch.int32)
-        found = self._project(self.rows.read(ids, self._dtype))
-        self._kernels.add(found, x, residual, self._products, self._weights)
+        known = ids.clamp(min=0) if self._has_images else ids
+        found = self._project(self.rows.read(known, self._dtype))
+        self._kernels.add(found, ids, x, residual, self._products, self._weights)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moe_engine.kernels.experts.batch import ExpertBiases
-from moe_engine.models.config import MoEConfig
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.tensors import DOWN_BIAS, GATE_UP_BIAS
 from moe_engine.models.weights import WeightSource
 

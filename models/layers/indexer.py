@@ -12,10 +12,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.indexer.protocol import KeyNorm
+from moe_engine.kernels.indexer.key_norm import KeyNorm
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
@@ -114,7 +113,7 @@ class Indexer:
         positions: Tensor, table: RotaryTable, slots: Tensor, cache: Tensor,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """`PrepareIndex` in operations of their own; the kernel quantizes. Changes q."""
-        keys = layer_norm(keys.float(), (self._width,), norm.weight, norm.bias, norm.eps).to(keys.dtype)
+        keys = norm.run(keys)
         self._ops.rotate_leading(keys.unsqueeze(1), positions, table)
         self._kernel.write(keys, slots, cache, page_size)
         if q is None or gates is None:

@@ -28,7 +28,7 @@ from moe_engine.kernels.quantization.protocol import (
     unquantized,
 )
 from moe_engine.models.batch import RoutedTokens
-from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.layers.expert_table import read_expert_table
 from moe_engine.models.layers.gated_mlp import GatedMLP
@@ -38,6 +38,7 @@ from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.stored_experts import StoredExperts, held_experts
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.tensors import expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -122,6 +123,10 @@ class MoE:
         shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
         hashes = moe.hashes(layer_index)
         self._bias = reader.tensor(bias, shape, dtype=wide).flatten() if moe.has_bias and not hashes else None
+        self._image_bias: Tensor | None = None
+        """The router's bias for image tokens."""
+        if config.routes_images(layer_index):
+            self._image_bias = reader.tensor(f"{prefix}.{names.router_image_bias}", (moe.num_experts,), dtype=wide)
         table = f"{prefix}.{names.router_table}"
         self._table = read_expert_table(reader, table, config.vocab_size, moe) if hashes else None
         """Experts by token id [V, K] int32, in a layer that chooses by it."""
@@ -202,7 +207,8 @@ class MoE:
         Counted inside the fused call if the layer is one call and counts suffice."""
         self.count(recorder)
         if self.fused is not None:
-            place = None if recorder is None else recorder.count_place(self.layer_index)
+            apart = self._image_bias is not None  # steps with image tokens are no fused call
+            place = None if recorder is None or apart else recorder.count_place(self.layer_index)
             self.fused.count_choices(place)
             self._counted_at = place
             if place is not None:
@@ -265,7 +271,7 @@ class MoE:
         """residual [T, D] += x in place; the norm of it, as input of `forward`, and the router's choice if one call
         computes both: `chosen` of the methods below."""
         fused = self._norm_route if len(residual) and norm.fuses_router and self._table is None else None
-        if fused is None:
+        if fused is None or self._images(tokens) is not None:
             return norm.add(x, residual), None
         real = None if tokens is None else tokens.real
         early = real if self._tables is None else None
@@ -277,7 +283,8 @@ class MoE:
     def forward(
         self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None, chosen: Choice | None = None
     ) -> Tensor:
-        if self.fused is not None and (self.adapters is None or not self.adapters.active):
+        adapted = self.adapters is not None and self.adapters.active
+        if self.fused is not None and not adapted and self._images(tokens) is None:
             return self._forward_fused(x)  # type: ignore[arg-type]  # `input_format` has no rows
         if self._overlap is not None and self._overlap.shared_expert:
             return finish(self.stages(x, phase, tokens, chosen))
@@ -358,9 +365,22 @@ class MoE:
         wide = self._route_int64 if phase in self._int64 and not self._counting else None
         router = (unquantized(x), self._gate, self._bias, self._asked, early, experts)
         ahead = self.read_first if self._route_ahead is not None and wide is None else None
+        if (images := self._images(tokens)) is not None:
+            return self._in_slots(*self._by_kind(wide or self._route, router, images), real)
         if ahead is not None and self._route_ahead is not None:
             return self._in_slots(*self._route_ahead(*router, ahead), real)
         return self._in_slots(*(wide or self._route)(*router), real)
+
+    def _images(self, tokens: RoutedTokens | None) -> Tensor | None:
+        """Which tokens [T] have the router's other bias; None: none."""
+        return None if tokens is None or self._image_bias is None else tokens.images
+
+    def _by_kind(self, route: Callable[..., Choice], router: tuple[Any, ...], images: Tensor) -> Choice:
+        """The choices for text and for `images` [T], by a route of all tokens for each."""
+        x, gate, _, *more = router
+        text, other = route(*router), route(x, gate, self._image_bias, *more)
+        kind = images.unsqueeze(1)
+        return torch.where(kind, other[0], text[0]), torch.where(kind, other[1], text[1])
 
     @property
     def _asked(self) -> RouterSpec:

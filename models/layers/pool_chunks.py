@@ -1,113 +1,115 @@
-"""The chunks of a step whose query tokens attend to selected pools of `pool` adjacent tokens, and to the tokens behind
-the last whole pool (GLM-5.3-Flash).
+"""The chunks of a step whose query tokens attend to selected pools of adjacent tokens, and to the tokens behind the
+last whole pool (GLM-5.3-Flash).
 
-Host work once per step, shared by all layers. A pool has the slot of its last token; its tokens have the slots before,
-because a page has whole pools.
+Host work once per step, shared by all layers. `pools_in_place` has captured decodes.
 
-Legend: T query tokens, R requests, E pools of a request, K pools that are selected, P tokens of a pool, W slots.
+Legend: T query tokens, R requests, K pools that a token selects at most, W slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.selected import Selected, SparseAttention, num_visible
+from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.attention.selected import Selected, num_visible
+from moe_engine.kernels.indexer.pools import PooledTokens, PoolRule
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import upload
+from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import IndexerConfig
+from moe_engine.models.layers.compressed_rows import entry_slots
+from moe_engine.models.layers.fixed_memory import FixedMemory
 from moe_engine.models.layers.mla_chunks import AttentionChunk
+from moe_engine.models.layers.pools_in_place import PoolChoice, PoolsInPlace
+from moe_engine.models.sizes import MAX_ABSORBED_TOKENS
 
 
 @dataclass(frozen=True)
-class PoolSelection:
-    """Selects pools, and places their tokens among the slots of attention."""
+class _Part:
+    """Tokens of a group, the context tokens that each sees, and the numbers of their requests."""
 
-    queries: PagedQueries
-    """Each query token as a request of its own, whose context are the whole pools that it sees."""
-    chosen: Selected
-    plan: Any
-    pools: Tensor  # [T, W] int64: number of the selected pool whose token a slot is
-    behind: Tensor  # [T, W] int32: tokens of the pool behind it
-    is_pooled: Tensor  # [T, W]: which slots are of pools
-
-    def place(self, slots: Tensor) -> None:
-        """Sets the tokens of the chosen pools among slots [T, W]."""
-        found = self.chosen.slots.gather(1, self.pools).sub_(self.behind)
-        torch.where(self.is_pooled, found, slots, out=slots)
+    tokens: slice
+    seen: np.ndarray
+    requests: np.ndarray
 
 
-def cut(
-    batch: AttentionBatch, indexer: IndexerConfig, kernel: IndexerKernel, sparse: SparseAttention, max_tokens: int
-) -> list[AttentionChunk]:
-    """The chunks of a step, in token order, each of at most `max_tokens` tokens of one group. `index_plan` is a
-    `PoolSelection`; None where the tokens see no more pools than are selected."""
-    chunks: list[AttentionChunk] = []
-    start = 0
-    for group in (batch.decode, batch.prefill):
-        if group is None or not group.num_tokens:
-            continue
-        group.refuse_tree("pooled")
-        for part, visible, requests in _parts(group, max_tokens):
-            tokens = slice(start + part.start, start + part.stop)
-            chunks.append(_chunk(group, tokens, visible, requests, indexer, kernel, sparse))
-        start += group.num_tokens
-    return chunks
+class PoolSteps:
+    """Builds the chunks of steps.
 
+    Args:
+        max_tokens: query tokens of a chunk at most.
+    """
 
-def _parts(group: PagedQueries, size: int) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-    """Tokens of the group, the context tokens that each sees, and the numbers of their requests."""
-    visible = np.array(num_visible(group))
-    requests = np.repeat(np.arange(group.num_requests), group.query_lens)
-    for first in range(0, len(visible), size):
-        part = slice(first, min(first + size, len(visible)))
-        yield part, visible[part], requests[part]
+    def __init__(
+        self, config: IndexerConfig, backend: MLABackend, kernel: IndexerKernel, max_tokens: int = MAX_ABSORBED_TOKENS
+    ) -> None:
+        sparse = backend.capabilities.sparse
+        if sparse is None:
+            raise ValueError(f"attention backend {backend.name} has no sparse attention")
+        self.rule = PoolRule(config.pool, config.top_k // config.pool)
+        self.sparse, self.kernel = sparse, kernel
+        self._heads, self._max_tokens, self._memory = config.num_heads, max_tokens, FixedMemory()
 
+    def plan_in_place(self, batch: AttentionBatch) -> PoolsInPlace | None:
+        """The plan of captured decodes; None if one of the kernels cannot be captured."""
+        assert batch.decode is not None
+        return PoolsInPlace.of(self.rule, self._heads, batch.decode, self.sparse, self.kernel, self._memory)
 
-def _chunk(
-    group: PagedQueries, tokens: slice, visible: np.ndarray, requests: np.ndarray, indexer: IndexerConfig,
-    kernel: IndexerKernel, sparse: SparseAttention,
-) -> AttentionChunk:  # fmt: skip
-    device, size = group.rows.device, indexer.pool
-    most, pools = indexer.top_k // size, visible // size
-    counts = np.minimum(pools, most) * size + visible % size  # slots of each token
-    rows = group.rows.long()[upload(requests, device)]
-    seen, own = upload(visible, device)[:, None], upload(np.minimum(pools, most) * size, device)[:, None]
-    columns = torch.arange(int(counts.max()), device=device)[None]
-    is_pooled = columns < own
-    # the tokens behind the last whole pool follow those of the selected pools
-    positions = torch.where(is_pooled, columns, columns - own + seen - seen % size)
-    slots = group.slot_table[rows[:, None], positions.clamp_(max=group.slot_table.shape[1] - 1)]
-    slots = slots.masked_fill_(columns >= upload(counts, device)[:, None], -1)
-    selected = Selected(slots, counts.tolist(), upload(counts.astype(np.int32), device))
-    selection = None
-    if pools.max() > most:
-        selection = _selection(group, rows, pools, most, size, kernel, is_pooled)
-    return AttentionChunk(tokens, group, sparse.plan(selected), True, selected=selected, index_plan=selection)
+    def of(self, batch: ForwardBatch) -> list[AttentionChunk]:
+        """The chunks of a step, in token order, each of tokens of one group. `index_plan` is a `PoolChoice`; None where
+        the tokens see no more pools than are selected."""
+        if isinstance(batch.attention_plan, PoolsInPlace):
+            return [batch.attention_plan.chunk(batch.positions)]
+        chunks: list[AttentionChunk] = []
+        start = 0
+        for group in (batch.attention.decode, batch.attention.prefill):
+            if group is None or not group.num_tokens:
+                continue
+            group.refuse_tree("pooled")
+            for part in self._parts(group):
+                tokens = slice(start + part.tokens.start, start + part.tokens.stop)
+                chunks.append(self._chunk(group, tokens, batch.positions[tokens], part))
+            start += group.num_tokens
+        return chunks
 
+    def _parts(self, group: PagedQueries) -> Iterator[_Part]:
+        seen = np.array(num_visible(group))
+        requests = np.repeat(np.arange(group.num_requests), group.query_lens)
+        for first in range(0, len(seen), self._max_tokens):
+            part = slice(first, min(first + self._max_tokens, len(seen)))
+            yield _Part(part, seen[part], requests[part])
 
-def _selection(
-    group: PagedQueries, rows: Tensor, pools: np.ndarray, most: int, size: int, kernel: IndexerKernel,
-    is_pooled: Tensor,
-) -> PoolSelection:  # fmt: skip
-    device, width = rows.device, is_pooled.shape[1]
-    table = group.slot_table[:, size - 1 :: size][:, : int(pools.max())].contiguous()
-    context = np.maximum(pools, 1)  # a token that sees no pool has a context of one, which no slot names
-    starts = torch.arange(len(pools) + 1, dtype=torch.int32, device=device)
-    lens = upload(context.astype(np.int32), device)
-    queries = PagedQueries([1] * len(pools), context.tolist(), rows.int(), starts, lens, table, 1)
-    count = np.minimum(context, most)
-    chosen = torch.zeros((len(pools), most), dtype=torch.int32, device=device)
-    columns = torch.arange(width, device=device)
-    behind = (size - 1 - columns % size).int()[None].expand(len(pools), -1)
-    places = (columns // size).clamp(max=most - 1)[None].expand(len(pools), -1)
-    return PoolSelection(
-        queries, Selected(chosen, count.tolist(), upload(count.astype(np.int32), device)), kernel.plan(queries),
-        places, behind, is_pooled,
-    )  # fmt: skip
+    def _chunk(self, group: PagedQueries, tokens: slice, positions: Tensor, part: _Part) -> AttentionChunk:
+        device, (size, most), pools = group.rows.device, self.rule, self.kernel.pools
+        whole, requests = part.seen // size, upload(part.requests.astype(np.int32), device)
+        own = np.minimum(part.seen, most * size + part.seen % size)
+        lens, counts = (torch.empty(len(own), dtype=torch.int32, device=device) for _ in range(2))
+        given = PooledTokens(positions, group.rows.index_select(0, requests), group.slot_table, self.rule)
+        pools.count(given, lens, counts)
+        slots = torch.empty((len(own), int(own.max())), dtype=torch.int32, device=device)
+        selected = Selected(slots, own.tolist(), counts)
+        choice = None
+        if whole.max() > most:
+            choice = self._choice(group, requests, given, whole, lens)
+        else:
+            pools.place(None, given, slots)
+        plan = self.sparse.plan(selected)
+        return AttentionChunk(tokens, group, plan, absorbed=True, selected=selected, index_plan=choice)
+
+    def _choice(
+        self, group: PagedQueries, requests: Tensor, tokens: PooledTokens, whole: np.ndarray, lens: Tensor
+    ) -> PoolChoice:
+        """`whole`: pools that each token sees."""
+        (size, most), device, context = self.rule, lens.device, np.maximum(whole, 1)
+        table = entry_slots(group.slot_table, group.rows, size, int(whole.max()))
+        starts = torch.arange(len(whole) + 1, dtype=torch.int32, device=device)
+        queries = PagedQueries([1] * len(whole), context.tolist(), requests, starts, lens, table, 1)
+        slots = torch.empty((len(whole), most), dtype=torch.int32, device=device)
+        chosen = Selected(slots, np.minimum(context, most).tolist(), lens.clamp(max=most))
+        return PoolChoice(queries, chosen, self.kernel.plan(queries), tokens)

@@ -1,7 +1,5 @@
 """The indexer of pools of adjacent tokens: the key of a pool is a mean of its tokens' keys, weighted in each channel
-by gates (GLM-5.3-Flash).
-
-    key of a pool = sum over its tokens of softmax(gate + position bias) * key
+by gates (`kernels.indexer.pools`; GLM-5.3-Flash).
 
 Legend: T tokens, D hidden, Q q_lora_rank, Hi index heads, I channels of an index head, P tokens of a pool.
 Sources: transformers (glm5_next); vLLM (glm5next).
@@ -13,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.indexer.key_norm import KeyNorm
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -28,7 +26,7 @@ from moe_engine.models.config import MLAConfig
 from moe_engine.models.layers.indexer import KEY_NORM_EPS
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.mla_chunks import AttentionChunk
-from moe_engine.models.layers.pool_chunks import PoolSelection
+from moe_engine.models.layers.pools_in_place import PoolChoice
 from moe_engine.models.weights import WeightSource
 
 
@@ -43,6 +41,7 @@ class PoolIndexer:
         self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size)
         self._norm_weight = reader.tensor(f"{prefix}.k_norm.weight", (width,), dtype=torch.float32)
         self._norm_bias = reader.tensor(f"{prefix}.k_norm.bias", (width,), dtype=torch.float32)
+        self._norm = KeyNorm(self._norm_weight, self._norm_bias, KEY_NORM_EPS)
         self._gate = Linear(linear, reader.tensor(f"{prefix}.index_kpool_compress_gate", (width, hidden_size)))
         bias = f"{prefix}.index_kpool_compress_ape"
         self._bias = reader.tensor(bias, (mla.indexer.pool, width), dtype=torch.float32)
@@ -61,36 +60,20 @@ class PoolIndexer:
         return common_format(self._k.input_format, UNQUANTIZED)
 
     def update(
-        self, hidden: Activation, latent: Activation, batch: ForwardBatch, cache: tuple[Tensor, Tensor],
-        chunks: Sequence[AttentionChunk],
+        self, hidden: Activation, latent: Activation | None, batch: ForwardBatch, cache: tuple[Tensor, Tensor],
+        chunks: Sequence[AttentionChunk] = (),
     ) -> None:  # fmt: skip
         """Writes keys and gates of tokens, hidden [T, D] -> cache[slots], and keys of the pools that they complete;
-        sets the selections of the chunks with one by latent [T, Q]."""
-        self._write(hidden, batch.positions, batch.slots, *(part.squeeze(1) for part in cache))
-        selecting = [chunk for chunk in chunks if isinstance(chunk.index_plan, PoolSelection)]
+        sets the slots of the chunks with a selection by latent [T, Q], which is required for these."""
+        gates, norm = self._gate(unquantized(hidden)), self._norm
+        self._kernel.pools.write(self._k(hidden), norm, gates, self._bias, batch.positions, batch.slots, cache)
+        selecting = [chunk for chunk in chunks if isinstance(chunk.index_plan, PoolChoice)]
         if not selecting:
             return
+        assert latent is not None
         q = self._q(latent).view(-1, self._config.num_heads, self._width)
         weights = self._weights(unquantized(hidden).float())
         for chunk in selecting:
-            own, tokens = chunk.index_plan, chunk.tokens
-            self._kernel.select(
-                q[tokens], weights[tokens], cache[0], own.queries, self._config.top_k // self._config.pool, own.chosen,
-                own.plan,
-            )  # fmt: skip
             assert chunk.selected is not None
-            own.place(chunk.selected.slots)
-
-    def _write(self, hidden: Activation, positions: Tensor, slots: Tensor, keys: Tensor, gates: Tensor) -> None:
-        """hidden [T, D] -> keys and gates [num_slots, I]. The key of a pool takes the place of its last token's: that
-        token's own key and gate are needed only here, where the pool is completed."""
-        size, own = self._config.pool, self._k(hidden)
-        own = layer_norm(own.float(), (self._width,), self._norm_weight, self._norm_bias, KEY_NORM_EPS).to(keys.dtype)
-        keys.index_copy_(0, slots, own)
-        gates.index_copy_(0, slots, self._gate(unquantized(hidden)).to(gates.dtype))
-        offsets = torch.arange(1 - size, 1, device=slots.device)
-        places = (slots[:, None] + offsets).clamp_(min=0)  # [T, P]
-        shares = (gates[places].float() + self._bias).softmax(1).to(keys.dtype)
-        pooled = (shares.float() * keys[places].float()).sum(1).to(keys.dtype)
-        completes = (positions + 1) % size == 0
-        keys.index_copy_(0, slots, torch.where(completes[:, None], pooled, own))
+            part, out = chunk.tokens, chunk.selected.slots
+            chunk.index_plan.select(self._kernel, q[part], weights[part], cache[0], out)

@@ -13,39 +13,27 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
-from moe_engine.models.layers import pool_chunks
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
+from moe_engine.models.layers.pool_chunks import PoolSteps
 from moe_engine.models.layers.pool_indexer import PoolIndexer
 from moe_engine.models.weights import WeightSource
-from moe_engine.parallel.context import ParallelContext
 
 
 class PooledMLAAttention(MLAAttention):
     """`MLAAttention` with a `PoolIndexer`. ``batch.kv[layer]`` is (latents, index keys, gates of index keys)."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer_index: int,
-        reader: WeightSource,
-        backends: Backends,
-        parallel: ParallelContext,
-        rotary: RotaryTable,
-        **limits: Any,
-    ) -> None:
-        super().__init__(config, layer_index, reader, backends, parallel, rotary, **limits)
-        whole, sparse = config.attention, self._capabilities.sparse
-        assert isinstance(whole, MLAConfig) and whole.indexer is not None and backends.indexer is not None
-        assert self._q is not None and self._q_norm is not None
-        if sparse is None:
-            raise ValueError(f"attention backend {self._backend.name} has no sparse attention")
-        self._config, self._sparse, self._indexer_kernel = whole.indexer, sparse, backends.indexer
-        prefix = f"model.layers.{layer_index}.self_attn.indexer"
+        self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, *others: Any,
+        steps: PoolSteps, **limits: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config, layer_index, reader, backends, *others, **limits)
+        whole = config.attention
+        assert isinstance(whole, MLAConfig) and self._q is not None and self._q_norm is not None
+        self._steps, prefix = steps, f"model.layers.{layer_index}.self_attn.indexer"
         self._indexer = PoolIndexer(whole, config.hidden_size, reader, backends, prefix)
         self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
         # kernels for rows that are key and value as a whole take sinks: these have no weight
@@ -56,15 +44,14 @@ class PooledMLAAttention(MLAAttention):
         return common_format(super().input_format, self._indexer.input_format)
 
     def chunks(self, batch: ForwardBatch) -> list[AttentionChunk]:
-        _, max_tokens = self._limits
-        return pool_chunks.cut(batch.attention, self._config, self._indexer_kernel, self._sparse, max_tokens)
+        return self._steps.of(batch)
 
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache, chunks = self._mla, self.cache_of(batch), self.chunks(batch) if chunks is None else chunks
         assert self._q is not None and self._q_norm is not None
         down = self._kv_a(hidden)
         latent = self._q_norm(down[:, : self._q_norm.width])
-        cache.index_copy_(0, batch.slots, self._kv_norm(down[:, -mla.kv_lora_rank :]).to(cache.dtype))
+        self._write_latent(down, batch)
         self._indexer.update(hidden, latent, batch, batch.kv[self._layer_index][1:], chunks)
         q = self._q(latent).view(-1, mla.num_heads, mla.qk_nope_head_dim)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
@@ -72,7 +59,16 @@ class PooledMLAAttention(MLAAttention):
             self._absorbed(q[chunk.tokens], cache, chunk, out[chunk.tokens])
         return self._o(out.flatten(1))
 
+    def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
+        self._write_latent(self._kv_a(hidden), batch)
+        self._indexer.update(hidden, None, batch, batch.kv[self._layer_index][1:])
+
+    def _write_latent(self, down: Tensor, batch: ForwardBatch) -> None:
+        """down [T, Q+C] -> the tokens' cache rows."""
+        cache = self.cache_of(batch)
+        cache.index_copy_(0, batch.slots, self._kv_norm(down[:, -self._mla.kv_lora_rank :]).to(cache.dtype))
+
     def _mixed(self, query: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor:
         assert chunk.selected is not None
         width = self._mla.kv_lora_rank
-        return self._sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width, self._sinks)
+        return self._steps.sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width, self._sinks)

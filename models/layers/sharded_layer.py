@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation
@@ -116,9 +117,12 @@ def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_
     return GatherScatter(parallel, layout)
 
 
-def with_sizes(batch: ForwardBatch, parallel: ParallelContext, hashes: bool = False) -> ForwardBatch:
+def with_sizes(
+    batch: ForwardBatch, parallel: ParallelContext, hashes: bool = False, images: bool = False
+) -> ForwardBatch:
     """The batch with its `sizes`: the exchanged sizes, or its own if the model has one attention group; and with its
-    `rank_tokens`. hashes: some layers choose experts by token id; collective if ids of other ranks are needed.
+    `rank_tokens`. hashes: some layers choose experts by token id; images: routers tell image tokens from text;
+    collective if these facts of other ranks' tokens are needed.
 
     Raises:
         ValueError: sizes are missing, or do not match the batch.
@@ -128,19 +132,27 @@ def with_sizes(batch: ForwardBatch, parallel: ParallelContext, hashes: bool = Fa
             raise ValueError("with DP attention a batch needs `sizes`: see StepSizes.exchange")
         prefills = batch.attention.prefill is not None and batch.attention.prefill.num_tokens > 0
         sizes = StepSizes.known(parallel, [batch.num_tokens], [len(batch.logits_rows)], prefills)
-        return replace(batch, sizes=sizes, rank_tokens=_routed(batch, sizes, parallel, hashes))
+        return replace(batch, sizes=sizes, rank_tokens=_routed(batch, sizes, parallel, hashes, images))
     if batch.sizes.tokens[parallel.attn_dp_rank] != batch.num_tokens:
         raise ValueError(f"the batch has {batch.num_tokens} tokens, its sizes have {batch.sizes.tokens}")
-    return replace(batch, rank_tokens=_routed(batch, batch.sizes, parallel, hashes))
+    return replace(batch, rank_tokens=_routed(batch, batch.sizes, parallel, hashes, images))
 
 
-def _routed(batch: ForwardBatch, sizes: StepSizes, parallel: ParallelContext, hashes: bool) -> RoutedTokens:
+def _routed(
+    batch: ForwardBatch, sizes: StepSizes, parallel: ParallelContext, hashes: bool, images: bool
+) -> RoutedTokens:
     """This rank's share if tokens are dispatched. Without a dispatcher a rank routes the tokens of all groups: their
-    ids are gathered if layers read them, and all are real."""
-    ids, real = batch.input_ids, batch.real
+    ids and kinds are gathered if layers read them, and all are real."""
+    ids, real, kinds = batch.input_ids, batch.real, batch.is_image if images else None
     if parallel.dispatcher is None and parallel.attn_dp_size == 1:
-        return RoutedTokens(ids, real)
-    own = ids[sizes.own_tokens]
+        return RoutedTokens(ids, real, kinds)
+    own = sizes.own_tokens
     if parallel.dispatcher is not None:
-        return RoutedTokens(own, None if real is None else real[sizes.own_tokens])
-    return RoutedTokens(gather_rows(parallel.world, own.unsqueeze(1), sizes.shares).squeeze(1) if hashes else own)
+        return RoutedTokens(ids[own], *(None if part is None else part[own] for part in (real, kinds)))
+    ids = ids[own]
+    if images and sizes.prefills:  # image tokens are in prompts only
+        found = torch.zeros_like(ids) if kinds is None else kinds[own].to(ids.dtype)
+        kinds = gather_rows(parallel.world, found.unsqueeze(1), sizes.shares).squeeze(1) > 0
+    return RoutedTokens(
+        gather_rows(parallel.world, ids.unsqueeze(1), sizes.shares).squeeze(1) if hashes else ids, None, kinds
+    )

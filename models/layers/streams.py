@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
-from moe_engine.kernels.ops.streams import StreamWeights, mean_of_streams, mix_streams
+from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
 from moe_engine.models.compressed_config import StreamsConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.residual_norm import ResidualNorm
@@ -62,8 +62,6 @@ class StreamNorm(ResidualNorm):
         )
         self._mix = ops.capabilities.mix_streams or mix_streams
         self._mix_norm = ops.capabilities.mix_norm_streams
-        if is_last and streams.mean_head:
-            self._mix, self._mix_norm = mean_of_streams, None
 
     def __call__(self, residual: Tensor) -> Any:
         """The norm of the weighted sum of new streams."""

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.models.config_fields import read_json
+from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.models.vision.minimax_pixels import qwen_fields
 from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
 
-OwnProcessor = KimiProcessor | PixtralProcessor
+OwnProcessor = DeepseekV41Processor | KimiProcessor | PixtralProcessor
 
 PROCESSOR_FILE = "preprocessor_config.json"
 _WHOLE_FILE = "processor_config.json"
@@ -46,5 +47,6 @@ def own_processor(folder: Path) -> OwnProcessor | None:
     fields = processor_fields(folder)
     if (found := KimiProcessor.of(fields)) is not None:
         return found
-    config = folder / "config.json"
-    return PixtralProcessor.of(fields, read_json(config) if config.is_file() else {})
+    file = folder / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    return DeepseekV41Processor.of(fields, config) or PixtralProcessor.of(fields, config)

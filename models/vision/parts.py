@@ -5,17 +5,18 @@ Legend: N rows, K columns, P patches of an image, D width, H heads, Dh head widt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
+from torch.nn.functional import gelu, layer_norm
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.varlen.protocol import VarlenKernel
 from moe_engine.models.layers.linear import Linear
+from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX, patch_shape
@@ -23,6 +24,8 @@ from moe_engine.models.weights import WeightSource
 
 BlockNames = tuple[str, str, str | tuple[str, str, str], str, str, str]
 """Argument of `TowerBlock`."""
+GatedNames = tuple[str, str, tuple[str, ...], str, tuple[str, ...], str]
+"""Argument of `GatedBlock`."""
 
 
 def load_product(
@@ -93,6 +96,29 @@ class PatchTransformer:
         q, k, v = qkv.split(heads, 1)
         return block.proj(self._attention.run(q, k, v, lens, width**-0.5).flatten(1))
 
+    def through(
+        self,
+        blocks: Sequence[GatedBlock],
+        residual: Tensor,
+        places: Tensor,
+        table: RotaryTable,
+        lens_of: Callable[[int], tuple[int, ...]],
+    ) -> Tensor:
+        """Adds the results of the blocks to the residual stream [P, D], in place, without that of the last MLP, which
+        it returns: a norm adds it. `lens_of`: of a block; else as `attend`."""
+        hidden = residual[:0]
+        for i, block in enumerate(blocks):
+            hidden = block.norm1.add(hidden, residual) if i else block.norm1(residual)
+            hidden = block.norm2.add(self.attend(block, hidden, places, table, lens_of(i)), residual)
+            hidden = block.down(self._gated(block.gate_up(hidden)))
+        return hidden
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self.vision.activation == "silu":
+            return self.ops.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, 1)
+        return gelu(gate) * up
+
 
 def frame_lens(grid: Grid) -> tuple[int, ...]:
     """Patches of each frame, for attention within a frame."""
@@ -119,3 +145,34 @@ class TowerBlock:
         self.proj = load_product(backends, reader, [proj], v.width, v.width)
         self.up = load_product(backends, reader, [up], v.intermediate, v.width)
         self.down = load_product(backends, reader, [down], v.width, v.intermediate)
+
+
+class GatedBlock:
+    """Weights of a block with RMS norms and an MLP with a gate.
+
+    Args:
+        names: behind `prefix`: the norms before attention and MLP, then the products of q, k and v, the attention's
+            output, gate and up, and down; several matrices of one product are stacked.
+        biases: of the attention's products, and of the MLP's.
+    """
+
+    def __init__(
+        self,
+        v: VisionConfig,
+        reader: WeightSource,
+        backends: Backends,
+        prefix: str,
+        names: GatedNames,
+        biases: tuple[bool, bool],
+    ) -> None:
+        def product(parts: tuple[str, ...], rows: int, columns: int, bias: bool) -> Linear:
+            found = [f"{prefix}.{part}" for part in parts]
+            return load_product(backends, reader, found, rows // len(found), columns, bias=bias)
+
+        norm1, norm2, qkv, proj, gate_up, down = names
+        self.norm1 = RMSNorm(backends.ops, reader, f"{prefix}.{norm1}", v.width, v.norm_eps)
+        self.norm2 = RMSNorm(backends.ops, reader, f"{prefix}.{norm2}", v.width, v.norm_eps)
+        self.qkv = product(qkv, 3 * v.width, v.width, biases[0])
+        self.proj = product((proj,), v.width, v.width, biases[0])
+        self.gate_up = product(gate_up, 2 * v.intermediate, v.width, biases[1])
+        self.down = product((down,), v.width, v.intermediate, biases[1])

@@ -14,23 +14,16 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid, patch_places
-from moe_engine.models.vision.parts import PatchTransformer, load_product
+from moe_engine.models.vision.parts import GatedBlock, PatchTransformer, load_product
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
 
-
-class _Block:
-    def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
-        ops, own, mlp = backends.ops, f"{prefix}.attention", f"{prefix}.feed_forward"
-        self.norm1 = RMSNorm(ops, reader, f"{prefix}.attention_norm", v.width, v.norm_eps)
-        self.norm2 = RMSNorm(ops, reader, f"{prefix}.ffn_norm", v.width, v.norm_eps)
-        qkv = [f"{own}.{part}_proj" for part in "qkv"]
-        self.qkv = load_product(backends, reader, qkv, v.width, v.width, bias=False)
-        self.proj = load_product(backends, reader, [f"{own}.o_proj"], v.width, v.width, bias=False)
-        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        self.gate_up = load_product(backends, reader, gate_up, v.intermediate, v.width, bias=False)
-        self.down = load_product(backends, reader, [f"{mlp}.down_proj"], v.width, v.intermediate, bias=False)
+BLOCK = (
+    "attention_norm", "ffn_norm", ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj",
+    ("feed_forward.gate_proj", "feed_forward.up_proj"), "feed_forward.down_proj",
+)  # fmt: skip
+"""Names of the weights of `GatedBlock`."""
 
 
 class UnmergedTower(PatchTransformer):
@@ -40,7 +33,8 @@ class UnmergedTower(PatchTransformer):
         super().__init__(vision, reader, backends, patch_name="patch_conv")
         v, out = vision, f"{PREFIX}projector"
         self.first_norm = RMSNorm(backends.ops, reader, f"{PREFIX}ln_pre", v.width, v.norm_eps)
-        self.blocks = [_Block(v, reader, backends, f"{PREFIX}transformer.layers.{i}") for i in range(v.num_layers)]
+        names = [f"{PREFIX}transformer.layers.{i}" for i in range(v.num_layers)]
+        self.blocks = [GatedBlock(v, reader, backends, name, BLOCK, (False, False)) for name in names]
         bias = v.projector_bias
         self.project_in = load_product(backends, reader, [f"{out}.linear_1"], v.out_width, v.width, bias=bias)
         self.project_out = load_product(backends, reader, [f"{out}.linear_2"], v.out_width, v.out_width, bias=bias)
@@ -51,23 +45,12 @@ class UnmergedTower(PatchTransformer):
         table = RotaryTable(axial_angles(grid, v.head_dim, v.theta).to(device), interleaved=False)
         order = torch.arange(len(pixels), device=device)
         residual = self.first_norm(self.patches(pixels))  # [P, D]
-        hidden = self.blocks[0].norm1(residual)
-        for i, block in enumerate(self.blocks):
-            hidden = block.norm2.add(self.attend(block, hidden, order, table, (len(pixels),)), residual)
-            hidden = block.down(self._activated(block.gate_up(hidden)))
-            if i + 1 < len(self.blocks):
-                hidden = self.blocks[i + 1].norm1.add(hidden, residual)
+        hidden = self.through(self.blocks, residual, order, table, lambda _: (len(pixels),))
         return self.project_out(gelu(self.project_in(self._tokens(hidden, residual, grid))))
 
     def _tokens(self, hidden: Tensor, residual: Tensor, grid: Grid) -> Tensor:
         """What the last block adds to the residual [P, D] -> the projector's input [N, D]."""
         return residual + hidden
-
-    def _activated(self, gate_up: Tensor) -> Tensor:
-        if self.vision.activation == "silu":
-            return self.ops.silu_and_mul(gate_up)
-        gate, up = gate_up.chunk(2, 1)
-        return gelu(gate) * up
 
 
 class PixtralTower(UnmergedTower):

@@ -13,22 +13,13 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid, patch_angles, window_order
-from moe_engine.models.vision.parts import PatchTransformer, frame_lens, load_product
+from moe_engine.models.vision.parts import GatedBlock, PatchTransformer, frame_lens, load_product
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
 
-
-class _Block:
-    def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
-        ops = backends.ops
-        self.norm1 = RMSNorm(ops, reader, f"{prefix}.norm1", v.width, v.norm_eps)
-        self.norm2 = RMSNorm(ops, reader, f"{prefix}.norm2", v.width, v.norm_eps)
-        self.qkv = load_product(backends, reader, [f"{prefix}.attn.qkv"], 3 * v.width, v.width)
-        self.proj = load_product(backends, reader, [f"{prefix}.attn.proj"], v.width, v.width)
-        gate_up = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]
-        self.gate_up = load_product(backends, reader, gate_up, v.intermediate, v.width)
-        self.down = load_product(backends, reader, [f"{prefix}.mlp.down_proj"], v.width, v.intermediate)
+BLOCK = ("norm1", "norm2", ("attn.qkv",), "attn.proj", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
+"""Names of the weights of `GatedBlock`."""
 
 
 class Qwen25Tower(PatchTransformer):
@@ -37,7 +28,8 @@ class Qwen25Tower(PatchTransformer):
     def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
         super().__init__(vision, reader, backends)
         v = vision
-        self.blocks = [_Block(v, reader, backends, f"{PREFIX}blocks.{i}") for i in range(v.num_layers)]
+        names = [f"{PREFIX}blocks.{i}" for i in range(v.num_layers)]
+        self.blocks = [GatedBlock(v, reader, backends, name, BLOCK, (True, True)) for name in names]
         self.merge_norm = RMSNorm(backends.ops, reader, f"{PREFIX}merger.ln_q", v.width, v.norm_eps)
         merged = v.merged_width
         self.merge_in = load_product(backends, reader, [f"{PREFIX}merger.mlp.0"], merged, merged)
@@ -56,12 +48,9 @@ class Qwen25Tower(PatchTransformer):
         table, places = RotaryTable(by_window(angles), interleaved=False), torch.arange(len(pixels), device=device)
         frames = frame_lens(grid)
         residual = by_window(self.patches(pixels))  # [P, D]
-        hidden = self.blocks[0].norm1(residual)
-        for i, block in enumerate(self.blocks):
-            lens = frames if i in v.full_layers else windows.lens
-            hidden = block.norm2.add(self.attend(block, hidden, places, table, lens), residual)
-            hidden = block.down(self.ops.silu_and_mul(block.gate_up(hidden)))
-            last = i + 1 == len(self.blocks)
-            hidden = (self.merge_norm if last else self.blocks[i + 1].norm1).add(hidden, residual)
+        added = self.through(
+            self.blocks, residual, places, table, lambda i: frames if i in v.full_layers else windows.lens
+        )
+        hidden = self.merge_norm.add(added, residual)
         merged = gelu(self.merge_in(hidden.view(len(order), -1)))  # [N, D * M * M]
         return self.merge_out(merged)[back]

@@ -28,6 +28,7 @@ from moe_engine.processes.child import end_with_parent
 from moe_engine.tuning.calibration import Probes
 from moe_engine.tuning.costs.measured import CostFile
 from moe_engine.tuning.datasets import Vocabulary
+from moe_engine.tuning.disturbance import Watch, conditions_of
 from moe_engine.tuning.measured_points import Limits
 
 DESCRIPTION = "Starts a server with the given flags, measures its step costs, writes a cost file and stops the server."
@@ -62,6 +63,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     with writing("--output", own.output):
         Path(own.output).write_text(costs.to_json(), encoding="utf-8")
     print(f"wrote {own.output}\n{_summary(costs)}")
+    if costs.disturbed:
+        print(f"warning: {costs.disturbed}; run calibrate again on a quiet machine", file=sys.stderr)
     return 0
 
 
@@ -76,8 +79,10 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
             _wait(server, url, log)
             info = httpx.get(f"{url}/server_info", timeout=60).json()
             front_end = psutil.Process(server.pid)
-            probes = Probes(url, _limits(config), front_end_cpu=lambda: sum(front_end.cpu_times()[:2]))
+            watch = Watch(lambda: [front_end, *front_end.children(recursive=True)])
+            probes = Probes(url, _limits(config), lambda: sum(front_end.cpu_times()[:2]), watch)
             costs = uvloop.run(probes.run(_say))
+            conditions = conditions_of(probes.disturbances, probes.spread)
         finally:
             server.terminate()
             try:
@@ -85,7 +90,7 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-    return replace(costs, ledger=_ledger(config, info))
+    return replace(costs, ledger=_ledger(config, info), conditions=conditions)
 
 
 def _say(text: str) -> None:
@@ -170,7 +175,8 @@ def _summary(costs: CostFile) -> str:
         f"an answer outside the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps "
         f"longer by {costs.arrival_seconds * 1e3:.2f} ms, its end by {costs.end_seconds * 1e3:.2f} ms, its token by "
         f"{costs.sent_seconds * 1e6:.0f} us; frontend and client compute {costs.request_seconds * 1e3:.2f} ms for a "
-        f"request and {costs.token_seconds * 1e6:.0f} us for a token; a request waits "
+        f"request, {costs.results_seconds * 1e6:.0f} us for the results of a step and {costs.token_seconds * 1e6:.0f} "
+        f"us for each token in it; a request waits "
         f"{costs.idle_seconds * 1e3:.2f} ms more for an idle engine, {costs.busy_seconds * 1e3:.2f} ms for a busy one",
     ]
     for name, sizes in costs.ledger.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 from moe_engine.config.args import EngineArgs
@@ -38,6 +39,8 @@ def measured_launch(path: str, args: EngineArgs) -> tuple[CostFile, ResolvedConf
             f"--cost-file {path}: measured with {other}; give the flags of the measured launch, or run `moe-engine "
             "calibrate` with these flags"
         )
+    if file.disturbed:
+        print(f"note: {path} may be wrong: {file.disturbed}; calibrate again", file=sys.stderr)
     return file, config
 
 
@@ -101,8 +104,9 @@ def _point(file: CostFile, candidate: Candidate, load: Load, acceptance: float |
     alone = candidate.concurrency <= candidate.form.attn_dp * candidate.replicas
     answer_s = file.answer_seconds + (file.idle_seconds if alone else file.busy_seconds)
     share, steps = replace(load_efficiency(OURS), request_ms=answer_s * 1e3), load.output / (1 + accepted)
+    token_s = file.token_seconds + file.results_seconds * candidate.replicas / max(candidate.concurrency, 1)
     prediction = predicted(
         MeasuredCosts(file), candidate, load, share, accepted, mixed, beside_s=file.beside_seconds(steps),
-        front_end_s=file.request_seconds + steps * file.token_seconds,
+        front_end_s=file.request_seconds + steps * token_s,
     )  # fmt: skip
     return candidate, prediction

@@ -123,6 +123,8 @@ def _of_hardware(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster, wor
     check_mode(args)
     concurrency, top = _count(own, "concurrency", None), _count(own, "top", 3)
     predictor, memory = _predictor(own, args, cluster, workload)
+    if isinstance(memory, Memory):
+        args, memory = memory.with_stated_kv_dtype()
     if args.given.intersection(FORM_FLAGS) and concurrency is not None:
         return _one(predictor, memory, args, workload, slo, concurrency)
     if isinstance(memory, Memory):

@@ -95,6 +95,7 @@ def _simulate(own: argparse.Namespace, config: ResolvedConfig, source: _Source, 
         shown = report.progress(workload.total, not own.disable_tqdm)
         with shown as advance, _shown_changes(lambda: fleet.now):
             outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
+    fleet.discard()
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
     sent = "trace" if own.dataset_name == "trace" else str(rate)
@@ -205,6 +206,7 @@ class _Source:
     acceptance: tuple[float, ...]
     delays: Mapping[str, Any] = field(default_factory=dict)
     request_seconds: float = 0.0
+    results_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -219,6 +221,7 @@ class _Source:
             file.acceptance,
             file.delays,
             file.request_seconds,
+            file.results_seconds,
             file.token_seconds,
             file.idle_seconds,
             file.busy_seconds,
@@ -229,6 +232,8 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     """The launch, and its costs: of a cost file for this machine, or the planner's for another one."""
     if own.hardware is None:
         file = CostFile.load(own.cost_file)
+        if file.disturbed:
+            print(f"note: {own.cost_file} may be wrong: {file.disturbed}; calibrate again", file=sys.stderr)
         config = prepare(args)
         values = config.flat()
         if other := other_launch(file.launch, {name: values.get(name) for name in args.given}):
@@ -284,6 +289,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         config.load_balance_method,
         faults=tuple(Fault.parse(text, num_ranks) for text in own.fail),
         request_seconds=source.request_seconds,
+        results_seconds=source.results_seconds,
         token_seconds=source.token_seconds,
         busy_seconds=source.busy_seconds,
         recovery_seconds=own.recovery_seconds,

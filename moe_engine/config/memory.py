@@ -66,7 +66,8 @@ class MemoryArgs:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "Data type of the KV cache. auto: that of the activations. fp8_e4m3 holds nearly twice the tokens of bfloat16 "
+        "Data type of the KV cache. auto: that of the activations, or fp8_e4m3 if the checkpoint states an FP8 KV "
+        "cache (kv_cache_quant_algo, kv_cache_scheme). fp8_e4m3 holds nearly twice the tokens of bfloat16 "
         "(each row stores its scales), fp8_e5m2 exactly twice, less accurately. For MLA fp8_e4m3 is fp8_ds_mla (rows "
         "with scales), or fp8_per_tensor (one byte a channel, one scale for a layer) where a GPU library reads it.",
         choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "fp8_per_tensor"),

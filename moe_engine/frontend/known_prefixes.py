@@ -71,6 +71,8 @@ class KnownPrefixes:
     def match(self, keys: Sequence[int]) -> int:
         """Number of tokens of the known prefix."""
         blocks = self.blocks
+        if not keys or keys[0] not in blocks:
+            return 0
         return BLOCK * bisect_left(range(len(keys)), True, key=lambda index: keys[index] not in blocks)
 
     def count(self, keys: Sequence[int], matched: int) -> None:

@@ -29,7 +29,7 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
         # update
         states = given.limits.running * (2 * layers - 1)
         tapped = 0
-        if model.streams is not None and given.graphs.sizes:
+        if model.draft_streams is not None and given.graphs.sizes:
             tapped = given.graphs.up_to(given.limits.running).max_tokens
         num_bytes = (states + tapped) * model.draft_state_width * size
         kept = LedgerRow("draft states", num_bytes, f"{states} states of running requests")
@@ -72,7 +72,7 @@ def step_bytes(given: SizingInput) -> int:
     if given.uses_mtp and given.model.own_block is not None:  # means of the streams, and the layers' input
         states = len(given.model.own_block.tapped) + 5
         return step + states * tokens * given.model.hidden_size * size
-    if given.uses_mtp and given.model.streams is not None:  # streams of the model, a copy, and those of the MTP layer
+    if given.uses_mtp and given.model.draft_streams is not None:  # the model's, a copy, and those of the MTP layer
         return step + 3 * tokens * given.model.draft_state_width * size
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
 

@@ -41,7 +41,9 @@ def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConf
     most = bounds.get("max_pixels")
     if (processor := own_processor(folder)) is not None:
         if "min_pixels" in bounds:
-            raise ConfigError("--mm-process-config image: min_pixels: this model's image processor has no lower bound")
+            raise ConfigError(
+                "--mm-process-config image: min_pixels: this model's image processor takes no lower bound"
+            )
         largest = processor.within(most).max_patches
         return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=largest))
     token = (vision.patch_size * vision.merge) ** 2

@@ -19,7 +19,7 @@ from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_compile import compile_settings
 from moe_engine.planning.resolve_drafts import resolve_drafts, with_draft_scales
-from moe_engine.planning.resolve_dtype import resolve_dtype, resolve_kv_dtype, with_latent_scales
+from moe_engine.planning.resolve_dtype import resolve_dtype, resolve_kv_dtype, with_latent_scales, with_stated_kv_dtype
 from moe_engine.planning.resolve_experts import resolve_experts
 from moe_engine.planning.resolve_loading import with_loader_threads
 from moe_engine.planning.resolve_lora import NamedAdapter, resolve_lora
@@ -66,7 +66,7 @@ def resolve(
     """
     validate.check(args)
     check_images(args)
-    args = with_loader_threads(args, record := Record())
+    args = with_stated_kv_dtype(with_loader_threads(args, record := Record()), model, record)
     args = with_storage_page(resolve_pooling(_with_transfers(args), model, record), record)
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")

@@ -11,6 +11,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
 from moe_engine.models.activation_dtype import activation_dtype
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.kv_cache_scheme import FP8, kv_cache_scheme
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 
@@ -28,6 +29,22 @@ def resolve_dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record
     if stored := model.weight_format.name:
         return record.note("dtype", dtype, f"compute type of {stored} weights")
     return record.note("dtype", dtype, f"the checkpoint is {model.checkpoint_dtype}")
+
+
+def stated_kv_dtype(model: ModelConfig) -> str:
+    """What ``--kv-cache-dtype auto`` stands for: the type that the checkpoint states, or ``auto`` without one."""
+    return E4M3 if model.streams is None and kv_cache_scheme(model.raw or {}) == FP8 else "auto"
+
+
+def with_stated_kv_dtype(args: EngineArgs, model: ModelConfig, record: Record) -> EngineArgs:
+    """The arguments with the type of the KV cache that the checkpoint states, for ``--kv-cache-dtype auto``."""
+    if args.memory.kv_cache_dtype != "auto" or not (scheme := kv_cache_scheme(model.raw or {})):
+        return args
+    if (dtype := stated_kv_dtype(model)) == "auto":
+        record.remark(f"{model.source} states a KV cache in {scheme}, which is not served: activations are cached")
+        return args
+    record.note("kv_cache_dtype", dtype, f"{model.source} states a KV cache in {scheme}")
+    return replace(args, memory=replace(args.memory, kv_cache_dtype=dtype))
 
 
 def resolve_kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:

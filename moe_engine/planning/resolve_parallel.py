@@ -9,8 +9,7 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.expert_format import experts_format, width_group
-from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.expert_format import experts_in_blocks, experts_in_fp8_rows, width_group
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.all_reduce import choice as all_reduce
 from moe_engine.parallel.all_reduce.choice import AllReduceChoice
@@ -148,8 +147,7 @@ def with_dispatch_dtype(
         return plan
     experts, moe = kernels.model.row("experts"), model.moe
     reads = experts.reads_fp8 is not None and experts.reads_fp8(kernels.model.device)
-    format = model.weight_format
-    stored = format.name == "fp8" and format.kept_on(kernels.model.device.kind) and experts_format(model) is None
+    stored = experts_in_blocks(model) or (experts.fp8_rows and experts_in_fp8_rows(model))
     whole = moe is not None and not model.routed_size % FP8_BLOCK and not moe.width % FP8_BLOCK
     if not (reads and stored and whole):
         return plan
@@ -331,11 +329,10 @@ def even_groups(model: ModelConfig, tp_size: int) -> int:
     long as two; in two groups of four ranks each has three blocks of half the experts. Fewer blocks than ranks are
     split and dequantized at load.
     """
-    moe, format = model.moe, model.weight_format
+    moe = model.moe
     if not model.is_moe or moe is None:
         return 1
-    blocks = isinstance(format, BlockFP8Format) and format.kept_on("cuda")
-    group = width_group(model, blocks)
+    group = width_group(model, keeps_blocks=True)
     for ep in range(1, tp_size):
         ranks = tp_size // ep
         if tp_size % ep or moe.num_experts % ep or moe.width % ranks:

@@ -213,7 +213,7 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             "give an EAGLE head in --speculative-draft-model-path, or use NGRAM, which needs no weights, or STANDALONE "
             "with a draft model"
         )
-    if model.streams is not None and model.num_nextn_predict_layers > 1:
+    if model.draft_streams is not None and model.num_nextn_predict_layers > 1:
         raise NotAvailableYet(
             f"{asked}: not supported yet: {model.num_nextn_predict_layers} MTP layers of {model.architecture}, which "
             "have heads of their own; use NGRAM"

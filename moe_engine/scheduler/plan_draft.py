@@ -191,10 +191,10 @@ class PlanDraft:
         rows = self.rows
         if self.prefilled:
             rows = [row for row, samples in zip(self.rows, self.samples) if samples]
-        record = StepRecord(number, self.sampled, rows, self.prefilled, self.ended, self.depths, self.num_decodes)
-        record.prompt_spans, record.finished_rows, record.row_writes = self.prompt_spans, finished_rows, row_writes
-        record.kv_ops, record.window_pages, record.lora_loads = kv_ops, plan.window_pages, plan.lora_loads
-        record.jumped = self.jumped
+        record = StepRecord(
+            number, self.sampled, rows, self.prefilled, self.ended, self.depths, self.num_decodes, self.prompt_spans,
+            finished_rows, row_writes, kv_ops, plan.window_pages, plan.lora_loads, self.jumped,
+        )  # fmt: skip
         return plan, record
 
 

@@ -174,7 +174,8 @@ class RadixCache:
     # -- inserting
 
     def insert(self, node: Node, tokens: list[int], slots: list[int], after_step: int) -> Inserted:
-        """Adds a run below `node`, truncated to whole pages. Takes ownership of the slots of tokens not yet cached.
+        """Adds a run below `node`, truncated to whole pages. Takes ownership of both lists, and of the slots of tokens
+        not yet cached.
 
         `after_step` is the last step that may use the slots. The slots of tokens that were already cached stay the
         caller's.
@@ -185,7 +186,9 @@ class RadixCache:
         while pos < count:
             child = node.children.get(self.child_key(tokens, pos))
             if child is None:
-                node = self._add_leaf(node, tokens[pos:count], slots[pos:count], after_step)
+                if pos or count < len(tokens):
+                    tokens, slots = tokens[pos:count], slots[pos:count]
+                node = self._add_leaf(node, tokens, slots, after_step)
                 break
             same = self._common(child.tokens, tokens, pos, count)
             if same < len(child.tokens):
@@ -313,6 +316,18 @@ class RadixCache:
         self._clear()
         if self.events is not None:
             self.events.cleared()
+
+    def discard(self) -> None:
+        """Drops all tokens and slots, and frees no slot: the cache is not used any more. A garbage collection would
+        visit each of them several times."""
+        stack, nothing = list(self.roots.values()), list[int]()
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            node.alive = False
+            node.tokens = node.slots = nothing
+            node.children = {}
+        self._clear()
 
     def rebuild_heap(self, nodes: list[Node]) -> None:
         """Rebuilds the eviction heap; `nodes` are all nodes of the tree, parents first."""

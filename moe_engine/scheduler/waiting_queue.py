@@ -84,7 +84,7 @@ class WaitingQueue:
         self.num_retracted = 0
         """Entries of retracted requests."""
         self._oldest: list[tuple[float, int, Waiting]] = []
-        """Heap of (queued_at, number of the push, entry); removed entries are dropped lazily."""
+        """Heap of (queued_at, number of the push, entry); its first entry waits, others may have been removed."""
         self._num_pushed = 0
 
     def __len__(self) -> int:
@@ -109,6 +109,7 @@ class WaitingQueue:
         self._unplace(entry)
         self.num_retracted -= entry.request.retractions > 0
         entry.deadline, entry.is_queued = -1, False
+        self._drop_stale()
 
     def admit(self, entries: list[Waiting]) -> None:
         """Removes entries that start to run."""
@@ -126,10 +127,14 @@ class WaitingQueue:
         return requests
 
     def oldest_arrival(self) -> float | None:
-        """`queued_at` of the oldest waiting request; None if none waits. Constant time on average."""
-        while self._oldest and not self._oldest[0][2].is_queued:
-            heappop(self._oldest)
+        """`queued_at` of the oldest waiting request; None if none waits."""
         return self._oldest[0][0] if self._oldest else None
+
+    def _drop_stale(self) -> None:
+        """Drops removed entries, and with them their prompts, from the head of the heap of ages."""
+        oldest = self._oldest
+        while oldest and not oldest[0][2].is_queued:
+            heappop(oldest)
 
     def promote_aged(self) -> None:
         """Moves aged entries to the front region. Deadlines grow with arrival, so only the oldest is checked."""

@@ -2,7 +2,8 @@
 
 That of DeepSeek V4 but for these: `<｜System｜>` stands before system texts and, in thinking mode, before a line with
 the effort as a number, which comes first. A system message after the first turn is a prompt. Names of tags have
-a space before them. Tools follow the system text of the first turn.
+a space before them. Tools follow the system text of the first turn. Parts of a content have an empty line between them;
+an image is a part.
 
 Source: `encoding/encoding.py` in the checkpoint of DeepSeek V4.1 and SGLang's `encoding_dsv41.py`, for the layout;
 the texts that explain the tools and the effort, and the numbers of efforts, are read from the checkpoint's file.
@@ -21,6 +22,7 @@ from moe_engine.tokenizer.deepseek_v4 import DeepseekV4Chat
 from moe_engine.tokenizer.tool_calls.tagged import DSML
 
 SYSTEM = "<｜System｜>"
+IMAGE = "<｜deepseek_image｜>"
 _ENCODER_FILE = Path("encoding", "encoding.py")
 _TOOLS_NAME, _EFFORT_NAME = "TOOLS_TEMPLATE", "REASONING_EFFORT_TEMPLATE"
 _EFFORTS_NAME, _DEFAULT_NAME = "REASONING_EFFORT_MAPPINGS", "DEFAULT_REASONING_EFFORT"
@@ -64,6 +66,7 @@ class DeepseekV41Chat(DeepseekV4Chat):
     efforts: Mapping[str, Any] = field(default_factory=lambda: _OWN_EFFORTS)
     effort_text: str = _OWN_EFFORT
     default_effort: str = _OWN_DEFAULT
+    reads_parts = True
     model = "DeepSeek V4.1"
     parsers = ("deepseek-v41", "deepseekv41")
     calls_tag = "calls"
@@ -75,7 +78,7 @@ class DeepseekV41Chat(DeepseekV4Chat):
     ) -> tuple[list[dict[str, Any]], int]:
         if has_tools and (not messages or messages[0].get("role") not in ("system", "developer")):
             messages = [{"role": "system", "content": ""}, *messages]
-        return super().turns(messages, thinking, has_tools)
+        return super().turns([_joined(message) for message in messages], thinking, has_tools)
 
     def begin(self, turns: Sequence[Mapping[str, Any]], thinking: bool, kwargs: Mapping[str, Any] | None) -> str:
         effort = self._effort((kwargs or {}).get("reasoning_effort")) if thinking else ""
@@ -93,6 +96,14 @@ class DeepseekV41Chat(DeepseekV4Chat):
             return self.effort_text.replace(_BUDGET, str(asked))
         budget = self.efforts.get(str(asked), self.efforts.get(self.default_effort))
         return "" if budget is None else self.effort_text.replace(_BUDGET, str(budget))
+
+
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the parts of its content as one text, images as placeholders."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    return {**message, "content": "\n\n".join(IMAGE if part["type"] == "image" else part["text"] for part in parts)}
 
 
 def load_deepseek_v41(folder: Path | None, special_tokens: Mapping[str, str]) -> DeepseekV41Chat:

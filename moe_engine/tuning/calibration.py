@@ -21,10 +21,11 @@ from typing import Any
 import httpx
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.tuning import mixed_probe, under_load
+from moe_engine.tuning import frontend_work, mixed_probe, under_load
 from moe_engine.tuning.answer_steps import SKIPPED, Decode, Stream, chunks_of, common_steps
 from moe_engine.tuning.costs.measured import LONE_TOKENS, CostFile, MeasuredCosts
 from moe_engine.tuning.datasets import BenchRequest
+from moe_engine.tuning.disturbance import Disturbance, Watch
 from moe_engine.tuning.measured_points import (
     AT_ONCE,
     CACHED,
@@ -46,7 +47,8 @@ from moe_engine.tuning.native_client import CallOptions, ask_native
 from moe_engine.tuning.stats import median
 from moe_engine.tuning.step_records import StepRecords
 
-ROUNDS = 4
+ROUNDS, MORE_ROUNDS = 4, 3
+"""Rounds of the measurement; at most as many more for rounds beside other programs."""
 REPEATS = 5
 ROUND_SECONDS, LEAST_REPEATS, MOST_REPEATS = 0.25, 3, 40
 """Time of the repeats of a point in a round, their least and max number."""
@@ -60,6 +62,8 @@ LONE_REPEATS, LONE_PAUSE = 8, 0.03
 """Number in a round and mean pause of requests that find the server idle for a while."""
 BURSTS = 5, 13
 """Prompts at once."""
+AT_A_TIME, TIMES = 16, 8
+"""Requests at once whose answers have one token, and how often in a round."""
 BESIDE_TOKENS = 256
 """Tokens of the answers that decode beside measured prompts."""
 VARIED_TOKENS = 48
@@ -77,10 +81,12 @@ class Probes:
         base_url: str,
         limits: Limits,
         front_end_cpu: Callable[[], float],
+        watch: Watch | None = None,
     ) -> None:
         """
         Args:
             front_end_cpu: CPU seconds of the server's frontend so far.
+            watch: finds other programs; None: rounds beside others count as well.
         """
         self._options, self._limits = CallOptions(base_url), limits
         self._rng = random.Random(0)
@@ -91,16 +97,41 @@ class Probes:
         and the time span."""
         self._bursts: list[tuple[float, float]] = []
         """Unix times of prompts that were sent at once, and whose steps have not been read."""
-        self._front_end_cpu = front_end_cpu
+        self._unread_work: list[tuple[tuple[float, float], Sequence[Stream], float]] = []
+        """Unix times, answers and CPU seconds whose recorded steps have not been read."""
+        self._front_end_cpu, self._watch = front_end_cpu, watch
+        self.disturbances: list[Disturbance] = []
+        """Of each round, with a `watch`."""
 
     async def run(self, progress: Callable[[str], None]) -> CostFile:
         """The cost file without launch, machine and ledger."""
         for _ in range(REPEATS):  # a cold server is slower
             await asyncio.gather(*(self._ask(self._prompt(16), DECODE_TOKENS) for _ in range(2)))
-        for number in range(ROUNDS):
-            self._points.rounds.begin()
-            await self._round(progress, f"round {number + 1} of {ROUNDS}: ")
+        rounds = self._points.rounds
+        while self._wants_round:
+            rounds.begin()
+            if self._watch is not None:
+                self._watch.begin()
+            most = ROUNDS + min(len(rounds.left_out), MORE_ROUNDS)
+            await self._round(progress, f"round {rounds.number + 1} of {most}: ")
+            if self._watch is not None:
+                self.disturbances.append(found := self._watch.end())
+                if found.is_strong:
+                    rounds.left_out.add(rounds.number)
+                    progress(f"round {rounds.number + 1}: {found}")
         return under_load.cost_file(self._points, self._parts)
+
+    @property
+    def _wants_round(self) -> bool:
+        """Whether quiet rounds are missing; more are not tried if other programs never rested."""
+        done = self._points.rounds.number + 1
+        quiet = done - len(self._points.rounds.left_out)
+        return done < ROUNDS or (0 < quiet < ROUNDS and done < ROUNDS + MORE_ROUNDS)
+
+    @property
+    def spread(self) -> float:
+        """How much longer the slowest of the rounds that count took than the fastest one, less 1."""
+        return self._points.rounds.spread
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""
@@ -128,6 +159,8 @@ class Probes:
         progress(f"{name}new requests during a decode")
         await self._arrivals(short)
         await self._entry_beside_decodes(short)
+        progress(f"{name}requests alone")
+        await self._requests_alone()
         await self._read_steps()
         progress(f"{name}requests beside each other")
         for load in mixed_probe.LOADS:
@@ -167,7 +200,8 @@ class Probes:
         rate = load * mixed_probe.rate_of(costs, limits.drafts, tokens, limits.num_groups, limits.max_running)
         began, before = time.time(), self._cpu()
         streams = sorted(await mixed_probe.run(ask, rate, most, self._rng), key=lambda stream: stream.started)
-        self._add_work(streams, before)
+        self._add_work(streams, began, before)
+        await self._read_steps()
         steps = (await self._records()).together(began, time.time())
         unix = time.time() - time.perf_counter()
         part = mixed_probe.Part(
@@ -201,9 +235,17 @@ class Probes:
                 self._points.rounds.add(point, records.decode(count, begin, end) or seen)
         self._unread.clear()
         for begin, end in self._bursts:
-            steps = [step for step in records.between(begin, end) if step[2] > 1 and not step[0]]
-            self._points.split += [(self._points.rounds.number, step) for step in steps]
+            several = [step for step in records.between(begin, end) if step[2] > 1 and not step[0]]
+            self._points.split += [(self._points.rounds.number, step) for step in several]
         self._bursts.clear()
+        for (begin, end), streams, seconds in self._unread_work:
+            together = self._limits.num_replicas == 1
+            steps = records.together(begin, end) if together else records.between(begin, end)
+            num_chunks = sum(len(stream.chunks) for stream in streams)
+            if steps and seconds > 0:
+                sample = frontend_work.Sample(len(streams), len(steps), num_chunks, seconds)
+                self._points.work.append((self._points.rounds.number, sample))
+        self._unread_work.clear()
 
     async def _decode(self, point: Hashable, count: int, length: int) -> Decode | None:
         """A step in which `count` requests decode: while the tokens of each step are sent, and without that."""
@@ -269,7 +311,7 @@ class Probes:
             with self._points.rounds.timed(PAUSED):
                 stream = await self._ask(self._prompt(length), FIRST_TOKENS)
                 self._points.rounds.add(AT_ONCE, stream.chunks[0])
-                self._points.entries[False].append(stream.entry)
+                self._points.entries[False].append((self._points.rounds.number, stream.entry))
                 self._unread.append(((LONE, length), length, stream))
                 await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
                 self._points.rounds.add(PAUSED, (await self._ask(self._prompt(length), FIRST_TOKENS)).chunks[0])
@@ -278,9 +320,20 @@ class Probes:
         """CPU seconds of the frontend and this client."""
         return time.process_time() + self._front_end_cpu()
 
-    def _add_work(self, streams: Sequence[Stream], before: float) -> None:
-        """CPU time of frontend and client for these answers. `before`: `_cpu` at their begin."""
-        self._points.work.append((len(streams), sum(len(one.chunks) for one in streams), self._cpu() - before))
+    def _add_work(self, streams: Sequence[Stream], began: float, before: float) -> None:
+        """CPU time of frontend and client for these answers. `before`: `_cpu` at the Unix time `began`."""
+        self._unread_work.append(((began, time.time()), streams, self._cpu() - before))
+
+    async def _requests_alone(self) -> None:
+        """CPU time of frontend and client for requests whose answers have nothing but a first token."""
+        if not self._points.rounds.wants("requests alone"):
+            return
+        count, began, before = min(AT_A_TIME, self._limits.max_running), time.time(), self._cpu()
+        streams: list[Stream] = []
+        with self._points.rounds.timed("requests alone"):
+            for _ in range(TIMES):
+                streams += await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(count)))
+        self._add_work(streams, began, before)
 
     async def _entry_beside_decodes(self, length: int) -> None:
         """Seconds until the server has read a request while steps take the cores."""
@@ -292,7 +345,8 @@ class Probes:
             while not streams.done():
                 await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
                 if not streams.done():
-                    self._points.entries[True].append((await self._ask(self._prompt(1), 1)).entry)
+                    entry = (await self._ask(self._prompt(1), 1)).entry
+                    self._points.entries[True].append((self._points.rounds.number, entry))
             await streams
 
     def _beside(self, length: int) -> tuple[int, int]:
@@ -326,7 +380,7 @@ class Probes:
                 busy = sum(begin < moment <= middle for moment in moments) / count
                 free = sum(middle < moment <= end for moment in moments) / count
                 lost = (middle - begin) - busy * (end - middle) / max(free, 1.0)
-                self._points.delays.append((lost - prefill) / ARRIVALS)
+                self._points.delays.append((self._points.rounds.number, (lost - prefill) / ARRIVALS))
 
     async def _first_token(self, point: Hashable, length: int, prefix: Sequence[int] = ()) -> None:
         """Seconds until the answer to a prompt of `length` new tokens behind a prefix."""
@@ -348,12 +402,11 @@ class Probes:
         most = max(min(self._limits.max_input, room) - length, 2 * SKIPPED)
         for _ in range(REPEATS):
             tokens = min(tokens, most)
-            before = self._cpu()
+            began, before = time.time(), self._cpu()
             answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
             if common := common_steps(answers):
                 seconds, done = median([step for step, _ in common]), median([done for _, done in common])
-                if count >= mixed_probe.BESIDE:  # a few requests cost more each: processes wake up for each step
-                    self._add_work(answers, before)
+                self._add_work(answers, began, before)
                 return Decode(seconds, length + done * tokens), tokens
             tokens *= 2
         raise MoeEngineError(f"{count} concurrent answers of {tokens} tokens did not overlap; nothing was measured")

@@ -161,9 +161,9 @@ def _choices(rng: random.Random, values: NDArray[np.object_], count: int) -> lis
     `random()` is (a * 2**26 + b) / 2**53 with the upper 27 and 26 bits of two words, which `getrandbits` joins, first
     word lowest. The division is exact, so it may follow the multiplication with the number of values.
     """
-    words = np.frombuffer(rng.getrandbits(64 * count).to_bytes(8 * count, "little"), "<u8")
-    drawn = (words << 32 >> 37 << 26) | (words >> 38)
-    chosen: list[int] = values[(drawn * (len(values) / 9007199254740992.0)).astype(np.int64)].tolist()
+    words = np.frombuffer(rng.getrandbits(64 * count).to_bytes(8 * count, "little"), "<u4")
+    drawn = (words[::2] >> 5) * 67108864.0 + (words[1::2] >> 6)
+    chosen: list[int] = values.take((drawn * (len(values) / 9007199254740992.0)).astype(np.int64)).tolist()
     return chosen
 
 

@@ -1,27 +1,47 @@
-"""CPU time that frontend and client take for requests and for tokens, by measurements with several numbers of both.
+"""CPU time that frontend and client take for requests, for the results of steps and for tokens.
 
 On a machine of few cores frontend and client are one queue: only one of them computes beside the steps. The CPU time is
 the work that the queue has to do, whatever else delays it.
+
+Both processes wake up for the results of each step, however few tokens it has. Without a variable of its own this work
+would count as that of requests: answers beside few others have many steps for their tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-Sample = tuple[int, int, float]
-"""Requests, chunks with tokens that were sent to them, CPU seconds."""
+
+class Sample(NamedTuple):
+    """Requests, steps with results for them, chunks with tokens that were sent to them, CPU seconds."""
+
+    requests: int
+    steps: int
+    chunks: int
+    seconds: float
 
 
-def work_of(samples: Sequence[Sample]) -> tuple[float, float]:
-    """CPU seconds of a request and of a chunk; each request counts alike, whatever its sample. Neither is below 0."""
-    counts = np.array([(1.0, sent / requests) for requests, sent, _ in samples])
-    taken = np.array([seconds / requests for requests, _, seconds in samples])
-    root = np.sqrt([requests for requests, *_ in samples])
-    request, chunk = np.linalg.lstsq(counts * root[:, None], taken * root, rcond=None)[0]
-    if request >= 0 and chunk >= 0:
-        return float(request), float(chunk)
-    place = 1 if request < 0 else 0  # all work is that of the other kind
-    one = sum(taken * root**2) / sum(counts[:, place] * root**2)
-    return (0.0, float(one)) if place else (float(one), 0.0)
+class Work(NamedTuple):
+    """CPU seconds of a request, of the results of a step, and of each chunk in it."""
+
+    request: float = 0.0
+    step: float = 0.0
+    chunk: float = 0.0
+
+
+def work_of(samples: Sequence[Sample]) -> Work:
+    """The work with the least squares of relative errors, so that short samples of requests alone count as much as long
+    ones of tokens. No kind of work is below 0."""
+    taken = np.array([sample.seconds for sample in samples])
+    counts = np.array([sample[:3] for sample in samples], float) / taken[:, None]
+    columns = list(range(counts.shape[1]))
+    while True:
+        found = np.linalg.lstsq(counts[:, columns], np.ones(len(samples)), rcond=None)[0]
+        if min(found) >= 0:
+            break
+        del columns[int(found.argmin())]
+    seconds = dict(zip(columns, map(float, found)))
+    return Work(*(seconds.get(column, 0.0) for column in range(counts.shape[1])))

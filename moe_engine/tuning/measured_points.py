@@ -59,9 +59,9 @@ class MeasuredPoints:
         rounds: values of the points. decodes: answers that decoded beside each other, by their number.
         long: concurrent requests, prompt tokens and context tokens of the decodes with long contexts.
         prefix: tokens of the long cached prefix.
-        entries: seconds until the server had read a request: idle, and beside decodes.
+        entries: seconds until the server had read a request: idle, and beside decodes. With their round, as the next.
         delays: of steps by requests that arrive at once. work: CPU time of frontend and client.
-        split: steps with several prompts, with their round. steps, accepted: of drafts.
+        split: steps with several prompts. steps, accepted: of drafts.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -70,9 +70,9 @@ class MeasuredPoints:
         self.decodes: dict[int, list[Decode]] = {}
         self.long: tuple[int, int, float] | None = None
         self.prefix: list[int] = []
-        self.entries: dict[bool, list[float]] = {False: [], True: []}
-        self.delays: list[float] = []
-        self.work: list[frontend_work.Sample] = []
+        self.entries: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+        self.delays: list[tuple[int, float]] = []
+        self.work: list[tuple[int, frontend_work.Sample]] = []
         self.split: list[tuple[int, mixed_probe.Step]] = []
         self.steps, self.accepted = 0, 0.0
         self._halves: list[int] = []
@@ -103,7 +103,9 @@ class MeasuredPoints:
         per_cached, per_pair, behind = self.cached_costs()
         lone = rounds.value((LONE, self.lone_tokens)) - self.prefill_seconds(self.lone_tokens)
         idle = max(rounds.value(PAUSED) - rounds.value(AT_ONCE) + lone, 0.0)
-        request, sent = frontend_work.work_of(self.work) if self.work else (0.0, 0.0)
+        samples = rounds.kept(self.work)
+        work = frontend_work.work_of(samples) if samples else frontend_work.Work()
+        delays, idle_entry, busy_entry = map(rounds.kept, (self.delays, self.entries[False], self.entries[True]))
         return CostFile(
             {drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
             Curve(tuple(map(float, lengths)), tuple(max(s, 1e-6) for s in prefill)),
@@ -114,12 +116,13 @@ class MeasuredPoints:
             behind=behind,
             split_second=self.split_second(),
             answer_seconds=answer,
-            arrival_seconds=max(median(self.delays), 0.0) if self.delays else 0.0,
+            arrival_seconds=max(median(delays), 0.0) if delays else 0.0,
             idle_seconds=idle,
-            busy_seconds=max(median(self.entries[True]) - median(self.entries[False]), 0.0),
+            busy_seconds=max(median(busy_entry) - median(idle_entry), 0.0),
             sent_seconds=self.sent_seconds(),
-            request_seconds=min(request, answer),
-            token_seconds=min(sent, answer),
+            request_seconds=work.request,
+            results_seconds=work.step,
+            token_seconds=work.chunk,
             acceptance=self.acceptance(),
         )
 
@@ -241,8 +244,9 @@ class MeasuredPoints:
 
     def split_second(self) -> float | None:
         """Seconds that a pair of tokens in different prompts saves; None: no step had several prompts."""
-        slowness, saved = self.rounds.slowness(), list[tuple[float, float]]()
-        for number, (_, tokens, prompts, *_, seconds) in self.split:
+        rounds, saved = self.rounds, list[tuple[float, float]]()
+        slowness = rounds.slowness()
+        for number, (_, tokens, prompts, *_, seconds) in rounds.kept((pair[0], pair) for pair in self.split):
             whole = self.prefill_seconds(int(tokens))
             pairs = mixed_probe.pairs_of(int(tokens), 1) - mixed_probe.pairs_of(int(tokens), int(prompts))
             saved.append((pairs, whole - seconds / slowness[number]))

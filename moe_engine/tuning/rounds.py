@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from moe_engine.tuning.stats import median
 
 SWEEPS = 4
+T = TypeVar("T")
 
 
 class Rounds:
@@ -30,6 +32,8 @@ class Rounds:
         self._values = defaultdict[Hashable, list[tuple[int, float]]](list)
         self.number = -1
         """Number of the current round, from 0."""
+        self.left_out: set[int] = set()
+        """Rounds beside other programs; their values count only where there are no others."""
 
     def begin(self) -> None:
         """Begins a round."""
@@ -55,24 +59,37 @@ class Rounds:
     def value(self, point: Hashable) -> float:
         """The median over the rounds, of the value of each round divided by its slowness. Raises KeyError."""
         slowness = self.slowness()
-        return median([value / slowness[number] for number, value in self._of_rounds(point).items()])
+        found = self.kept((number, value / slowness[number]) for number, value in self._of_rounds(point).items())
+        return median(found)
+
+    def kept(self, values: Iterable[tuple[int, T]]) -> list[T]:
+        """Values by round, without those of rounds that are left out, unless there are no others."""
+        pairs = list(values)
+        found = [value for number, value in pairs if number not in self.left_out]
+        return found or [value for _, value in pairs]
+
+    @property
+    def spread(self) -> float:
+        """How much longer the slowest of the rounds that count took than the fastest one, less 1."""
+        found = self.kept(enumerate(self.slowness()))
+        return max(found) / min(found) - 1 if found else 0.0
 
     def has(self, point: Hashable) -> bool:
         """Whether a point has a value."""
         return point in self._values
 
     def slowness(self) -> list[float]:
-        """For each round: how much longer everything took than in the median round."""
+        """For each round: how much longer everything took than in the median of the rounds that count."""
         found = [1.0] * (self.number + 1)
         rows = [values for point in self._values if len(values := self._of_rounds(point)) > 1]
         for _ in range(SWEEPS if rows else 0):
             ratios = defaultdict[int, list[float]](list)
             for values in rows:
-                middle = median([value / found[number] for number, value in values.items()])
+                middle = median(self.kept((number, value / found[number]) for number, value in values.items()))
                 for number, value in values.items():
                     ratios[number].append(value / middle)
             found = [median(ratios[number]) if ratios[number] else 1.0 for number in range(len(found))]
-            scale = median(found)
+            scale = median(self.kept(enumerate(found)))
             found = [factor / scale for factor in found]
         return found
 

@@ -19,7 +19,8 @@ def cost_file(points: MeasuredPoints, measured: Sequence[mixed_probe.Part]) -> C
     """
     file, limits = points.file(), points.limits
     slowness = points.rounds.slowness()
-    parts = [replace(part, machine=slowness[part.round]) for part in measured]
+    kept = points.rounds.kept((part.round, part) for part in measured)
+    parts = [replace(part, machine=slowness[part.round]) for part in kept]
     found = mixed_probe.effects(parts, MeasuredCosts(file), limits.drafts, limits.num_groups, file.sent_seconds)
     # a request cannot take more from the steps beside it than frontend and client compute for it
     most = file.request_seconds or math.inf

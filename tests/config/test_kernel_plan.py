@@ -67,6 +67,23 @@ def test_auto_prefers_rows_that_can_be_captured(launch: Callable[..., ResolvedCo
     assert any(note.startswith("no CUDA graphs: FlashMLA's kernel") for note in named.notes)
 
 
+@pytest.mark.parametrize(("strategy", "row"), [("channel", "triton"), ("tensor", "deep_gemm")])
+def test_fp8_is_multiplied_by_rows_that_keep_it(
+    launch: Callable[..., ResolvedConfig], strategy: str, row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepGEMM multiplies blocks, and would dequantize weights with a scale per row. Half the bytes of bf16."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True}
+    section = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+    section["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    blocks = launch(*LIBRARIES, attn_dp_size=8, ep=8, moe_a2a_backend="symm_mem")
+    monkeypatch.setitem(V3, "quantization_config", section)
+    config = launch(*LIBRARIES, attn_dp_size=8, ep=8, moe_a2a_backend="symm_mem")
+    assert (config.kernels.model.row("linear").name, config.kernels.model.row("experts").name) == (row, row)
+    held, want = (next(row.num_bytes for row in each.ledger.rows if row.name == "weights") for each in (config, blocks))
+    assert held == pytest.approx(want, rel=0.01)
+    assert config.parallel.dispatch_fp8 and blocks.parallel.dispatch_fp8
+
+
 def test_fused_experts_serve_local_block_fp8_on_blackwell(launch: Callable[..., ResolvedConfig]) -> None:
     """Each of 8 ranks of V3 holds an eighth of every expert; 4 of them share an expert with EP2."""
     named = {"hardware": "8xb200", "moe_runner_backend": "flashinfer_trtllm"}

@@ -76,3 +76,35 @@ def test_servers_of_different_forms_do_not_share_kv(tmp_path: Path) -> None:
     decode["cache"] = prefill["cache"]  # named before the widths
     found = difference(prefill, decode)
     assert found == "--kv-cache-dtype: prefill server fp8_per_tensor, decode server fp8_e4m3"
+
+
+SCHEMES = {
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors", "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+    },
+    "ModelOpt": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("section", SCHEMES.values(), ids=SCHEMES)
+def test_auto_is_the_type_that_the_checkpoint_states(section: dict[str, Any], tmp_path: Path) -> None:
+    config = launch(tmp_path, 9, LLAMA | {"quantization_config": section})
+    assert config.kv_cache_dtype == config.args.memory.kv_cache_dtype == "fp8_e4m3"
+    (reason,) = (decision.reason for decision in config.decisions if decision.name == "kv_cache_dtype")
+    assert reason.endswith("states a KV cache in FP8")
+    assert launch(tmp_path, 9, LLAMA | {"quantization_config": section}, kv_cache_dtype="bf16").kv_cache_dtype == (
+        "bfloat16"
+    )
+    plain = {**section, "kv_cache_scheme": None} if section["quant_method"] == "modelopt" else None
+    assert launch(tmp_path, 9, LLAMA | {"quantization_config": plain}).kv_cache_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("weights", "cache"), [("FP8", "FP8"), (None, "FP8"), ("FP8", "NVFP4"), ("FP8", None)])
+def test_auto_follows_hf_quant_config(weights: str | None, cache: str | None, tmp_path: Path) -> None:
+    quantization = {"quant_algo": weights, "kv_cache_quant_algo": cache, "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    config = launch(tmp_path, 9, LLAMA)
+    assert config.kv_cache_dtype == ("fp8_e4m3" if cache == "FP8" else "bfloat16")
+    assert config.model.weight_format.name == ("modelopt" if weights else "")
+    assert any("states a KV cache in NVFP4, which is not served" in note for note in config.notes) == (cache == "NVFP4")

@@ -33,6 +33,7 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
         ("glm5_next", "cached"),
         ("glm5_next", "chunked"),
         ("glm5_next", "n-gram drafts"),
+        ("glm5_next", "MTP drafts"),
         ("kimi_k3", "cached"),
         ("kimi_k3", "n-gram drafts"),
         ("bailing_hybrid", "cached"),

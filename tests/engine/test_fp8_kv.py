@@ -4,6 +4,7 @@ holds."""
 from __future__ import annotations
 
 import gc
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -209,3 +210,24 @@ def test_scales_that_cannot_be_applied_are_refused(tmp_path: Path) -> None:
     add_latent_scales(dense, 3)
     heads = launch(model_path=str(dense), kv_cache_dtype="fp8_e4m3")  # every head has a scale of its own
     assert heads.model.latent_scales == ()
+
+
+def test_the_cache_is_what_the_checkpoint_states(tmp_path: Path) -> None:
+    """A checkpoint of which only the KV cache was calibrated: the scales are read by no one, answers are those of the
+    flag."""
+    path = make_checkpoint("qwen3", tmp_path / "model", seed=random.randrange(2**31))
+    add_latent_scales(path, 3)
+    fields = json.loads((path / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    section = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    script = [Scripted("r", [random.randrange(250) for _ in range(40)], 8, sampling={"temperature": 0.0}, logprob=True)]
+    found = []
+    for flags, extra in (({}, {"quantization_config": section}), ({"kv_cache_dtype": "fp8_e4m3"}, {})):
+        (path / "config.json").write_text(json.dumps(fields | extra))
+        engine = InProcessEngine(path, tmp_path / f"status{len(found)}", max_total_tokens=64, **flags)
+        try:
+            assert engine.config.kv_cache_dtype == "fp8_e4m3"
+            found.append(engine.run(script)["r"].logprobs)
+        finally:
+            engine.close()
+    assert found[0] == found[1]

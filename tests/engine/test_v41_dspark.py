@@ -16,6 +16,8 @@ from tests.engine.test_v4_dspark import FLAGS, FORMS, GREEDY, QUICK
 from tests.models.v41_dspark import V41DSparkReference, make_v41_dspark
 from tests.speculation.eagle_heads import chain_counts
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 MORE: dict[str, dict[str, Any]] = {
     "ep": {"tp_size": 2, "ep_size": 2},
     "moved experts": {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2},

@@ -16,6 +16,8 @@ from moe_engine.planning.prepare import prepare
 from tests.models.v4_dspark import DSparkOracle, make_dspark
 from tests.speculation.eagle_heads import chain_counts
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 16}
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 8, "cpu_threads": 1,

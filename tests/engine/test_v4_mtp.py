@@ -15,6 +15,8 @@ from tests.models.v4_checkpoints import load_v4, make_v4
 from tests.models.v4_mtp import MTPOracle, make_agreeing
 from tests.speculation.eagle_heads import chain_counts
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 20}
 DEPTH = 2
 FLAGS: dict[str, Any] = {

@@ -380,6 +380,8 @@ def make_checkpoint(
         tensors = {renamed.get(name, name): t for name, t in tensors.items()}
     if num_mtp_layers and not deepseek_names:
         tensors = _with_own_names(kind, tensors, f"model.layers.{fields['num_hidden_layers']}.")
+    if kind == POOLED:
+        fields["num_nextn_predict_layers"] = num_mtp_layers
     if num_mtp_layers and kind == BLOCK_SPARSE:
         fields["num_mtp_modules"] = num_mtp_layers
         tensors = with_minimax_mtp(tensors, fields["num_hidden_layers"])
@@ -550,17 +552,18 @@ def add_mtp_layer(
     like_it = 1 if "model.layers.0.linear_attn.A_log" in tensors else num_layers - 1  # the last layer with attention
     like_it = 0 if ernie else like_it  # a dense layer
     text = "language_model." if "language_model.model.norm.weight" in tensors else ""  # whose norms are stored less 1
-    source, target = f"{text}model.layers.{like_it}.", f"{text}model.layers.{num_layers + index}."
-    like = tensors[f"{text}model.norm.weight"]
+    base = "model.language_model." if "model.language_model.norm.weight" in tensors else f"{text}model."
+    source, target = f"{base}layers.{like_it}.", f"{base}layers.{num_layers + index}."
+    like = tensors[f"{base}norm.weight"]
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    for name in [name for name in tensors if name.startswith(source)]:
+    for name in [name for name in tensors if name.startswith(source) and ".hc_" not in name]:
         tensor = tensors[name]
         tensors[name.replace(source, target)] = (tensor.float() + 0.1 * noise(*tensor.shape)).to(tensor.dtype)
     ling = "model.word_embeddings.weight"
-    embedding = ling if ling in tensors else f"{text}model.embed_tokens.weight"
+    embedding = ling if ling in tensors else f"{base}embed_tokens.weight"
     tensors[target + "embed_tokens.weight"] = tensors[embedding].clone()
     head = f"{text}lm_head.weight" if f"{text}lm_head.weight" in tensors else embedding
     tensors[target + "shared_head.head.weight"] = tensors[head].clone()

@@ -26,6 +26,7 @@ from torch.nn.functional import pad, silu, softplus
 from moe_engine.kernels.ops.block_rounding import round_e2m1, round_e2m1_small, round_e4m3
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.models.checkpoints import write_tensors
+from tests.models.v41_tower import IMAGE, put_tower
 
 FIELDS: dict[str, Any] = {
     "model_type": "deepseek_v41_text", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 9,
@@ -48,18 +49,20 @@ FIELDS: dict[str, Any] = {
 STD = 0.15
 
 
-def make_v41(path: Path, seed: int, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
-    """A checkpoint, with a tensor of the vision tower and the router's biases for images. fields: changes to
-    `FIELDS`."""
+def make_v41(
+    path: Path, seed: int, dtype: torch.dtype = torch.float32, vision: dict[str, Any] | None = None, **fields: Any
+) -> Path:
+    """A checkpoint. vision: `vision_config` of its tower; None: it has none. fields: changes to `FIELDS`."""
     raw = FIELDS | fields
     path.mkdir(parents=True, exist_ok=True)
     write_tokenizer(path, raw["vocab_size"])
     raw |= {"engram_compressed_vocab_size": len(set(text_ids(path)))}
-    tensors = random_tensors(raw, torch.Generator().manual_seed(seed))
+    tensors = random_tensors(raw, torch.Generator().manual_seed(seed), vision)
     write_tensors(path, {name: tensor.to(dtype) for name, tensor in tensors.items()})
     outer = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": raw}
     outer |= {"bos_token_id": BOS, "eos_token_id": EOS, "dtype": str(dtype).removeprefix("torch.")}
-    outer |= {"vision_config": {"model_type": "deepseek_v41_vision", "patch_size": 14}, "image_token_id": 9}
+    if vision is not None:
+        outer |= {"vision_config": vision, "image_token_id": IMAGE}
     (path / "config.json").write_text(json.dumps(outer, indent=1))
     return path
 
@@ -82,7 +85,9 @@ def _text(tokenizer: Any, id: int) -> str:
     return (plain if plain == " " else plain.strip()) or text
 
 
-def random_tensors(f: dict[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+def random_tensors(
+    f: dict[str, Any], generator: torch.Generator, vision: dict[str, Any] | None = None
+) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     hidden, width, rank = f["hidden_size"], f["head_dim"], f["q_lora_rank"]
 
@@ -155,7 +160,9 @@ def random_tensors(f: dict[str, Any], generator: torch.Generator) -> dict[str, T
         put(f"{last}.markov_head.embed.weight", f["vocab_size"], own, scale=1.0)
         put(f"{last}.markov_head.head.weight", f["vocab_size"], own, scale=1.0)
         put(f"{last}.confidence_head.proj.weight", 1, hidden + own)
-    put("vision.patch_embed.weight", 3, 3)
+    if vision is not None:
+        put_tower(vision, hidden, put)
+        found["head.weight"][IMAGE] = 0.0  # no answer has the placeholder, which the formulas take for an image
     return found
 
 
@@ -169,18 +176,20 @@ class V41Reference:
         self.margin = math.inf
         """The least relative difference of scores that decided a choice."""
 
-    def logits(self, ids: list[int]) -> Tensor:
-        """[T, V]."""
-        return self._head("norm", *self._run(ids)[:2])
+    def logits(self, ids: list[int], images: Tensor | None = None) -> Tensor:
+        """[T, V]. images: rows of the tower for the image tokens."""
+        return self._head("norm", *self._run(ids, images)[:2])
 
-    def states(self, ids: list[int]) -> Tensor:
+    def states(self, ids: list[int], images: Tensor | None = None) -> Tensor:
         """[T, K D]: means of the streams before the layers that DSpark layers read."""
-        return torch.cat(self._run(ids)[2], 1)
+        return torch.cat(self._run(ids, images)[2], 1)
 
-    def _run(self, ids: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _run(self, ids: list[int], images: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The streams [T, n, D] behind the last layer, the weights [T, n] of their sum, and the means of `states`."""
         f, tapped = self.fields, list[Tensor]()
         streams, before = self._start(ids)
+        if images is not None:
+            streams[self._is_image] = images.unsqueeze(1)
         shared: dict[str, Tensor] = {}
         for i in range(f["num_hidden_layers"]):
             if i in f["engram_layer_ids"]:
@@ -192,6 +201,7 @@ class V41Reference:
 
     def _start(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         n = self.fields["hc_mult"]
+        self._is_image = torch.tensor(ids) == IMAGE
         streams = self._t["embed.weight"][torch.tensor(ids)].unsqueeze(1).repeat(1, n, 1)  # [T, n, D]
         before = torch.zeros(len(ids), n, dtype=torch.float64)
         before[:, 0] = 1.0
@@ -214,9 +224,11 @@ class V41Reference:
         sizes, longest = self._primes(i), f["engram_max_ngram_size"]
         bound = (2**63 - 1) // f["engram_compressed_vocab_size"] // 2
         drawn = np.random.default_rng(10007 * i).integers(0, bound, longest, dtype=np.int64)
-        texts = [self._texts[f["engram_pad_token_id"]]] * (longest - 1) + [self._texts[id] for id in ids]
+        empty = self._texts[f["engram_pad_token_id"]]
         rows = []
         for t in range(len(ids)):
+            begin = 1 + max((i for i in range(t + 1) if ids[i] == IMAGE), default=-1)  # behind the last image
+            texts = [empty] * (longest - 1 + begin) + [self._texts[id] for id in ids[begin:]]
             mixed, own = texts[t + longest - 1] * (2 * int(drawn[0]) + 1), []
             for back in range(1, longest):
                 mixed ^= texts[t + longest - 1 - back] * (2 * int(drawn[back]) + 1)
@@ -227,7 +239,8 @@ class V41Reference:
         unit = lambda x: x * (x.square().mean(-1, keepdim=True) + f["rms_norm_eps"]).rsqrt()  # noqa: E731
         weights = self._t[f"{name}.q_weight"] * self._t[f"{name}.k_weight"]
         dot = (unit(streams) * unit(key) * weights).sum(2, keepdim=True) * f["hidden_size"] ** -0.5
-        return streams + (dot.sign() * dot.abs().clamp(min=1e-6).sqrt()).sigmoid() * value
+        gate = (dot.sign() * dot.abs().clamp(min=1e-6).sqrt()).sigmoid()
+        return streams + gate.masked_fill(self._is_image.view(-1, 1, 1), 0.0) * value
 
     def _primes(self, i: int) -> list[int]:
         """Rows of each column of a layer's table."""
@@ -349,7 +362,9 @@ class V41Reference:
         f, draft = self.fields, name.startswith("mtp.")
         scores = softplus(x @ self._t[f"{name}.gate.weight"].T).sqrt()
         top_k = f["dspark_num_experts_per_tok" if draft else "num_experts_per_tok"]
-        weights = scores * self._best(scores + self._t[f"{name}.gate.bias"], top_k)
+        biases = self._t[f"{name}.gate.bias"], self._t[f"{name}.gate.bias_vl"]
+        bias = torch.where(self._is_image[:, None], biases[1], biases[0])
+        weights = scores * self._best(scores + bias, top_k)
         weights = weights / weights.sum(1, keepdim=True) * f["routed_scaling_factor"]
         out = self._mlp(x, f"{name}.shared_experts")
         for expert in range(scores.shape[1]):

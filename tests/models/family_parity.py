@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_mtp_layers": 1},
     "deepseek_v32": {"num_mtp_layers": 1},
     "glm_moe_dsa": {"num_mtp_layers": 1, "num_hidden_layers": 4},
-    "glm5_next": {},
+    "glm5_next": {"num_mtp_layers": 1},
     "deepseek_v4": {"num_mtp_layers": 1},
     "deepseek_v41": {"dspark": True},
     "deepseek_v41_fp4": {"dspark": True},

@@ -35,7 +35,7 @@ def around(images: Sequence[Pixels], image_token: int, count: int = 6) -> tuple[
 
 def check_logits(
     loaded: Stepper, path: Path, row: str, oracle: GreedyOracle, prompt: Prompt, rows: Tensor, image_token: int,
-    relative: float = 1e-4, text: Sequence[int] = (),
+    relative: float = 1e-4, text: Sequence[int] = (), page_size: int = 1,
 ) -> None:  # fmt: skip
     """An image in two chunks, and text behind it; then text alone, drawn without `text`. `rows`: of the image, by the
     loaded model."""
@@ -53,7 +53,9 @@ def check_logits(
         got.append(model.logits(model.forward(batch)))
     assert_close(torch.cat(got), oracle.logits(tokens, [image]), relative)
     text = list(text) or torch.randint(0, 250, (20,)).tolist()
-    assert_close(stepper.load(path, row).step([Chunk(0, text, False)])[0], oracle.logits(text, []), relative)
+    assert_close(
+        stepper.load(path, row, page_size=page_size).step([Chunk(0, text, False)])[0], oracle.logits(text, []), relative
+    )
 
 
 def check_requests(path: Path, oracle: GreedyOracle, asked: Sequence[Prompt], status: Path) -> None:

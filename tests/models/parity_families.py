@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from tests.models import (
     sparse,
     v4_checkpoints,
     v41_dspark,
+    v41_images,
     v41_quantized,
+    v41_tower,
     vision_checkpoints,
 )
 from tests.models.checkpoints import make_checkpoint
@@ -164,7 +167,7 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
 
 def pooled_family(kind: str, path: Path, seed: int) -> Family:
     """Prompts without near ties between pools or experts: a token beyond one follows another rounding."""
-    family = text_family(kind, path, seed, num_hidden_layers=4)
+    family = text_family(kind, path, seed, num_hidden_layers=4, num_mtp_layers=1)
 
     def is_clear(prompt: Prompt) -> bool:
         return sparse.with_margin(lambda: family.logits(prompt.ids, []))[1] > CLEAR
@@ -184,9 +187,32 @@ def k3_family(kind: str, path: Path, seed: int) -> Family:
 
 
 def v41_family(kind: str, path: Path, seed: int) -> Family:
-    """The formulas in float64: no released transformers has such a model. With DSpark layers."""
-    reference = deepseek_v41.V41Reference(v41_dspark.make_v41_dspark(path, seed, max_position_embeddings=1024))
-    return Family(path, _kept(reference), text_prompts)
+    """The formulas in float64: no released transformers has such a model. With DSpark layers, and images. Prompts
+    without near ties between entries or experts, as `pooled_family`."""
+    vision = v41_tower.VISION | {"max_image_tokens": 60}
+    made = v41_dspark.make_v41_dspark(path, seed, vision=vision, max_position_embeddings=1024)
+    oracle, processor = v41_images.V41Oracle(made), load_processor(str(path))
+    known = dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor]()
+
+    def logits(ids: list[int], images: list[Pixels]) -> Tensor:
+        text = tuple(ids), tuple(map(id, images))
+        if text not in known:
+            known[text] = oracle.logits(ids, images)
+        return known[text]
+
+    def pixels(picture: Any) -> Pixels:
+        found = processor(images=[picture])
+        grid = tuple(found["image_grid_thw"][0].tolist())
+        return v41_tower.DelimitedPixels(grid, torch.from_numpy(found["pixel_values"]))
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        # with images as long as those of text alone: the pool of windows keeps all prefixes
+        drawn = image_prompts(seed, 2 * count, longest * 2 // 3, pixels, ([], v41_tower.IMAGE, []), side=40)
+        found = list(islice((prompt for prompt in drawn if oracle.is_clear(prompt.whole, prompt.images, CLEAR)), count))
+        assert len(found) == count, f"{len(found)} of {2 * count} prompts have no near tie"
+        return found
+
+    return Family(path, logits, prompts)
 
 
 def v41_fp4_family(kind: str, path: Path, seed: int) -> Family:

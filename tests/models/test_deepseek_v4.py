@@ -96,6 +96,7 @@ def test_variants(tmp_path: Path, fields: dict[str, Any], row: str) -> None:
     assert_close(got, want.logits)
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("form", ["cached", "dp 2", "ep 2, dp 2, all-to-all", "n-gram drafts", "retracted", "tiered"])
 def test_requests_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     scarce = {"max_total_tokens": 400, "max_running_requests": 8, "context_length": 256}

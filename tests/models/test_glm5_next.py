@@ -54,7 +54,7 @@ def expected(path: Path) -> tuple[list[int], Tensor]:
         tokens = torch.randint(0, 256, (sparse.PROMPT_LENGTH,)).tolist()
         return tokens, model(torch.tensor([tokens])).logits[0]
 
-    return sparse.clear_draw(draw)
+    return sparse.clear_draw(draw, 5e-6)  # prompts with larger distances are rare: many pools are scored
 
 
 @every_row

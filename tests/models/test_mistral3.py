@@ -135,6 +135,7 @@ def test_config_of_llava(tmp_path: Path) -> None:
     assert load_model_config(tmp_path).vision is None
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_weights_are_replaced(tmp_path: Path) -> None:
     """While serving: tower, text model and the embeddings behind an image's rows."""
     first, second = (make_mistral3(tmp_path / str(seed), seed) for seed in (1, 2))

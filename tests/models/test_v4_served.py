@@ -16,7 +16,7 @@ from tests.models.parity_families import Prompt
 from tests.models.v4_checkpoints import load_v4, make_v4
 from tests.models.v4_quantized import quantized_copy
 
-pytestmark = pytest.mark.drawn(2)
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(2)]
 
 TABLE = "layers.1.ffn.gate.tid2eid"
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}

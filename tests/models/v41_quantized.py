@@ -19,8 +19,8 @@ SECTION: dict[str, Any] = {
     "weight_block_size": [32, 32],
 }  # fmt: skip
 PLAIN_PARTS = (
-    "compressor", "indexer.wk.", "weights_proj", "norm", "gate.", "head.", "hc_", "attn_sink", "vision", "q_weight",
-    "k_weight",
+    "compressor", "indexer.wk.", "weights_proj", "norm", "gate.", "head.", "hc_", "attn_sink", "vision", "aligner",
+    "q_weight", "k_weight",
 )  # fmt: skip
 """Parts of the published names of tensors that are not quantized."""
 WIDTHS: dict[str, Any] = {

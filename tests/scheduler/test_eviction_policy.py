@@ -132,7 +132,7 @@ def test_tlru_cuts_long_conversations_down_to_what_the_next_turn_needs() -> None
     assert tree.evict(2) == 2 and tree.peek([20, 21], 2).length == 0
     assert tree.evict(4) == 4 and tree.peek(list(range(1, 11)), 10).length == 6  # 10 + 2 - 6
     other = list(range(30, 40))
-    tree.insert(tree.root(), other, other, 0)
+    tree.insert(tree.root(), list(other), list(other), 0)
     assert tree.evict(4) == 4 and tree.peek(other, 10).length == 6 == tree.peek(list(range(1, 11)), 10).length
     assert tree.evict(2) == 2 and tree.peek(list(range(1, 11)), 10).length == 4  # no tail is left: used longest ago
 

@@ -287,6 +287,7 @@ def test_queue_counts_match_its_entries(steps: list[tuple[str, int]], policy: st
         queue.promote_aged()
         assert queue.num_retracted == sum(entry.request.retractions > 0 for entry in entries)
         assert queue.oldest_arrival() == min((entry.request.queued_at for entry in entries), default=None)
+        assert not queue._oldest or queue._oldest[0][2].is_queued  # no prompt of an ended request stays at the head
 
 
 def test_removed_entries_are_released() -> None:

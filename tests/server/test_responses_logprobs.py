@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALLS_BEGIN, CALLS_END
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END
 from tests.server.harness import named_events, post
 from tests.server.test_anthropic import PARSERS, TEXTS, fake
 from tests.server.test_responses import ASK, TIME, WEATHER
@@ -27,7 +27,10 @@ def texts_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [item["content"][0] for item in answer["output"] if item["type"] == "message"]
 
 
-@pytest.mark.parametrize("text", [*TEXTS.values(), "t</think>t", "a </think>a <", "é</think>日本 <｜tool🙂"])
+NO_CALL = f"why</think>I ask. {CALLS_BEGIN}{CALL_BEGIN}get_weather{CALL_END}{CALLS_END} \n The end."
+
+
+@pytest.mark.parametrize("text", [*TEXTS.values(), "t</think>t", "a </think>a <", "é</think>日本 <｜tool🙂", NO_CALL])
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 def test_texts_have_their_tokens(text: str, per_step: int):
     client = fake(text)

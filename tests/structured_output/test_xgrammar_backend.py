@@ -123,6 +123,7 @@ def test_texts_of_drawn_schemas_are_valid() -> None:
 
 
 @installed
+@pytest.mark.usefixtures("forked_processes")
 def test_requests_of_an_engine() -> None:
     with Engine(dtype="float32", cpu_threads=1, grammar_backend="xgrammar", max_total_tokens=2048) as engine:
         answer: Any = engine.generate("x", {"json_schema": PLACE, "temperature": 1.5, "max_new_tokens": 100})

@@ -14,7 +14,6 @@ from typing import Any
 
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, reasoning_parser
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser, ToolDelta
-from moe_engine.tokenizer.tool_calls.named import CALLS_BEGIN, CALLS_END
 from tests.tokenizer.test_tool_call_formats import FUNCTIONS, GOOD, NO_CALLS, PIECES
 
 OUTPUTS = [(form, text) for form, text, *_ in GOOD] + NO_CALLS
@@ -64,8 +63,6 @@ def squashed(text: str) -> str:
 MARKERS = (
     "<|python_start|>",
     "<|python_end|>",
-    CALLS_BEGIN,
-    CALLS_END,
     *TOOL_FORMATS["kimi_k2"].markers,
     "<|tool_calls|>",
     "<|calls|>",
@@ -77,7 +74,7 @@ def without_markers(text: str) -> str:
     while any(marker in text for marker in MARKERS):  # the removal of one marker may join the halves of another
         for marker in MARKERS:
             text = text.replace(marker, "")
-    return squashed(text)
+    return text
 
 
 Calls = list[tuple[str, str]]

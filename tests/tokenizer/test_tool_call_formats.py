@@ -273,6 +273,7 @@ NO_CALLS = [
     ("deepseekv31", "a <｜tool"),
     ("deepseekv31", f"a {CALLS_BEGIN}text{CALLS_END}"),
     ("deepseekv3", f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}f{CALL_END}"),
+    ("deepseekv31", f"{CALLS_BEGIN}{CALL_BEGIN}f{CALL_END} {CALL_BEGIN}g{CALL_END}\n{CALLS_END}"),
     ("deepseekv32", "a\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke nam"),
     ("qwen3_coder", "<tool_call>\n<functio=f>\n</tool_call>"),
     ("qwen25", '<tool_call>{"nam": "f", "arguments": "a": 1}</tool_call>'),
@@ -293,9 +294,10 @@ NO_CALLS = [
 
 @pytest.mark.parametrize(("form", "text"), NO_CALLS)
 def test_text_that_is_no_call_is_shown(form: str, text: str) -> None:
-    for size in (1, 3, len(text)):
-        shown, calls, _ = parse(form, text, size)
-        assert not calls and shown.replace(" ", "") == text.replace(" ", "")
+    for whole in (text, text + " \n kept words"):
+        for size in (1, 3, len(whole)):
+            shown, calls, _ = parse(form, whole, size)
+            assert not calls and shown == whole
 
 
 PIECES = sorted(

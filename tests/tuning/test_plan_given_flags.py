@@ -112,3 +112,16 @@ def test_one_side_of_separate_engines_is_no_plan(capsys: pytest.CaptureFixture[s
     for form in ([], ["--tp-size", "2", "--concurrency", "8"]):
         assert main(["plan", "--model-path", model, *LOAD, "--disaggregation-mode", "decode", *form]) == 2
         assert "--disaggregation-mode decode: the search compares separate engines" in capsys.readouterr().err
+
+
+def test_a_stated_fp8_kv_cache_is_planned(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    stated = write(tmp_path_factory.mktemp("stated"), SMALL | {"quantization_config": section})
+    together = ["--disaggregation-mode", "null"]
+    for flags in ([], ["--tp-size", "2", "--concurrency", "8"]):
+        found = plans(capsys, "--model-path", stated, *LOAD, *together, *flags)
+        assert found and all("--kv-cache-dtype fp8_e4m3" in plan["command"] for plan in found)
+    found = plans(capsys, "--model-path", stated, *LOAD, *together, "--kv-cache-dtype", "bfloat16")
+    assert found and all("--kv-cache-dtype bfloat16" in plan["command"] for plan in found)

@@ -65,6 +65,12 @@ def test_the_front_end_bounds_the_rate(capsys: pytest.CaptureFixture[str], tmp_p
     slow = cost_file(tmp_path, request_seconds=0.01, token_seconds=1e-3)
     rate = plan(capsys, slow, "--concurrency", "32")["predicted"]["output_tokens_per_second"]
     assert rate == pytest.approx(40 / (0.01 + 40 * 1e-3), rel=0.01)
+    path = cost_file(tmp_path, request_seconds=0.01, results_seconds=0.02, conditions={"disturbed": "cc1plus 30 %"})
+    assert main(["plan", "--cost-file", path, "--workload", "in=50,out=40", "--concurrency", "32", "--json"]) == 0
+    shown = capsys.readouterr()
+    rate = json.loads(shown.out)["plans"][0]["predicted"]["output_tokens_per_second"]
+    assert rate == pytest.approx(40 / (0.01 + 40 * 0.02 / 32), rel=0.01)  # 32 requests share the results of a step
+    assert f"note: {path} may be wrong: cc1plus 30 %; calibrate again" in shown.err
 
 
 def test_without_concurrency_the_best_within_the_limits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

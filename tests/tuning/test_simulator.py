@@ -215,6 +215,17 @@ def test_loads_in_a_table_are_routed_as_by_the_production_router(method):
         assert ours.sent(chosen, ours.blocks_of(prompt)) == theirs.sent(chosen, theirs.blocks_of(prompt))
 
 
+def test_discarded_caches_have_no_tokens():
+    rng = random.Random(random.getrandbits(32))
+    fleet = simulate(FleetSpec(ReplicaSpec(config(), Linear(), num_groups=2)), requests(rng, 20, 5.0))[0]
+    trees = [group.scheduler.kv_cache.tree for group in fleet.replicas[0].groups]
+    nodes = [node for tree in trees for root in tree.roots.values() for node in tree.below(root)]
+    assert sum(len(node.tokens) for node in nodes) > 20
+    fleet.discard()
+    assert not any(node.tokens or node.slots or node.children or node.alive for node in nodes)
+    assert not any(tree.roots or tree.heap or tree.num_evictable for tree in trees)
+
+
 def test_waiting_times_of_a_single_server_are_those_of_queueing_theory():
     """One request at a time, of constant service: an M/D/1 queue. Each wait follows from the previous one (Lindley's
     recursion), without sampling error. The mean wait is rho s / (2 (1 - rho)); the mean of this number has a standard
@@ -483,9 +494,12 @@ def test_a_busy_front_end_delays_first_tokens_and_not_the_engine():
     first = [Arrival(0.0, [number], 100) for number in range(1, 11)]
     spec = FleetSpec(ReplicaSpec(config(), Linear(fixed=0.01, row=0, token=0)))
     found = []
-    for seconds in (0.0, 0.0005, 0.002):
+    for seconds, of_results in ((0.0, 0.0), (0.0005, 0.0), (0.002, 0.0), (0.0, 0.003), (0.0, 0.02)):
         arrivals = [*map(replace, first), Arrival(0.507, [99], 1)]
-        outcome = simulate(replace(spec, token_seconds=seconds), Fixed(arrivals, len(arrivals)))[1]
+        work = replace(spec, token_seconds=seconds, results_seconds=of_results)
+        outcome = simulate(work, Fixed(arrivals, len(arrivals)))[1]
         found.append(max((answer.started, answer.ttft) for answer in outcome.recorder.answers)[1])
     assert found[1] - found[0] == pytest.approx(0.0005 / 2, abs=1e-4)  # the only token of its step
     assert found[2] - found[0] > 0.3  # half a second of steps, of which each adds a step's time
+    assert found[3] - found[0] == pytest.approx(0.003, abs=1e-4)  # the results of its step, however few
+    assert found[4] - found[0] > 0.3

@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from moe_engine.tuning.calibration import VARIED_TOKENS, Probes
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.datasets import _choices
-from moe_engine.tuning.frontend_work import work_of
+from moe_engine.tuning.frontend_work import Sample, work_of
 from moe_engine.tuning.gap_histogram import GapHistogram
 from moe_engine.tuning.measured_points import (
     DECODE,
@@ -225,12 +226,25 @@ def test_gaps_of_concurrent_answers():
 
 
 def test_work_of_frontend_and_client():
-    """Requests with answers of several lengths, measured with 3 % of noise; no kind of work is below 0."""
-    request, chunk = random.uniform(0.5e-3, 3e-3), random.uniform(2e-5, 8e-5)
-    counts = [(count, count * length) for count in (8, 32, 64, 200) for length in (16, 100, 220)]
-    samples = [(n, sent, (n * request + sent * chunk) * random.gauss(1, 0.03)) for n, sent in counts]
-    assert work_of(samples) == pytest.approx((request, chunk), rel=0.3)
-    assert work_of([(8, 800, 8e-2), (8, 80, 1e-3)])[0] == 0.0 and work_of([(8, 80, 3e-2), (8, 800, 1e-2)])[1] == 0.0
+    """Requests alone, answers beside each other in steps of 1 to 64, and under load, where a few of them share a step:
+    measured with 3 % of noise. What a step costs beside its tokens does not count as work of requests."""
+    request, step, chunk = random.uniform(0.5e-3, 3e-3), random.uniform(1e-4, 5e-4), random.uniform(2e-5, 8e-5)
+    counts = [(128, 16, 128)] * 4  # requests, steps, chunks
+    counts += [(rows, 96 + 2 * rows, rows * (96 + 2 * rows)) for rows in (1, 2, 4, 8, 16, 32, 64)]
+    counts += [(100, 100 * 32 // rows, 100 * 32) for rows in (2, 4)]
+    samples = [
+        Sample(n, steps, sent, (n * request + steps * step + sent * chunk) * random.gauss(1, 0.03))
+        for n, steps, sent in counts
+    ]
+    assert work_of(samples) == pytest.approx((request, step, chunk), rel=0.3)
+
+
+def test_no_work_is_below_zero():
+    """What the samples say of a kind cannot be true: the others explain them."""
+    one, many = Sample(8, 10, 80, 0.03), Sample(8, 10, 800, 0.01)
+    assert min(work_of([one, many])) == 0.0 == work_of([one, many]).chunk
+    steep = [Sample(8, 8, 8, 1e-5), Sample(8, 100, 800, 8e-2), Sample(16, 100, 1600, 16e-2)]
+    assert work_of(steep).request == 0.0 < work_of(steep).chunk
 
 
 def test_time_that_steps_lose_to_streamed_tokens():
@@ -346,6 +360,10 @@ def test_simulate_command(tmp_path, capsys):
     values = json.loads(out.read_text())
     assert "Serving Benchmark Result" in shown and values["completed"] == 30 and values["times_real_time"] > 0
     assert values["median_ttft_ms"] > 12 and values["total_output_tokens"] <= 30 * 20
+    assert "may be wrong" not in notes
+    path.write_text(replace(costs(), conditions={"disturbed": "other programs took 30 %"}).to_json())
+    assert main(["simulate", *flags]) == 0
+    assert f"{path} may be wrong: other programs took 30 %; calibrate again" in capsys.readouterr().err
 
 
 def test_changes_of_the_autopilot_are_shown(tmp_path, capsys):

@@ -128,7 +128,8 @@ void mix(const Streams& s, const T* x, int64_t ldx, T* residual, int64_t ldr, T*
     numbers_of(s, s.parts + t * chunks * s.part(), chunks, numbers);
     const float* before = s.parts + task * s.part() + N + 1;
     F16 read[MOST];
-    for (int i = 0; i < n; i++) read[i] = set1(s.late ? before[i] : sigmoid(numbers[i]) + s.floor);
+    for (int i = 0; i < n; i++)
+      read[i] = set1(s.late ? before[i] : N ? sigmoid(numbers[i]) + s.floor : 1.f / float(n));
     for (int64_t d = 0; d < w; d += LANES) {
       F16 total = zero();
       for (int i = 0; i < n; i++) total = fma(read[i], load_some(row + i * s.width + first + d, w - d), total);

@@ -37,6 +37,8 @@ class CallReader:
         is_json: the arguments of calls are JSON (a grammar enforces it): markers in their strings are text.
         content_is_json: the output is either calls or JSON.
         first_call: calls in the conversation before this output.
+
+    `behind_text`: whether what was found last is plain text, not a call (also one that was dropped).
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class CallReader:
         self.content_is_json = content_is_json
         self.num_calls = 0
         self.in_call = False
+        self.behind_text = False
         self._parallel = parallel
         self._kept = False
         self._text = ""
@@ -142,8 +145,21 @@ class CallReader:
             sink(self._text[self._at : end])
             self._at = end
 
+    def space_behind(self, begins: tuple[str, ...]) -> Wait[None]:
+        """Passes over white space behind a call, which is shown only before text: not at the end, nor before one of
+        `begins`. White space behind text is left: it is text."""
+        if self.behind_text:
+            return
+        space = yield from self.space()
+        for begin in begins:
+            if (yield from self.at(begin)):
+                return
+        if (yield from self.peek()):
+            self.plain(space)
+
     def plain(self, text: str) -> None:
         if text:
+            self.behind_text = True
             if self._found and isinstance(self._found[-1], str):
                 self._found[-1] += text
             else:
@@ -155,7 +171,8 @@ class CallReader:
             self.plain(text)
 
     def plain_unless_space(self, text: str) -> None:
-        if text.strip():
+        """Text behind a call or behind text: white space behind a call is dropped."""
+        if self.behind_text or text.strip():
             self.plain(text)
 
     def rest(self) -> Wait[None]:
@@ -170,6 +187,7 @@ class CallReader:
     def open(self, name: str, call_id: str | None = None) -> None:
         """Begins a call. The call is dropped if its function was not offered, or if only one call is allowed and there
         was one."""
+        self.behind_text = False
         self.in_call, self._kept = True, self.offers(name) and (self._parallel or self.num_calls == 0)
         if self._kept:
             if call_id is None or call_id in self._ids:

@@ -56,10 +56,12 @@ class NamedFormat:
                 yield from self._call(reader, "")
             else:
                 continue
-            yield from reader.space()
+            if not reader.behind_text:
+                yield from reader.space()
 
     def _calls(self, reader: CallReader) -> Wait[None]:
         block = self.begin  # shown unless a call follows
+        any_call = False
         while True:
             between: list[str] = []
             marker = yield from reader.until((self.call_begin, self.end), between.append)
@@ -67,16 +69,17 @@ class NamedFormat:
             if block and (marker != self.call_begin or text.strip()):
                 reader.no_call(self._shown(block) + text)
                 block, text = "", ""
-                if marker != self.call_begin:
-                    reader.plain(self._shown(marker))
-            reader.plain_unless_space(text)
+            if not block:
+                reader.plain_unless_space(text)
             if marker != self.call_begin:
+                reader.plain("" if any_call else self._shown(marker))
                 return
-            yield from self._call(reader, block + text if block else "")
+            if (yield from self._call(reader, block + text if block else "")):
+                any_call = True
             block = ""
 
-    def _call(self, reader: CallReader, before: str) -> Wait[None]:
-        """`before` is shown if there is no call."""
+    def _call(self, reader: CallReader, before: str) -> Wait[bool]:
+        """`before` is shown if there is no call. False: there is no call."""
         head: list[str] = []
         others = self._markers[:-1] if self.hides_markers else ()  # also end a call that is not complete
         marker = yield from reader.until((self.after_name, self.call_end, *others), head.append)
@@ -85,7 +88,7 @@ class NamedFormat:
             reader.no_call(self._shown(before + self.call_begin + written + marker))
             if marker in others:
                 reader.unread(marker)
-            return
+            return False
         written = written.strip() if self.name_is_id else written.removeprefix(self.before_name).strip()
         match = _KIMI_NAME.fullmatch(written) if self.name_is_id else None
         name = match[1] if match else written
@@ -101,6 +104,7 @@ class NamedFormat:
             reader.close()
         if marker in others:
             reader.unread(marker)
+        return True
 
     @staticmethod
     def _id(reader: CallReader, name: str, written: str) -> str:

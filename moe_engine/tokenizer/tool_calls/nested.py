@@ -38,7 +38,7 @@ def parse_nested(reader: CallReader) -> Wait[None]:
         elif not block:
             reader.plain(text) if reader.num_calls == 0 else reader.plain_unless_space(text)
         if marker == INVOKE:
-            yield from _call(reader, block)
+            yield from _call(reader, block + text if block else "")
             block = ""
         elif marker == BEGIN:
             block = BEGIN

@@ -24,7 +24,7 @@ def parse_qwen(reader: CallReader) -> Wait[None]:
         rest: list[str] = []
         yield from reader.until((QWEN_END,), rest.append)
         reader.plain_unless_space("".join(rest))
-        yield from _space_before(reader, QWEN_BEGIN)
+        yield from reader.space_behind((QWEN_BEGIN,))
 
 
 def parse_llama(reader: CallReader) -> Wait[None]:
@@ -50,7 +50,7 @@ def parse_mistral(reader: CallReader) -> Wait[None]:
                 yield from reader.take("]")
         else:
             yield from _named(reader, space)
-        yield from _space_before(reader, MISTRAL_BEGIN)
+        yield from reader.space_behind((MISTRAL_BEGIN,))
 
 
 def call_objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:
@@ -87,10 +87,3 @@ def _named(reader: CallReader, before: str) -> Wait[None]:
     reader.open(name)
     if (yield from json_text.value(reader, reader.arguments)):
         reader.close()
-
-
-def _space_before(reader: CallReader, marker: str) -> Wait[None]:
-    """White space behind a call is shown only before text."""
-    space = yield from reader.space()
-    if (yield from reader.peek()) and not (yield from reader.at(marker)):
-        reader.plain(space)

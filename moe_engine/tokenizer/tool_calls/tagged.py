@@ -57,13 +57,7 @@ class TaggedFormat:
                 yield from self._calls(reader)
             else:
                 yield from self._call(reader)
-            space = yield from reader.space()
-            for begin in begins:
-                if (yield from reader.at(begin)):
-                    break
-            else:
-                if (yield from reader.peek()):
-                    reader.plain(space)
+            yield from reader.space_behind(begins)
 
     def _calls(self, reader: CallReader) -> Wait[None]:
         if not self.call_begin:
@@ -83,7 +77,8 @@ class TaggedFormat:
             if block and (marker != self.call_begin or text.strip()):
                 reader.no_call(block + text)
                 block, text = "", ""
-            reader.plain_unless_space(text)
+            if not block:
+                reader.plain_unless_space(text)
             if marker != self.call_begin:
                 reader.plain("" if any_call else marker)
                 return

@@ -59,8 +59,8 @@ class CostFile:
         split_second: seconds that each pair of tokens saves which are in different prompts of a step, against one
         prompt; None: `pair_second`.
         answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
-        request_seconds, token_seconds: work of frontend and client for a request, and for the tokens that a request
-        gets in a step. `answer_seconds` contains one of each.
+        request_seconds, results_seconds, token_seconds: work of frontend and client for a request, for the results of
+        a step, and for the tokens that a request gets in it. `answer_seconds` contains one of each.
         arrival_seconds, end_seconds, sent_seconds: time that the arrival of a request, its end, and its tokens of the
         step before add to the steps beside them: the part of the work outside the steps that takes cores from
         them, and planning. `decode` and `prefill` are without it.
@@ -69,6 +69,7 @@ class CostFile:
         acceptance: chance that a draft at each position is accepted if those before it are.
         launch: flags of the server that was measured.
         ledger: bytes by row: predicted and allocated.
+        conditions: of the measurement (`moe_engine.tuning.disturbance`).
     """
 
     decode: dict[int, Curve]
@@ -84,6 +85,7 @@ class CostFile:
     end_seconds: float = 0.0
     sent_seconds: float = 0.0
     request_seconds: float = 0.0
+    results_seconds: float = 0.0
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -91,6 +93,12 @@ class CostFile:
     launch: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, dict[str, int]] = field(default_factory=dict)
+    conditions: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def disturbed(self) -> str:
+        """Why the costs may be wrong; empty if nothing is known against them."""
+        return str(self.conditions.get("disturbed", ""))
 
     @property
     def delays(self) -> dict[str, Any]:
@@ -101,7 +109,7 @@ class CostFile:
     @property
     def delivery_seconds(self) -> float:
         """`answer_seconds` without the work of frontend and client."""
-        return max(self.answer_seconds - self.request_seconds - self.token_seconds, 0.0)
+        return max(self.answer_seconds - self.request_seconds - self.results_seconds - self.token_seconds, 0.0)
 
     def beside_seconds(self, steps: float) -> float:
         """What a request whose answer takes this number of steps adds to all steps."""

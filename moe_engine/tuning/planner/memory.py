@@ -11,6 +11,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.vendors.probe import remembering
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.ledger import MemoryLedger, gb
+from moe_engine.planning.resolve_dtype import stated_kv_dtype
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.costs.form import Form, Held, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
@@ -73,7 +74,17 @@ class Memory:
     def with_profile(self) -> tuple[EngineArgs, Memory]:
         """The user's flags with those of --workload-profile that the search would otherwise choose, and their
         ledgers."""
-        if not (more := profile_flags(self._given, self._subject.model)):
+        return self._with(profile_flags(self._given, self._subject.model))
+
+    def with_stated_kv_dtype(self) -> tuple[EngineArgs, Memory]:
+        """The user's flags with the type of the KV cache that the checkpoint states, and their ledgers."""
+        dtype = stated_kv_dtype(self._subject.model)
+        if self._given.memory.kv_cache_dtype != "auto" or dtype == "auto":
+            return self._given, self
+        return self._with({"kv_cache_dtype": dtype})
+
+    def _with(self, more: Mapping[str, Any]) -> tuple[EngineArgs, Memory]:
+        if not more:
             return self._given, self
         args = self._given.replace(**more)
         return args, Memory(self._subject, self._cluster, args)

@@ -26,13 +26,15 @@ NEVER = math.inf
 @dataclass(frozen=True)
 class FleetSpec:
     """`num_replicas` engines of one kind. `method`: the router's, as `--load-balance-method`. `request_seconds`,
-    `token_seconds`: work of the one frontend for each request and each token; 0: none."""
+    `results_seconds`, `token_seconds`: work of the one frontend for each request, the results of each step and each
+    token; 0: none."""
 
     replica: ReplicaSpec
     num_replicas: int = 1
     method: str = "total_tokens"
     faults: tuple[Fault, ...] = ()
     request_seconds: float = 0.0
+    results_seconds: float = 0.0
     token_seconds: float = 0.0
     busy_seconds: float = 0.0
     """Time until the frontend has a core for a request that arrives while steps run."""
@@ -95,8 +97,8 @@ class Fleet:
         self._numbers = Numbers()
         self._order = itertools.count()
         self._arrivals: list[tuple[float, int, Arrival]] = []
-        works = spec.request_seconds or spec.token_seconds or spec.busy_seconds
-        self._front = FrontEnd(spec.request_seconds, spec.token_seconds) if works else None
+        work = spec.request_seconds, spec.token_seconds, spec.results_seconds
+        self._front = FrontEnd(*work) if any(work) or spec.busy_seconds else None
         self._source = workload.first()
         self._faults = sorted(spec.faults, key=lambda fault: fault.seconds)
         groups = spec.replica.num_groups
@@ -159,6 +161,12 @@ class Fleet:
             outcome.samples.append(self._sample(self.recorder.ended_at))
         outcome.missed = self._faults
         return self._summed(outcome)
+
+    def discard(self) -> None:
+        """Drops the cached tokens of all schedulers, which cannot run any more."""
+        for replica in self.replicas:
+            for group in replica.groups:
+                group.scheduler.kv_cache.tree.discard()
 
     # -- replicas, in order of time
 

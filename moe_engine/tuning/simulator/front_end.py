@@ -20,10 +20,11 @@ class FrontEnd:
     Args:
         request_seconds: work of a request, before its scheduler receives it.
         token_seconds: work of the tokens that a request gets in a step.
+        results_seconds: work of the results of a step, beside that of its tokens.
     """
 
-    def __init__(self, request_seconds: float, token_seconds: float) -> None:
-        self._request, self._token = request_seconds, token_seconds
+    def __init__(self, request_seconds: float, token_seconds: float, results_seconds: float = 0.0) -> None:
+        self._request, self._token, self._results = request_seconds, token_seconds, results_seconds
         self._waiting: deque[tuple[float, Arrival]] = deque()
         """With the moment from which on it can be read."""
         self._free = 0.0
@@ -68,10 +69,11 @@ class FrontEnd:
             if end - self._request < moment and self._in_service == math.inf:
                 self._in_service = self._free = max(end, self._free)
             self._before, self._batch_at = self._free, moment
-            self._batch_begins = self._free = max(self._free, moment)
+            self._batch_begins = max(self._free, moment)
+            self._free = self._batch_begins + self._results
         self._free += count * self._token
 
     def delay(self, moment: float, rows: int) -> float:
         """Seconds from the results of a step with `rows` requests until a token of it is sent, on average. Call after
         `tokens`."""
-        return max(self._batch_begins - moment, 0.0) + (rows + 1) / 2 * self._token
+        return max(self._batch_begins - moment, 0.0) + self._results + (rows + 1) / 2 * self._token

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
-from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedRows
+from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedRows, RowWeight
 from moe_engine.kernels.queries import PagedQueries
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -30,10 +30,18 @@ def close(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
     assert worst <= limit, f"off by {worst:.3g}, allowed {limit:.3g}"
 
 
-def block_product(rows: QuantizedRows, weight: BlockWeight) -> Tensor:
-    """rows @ weight.T of block-FP8 data: [M, N]."""
+def by_row(weight: Tensor) -> RowWeight:
+    """weight [N, K] in FP8 with a scale per row."""
+    scales = weight.float().abs().amax(1) / 448
+    return RowWeight((weight.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
+
+
+def block_product(rows: QuantizedRows, weight: BlockWeight | RowWeight) -> Tensor:
+    """rows @ weight.T of FP8 data: [M, N]."""
     n, k = weight.data.shape
     x = rows.data.double() * rows.scales.double().repeat_interleave(128, 1)[:, :k]
+    if isinstance(weight, RowWeight):
+        return x @ (weight.data.double() * weight.scales.double()[:, None]).t()
     scales = weight.scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
     return x @ (weight.data.double() * scales[:n, :k]).t()
 

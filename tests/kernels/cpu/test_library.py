@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_an_error_of_the_compiler_is_the_reason(
 
 
 FULL = """#!/bin/sh
-case "$*" in *--version*) exit 0 ;; esac
+case "$*" in *--version*|*c++-header*) exit 0 ;; esac
 sleep 3600 > /dev/null 2>&1 &
 echo $! >> {pids}
 echo x > "$TMPDIR/cc1234.s"
@@ -92,7 +93,7 @@ def test_a_full_disk_is_named_with_the_fix(library: Library, tmp_path: Path, mon
 
 
 SLOW = """#!/bin/sh
-case "$*" in *--version*) exit 0 ;; esac
+case "$*" in *--version*|*c++-header*) exit 0 ;; esac
 sleep 3600 > /dev/null 2>&1 &
 echo $! $$ >> {pids}
 wait
@@ -147,6 +148,45 @@ def test_the_next_compilation_removes_files_of_a_killed_one(tmp_path: Path) -> N
     finally:
         running.kill()
         running.wait()
+
+
+QUICK = """#!/bin/sh
+for argument; do
+  case "$last" in -o) echo "$*" > "$argument" ;; -c) echo "$argument" >> {units} ;; esac
+  last=$argument
+done
+"""
+"""A compiler whose files are its commands."""
+
+
+def test_only_changed_units_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, units, sources = tmp_path / "c++", tmp_path / "units", tmp_path / "src"
+    compiler.write_text(QUICK.format(units=units))
+    compiler.chmod(0o755)
+    shutil.copytree(module.SOURCES, sources)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "cpu_device", lambda: Device("cpu", "a machine", compiler=str(compiler)))
+    monkeypatch.setattr(module, "SOURCES", sources)
+
+    def compiled(*flags: str) -> tuple[set[str], str]:
+        units.write_text("")
+        linked = module._built(list(flags)).read_text()
+        return {Path(name).stem for name in units.read_text().split()}, linked
+
+    every, first = compiled("-O1")
+    assert every == {*module.UNITS} == {path.stem for path in sources.glob("*.cpp")}
+    assert compiled("-O1") == (set(), first)
+    assert compiled("-O2")[0] == every
+    tiles, emulated = compiled("-O1", "-DMOE_AMX_EMULATE")
+    assert tiles == {"gemm_bf16", "coded"}
+    assert len(set(emulated.split()) - set(first.split())) == 1 + len(tiles)  # of the objects, and the library's name
+    for name, users in (
+        ("lora.cpp", {"lora"}),
+        ("drafts.h", {"drafts", "draft_step", "decode_step"}),
+        ("vec.h", every),
+    ):
+        (sources / name).write_text((sources / name).read_text() + "// changed")
+        assert compiled("-O1")[0] == users
 
 
 def test_amx_can_be_refused(library: Library) -> None:

@@ -27,8 +27,28 @@ def weights_of(n: int, width: int, writes: bool = True, iterations: int = 20) ->
 def late_weights(n: int, width: int) -> list[StreamWeights]:
     """Of late sums, the model's head last."""
     weights = [replace(weights_of(n, width, iterations=k), late=True) for k in (20, 1, 3)]
-    nothing = torch.empty(0)
-    return [*weights, replace(weights[0], fn=torch.empty(0, n * width), base=nothing, scale=nothing)]
+    return [*weights, without_numbers(weights[0])]
+
+
+def without_numbers(weights: StreamWeights) -> StreamWeights:
+    return replace(weights, fn=weights.fn[:0], base=weights.base[:0], scale=weights.scale[:0])
+
+
+def check_mean(mix: MixStreams, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Before a head without numbers: the mean of the streams, before and after a result is added."""
+    n, width, tokens = shape
+    residual, x = torch.randn(tokens, n * width + n + n * n).to(dtype), torch.randn(tokens, width).to(dtype)
+    found = run(mix, [x], residual, [without_numbers(weights_of(n, width))] * 2)
+    wide = residual.double()
+    streams = wide[:, : n * width].view(tokens, n, width)
+    written, mixed = wide[:, n * width :].split((n, n * n), 1)
+    added = torch.einsum("tij,tid->tjd", mixed.view(tokens, n, n), streams) + written[:, :, None] * x[:, None].double()
+    wanted = streams.mean(1), added.mean(1), torch.cat((added.flatten(1), written, mixed), 1)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, **dict.fromkeys(("rtol", "atol"), _BOUNDS[dtype]))
+
+
+_BOUNDS = {torch.bfloat16: 4e-2, torch.float32: 1e-5}
 
 
 def late_residual(n: int, width: int, tokens: int) -> Tensor:
@@ -83,6 +103,12 @@ def test_a_token_does_not_depend_on_others_and_on_threads(library: Library, dtyp
             part = slice(t, t + 1)
             alone = run(mix, [x[part] for x in inputs], residual[part], weights)
             assert all(torch.equal(one, all_[part]) for one, all_ in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mean_of_streams(library: Library, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    for mix in (mix_streams, CpuOps(library).mix_streams):
+        check_mean(mix, shape, dtype)
 
 
 def test_strided_inputs(library: Library) -> None:

@@ -1,4 +1,4 @@
-"""Routed experts in Triton, bf16, fp32 and block FP8, in both layouts, against plain loops in float64."""
+"""Routed experts in Triton, bf16, fp32 and FP8, in both layouts, against plain loops in float64."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight
-from tests.kernels.cpu.formulas import NAN, activated, biased, block_product, gated
+from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight, RowWeight
+from tests.kernels.cpu.formulas import NAN, activated, biased, block_product, by_row, gated
 
 BOUNDED = (GatedActivation(0.6), GatedActivation(-0.3), GatedActivation(0.8, beta=0.6), GatedActivation(beta=0.9))
-KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0"]
+KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0", "fp8_rows"]
 # of the largest result: sums in float32; a bf16 inner value and result; rounding ties of the inner FP8 cast
-BOUND = {"fp32": 3e-6, "bf16": 1.5e-2, "fp8": 1e-2, "fp8_ue8m0": 1e-2}
+BOUND = {"fp32": 3e-6, "bf16": 1.5e-2, "fp8": 1e-2, "fp8_ue8m0": 1e-2, "fp8_rows": 1e-2}
 kernel = TritonExperts()
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
@@ -37,14 +37,20 @@ class Experts:
         self.kind, self.power_of_two = kind, kind == "fp8_ue8m0"
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float32)
         shapes = ((width, hidden), (width, hidden), (hidden, width))
-        self.parts: list[list[Tensor] | list[BlockWeight]] = []
-        if kind.startswith("fp8"):
+        self.parts: list[list[Tensor] | list[BlockWeight] | list[RowWeight]] = []
+        if kind == "fp8_rows":
+            self.weights = kernel.allocate_rows(count, hidden, width, "cpu")
+        elif kind.startswith("fp8"):
             self.weights = kernel.allocate_blocks(count, hidden, width, "cpu", BlockFP8(self.power_of_two))
         else:
             self.weights = kernel.allocate(count, hidden, width, self.dtype, "cpu")
         for expert in range(count):
             plain = [torch.randn(n, k) * k**-0.5 * 2.0 ** float(torch.randint(-1, 2, ())) for n, k in shapes]
-            if kind.startswith("fp8"):
+            if kind == "fp8_rows":
+                stored = [by_row(part) for part in plain]
+                kernel.load_expert_rows(self.weights, expert, *stored)
+                self.parts.append(stored)
+            elif kind.startswith("fp8"):
                 blocks = [reference.quantize_weight(part, self.power_of_two) for part in plain]
                 kernel.load_expert_blocks(self.weights, expert, *blocks)
                 self.parts.append(blocks)

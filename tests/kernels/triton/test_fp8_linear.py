@@ -1,4 +1,5 @@
-"""Products with block-FP8 weights, against float64 products of the same quantized numbers."""
+"""Products with FP8 weights, in blocks and with a scale per row, against float64 products of the same quantized
+numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +17,14 @@ from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedRows
-from tests.kernels.cpu.formulas import block_product, bounded_silu, rms_norm
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    ActivationFormat,
+    BlockWeight,
+    QuantizedRows,
+    RowWeight,
+)
+from tests.kernels.cpu.formulas import block_product, bounded_silu, by_row, rms_norm
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -25,17 +32,19 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 """Error of one result, relative to the sum of the magnitudes of its terms."""
 
 
-def operands(m: int, n: int, k: int) -> tuple[QuantizedRows, BlockWeight]:
+def operands(m: int, n: int, k: int, row_scales: bool = False) -> tuple[QuantizedRows, BlockWeight | RowWeight]:
     """Rows and blocks of different magnitudes, so that a misplaced scale is detected."""
     x = torch.randn(m, k) * torch.exp2(torch.randint(-6, 6, (m, 1)).float())
     weight = torch.randn(n, k)
+    if row_scales:
+        return reference.quantize_rows(x), by_row(weight * torch.exp2(torch.randint(-4, 4, (n, 1)).float()))
     for row in range(0, n, 128):
         for col in range(0, k, 128):
             weight[row : row + 128, col : col + 128] *= 2.0 ** float(torch.randint(-4, 4, ()))
     return reference.quantize_rows(x), reference.quantize_weight(weight)
 
 
-def check(got: Tensor, rows: QuantizedRows, weight: BlockWeight, bias: Tensor | None = None) -> None:
+def check(got: Tensor, rows: QuantizedRows, weight: BlockWeight | RowWeight, bias: Tensor | None = None) -> None:
     want = block_product(rows, weight)
     x, w = reference.dequantize_rows(rows, torch.float64), reference.dequantize_weight(weight, torch.float64)
     magnitude = x.abs() @ w.abs().T
@@ -54,7 +63,7 @@ def check(got: Tensor, rows: QuantizedRows, weight: BlockWeight, bias: Tensor | 
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_block_gemm(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    rows, weight = operands(m, n, k)
+    rows, weight = operands(m, n, k, row_scales=random.random() < 0.5)
     bias = torch.randn(n).to(dtype) if m % 2 else None
     check(block_gemm(rows, weight, dtype, bias), rows, weight, bias)
 
@@ -62,7 +71,7 @@ def test_block_gemm(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("trial", range(3))
 def test_tiles_of_few_rows(trial: int) -> None:
     m, n, k = random.randint(1, FEW_ROWS), random.randint(1, 300), 16 * random.randint(1, 60)
-    rows, weight = operands(m, n, k)
+    rows, weight = operands(m, n, k, row_scales=trial == 1)
     bias = torch.randn(n) if trial else None
     check(block_gemm(rows, weight, torch.float32, bias, FEW_BLOCK_FP8), rows, weight, bias)
 
@@ -90,6 +99,21 @@ def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         block_gemm(rows, BlockWeight.empty(32, 256, "cpu"), torch.float32)
     assert block_gemm(QuantizedRows.empty(0, 128, "cpu"), weight, torch.float32).shape == (0, 32)
+
+
+def test_linear_and_mlp_with_row_scales() -> None:
+    linear, x = TritonLinear(), torch.randn(11, 256)
+    gate_up, down = by_row(torch.randn(2 * 192, 256) / 16), by_row(torch.randn(200, 192) / 14)
+    first, second = linear.prepare_rows(gate_up, torch.randn(384)), linear.prepare_rows(down)
+    assert (first.num_bytes, second.num_bytes) == (384 * 256 + 2 * 4 * 384, 200 * 192 + 4 * 200)
+    assert linear.input_format(first) == ActivationFormat.fp8(False)
+    rows = reference.quantize_rows(x)
+    check(linear.run(x, first), rows, gate_up, first.bias)
+    mlp = linear.fuse_mlp(first, second)
+    assert mlp is not None
+    gate, up = (block_product(rows, gate_up) + first.bias.double()).chunk(2, 1)
+    want = block_product(reference.quantize_rows(F.silu(gate).mul(up).float()), down)
+    assert (mlp(x) - want).abs().max() < 0.01 * want.abs().max()  # ties of the inner cast
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

@@ -29,7 +29,7 @@ from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import BLOCK_FP8, FP8, BlockFP8, BlockWeight
+from moe_engine.kernels.quantization.protocol import BLOCK_FP8, FP8, BlockFP8, BlockWeight, RowFP8, RowWeight
 from moe_engine.kernels.registry import select
 from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
@@ -68,9 +68,9 @@ class EmulatedLinear(TorchLinear):
 
     @property
     def capabilities(self) -> LinearCapabilities:
-        return LinearCapabilities({BlockFP8: self.prepare_blocks})
+        return LinearCapabilities({BlockFP8: self.prepare_blocks, RowFP8: self.prepare_blocks})
 
-    def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
+    def prepare_blocks(self, weight: BlockWeight | RowWeight, bias: Tensor | None = None) -> PreparedLinear:
         prepared = self.prepare(reference.dequantize_weight(weight), bias)
         return replace(prepared, data=(prepared.data, weight.power_of_two))
 
@@ -84,10 +84,11 @@ class EmulatedLinear(TorchLinear):
 class EmulatedExperts(TorchExperts):
     @property
     def capabilities(self) -> ExpertsCapabilities:  # type: ignore[override]
-        return ExpertsCapabilities({BlockFP8: QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)})
+        kept = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
+        return ExpertsCapabilities({BlockFP8: kept, RowFP8: kept})
 
     def allocate_blocks(
-        self, num_experts: int, hidden: int, width: int, device: str, format: BlockFP8 = BLOCK_FP8
+        self, num_experts: int, hidden: int, width: int, device: str, format: BlockFP8 | RowFP8 = BLOCK_FP8
     ) -> ExpertWeights:
         self.power_of_two = format.power_of_two
         return self.allocate(num_experts, hidden, width, torch.float32, device)

@@ -11,7 +11,7 @@ import torch
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys
-from moe_engine.kernels.indexer.protocol import KeyNorm
+from moe_engine.kernels.indexer.key_norm import KeyNorm
 from moe_engine.kernels.indexer.reference import TorchIndexer, best
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.reference import TorchOps

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_engine.kernels.ops import ngram_rows
-from moe_engine.kernels.ops.ngram_rows import SCALED, NgramTokens
+from moe_engine.kernels.ops.ngram_rows import IMAGE, OUTSIDE, SCALED, NgramTokens
 from tests.kernels.cpu.test_streams import late_residual, late_weights
 
 triton_ngrams = pytest.importorskip("moe_engine.kernels.ops.triton_ngrams", reason="needs triton")
@@ -18,7 +18,7 @@ triton_ngrams = pytest.importorskip("moe_engine.kernels.ops.triton_ngrams", reas
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("each", [1, 3], ids=["prompts", "drafts"])
 def test_ids_of_n_grams(each: int, dtype: torch.dtype) -> None:
-    """Tokens before the step, in it, and before the first token; padding has no tokens before it."""
+    """Tokens before the step, in it, and before the first token; images between them."""
     lens = [(4, 9), (1, 1), (5, 5), (2, 8), (1, 7)] if each == 1 else [(3, 9), (3, 3), (3, 4)]
     size, count, vocab = len(lens), 4, 30
     table = torch.randperm(12 * 64, dtype=torch.int32)[: 6 * 16].view(6, 16)
@@ -28,10 +28,12 @@ def test_ids_of_n_grams(each: int, dtype: torch.dtype) -> None:
     of_token = rows.repeat_interleave(counts)
     slots = table[of_token.long(), positions].long()
     tokens = NgramTokens(
-        torch.randint(0, vocab, (len(positions),)), positions, slots, rows if each > 1 else of_token, each, table
+        torch.randint(IMAGE, vocab, (len(positions),)), positions, slots, rows if each > 1 else of_token, each, table
     )
+    tokens.ids[0] = IMAGE
     numbers, before = torch.randint(0, 9, (vocab,), dtype=torch.int32), torch.randn(len(positions), 40).to(dtype)
     whole = torch.randint(0, 99, (12 * 64, 3), dtype=torch.int32)
+    whole[torch.rand(len(whole)) < 0.2] = OUTSIDE
     caches, residuals = [whole.clone()[:, 1] for _ in range(2)], [before.clone() for _ in range(2)]
     for put, cache, residual in zip((ngram_rows.put_ids, triton_ngrams.put_ids), caches, residuals):
         put(tokens, numbers, 77, cache, residual, count)
@@ -59,9 +61,10 @@ def test_rows_are_added_to_streams(n: int, width: int, dtype: torch.dtype) -> No
     tokens, bound = random.randint(1, 3), 2e-2 if dtype == torch.bfloat16 else 1e-5
     before, streams = late_residual(n, width, tokens).to(dtype), late_weights(n, width)[0]
     found, weights = torch.randn(tokens, (n + 1) * width).to(dtype), torch.rand(n, width) + 0.5
+    ids = torch.tensor([7, OUTSIDE, 3], dtype=torch.int32)[:tokens, None].expand(-1, 4)
     for x in (None, torch.randn(tokens, width).to(dtype)):
         one, other = before.clone(), before.clone()
-        ngram_rows.add(found, x, one, weights, streams)
-        triton_ngrams.add(found, x, other, weights, streams)
+        ngram_rows.add(found, ids, x, one, weights, streams)
+        triton_ngrams.add(found, ids, x, other, weights, streams)
         torch.testing.assert_close(other, one, rtol=bound, atol=bound)
-        assert not torch.equal(one, before)
+        assert not torch.equal(one[0], before[0]) and (x is not None or torch.equal(one[1:2], before[1:2]))

@@ -8,7 +8,7 @@ import torch
 
 from moe_engine.kernels.ops.streams import mix_streams
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
-from tests.kernels.cpu.test_streams import late_residual, late_weights, run, weights_of
+from tests.kernels.cpu.test_streams import check_mean, late_residual, late_weights, run, weights_of
 
 triton_streams = pytest.importorskip("moe_engine.kernels.ops.triton_streams", reason="needs triton")
 TritonOps = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton").TritonOps
@@ -66,6 +66,12 @@ def test_the_norm_of_what_is_read(format: ActivationFormat, late: bool) -> None:
         else:
             read = ops.rms_norm(read, norm, 1e-5)
         assert (found is None and not format.unquantized) or torch.equal(found, read)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mean_of_streams(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_mean(triton_streams.mix, shape, dtype)
 
 
 def test_a_token_does_not_depend_on_others() -> None:

@@ -18,17 +18,22 @@ from moe_engine.kernels.device import Device
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import need_of_model
+from moe_engine.types.image_tokens import ImageTokens, image_key, keyed_ids
 from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
+from tests.models.checkpoints import POOLED
 from tests.models.deepseek_v41 import make_v41
 from tests.models.stepper import Chunk, Stepper
 from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
 from tests.models.v4_dspark import make_dspark
 from tests.models.v4_mtp import make_agreeing
 from tests.models.v41_dspark import make_v41_dspark
+from tests.models.v41_tower import IMAGE, VISION, picture
+from tests.models.vision_checkpoints import Pixels
 from tests.simulated_cuda import kernels, quick_start
 from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared
+from tests.speculation.agreeing import agreeing_checkpoint
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}
 BLOCK = {"speculative_algorithm": "DSPARK", "speculative_num_steps": 2}
@@ -70,6 +75,10 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel", "compress_kernel", "rows_kernel"}
 
 
+POOLED_FIELDS: dict[str, Any] = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "deepseek_sparse_attention"], "index_topk": 8,
+    "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 4, "n_routed_experts": 4, "hc_mult": 2,
+}  # fmt: skip
 V41_FIELDS: dict[str, Any] = {
     "num_hidden_layers": 3, "compress_ratios": [2, 1, 1], "kv_source_layer_ids": [0, 1],
     "index_source_layer_ids": [0, 1, 2], "candidate_source_layer_id": 1, "candidate_topk_blocks": 3,
@@ -80,7 +89,19 @@ V41_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decodes": ({}, {}), "bounded windows": ({}, {"chunked_prefill_size": 8, "max_total_tokens": 256}),
     "n-gram drafts": ({}, NGRAM), "no tables": ({"engram_layer_ids": [], "engram_num_embeddings": []}, {}),
     "block drafts": ({"dspark_target_layer_ids": [0, 1, 2]}, BLOCK),
+    "images": (
+        {"vision": VISION | {"num_hidden_layers": 1}, "num_hidden_layers": 2, "compress_ratios": [1, 1],
+         "kv_source_layer_ids": [0], "index_source_layer_ids": [0, 1], "candidate_source_layer_id": 0}, {},
+    ),
 }  # fmt: skip
+
+
+def with_image(request: Scripted, place: int, image: Pixels) -> Scripted:
+    """The request with an image before token `place`."""
+    data = image.values.numpy().tobytes()
+    tokens = ImageTokens(place, image.num_tokens, image_key(data, image.grid), image.grid, data)
+    ids = [*request.prompt_ids[:place], *image.placeholders(IMAGE), *request.prompt_ids[place:]]
+    return replace(request, prompt_ids=keyed_ids(ids, [tokens]), more={"images": [tokens]})
 
 
 @pytest.mark.drawn(1)
@@ -100,6 +121,9 @@ def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monke
         Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
         Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
     ]
+    if form == "images":  # decodes whose n-grams would reach into an image, and beyond them
+        image = picture(3, 2)
+        requests = [with_image(request, place, image) for request, place in zip(requests, (1, 9, 9))]
     both = {"page_size": 8, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96} | flags
     found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
     replayed = [step for step in found.steps if step.cuda_graph]
@@ -108,6 +132,35 @@ def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monke
     assert min(lens) < 8 and max(lens) > 12
     launched = set(kernels.launches)
     assert launched >= {"scores_kernel", "select_kernel", "block_maxima_kernel", "latent_kernel"}
+
+
+POOLED_FORMS: dict[str, dict[str, Any]] = {
+    "decodes": {}, "chunks": {"chunked_prefill_size": 8}, "n-gram drafts": NGRAM, "MTP drafts": CHAIN,
+}  # fmt: skip
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("form", POOLED_FORMS)
+def test_steps_over_pools_are_captured(form: str, tmp_path: Path) -> None:
+    """GLM-5.3-Flash: the tokens of the CPU, with contexts of no whole pool, of all pools and of selected ones; no
+    waits."""
+    path = agreeing_checkpoint(POOLED, tmp_path / "model", random.randrange(1 << 30), num_mtp_layers=1, **POOLED_FIELDS)
+    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
+    requests = [
+        Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
+        Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
+        Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
+    ]
+    both = {"page_size": 4, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96}
+    found = compared(path, tmp_path, requests, both | POOLED_FORMS[form], cuda_graph_bs_decode="2", **FEW)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
+    lens = {start + 1 for step in replayed for start in step.plan.starts}
+    assert min(lens) < 4 and max(lens) > 12
+    if "drafts" in form:
+        assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
+    wanted = {"scores_kernel", "select_kernel", "pool_keys_kernel", "count_pools_kernel", "place_pools_kernel"}
+    assert set(kernels.launches) >= wanted
 
 
 LAUNCHES = {SLIDING: 17, HCA: 19, CSA: 25}
