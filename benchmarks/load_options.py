@@ -79,6 +79,8 @@ async def wait_until_ready(client: httpx.AsyncClient, base_url: str, seconds: fl
             if (await client.get(base_url + "/health", timeout=5)).status_code < 500:
                 return
             reason = "it is not ready"
+        except httpx.UnsupportedProtocol as error:  # waiting does not help
+            raise ValueError(f"--base-url {base_url}: {error} Write it as http://HOST:PORT") from None
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
         if not is_shown:

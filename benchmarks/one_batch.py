@@ -42,9 +42,15 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     """The benchmark's own options, and the engine's flags."""
     parser = report.command_parser("one_batch", __doc__, epilog=report.ENGINE_FLAGS, allow_abbrev=False)
     parser.add_argument("--run-name", default="default")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
-    parser.add_argument("--input-len", type=int, nargs="+", default=[1024])
-    parser.add_argument("--output-len", type=int, nargs="+", default=[16])
+    parser.add_argument(
+        "--batch-size", type=int, nargs="+", default=[1], help="requests of a batch, one or several values (1)"
+    )
+    parser.add_argument(
+        "--input-len", type=int, nargs="+", default=[1024], help="tokens of a prompt, one or several values (1024)"
+    )
+    parser.add_argument(
+        "--output-len", type=int, nargs="+", default=[16], help="tokens of an answer, one or several values (16)"
+    )
     parser.add_argument("--result-filename", default="result.jsonl", help="jsonl to append to; empty: none")
     parser.add_argument("--correctness-test", "--correct", action="store_true", help="print three prompts' output")
     parser.add_argument("--cut-len", type=int, default=4, help="tokens of the first of two prefills (correctness test)")
@@ -52,6 +58,9 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fraction-of-limits", action="store_true")
     own, rest = parser.parse_known_args(argv)
+    for name in ("batch_size", "input_len", "output_len"):
+        if (least := min(getattr(own, name))) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {least}: must be at least 1")
     return own, EngineArgs.from_cli(rest)
 
 

@@ -246,13 +246,16 @@ def _with_names(file: WeightFile, names: Mapping[str, str]) -> WeightFile:
 
 def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        listed = json.loads(index.read_text())
+        weight_map = listed.get("weight_map") if isinstance(listed, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError("it has no weight_map, an object of file names")
         names = sorted(set(weight_map.values()))
         outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     except OSError as error:
         raise unreadable(index, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: broken index ({error!r}); download it again") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: broken index ({error}); download it again") from None
     if not names or outside:
         reason = f"names {outside[0]!r:.100}, which is not in its folder" if outside else "lists no tensors"
         raise CheckpointError(f"{index}: {reason}; download it again")

@@ -241,12 +241,15 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
 def parse_eos(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
     """EOS token ids: those of generation_config.json, then those of config.json."""
     found: list[int] = []
-    for where in (generation.get("eos_token_id"), fields.raw.get("eos_token_id")):
+    for raw in (generation, fields.raw):
+        where = raw.get("eos_token_id")
         for token in where if isinstance(where, list) else [where]:
             if token is None:
                 continue
             if not is_whole(token):
-                fields.fail("eos_token_id", f"must be an integer or a list of integers, found {where!r}")
+                source = Path(fields.source).with_name("generation_config.json")
+                file = fields if raw is fields.raw else Fields(raw, str(source))
+                file.fail("eos_token_id", f"must be an integer or a list of integers, found {where!r}")
             if token not in found:
                 found.append(int(token))
     return tuple(found)

@@ -135,7 +135,8 @@ class _Unpickler(pickle.Unpickler):
         known = _KNOWN.get((module, name))
         if known is None:
             raise CheckpointError(
-                f"it needs {module}.{name}, and files are read without running code (weights_only); save tensors only"
+                f"it needs {module}.{name}, and files are read without running code (weights_only); save its "
+                "tensors as safetensors"
             )
         return known
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from moe_engine.config.args import build_parser
 from moe_engine.config.flags import parse_flags
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, InputError
+from moe_engine.sampling_checks import parse_sampling
 from moe_engine.validation import check_unicode
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     description = "Generates text for one prompt. Applies the chat template unless --raw is given."
     parser = build_parser(prog, description=description)
     group = parser.add_argument_group("prompt and sampling")
+    group.add_argument("words", nargs="?", metavar="PROMPT", default=argparse.SUPPRESS, help="the prompt, or --prompt")
     group.add_argument("--prompt", metavar="TEXT", help="the prompt (default: read from standard input)")
     group.add_argument("--raw", action="store_true", help="do not apply the chat template")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum number of new tokens (128)")
@@ -34,6 +37,10 @@ def main(argv: Sequence[str], prog: str) -> int:
     for name in ("max_new_tokens", "temperature", "top_p", "stop"):
         if (value := values.pop(name, None)) is not None:
             sampling[name] = value
+    if (word := values.pop("words", None)) is not None:
+        if prompt is not None:
+            raise ConfigError(f"{word:.80}: --prompt is given too; give one prompt")
+        prompt = word
     if prompt is None and not sys.stdin.isatty():
         try:
             prompt = sys.stdin.read()
@@ -42,6 +49,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if not prompt:
         raise ConfigError("--prompt: the prompt is empty; give --prompt TEXT or pipe the text in")
     check_unicode(prompt, "--prompt")  # an argument that the locale cannot decode has surrogates
+    _check_sampling(sampling)
     from moe_engine.frontend.engine import Engine
 
     with Engine(**values) as engine:
@@ -50,6 +58,15 @@ def main(argv: Sequence[str], prog: str) -> int:
     assert isinstance(answer, dict)
     print(json.dumps(answer, indent=2, ensure_ascii=False) if as_json else answer["text"])
     return 0
+
+
+def _check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Raises InputError with the name of the flag, before a model is loaded."""
+    try:
+        parse_sampling(sampling, "")
+    except InputError as error:
+        name = (error.field or "").partition("[")[0]
+        raise InputError(f"--{name.replace('_', '-')}{str(error).removeprefix(name)}") from None
 
 
 def _chat_prompt(config: ResolvedConfig, prompt: str) -> list[int] | None:

@@ -165,9 +165,9 @@ def load_chat_template(
     if chosen == GME_QWEN2_VL:
         return ChatTemplate(gme_qwen2_vl.TEMPLATE, special_tokens)
     if chosen is None:
-        return ChatTemplate(own, special_tokens) if own else None
+        return _template(own, special_tokens, str(folder or "the checkpoint")) if own else None
     if "{%" in chosen or "{{" in chosen:
-        return ChatTemplate(chosen, special_tokens)
+        return _template(chosen, special_tokens, "--chat-template")
     path = Path(chosen)
     if not os.path.isfile(path):
         raise ConfigError(
@@ -185,7 +185,14 @@ def load_chat_template(
             text = ""
         if not isinstance(text, str) or not text:
             raise ConfigError(f"--chat-template {chosen}: a .json file must hold a 'chat_template' string") from None
-    return ChatTemplate(text, special_tokens)
+    return _template(text, special_tokens, f"--chat-template {chosen}")
+
+
+def _template(source: str | Mapping[str, str], special_tokens: Mapping[str, str], where: str) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, special_tokens)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _model_type(folder: Path) -> str:

@@ -75,26 +75,37 @@ def add_dataset_arguments(
 ) -> None:
     """bench_serving's options of the request set, with its defaults."""
     group = parser.add_argument_group("dataset")
-    group.add_argument("--dataset-name", default=default_name, choices=(*DATASETS, *more_names))
+    names = (*DATASETS, *more_names)
+    group.add_argument("--dataset-name", default=default_name, choices=names, help="kind of requests (%(default)s)")
     group.add_argument(
         "--dataset-path",
         default="",
         help="file of the dataset: ShareGPT JSON (sharegpt; optional text source of random), or a trace",
     )
-    group.add_argument("--num-prompts", type=int, default=1000)
-    group.add_argument("--seed", type=int, default=42)
+    group.add_argument("--num-prompts", type=int, default=1000, help="number of requests (%(default)s)")
+    group.add_argument("--seed", type=int, default=42, help="seed of lengths, tokens and arrival times (%(default)s)")
     group.add_argument("--sharegpt-output-len", type=int, help="output length instead of the answer's")
     group.add_argument("--sharegpt-context-len", type=int, help="skip conversations longer than this")
-    group.add_argument("--random-input-len", type=int, default=1024)
-    group.add_argument("--random-output-len", type=int, default=1024)
     group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, help="lengths are uniform in [ratio x len, len]"
+        "--random-input-len", type=int, default=1024, help="random: most tokens of a prompt (%(default)s)"
     )
-    group.add_argument("--gsp-num-groups", type=int, default=64)
-    group.add_argument("--gsp-prompts-per-group", type=int, default=16)
-    group.add_argument("--gsp-system-prompt-len", type=int, default=2048)
-    group.add_argument("--gsp-question-len", type=int, default=128)
-    group.add_argument("--gsp-output-len", type=int, default=256)
+    group.add_argument(
+        "--random-output-len", type=int, default=1024, help="random: most tokens of an answer (%(default)s)"
+    )
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="lengths are uniform in [ratio x len, len] (%(default)s)"
+    )
+    group.add_argument(
+        "--gsp-num-groups", type=int, default=64, help="generated-shared-prefix: number of system prompts (%(default)s)"
+    )
+    group.add_argument(
+        "--gsp-prompts-per-group", type=int, default=16, help="questions for each system prompt (%(default)s)"
+    )
+    group.add_argument(
+        "--gsp-system-prompt-len", type=int, default=2048, help="tokens of a system prompt (%(default)s)"
+    )
+    group.add_argument("--gsp-question-len", type=int, default=128, help="tokens of a question (%(default)s)")
+    group.add_argument("--gsp-output-len", type=int, default=256, help="tokens of an answer (%(default)s)")
     group.add_argument("--apply-chat-template", action="store_true", help="write text prompts as chat messages")
 
 

@@ -89,7 +89,9 @@ def test_pages_schemas_and_refusals(client: Any) -> None:
     found = client.messages.create(max_tokens=60, output_config={"format": form}, **asked)
     assert Place.model_validate(json.loads(found.content[0].text))
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        client.messages.create(max_tokens=0, **asked)
+        client.messages.create(max_tokens=-1, **asked)
+    warmed = client.messages.create(max_tokens=0, **asked)  # fills the prefix cache only
+    assert not warmed.content and warmed.usage.output_tokens == 0
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]"):
         client.messages.create(model="demo", max_tokens=5, messages=[{"role": "user", "content": [image]}])

@@ -116,6 +116,8 @@ CASES = [
     "quantize --model-path {files}/model-broken --output {files}/out --format int8",
     "quantize --model-path {files}/model-empty --output {files}/out --format x", "quantize x",
     "router --workers 0", "router --router-program x -- --port 1", "router -- --unheard-of",
+    "bench one_batch --batch-size 4 0", "bench one_batch --input-len -1", "bench serving --base-url localhost:1",
+    "generate hi --prompt x", "generate two words",
     "bench unheard-of", "unheard-of", "--unheard-of", "plan --json-model-override-args {deep}",
 ]  # fmt: skip
 

@@ -158,6 +158,21 @@ def test_generate_needs_a_prompt(capsys, monkeypatch):
         assert code == 2 and "--prompt" in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--temperature", "nan"], "--temperature: expected a number"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens: expected an integer"),
+        (["--top-p", "2"], "--top-p: expected a number"),
+        (["--stop", "x" * 2000], "--stop"),
+    ],
+)
+def test_generate_names_its_flags_before_it_loads_a_model(capsys, monkeypatch, flags, words):
+    monkeypatch.setattr("moe_engine.frontend.engine.Engine", lambda **_: pytest.fail("an engine is started"))
+    code, _, err = run(capsys, "generate", "a prompt without its flag", *flags)
+    assert code == 2 and f"error: {words}" in err and "sampling_params" not in err
+
+
 def test_a_launch_that_cannot_fit_is_refused_before_torch_is_loaded(model_dir):
     code = LOADED_TORCH.format(argv=["serve", "--model-path", str(model_dir(V3))])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

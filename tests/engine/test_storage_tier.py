@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_engine.errors import ConfigError
 from moe_engine.storage.file_storage import FileStorage
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.types import KVBackup, KVFetch, KVLoad, KVOps, KVReport
@@ -25,6 +26,7 @@ from moe_engine.worker.kv_cache.host_pool import LAYOUTS
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.kv_cache.storage_io import READERS, StorageIO
+from moe_engine.worker.startup import build_runner
 from tests.engine.harness import Answer, InProcessEngine
 from tests.engine.test_host_tier import CHAIN, LIMITS, sessions
 from tests.engine.test_windows import ALTERNATING
@@ -95,6 +97,17 @@ def run(engine: InProcessEngine, **changes: Any) -> dict[str, list[int]]:
     storage = copies.storage
     until(lambda: not storage.num_open)
     return {rid: answer.token_ids for rid, answer in answers.items()}
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint("qwen3", tmp_path / "model", **ALTERNATING)
+    monkeypatch.setattr(build_runner, "_load", lambda *_: pytest.fail("weights are read"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--hicache-storage-dir .*: cannot be written"):
+        InProcessEngine(path, tmp_path / "board", **LIMITS, **FORMS["write-through"],
+                        hicache_storage_dir=str(tmp_path / "file" / "pages"))  # fmt: skip
 
 
 def test_restarted_engines_get_the_same_tokens(engine: InProcessEngine) -> None:

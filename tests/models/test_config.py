@@ -344,6 +344,8 @@ def test_ints_may_be_floats_and_eos_ids_are_joined(tmp_path: Path) -> None:
     config = load_model_config(path)
     assert config.hidden_size == 7168 and isinstance(config.hidden_size, int)
     assert config.eos_token_ids == (1, 128805)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be an integer"):
+        load_model_config(write(tmp_path, fields, {"eos_token_id": [1, "x"]}))
     assert config.weight_format == BlockFP8Format((128, 64))
 
 

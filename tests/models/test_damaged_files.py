@@ -106,9 +106,9 @@ INDEXES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         r"names '\.\./other\.safetensors', which is not in its folder",
     ),
     (lambda m: m.update({NAME: "/etc/passwd"}), "which is not in its folder"),
-    (lambda m: m.update({NAME: 5}), "broken index"),
-    (lambda m: m.update({NAME: None}), "broken index"),
-    (lambda m: m.update({NAME: ["a"]}), "broken index"),
+    (lambda m: m.update({NAME: 5}), "broken index .it has no weight_map, an object of file names"),
+    (lambda m: m.update({NAME: None}), "broken index .it has no weight_map"),
+    (lambda m: m.update({NAME: ["a"]}), "broken index .it has no weight_map"),
     (lambda m: m.update({"ghost": m[NAME]}), "lists ghost in .* does not have it .no file has it."),
     (
         lambda m: m.update({NAME: m[OTHER], OTHER: m[NAME]}),

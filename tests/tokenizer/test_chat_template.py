@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 
@@ -98,8 +99,11 @@ def test_loading(tmp_path):
     assert from_file and from_file.render([]) == "file B"
     with pytest.raises(ConfigError, match="--chat-template nowhere"):
         load_chat_template("nowhere", "own", {})
-    with pytest.raises(ConfigError, match="line 1"):
-        load_chat_template("{% if %}", None, {})
+    file.write_text("{% if")
+    for chosen, own, where in (("{% if %}", None, "--chat-template"), (str(file), None, str(file)),
+                               (None, "{% if", str(tmp_path))):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{re.escape(where)}: chat template, line 1"):
+            load_chat_template(chosen, own, {}, tmp_path)
 
 
 def test_gme():

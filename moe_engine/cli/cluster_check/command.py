@@ -142,7 +142,9 @@ def _place(options: Any, environ: Mapping[str, str]) -> ClusterPlace:
         return place or ClusterPlace(1, 0, None, 0, "one node")
     nodes = 1 if options.nnodes is None else options.nnodes
     rank, address = options.node_rank or 0, options.dist_init_addr
-    if nodes < 1 or not 0 <= rank < nodes:
+    if nodes < 1:
+        raise ConfigError(f"--nnodes {nodes}: must be at least 1")
+    if not 0 <= rank < nodes:
         raise ConfigError(f"--node-rank {rank}: must be 0 to {nodes - 1} with --nnodes {nodes}")
     host, _, port = (address or "").rpartition(":")
     if nodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):

@@ -12,8 +12,8 @@ from moe_engine.kv_connectors import copies_class
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.storage.backends import open_storage
 from moe_engine.storage.fingerprint import fingerprint_of
+from moe_engine.storage.protocol import PageStorage
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.host_states import HostStates
@@ -96,11 +96,15 @@ def make_copies(
     parallel: ParallelContext,
     stream: DeviceStream,
     states: StatePool | None,
+    storage: PageStorage | None,
 ) -> Any:
     """An instance of `copies_class`.
 
+    Args:
+        storage: of `options.storage`, opened.
+
     Raises:
-        ConfigError: storage cannot be opened, or the connector has none.
+        ConfigError: the connector has no storage.
     """
     made = copies_class(options.kv_connector)
     more: dict[str, Any] = {}
@@ -114,12 +118,11 @@ def make_copies(
     if options.host_window_slots:
         more["num_window_slots"] = options.host_window_slots
     copies = made(pool, options.host_tier_tokens, stream, **more)
-    if options.storage is None:
+    if storage is None:
         return copies
     if not hasattr(copies, "host"):
         raise ConfigError(f"--hicache-storage-backend: --kv-connector {options.kv_connector} has no host memory for it")
     share = share_of(options, parallel)
-    storage = open_storage(options.storage, parallel.world_rank)
     page_bytes = pool.page_size * copies.host.width
     schema = schema_of(options, pool, share)
     pages, stored_states = SealedPages(storage, schema, page_bytes), None

@@ -20,6 +20,7 @@ from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import ParallelContext
+from moe_engine.storage.backends import open_storage
 from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.row_adapters import RowAdapters
@@ -76,6 +77,8 @@ def build_runner(
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
+    # before the weights: a folder that cannot be written ends the start at once
+    storage = None if options.storage is None else open_storage(options.storage, parallel.world_rank)
     load = load_options(options, stream.device, parallel, progress)
     model = _load(options, load, backends, parallel, rows)
     loaded = time.perf_counter()
@@ -95,7 +98,7 @@ def build_runner(
         passes=LogitsPasses(options.logits_rows), windows=windows,
     )  # fmt: skip
     if options.host_tier_tokens:
-        runner.kv_copies = make_copies(options, pool, parallel, stream, rows.states)
+        runner.kv_copies = make_copies(options, pool, parallel, stream, rows.states, storage)
     if options.lora is not None:
         assert isinstance(model, Decoder)
         runner.lora = LoraAdapters(model, config, options.lora, stream)
