@@ -183,25 +183,26 @@ class TritonExperts:
     def load_expert_blocks(
         self, weights: ExpertWeights, expert: int, gate: BlockWeight, up: BlockWeight, down: BlockWeight
     ) -> None:
-        data: TritonExpertWeights = weights.data
-        if data.gate_up_scales is None or data.down_scales is None:
-            self.load_expert(weights, expert, *map(dequantize_weight, (gate, up, down)))
-            return
-        self.load_expert(weights, expert, gate.data, up.data, down.data)
-        data.gate_up_scales[expert, 0].copy_(gate.scales)
-        data.gate_up_scales[expert, 1].copy_(up.scales)
-        data.down_scales[expert].copy_(down.scales)
+        if self._load_fp8(weights, expert, gate, up, down):
+            gate_scales, up_scales = weights.data.gate_up_scales[expert]
+            gate_scales.copy_(gate.scales)
+            up_scales.copy_(up.scales)
 
     def load_expert_rows(
         self, weights: ExpertWeights, expert: int, gate: RowWeight, up: RowWeight, down: RowWeight
     ) -> None:
+        if self._load_fp8(weights, expert, gate, up, down):
+            torch.cat((gate.scales, up.scales), out=weights.data.gate_up_scales[expert])
+
+    def _load_fp8(self, weights: ExpertWeights, expert: int, *parts: BlockWeight | RowWeight) -> bool:
+        """Copies all but the scales of gate and up; False: the device has no FP8 products and stores the values."""
         data: TritonExpertWeights = weights.data
         if data.gate_up_scales is None or data.down_scales is None:
-            self.load_expert(weights, expert, *map(dequantize_weight, (gate, up, down)))
-            return
-        self.load_expert(weights, expert, gate.data, up.data, down.data)
-        torch.cat((gate.scales, up.scales), out=data.gate_up_scales[expert])
-        data.down_scales[expert].copy_(down.scales)
+            self.load_expert(weights, expert, *map(dequantize_weight, parts))
+            return False
+        self.load_expert(weights, expert, *(part.data for part in parts))
+        data.down_scales[expert].copy_(parts[-1].scales)
+        return True
 
     def load_codes(
         self, weights: ExpertWeights, expert: int, gate: CodedWeight, up: CodedWeight, down: CodedWeight
