@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
-from moe_engine.kernels.experts.tiles import FOUR_BITS, FOUR_BITS_WIDE, MXFP4, ExpertTiles, row_classes, tiles_of
+from moe_engine.kernels.experts.tiles import FOUR_BITS_WIDE, ExpertTiles, four_bits_tiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up, has_row_scales
 from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -183,25 +183,26 @@ class TritonExperts:
     def load_expert_blocks(
         self, weights: ExpertWeights, expert: int, gate: BlockWeight, up: BlockWeight, down: BlockWeight
     ) -> None:
-        data: TritonExpertWeights = weights.data
-        if data.gate_up_scales is None or data.down_scales is None:
-            self.load_expert(weights, expert, *map(dequantize_weight, (gate, up, down)))
-            return
-        self.load_expert(weights, expert, gate.data, up.data, down.data)
-        data.gate_up_scales[expert, 0].copy_(gate.scales)
-        data.gate_up_scales[expert, 1].copy_(up.scales)
-        data.down_scales[expert].copy_(down.scales)
+        if self._load_fp8(weights, expert, gate, up, down):
+            gate_scales, up_scales = weights.data.gate_up_scales[expert]
+            gate_scales.copy_(gate.scales)
+            up_scales.copy_(up.scales)
 
     def load_expert_rows(
         self, weights: ExpertWeights, expert: int, gate: RowWeight, up: RowWeight, down: RowWeight
     ) -> None:
+        if self._load_fp8(weights, expert, gate, up, down):
+            torch.cat((gate.scales, up.scales), out=weights.data.gate_up_scales[expert])
+
+    def _load_fp8(self, weights: ExpertWeights, expert: int, *parts: BlockWeight | RowWeight) -> bool:
+        """Copies all but the scales of gate and up; False: the device has no FP8 products and stores the values."""
         data: TritonExpertWeights = weights.data
         if data.gate_up_scales is None or data.down_scales is None:
-            self.load_expert(weights, expert, *map(dequantize_weight, (gate, up, down)))
-            return
-        self.load_expert(weights, expert, gate.data, up.data, down.data)
-        torch.cat((gate.scales, up.scales), out=data.gate_up_scales[expert])
-        data.down_scales[expert].copy_(down.scales)
+            self.load_expert(weights, expert, *map(dequantize_weight, parts))
+            return False
+        self.load_expert(weights, expert, *(part.data for part in parts))
+        data.down_scales[expert].copy_(parts[-1].scales)
+        return True
 
     def load_codes(
         self, weights: ExpertWeights, expert: int, gate: CodedWeight, up: CodedWeight, down: CodedWeight
@@ -311,7 +312,7 @@ class TritonExperts:
         data: TritonExpertWeights = weights.data
         if data.format is None:
             return tiles_of(element(data.gate_up.dtype), self._deterministic)
-        few = MXFP4 if data.format.mxfp4 else FOUR_BITS
+        few = four_bits_tiles(data.format, weights.activation)
         return tiles_of(FOUR_BITS_WIDE if dtype == torch.float32 else few, self._deterministic)
 
     def _quantized(self, x: Tensor, weights: ExpertWeights) -> Tensor | QuantizedRows:

@@ -61,14 +61,14 @@ def test_drafts_behind_images(oracle: V41Oracle, prompts: list[Prompt], form: st
         outputs: Any = engine.generate(input_ids=ids, image_data=data, sampling_params=GREEDY)
         again: list[Any] = []
         for own in zip(ids, data):
-            for _ in range(2):  # others may have evicted the prefix
+            for _ in range(2):  # others may have evicted the prefix; of two attention groups any may get the request
                 last = engine.generate(input_ids=own[0], image_data=own[1], sampling_params=GREEDY)
             again.append(last)
     counts, wanted = [], []
     for prompt, output, cached in zip(prompts, outputs, again, strict=True):
         tokens, whole = output["output_ids"], prompt.whole
         assert cached["output_ids"] == tokens
-        assert cached["meta_info"]["cached_tokens"] > len(whole) - 20
+        assert "attn_dp_size" in FORMS[form] or cached["meta_info"]["cached_tokens"] > len(whole) - 20
         assert output["meta_info"]["prompt_tokens"] == len(whole)
         logits = oracle.logits(whole + tokens[:-1], prompt.images)[len(whole) - 1 :]
         assert tokens == logits.argmax(-1).tolist()

@@ -243,6 +243,6 @@ def check_sinks_over_whole_rows(
         q = normal(len(counts), heads, width, dtype=dtype)
         got = sparse.run(q, cache, selected, scale, plan, width, sinks)
         for token, count in enumerate(counts):
-            keys = cache[selected.slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
+            keys = cache[selected.slots[token, :count].long()].unsqueeze(1)
             wanted = attend(q[token : token + 1], keys, keys, scale, sinks=sinks)
             close(got[token : token + 1], wanted, 3)

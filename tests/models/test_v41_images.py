@@ -5,27 +5,40 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from moe_engine.errors import ConfigError
+from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.media.image_process import _processed, load_processor
+from moe_engine.models import sizes
+from moe_engine.models.batch import ImageRows
+from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.header_check import check_headers
 from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.tensors import model_tensors
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.tokenizer.deepseek_v41 import DeepseekV41Chat
 from tests.models import stepper
+from tests.models.checkpoints import write_tensors
 from tests.models.deepseek_v41 import FIELDS, make_v41
 from tests.models.image_parity import around, check_logits, check_requests
 from tests.models.rows import all_rows
+from tests.models.stepper import Chunk
 from tests.models.test_deepseek_v41 import PAGE, TIE
 from tests.models.test_parity import assert_close
 from tests.models.v41_images import V41Oracle
+from tests.models.v41_quantized import WIDTHS, quantized_v41
 from tests.models.v41_tower import IMAGE, VISION, picture
 from tests.models.vision_checkpoints import Pixels
 
@@ -142,3 +155,81 @@ def test_prompts() -> None:
     assert f"<｜System｜>{written}<｜User｜>c" in chat.render(turns)
     called = [{"role": "user", "content": "c"}, {"role": "tool", "content": parts, "tool_call_id": "1"}]
     assert f"<tool_result>{written}</tool_result>" in chat.render(called)
+
+
+class Choices:
+    """Counts the tokens whose experts layers record."""
+
+    counting = True
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+
+    def ids_buffer(self, num_tokens: int) -> Tensor:
+        return torch.full((num_tokens, FIELDS["num_experts_per_tok"]), -1, dtype=torch.int32)
+
+    def on_select(self, layer: int, ids: Tensor) -> None:
+        assert bool((ids >= 0).all())
+        self.tokens[layer] = self.tokens.get(layer, 0) + len(ids)
+
+
+@pytest.mark.parametrize("row", all_rows())
+def test_choices_of_all_steps_are_recorded(made: V41Oracle, row: str) -> None:
+    """Steps with image tokens and without: a layer that is one call is several in the former."""
+    loaded, image = stepper.load(made.path, row, page_size=PAGE), picture(3, 3)
+    model: Any = loaded.model
+    choices: Any = Choices()
+    for moe in model.moes:
+        moe.record(choices)
+    tokens = [5, *image.placeholders(IMAGE), 6]
+    batch = loaded.batch([Chunk(0, tokens, False)])
+    places = torch.arange(1, 1 + image.num_tokens)
+    rows = ImageRows(places, model.encode(image.values, image.grid), places.expand(3, -1))
+    model.forward(replace(batch, images=rows))
+    loaded.step([Chunk(0, [7], True)])
+    assert choices.tokens == dict.fromkeys(range(FIELDS["num_hidden_layers"]), len(tokens) + 1)
+
+
+def test_memory_is_what_the_ledger_says(made: V41Oracle) -> None:
+    """Of the weights with the tower, and of its results: a token for each row of `encode`."""
+    loaded, image = stepper.load(made.path, "torch", page_size=PAGE), picture(4, 7)
+    model: Any = loaded.model
+    assert model.weight_bytes == pytest.approx(sizes.weight_bytes(loaded.config, 4), rel=0.01)
+    rows, vision = model.encode(image.values, image.grid), loaded.config.vision
+    assert vision is not None and rows.shape == (vision.num_tokens(image.grid), vision.row_width)
+    most = DeepseekV41Processor().max_patches
+    assert vision.most_tokens(most) >= DeepseekV41Processor().most
+
+
+def test_published_form(tmp_path: Path) -> None:
+    """Block FP8, experts in FP4 and tables in FP8 beside a tower that is not quantized."""
+    torch.manual_seed(random.randrange(2**31))
+    source = make_v41(tmp_path / "source", random.randrange(2**31), vision=VISION, **WIDTHS)
+    stored, values = quantized_v41(source, tmp_path)
+    oracle = V41Oracle(values)
+    tokens, places, (image,) = clear_prompt(oracle, [picture(5, 6)], 10)
+    loaded = stepper.load(stored, "torch", page_size=PAGE)
+    model: Any = loaded.model
+    rows = model.encode(image.values, image.grid)
+    assert_close(rows, oracle.embed(image))
+    check_logits(loaded, stored, "torch", oracle, (tokens, places, [image]), rows, IMAGE, 1e-3, page_size=PAGE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"vision.blocks.1.attn.wo.bias": None}, "visual.blocks.1.attn.wo.bias"),
+        ({"image_newline": torch.zeros(32)}, "image_newline"),
+        ({"layers.3.ffn.gate.bias_vl": None}, "model.layers.3.mlp.gate.bias_vl"),
+        ({"vision.blocks.1.attn.k_norm.weight": torch.zeros(12)}, "visual.blocks.1.attn.k_norm.weight"),
+    ],
+)
+def test_headers_of_the_tower(made: V41Oracle, tmp_path: Path, changed: dict[str, Tensor | None], words: str) -> None:
+    """A tensor that is missing, has another shape or belongs to no part is named; the text alone needs none of them."""
+    shutil.copytree(made.path, path := tmp_path / "model")
+    tensors: dict[str, Tensor | None] = load_file(path / "model.safetensors") | changed
+    write_tensors(path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    config, files = load_model_config(path), read_checkpoint(path)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        check_headers(path, files, config)
+    check_headers(path, files, replace(config, vision=None))

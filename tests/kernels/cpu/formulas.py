@@ -140,18 +140,21 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and attend to earlier ones; among
-    each other as in seen [t, t]. sinks [H]: logits without a value."""
-    scores = torch.einsum("thd,shd->hts", q.double(), k.double()) * scale
+    """q [t, H, D], k [s, G, D], v [s, G, V]; the t queries are the last positions and attend to earlier ones; among
+    each other as in seen [t, t]. Each of the G heads of keys and values belongs to H/G adjacent heads. sinks [H]:
+    logits without a value."""
+    groups = k.shape[1]
+    products = torch.einsum("tgnd,sgd->gnts", q.double().unflatten(1, (groups, -1)), k.double())
+    scores = products.flatten(0, 1) * scale
     t, s = scores.shape[1:]
     hidden = torch.arange(s)[None, :] > torch.arange(s - t, s)[:, None]
     if seen is not None:
         hidden = torch.cat((torch.zeros(t, s - t, dtype=torch.bool), ~seen), 1)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
-        with_sink = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, t, 1)), -1)
-        return torch.einsum("hts,shv->thv", torch.softmax(with_sink, -1)[..., :s], v.double())
-    return torch.einsum("hts,shv->thv", torch.softmax(scores, -1), v.double())
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, t, 1)), -1)
+    shares = torch.softmax(scores, -1)[..., :s].unflatten(0, (groups, -1))
+    return torch.einsum("gnts,sgv->tgnv", shares, v.double()).flatten(1, 2)
 
 
 def absorbed_attention(
@@ -160,7 +163,7 @@ def absorbed_attention(
     """MLA over latents: q [T, H, C+R], cache [slots, C+R] of numbers -> [T, H, C]. `trees`: as of `random_trees`."""
     parts = []
     for request, mine in enumerate(q.split(queries.query_lens)):
-        keys = cache[slots_of(queries, request)].unsqueeze(1).expand(-1, q.shape[1], -1)
+        keys = cache[slots_of(queries, request)].unsqueeze(1)
         parts.append(attend(mine, keys, keys[..., :latent], scale, None if trees is None else trees[request]))
     return torch.cat(parts)
 
@@ -182,8 +185,7 @@ def grouped_attention(
     parts = []
     for request, mine in enumerate(q.split(queries.query_lens)):
         slots = slots_of(queries, request)
-        k, v = (cache[slots].repeat_interleave(q.shape[1] // keys.shape[1], 1) for cache in (keys, values))
-        parts.append(attend(mine, k, v, scale, None if trees is None else trees[request]))
+        parts.append(attend(mine, keys[slots], values[slots], scale, None if trees is None else trees[request]))
     return torch.cat(parts)
 
 
@@ -193,7 +195,7 @@ def selected_attention(
     """`absorbed_attention` of each token over `counts` [T] of the slots [T, *] that were selected for it."""
     parts = []
     for token, own, count in zip(q.split(1), slots, counts):
-        keys = cache[own[:count].long()].unsqueeze(1).expand(-1, q.shape[1], -1)
+        keys = cache[own[:count].long()].unsqueeze(1)
         parts.append(attend(token, keys, keys[..., :latent], scale))
     return torch.cat(parts)
 
