@@ -102,6 +102,10 @@ class CompressedConfig:
             return KeptRows(min(block, 2 * rate + draft_slots), block, widths)
         return KeptRows(rate + draft_slots, 0, widths)
 
+    def spanned(self, rate: int) -> int:
+        """Tokens from which an entry of this rate is computed: with selected entries also those before its own."""
+        return rate * (1 + (rate == self.selected_rate))
+
     def candidate_bytes(self, context: int, num_tokens: int) -> int:
         """Bytes of a step for the entries among which later indexers select."""
         return 0
@@ -163,6 +167,9 @@ class SharedEntriesConfig(CompressedConfig):
         if self.candidate_source < 0 or context // self.rate_of_candidates <= most:
             return 0
         return num_tokens * self.candidate_blocks * 4 + 24 * max(most, min(MAX_CANDIDATES, num_tokens * most))
+
+    def spanned(self, rate: int) -> int:
+        return rate
 
     def projected_widths(self, layer: int) -> tuple[int, ...]:
         return (2 * self.head_dim,) if self.writes(layer) and self.rate(layer) > 1 else ()

@@ -57,7 +57,7 @@ class DeepseekV41Model(DeepseekV4Model, ImageInputs):
         residual, engram = super().embed(batch), self._engram
         if engram is not None:
             assert self._texts is not None
-            put_ids(residual, batch, self._texts, engram.longest, has_images=self.vision is not None)
+            put_ids(residual, batch, self._texts, engram.longest, self.backends.ops)
         return residual
 
     def norm_prefixes(self, prefix: str) -> tuple[str, ...]:

@@ -90,6 +90,9 @@ class DummyReader:
 
     def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
         kept = self.format.kernel_format(prefix) is not None
+        size = self.dtype.itemsize
+        if kept and self.format.bytes_per_element(prefix, shape, size) == size:  # the format leaves this one out
+            return False
         return kept and ".layers." in prefix and not prefix.endswith(".eh_proj")
 
     def skip(self, name: str) -> None:

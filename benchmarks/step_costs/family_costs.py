@@ -126,6 +126,39 @@ def plan_rows(a: Any, s: Setting) -> Cost:
     return Cost(tokens * (most * FP32 + entries * SECTOR) + size(a.positions, a.slots, a.requests), written)
 
 
+@cost_of("pair_kernel")
+def pairs(a: Any, s: Setting) -> Cost:
+    """Every second token completes an entry; its first token is kept from the step before."""
+    tokens = len(a.positions)
+    lines, results = size(a.projected), size(a.out, a.entry_slots, a.first)
+    kept = lines if a.KEEP else 0
+    before = tokens / 2 * 2 * a.WIDTH * a.kept.element_size()
+    numbers = size(a.positions, a.starts, a.rows, a.slots, given(a.places), a.norm)
+    return Cost(lines + before + numbers, results + kept)
+
+
+@cost_of("ngram_ids_kernel")
+def ngram_ids(a: Any, s: Setting) -> Cost:
+    tokens = len(a.positions)
+    read = size(a.tokens, a.positions, a.slots, a.requests) + tokens * (SECTOR + 2 * a.COUNT * SECTOR)
+    return Cost(read, tokens * (1 + a.COUNT) * FP32)
+
+
+@cost_of("ngram_values_kernel")
+def ngram_values(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.rows, given(a.scales)), size(a.out))
+
+
+@cost_of("ngram_add_kernel")
+def ngram_add(a: Any, s: Setting) -> Cost:
+    """Reads the streams twice."""
+    tokens = a.grid[0]
+    streams = tokens * a.STREAMS * a.WIDTH * a.residual.element_size()
+    added = tokens * a.WIDTH * a.x.element_size() if a.ADD else 0
+    read = 2 * streams + size(a.found, a.weights) + added
+    return Cost(read, streams * (1 + a.ADD), programs=tokens)
+
+
 @cost_of("write_kernel")
 def write_streams(a: Any, s: Setting) -> Cost:
     """Reads the streams, adds to them, and multiplies them by the matrix, in three products of TF32 at half of the rate
@@ -139,16 +172,19 @@ def write_streams(a: Any, s: Setting) -> Cost:
 
 @cost_of("read_kernel")
 def read_streams(a: Any, s: Setting) -> Cost:
-    tokens = len(a.out)
-    streams = tokens * a.STREAMS * a.WIDTH * a.residual.element_size()
-    return Cost(streams + size(a.parts, a.base, a.scale), size(a.out))
+    streams = a.num_tokens * a.STREAMS * a.WIDTH * a.residual.element_size()
+    outputs = size(*map(given, (a.out, a.quantized, a.scales)))
+    return Cost(streams + size(a.parts, a.base, a.scale, given(a.norm)), outputs, programs=a.grid[0] * a.grid[1])
 
 
 @cost_of("round_rows_kernel")
 def round_rows(a: Any, s: Setting) -> Cost:
     """Rows of DeepSeek V4.1's cache, and index queries."""
-    rows, angles = a.grid[0] * a.grid[1] * a.WIDTH, a.grid[0] * a.ROTARY * FP32
-    return Cost(rows * a.x.element_size() + angles + size(a.positions), rows * a.out.element_size())
+    tokens, angles = a.grid[0], a.grid[0] * a.ROTARY * FP32
+    rows = tokens * (a.grid[1] - a.QUERIES) * a.WIDTH
+    turned = tokens * a.QUERIES * a.ROTARY * a.q.element_size()
+    read = rows * a.x.element_size() + angles + size(a.positions) + turned
+    return Cost(read, rows * a.out.element_size() + turned)
 
 
 @cost_of("block_maxima_kernel")

@@ -19,6 +19,14 @@ from moe_engine.kernels.uploads import upload
 
 
 @dataclass(frozen=True)
+class Shift:
+    """Slots of a list that are `first` or more count as `added` more: a list of one cache for another one."""
+
+    first: int
+    added: int
+
+
+@dataclass(frozen=True)
 class Selected:
     """The cache slots that each query token attends to. Counts are known before the selection is: a token selects
     min(visible tokens, top-k).
@@ -26,11 +34,13 @@ class Selected:
     Attributes:
         slots: [T, K] int32, by ascending position, then -1. Each layer with an indexer overwrites them in place.
         counts: selected tokens of each query token; `counts_device` [T] int32 has the same values.
+        shift: only where `SparseAttention.shifts`.
     """
 
     slots: Tensor
     counts: list[int]
     counts_device: Tensor
+    shift: Shift | None = None
 
     @classmethod
     def empty(cls, queries: PagedQueries, top_k: int) -> Selected:
@@ -100,6 +110,9 @@ class SparseAttention:
     plan_in_place: Callable[[Selected], RenewablePlan | None] | None = None
     """`plan` at fixed addresses, for captured launches (`AttentionCapabilities.plan_in_place`): `selected` is large
     enough for all counts; its lists and tensors are overwritten at later steps, and `renew` applies them."""
+
+    shifts: bool = False
+    """`run` supports `Selected.shift`."""
 
     sinks: bool = False
     """`run` supports sinks and rows that are values as a whole. The row in `kernels.tables` has a field of this

@@ -44,9 +44,13 @@ class AbsorbsSinks(MLABackend, Protocol):
         """`MLABackend.absorbed`; `sinks` as in `SparseRun`."""
 
 
-def over_absorbed(backend: AbsorbsSinks) -> SparseAttention:
+def over_absorbed(backend: AbsorbsSinks, shifts: bool = False) -> SparseAttention:
     """Sparse attention by a backend's `absorbed`: each query token as a request of its own, on pages of one token. A
-    token's result has the bits of `absorbed` over the same tokens, if the backend is batch-invariant."""
+    token's result has the bits of `absorbed` over the same tokens, if the backend is batch-invariant.
+
+    Args:
+        shifts: `absorbed` takes a `Shift` too.
+    """
 
     def plan(selected: Selected) -> OwnRequests:
         queries = selected.queries()
@@ -61,6 +65,7 @@ def over_absorbed(backend: AbsorbsSinks) -> SparseAttention:
         q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: OwnRequests, value_width: int,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return backend.absorbed(q, cache, plan.queries, scale, plan.own, value_width, sinks)
+        more = {} if selected.shift is None else {"shift": selected.shift}
+        return backend.absorbed(q, cache, plan.queries, scale, plan.own, value_width, sinks, **more)
 
-    return SparseAttention(plan, run, plan_in_place, sinks=True)
+    return SparseAttention(plan, run, plan_in_place, shifts=shifts, sinks=True)

@@ -33,6 +33,7 @@ class CpuCompression:
 
     name = "cpu"
     plan_rows = None
+    sum_pairs = None
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()

@@ -111,10 +111,39 @@ class PlanRows(Protocol):
         [T], 0 for padding."""
 
 
+class PairedEntries(NamedTuple):
+    """For each token what it completes. A token that completes no entry has zeros, slot 0 (of padding) and position
+    0."""
+
+    entries: Tensor  # [T, W]
+    slots: Tensor  # [T] int64, rows of the entries
+    positions: Tensor  # [T] int64, of their first tokens
+
+
+class SumPairs(Protocol):
+    """Entries of two tokens (DeepSeek V4.1), normed and not rotated, in one launch; no host read."""
+
+    def __call__(
+        self, projected: Tensor, kept: Kept, norm: tuple[Tensor, float], tokens: CompressedTokens,
+        places: Tensor | None = None,
+    ) -> PairedEntries:  # fmt: skip
+        """projected [T, 2 W], values and then gates: the norm of value + softmax of both gates * difference of the
+        values, in float32 and rounded before the norm.
+
+        Args:
+            norm: weight [W] float32, and eps.
+            kept, places: as in `CompressionKernel.compress`; rings of requests.
+        """
+
+
 class CompressionKernel(Protocol):
     """A kernel of the family."""
 
     name: str
+
+    @property
+    def sum_pairs(self) -> SumPairs | None:
+        """None: by other operations."""
 
     @property
     def plan_rows(self) -> PlanRows | None:

@@ -18,6 +18,7 @@ class TorchCompression:
 
     name = "torch"
     plan_rows = None
+    sum_pairs = None
 
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,

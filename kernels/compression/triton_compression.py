@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept, PlanRows
+from moe_engine.kernels.compression.protocol import CompressedTokens, CompressorWeights, Kept, PlanRows, SumPairs
+from moe_engine.kernels.compression.triton_pairs import sum_pairs
 from moe_engine.kernels.compression.triton_rows import plan_rows
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.triton.aot import AotCase
@@ -105,6 +106,10 @@ class TritonCompression:
     @property
     def plan_rows(self) -> PlanRows:
         return plan_rows
+
+    @property
+    def sum_pairs(self) -> SumPairs:
+        return sum_pairs
 
     def compress(
         self, projected: Tensor, kept: Kept, weights: CompressorWeights, rotary: RotaryTable, tokens: CompressedTokens,

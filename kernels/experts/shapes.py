@@ -85,6 +85,9 @@ MXFP4 = GroupCodes(4, MXFP4_GROUP, values=FP4)
 GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, name="gpt-oss-20b-mxfp4", format=MXFP4)
 KIMI_K2 = ExpertModel("kimi-k2-int4", 384, 8, 7168, 2048, fp8=False, format=GroupCodes(4, 32))
 """K2-Thinking and K2.5: integers of compressed-tensors."""
+KIMI_K3 = ExpertModel(
+    "kimi-k3", 896, 16, 3584, 3072, fp8=False, format=MXFP4, activation=GatedActivation(25.0, beta=4.0)
+)
 NVFP4 = GroupCodes(4, NVFP4_GROUP, values=FP4)
 FOUR_BIT_MODELS = (
     KIMI_K2,

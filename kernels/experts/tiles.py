@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear import tiles as linear
 from moe_engine.kernels.linear.tiles import Tiles, TileTable
+from moe_engine.kernels.quantization.codes import GroupCodes
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ _FOUR_BITS_TILES = ExpertTiles(
     _MXFP4_TILES.down,
     block_k=128,
 )
-"""Both operands of gate and up with 128 rows would not fit into the registers."""
+"""Both operands of gate and up with 128 rows would not fit into the registers; nor would SiTU."""
 
 WIDE = ExpertTiles(
     TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 3)),)), TileTable(_DEFAULT, ((None, Tiles(32, 64, 4, 3)),)), block_k=32
@@ -125,6 +127,11 @@ def tiles_of(element: str, deterministic: bool) -> ExpertTiles:
     mxfp4, few = (FIXED_FOUR_BITS, FIXED_FOUR_BITS) if deterministic else (_MXFP4_TILES, _FOUR_BITS_TILES)
     four_bits = {MXFP4: mxfp4, FOUR_BITS: few, FOUR_BITS_WIDE: _WIDE_FOUR_BITS}
     return {"fp8e4nv": fp8, "fp32": WIDE, **four_bits}.get(element, plain)
+
+
+def four_bits_tiles(format: GroupCodes, activation: GatedActivation) -> str:
+    """The name in `tiles_of` of weights in this format."""
+    return MXFP4 if format.mxfp4 and not activation.beta else FOUR_BITS
 
 
 def row_classes(num_experts: int, most: int, tiles: ExpertTiles) -> list[int]:

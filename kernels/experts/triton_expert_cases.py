@@ -15,11 +15,12 @@ from moe_engine.kernels.experts.shapes import (
     GPT_OSS_20B,
     GPT_OSS_20B_MXFP4,
     KIMI_K2,
+    KIMI_K3,
     MINIMAX_M3,
     QWEN3_30B_ROWS,
     ExpertModel,
 )
-from moe_engine.kernels.experts.tiles import FOUR_BITS, MXFP4, tiles_of
+from moe_engine.kernels.experts.tiles import four_bits_tiles, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import (
     Groups,
     constants_of,
@@ -45,8 +46,8 @@ def cases_of(
     """Both products of a layer's experts on one rank, with gathered rows unless padded or `pairs`."""
     stored = FP8 if model.fp8 else torch.uint8 if model.format else dtype
     fp8, kind, weight = model.fp8, element(FP8 if model.fp8 else dtype), element(stored)
-    few = MXFP4 if model.format is not None and model.format.mxfp4 else FOUR_BITS
-    table = tiles_of(kind if model.format is None else few, deterministic)
+    few = kind if model.format is None else four_bits_tiles(model.format, model.activation)
+    table = tiles_of(few, deterministic)
     groups = Groups(torch.empty(0), num_experts, int(padded), 0, mean_rows, table, pairs)
     first, second = table.gate_up.at(mean_rows), table.down.at(mean_rows)
     signature = {
@@ -113,9 +114,11 @@ def aot_cases() -> list[AotCase]:
         for mean_rows, num_experts, part in ((8, 48, model), (32, 48, model), (512, model.num_experts, model.part(8))):
             made = cases_of(part, num_experts, mean_rows, part is model, dtype)
             found |= {case.name: case for case in made}
+    for mean_rows in (64, 512):
+        found |= {case.name: case for case in cases_of(KIMI_K3.part(8), 896, mean_rows, False)}
     whole = (
         (DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B_MXFP4, 32), (GPT_OSS_20B, 32),
-        (KIMI_K2.part(8), 384), (QWEN3_30B_ROWS, 128),
+        (KIMI_K2.part(8), 384), (KIMI_K3.part(8), 896), (QWEN3_30B_ROWS, 128),
     )  # fmt: skip
     for model, num_experts in whole:
         found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}

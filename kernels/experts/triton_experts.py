@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
-from moe_engine.kernels.experts.tiles import FOUR_BITS, FOUR_BITS_WIDE, MXFP4, ExpertTiles, row_classes, tiles_of
+from moe_engine.kernels.experts.tiles import FOUR_BITS_WIDE, ExpertTiles, four_bits_tiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up, has_row_scales
 from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -312,7 +312,7 @@ class TritonExperts:
         data: TritonExpertWeights = weights.data
         if data.format is None:
             return tiles_of(element(data.gate_up.dtype), self._deterministic)
-        few = MXFP4 if data.format.mxfp4 else FOUR_BITS
+        few = four_bits_tiles(data.format, weights.activation)
         return tiles_of(FOUR_BITS_WIDE if dtype == torch.float32 else few, self._deterministic)
 
     def _quantized(self, x: Tensor, weights: ExpertWeights) -> Tensor | QuantizedRows:

@@ -37,10 +37,6 @@ class BlockChoice:
     size: int
     found: Tensor
 
-    def part(self, tokens: slice) -> BlockChoice:
-        """Of some tokens."""
-        return BlockChoice(self.size, self.found[tokens])
-
 
 class PrepareIndex(Protocol):
     """All work of an indexer between its products and `IndexerKernel.select`, in one launch."""
@@ -64,13 +60,14 @@ class SelectInto(Protocol):
 
     def __call__(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, rows: Tensor,
-        columns: Tensor, counts: Tensor, added: int, plan: Any,
+        columns: Tensor, counts: Tensor, added: int, plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         """Sets `top_k` columns of rows [T, *] int32, from columns [T] int32 on, to the selected slots, each plus
         `added`, then -1.
 
         Args:
             counts: [T] int32; 0: the token selects none, whatever its context is.
+            blocks: as in `IndexerKernel.select`.
         """
 
 
@@ -89,11 +86,11 @@ class IndexerKernel(Protocol):
 
     @property
     def gates(self) -> GateProduct | None:
-        """The product of the head gates, in parts that `prepare` sums. None: a linear in float32."""
+        """The product of the head gates, in parts that `prepare` or `select` sums. None: a linear in float32."""
 
     @property
     def select_into(self) -> SelectInto | None:
-        """None: `select`, and operations that place its result."""
+        """None: `select`, and operations that place its result; such launches are not captured."""
 
     @property
     def pools(self) -> PoolKernels:
@@ -120,6 +117,6 @@ class IndexerKernel(Protocol):
 
         Args:
             q: [T, Hi, I], rotated, or as `prepare` returns it. weights: [T, Hi] float32, all factors of the score
-                included.
+                included; or their parts, as of `gates`.
             blocks: chosen by the same scores; not set over FP8 keys.
         """

@@ -118,10 +118,10 @@ class TritonIndexer:
 
     def select_into(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, rows: Tensor,
-        columns: Tensor, counts: Tensor, added: int, plan: Any,
+        columns: Tensor, counts: Tensor, added: int, plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
         """See `SelectInto`."""
-        self._select(q, weights, cache, queries, Selection(rows, top_k, columns, counts, added), plan)
+        self._select(q, weights, cache, queries, Selection(rows, top_k, columns, counts, added), plan, blocks)
 
     def _select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, selection: Selection, plan: Any,
@@ -133,6 +133,7 @@ class TritonIndexer:
         q, weights = with_contiguous_rows(q), with_contiguous_rows(weights)
         if cache.dtype == torch.uint8 and q.dtype != torch.float8_e4m3fn:
             q, weights = triton_keys.quantize_queries(q, weights)
+        weights = triton_keys.in_parts(weights)
         records, starts = own.records_for(q.shape[1])
         longest = own.longest
         most = max(self._budget // longest, tokens_of_a_record(q.shape[1]))  # query tokens scored at once

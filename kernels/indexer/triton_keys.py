@@ -193,10 +193,15 @@ def write(keys: Tensor, slots: Tensor, cache: Tensor) -> None:
 
 
 def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """See `index_keys.quantize_queries`. q [T, Hi, I], weights [T, Hi]."""
-    prepared = prepare(None, None, q, weights[None], 1.0, None, None, None, None)
+    """See `index_keys.quantize_queries`. q [T, Hi, I], weights [T, Hi] or parts of them [P, T, Hi]."""
+    prepared = prepare(None, None, q, in_parts(weights), 1.0, None, None, None, None)
     assert prepared is not None
     return prepared
+
+
+def in_parts(weights: Tensor) -> Tensor:
+    """[T, Hi] or [P, T, Hi] -> [P, T, Hi], parts of a sum."""
+    return weights if weights.dim() == 3 else weights[None]
 
 
 def _strides(q: Tensor | None, gates: Tensor | None) -> tuple[int, ...]:

@@ -36,12 +36,13 @@ def tokens_of_a_record(heads: int) -> int:
     do_not_specialize_on_alignment=["rows", "starts", "lens", "records", "weights"],
 )
 def scores_kernel(
-    q, weights, cache, out, rows, starts, lens, table, records, token_stride, head_stride, weight_stride, cache_stride,
-    table_stride, out_stride, base,
+    q, weights, cache, out, rows, starts, lens, table, records, token_stride, head_stride, part_stride, weight_stride,
+    cache_stride, table_stride, out_stride, base,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    FP8: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, RATE: tl.constexpr,
+    FP8: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, RATE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out[token - base, position] = score, for all visible positions. RATE: `PagedQueries.rate`.
+    """out[token - base, position] = score, for all visible positions. RATE: `PagedQueries.rate`; PARTS: of the weights,
+    which are their sum.
 
     records [N, 3]: request, first token, number of tokens. Grid (N, programs of a record).
     """
@@ -56,7 +57,9 @@ def scores_kernel(
     line = (first + token).to(tl.int64)
     place = q + line[:, None] * token_stride + (head * head_stride)[:, None] + channel[None, :]
     queries = tl.load(place, whole[:, None], 0.0)
-    factors = tl.load(weights + line * weight_stride + head, whole, 0.0)
+    factors = tl.zeros([TOKENS * HEADS], tl.float32)
+    for part in tl.static_range(PARTS):
+        factors += tl.load(weights + part * part_stride + line * weight_stride + head, whole, 0.0)
     table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
     number, inside = tl.arange(0, TOKENS), tl.arange(0, KEYS)
     visible = before + number + 1
@@ -87,15 +90,15 @@ def scores(
     positions are not written.
 
     Args:
-        q: [T, Hi, I] in the cache's dtype, e4m3 for records. weights: [T, Hi] float32.
+        q: [T, Hi, I] in the cache's dtype, e4m3 for records. weights: [P, T, Hi] float32, parts of a sum.
         records: [N, 3] int32, see `scores_kernel`. programs: of a record.
     """
     heads, width = q.shape[1:]
     fp8 = cache.dtype == torch.uint8
     scores_kernel[(len(records), programs)](
         q, weights, cache, out, queries.rows, queries.query_starts, queries.context_lens_device, queries.slot_table,
-        records, q.stride(0), q.stride(1), weights.stride(0), cache.stride(0), queries.slot_table.stride(0),
-        out.stride(0), base, **_constants(heads, width, q.dtype, fp8, queries.rate),
+        records, q.stride(0), q.stride(1), *weights.stride()[:2], cache.stride(0), queries.slot_table.stride(0),
+        out.stride(0), base, **_constants(heads, width, q.dtype, fp8, queries.rate), PARTS=len(weights),
         num_warps=8,
     )  # fmt: skip
 
@@ -116,10 +119,14 @@ def aot_cases() -> list[AotCase]:
             signature = {
                 "q": f"*{element(dtype)}", "weights": "*fp32:1", "cache": "*u8" if fp8 else f"*{element(dtype)}",
                 "out": "*fp32", "rows": "*i32:1", "starts": "*i32:1", "lens": "*i32:1", "table": "*i32",
-                "records": "*i32:1", "token_stride": "i32:16", "head_stride": "i32:16", "weight_stride": "i32:16",
-                "cache_stride": "i32" if fp8 else "i32:16", "table_stride": "i32:16", "out_stride": "i32",
-                "base": "i32",
+                "records": "*i32:1", "token_stride": "i32:16", "head_stride": "i32:16", "part_stride": "i32:16",
+                "weight_stride": "i32:16", "cache_stride": "i32" if fp8 else "i32:16", "table_stride": "i32:16",
+                "out_stride": "i32", "base": "i32",
             }  # fmt: skip
             name = f"index scores, {heads} heads, {'fp8 records' if fp8 else element(dtype)}"
-            cases.append(AotCase(name, scores_kernel, signature, _constants(heads, 128, dtype, fp8), 8, 3, True))
+            constants = _constants(heads, 128, dtype, fp8) | {"PARTS": 1}
+            cases.append(AotCase(name, scores_kernel, signature, constants, 8, 3, True))
+            if not fp8:  # entries of DeepSeek V4 and V4.1
+                constants |= {"RATE": 4 if heads == 64 else 2, "PARTS": 8 if heads == 64 else 10}
+                cases.append(AotCase(f"{name}, of entries", scores_kernel, signature, constants, 8, 3, True))
     return cases

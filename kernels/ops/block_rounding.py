@@ -44,9 +44,11 @@ ROUNDINGS = {E4M3: round_e4m3, E2M1: round_e2m1, E2M1_SMALL: round_e2m1_small}
 
 def round_rows(
     ops: Ops, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
-    to: CacheRows | None = None,
+    to: CacheRows | None = None, q: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`RoundRows` by separate operations."""
+    if q is not None:
+        ops.rotate(q, positions, table)
     if norm is not None:
         x = ops.rms_norm(x, *norm)
     ops.rotate(x, positions, table)

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from moe_engine.kernels import host_calls
 from moe_engine.kernels.cpu.library import LibraryError, load
+from moe_engine.kernels.ops.ngram_rows import IN_TORCH, NgramValues
 
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
 _LONE_SPACE = "\ue000"
-SCALED = 32
-"""Numbers of a row in FP8 with a common scale."""
 
 
 def token_map(tokenizer_file: Path) -> tuple[list[int], int]:
@@ -58,11 +57,8 @@ class TextIds:
     def __init__(self, ids: Sequence[int], vocab_size: int, pad: int, device: torch.device) -> None:
         self.pad = ids[pad]
         whole = [*ids, *[self.pad] * (vocab_size - len(ids))]
-        self._map = torch.tensor(whole, dtype=torch.int32, device=device)
-
-    def of(self, tokens: Tensor) -> Tensor:
-        """Token ids [T] -> int32."""
-        return self._map[tokens]
+        self.map = torch.tensor(whole, dtype=torch.int32, device=device)
+        """[V] int32."""
 
 
 class _Struct(ctypes.Structure):
@@ -99,13 +95,14 @@ class HashedRows:
         table: [rows, bytes of a row] uint8. scales: [rows, W / 32] uint8, exponents; None: without.
         dtype: of the numbers.
         primes, multipliers: of `EngramConfig`, of this layer.
+        values: of the device that reads the rows.
     """
 
     def __init__(
         self, table: Tensor, dtype: torch.dtype, scales: Tensor | None, primes: Sequence[int],
-        multipliers: Sequence[int],
+        multipliers: Sequence[int], values: NgramValues = IN_TORCH.values,
     ) -> None:  # fmt: skip
-        self._table, self._dtype, self._scales = table, dtype, scales
+        self._table, self._dtype, self._scales, self._values = table, dtype, scales, values
         self._sizes = torch.tensor(primes, dtype=torch.int64)
         self._first = self._sizes.cumsum(0) - self._sizes
         self._multipliers = torch.tensor(multipliers, dtype=torch.int64)
@@ -140,15 +137,16 @@ class HashedRows:
         if self._function is None:
             flat = self.rows_of(ids.cpu()).flatten()
             rows, scales = (
-                None if part is None else part.index_select(0, flat).view(len(ids), len(self._sizes), part.shape[1])
+                None if part is None
+                else part.index_select(0, flat).view(len(ids), len(self._sizes), part.shape[1]).to(ids.device)
                 for part in (self._table, self._scales)
-            )
+            )  # fmt: skip
             assert rows is not None
-            return self._values(rows, scales, dtype).to(ids.device)
+            return self._values(rows.view(self._dtype), scales, dtype)
         if ids.device == _HOST:
             buffers = self._buffers(len(ids), ids.contiguous())
             self._function(ctypes.byref(self._struct(len(ids), buffers)))
-            return self._values(buffers.rows, buffers.scales, dtype)
+            return self._values(buffers.rows.view(self._dtype), buffers.scales, dtype)
         return self._read_in_order(ids, dtype)
 
     def _read_in_order(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,7 +168,7 @@ class HashedRows:
             for part in (buffers.rows, buffers.scales)
         )
         assert rows is not None
-        return self._values(rows, scales, dtype)
+        return self._values(rows.view(self._dtype), scales, dtype)
 
     def _buffers(self, count: int, ids: Tensor) -> _Buffers:
         """Memory for `count` tokens, pinned if that of the ids is."""
@@ -192,11 +190,3 @@ class HashedRows:
             self._first.data_ptr(), self._multipliers.data_ptr(), buffers.ids.data_ptr(), buffers.rows.data_ptr(),
             None if buffers.scales is None else buffers.scales.data_ptr(),
         )  # fmt: skip
-
-    def _values(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Bytes of rows [T, C, *] -> their numbers [T, C W]."""
-        values = rows.view(self._dtype)
-        if scales is not None:
-            exponents = (scales.float() - 127).exp2()
-            values = (values.float().unflatten(2, (-1, SCALED)) * exponents.unsqueeze(3)).flatten(2)
-        return values.flatten(1).to(dtype)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.ops.ngram_rows import Ngrams
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
-from moe_engine.kernels.ops.streams import MixStreams
+from moe_engine.kernels.ops.streams import MixNormStreams, MixStreams
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 
@@ -182,11 +183,11 @@ class RoundRows(Protocol):
 
     def __call__(
         self, x: Tensor, norm: tuple[Tensor, float] | None, positions: Tensor, table: RotaryTable, rounding: str,
-        to: CacheRows | None = None,
+        to: CacheRows | None = None, q: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """x [T, H, W] (any strides of tokens and heads): `Ops.rms_norm` by weight and eps, `Ops.rotate`, and the
         rounding of that name, each rounded to x's dtype; x may change. Returns the rows, or with `to` the cache, to
-        which rows [T, W] of one head are written."""
+        which rows [T, W] of one head are written. q [T, H', W]: `Ops.rotate` of it by the same launch."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,12 @@ class OpsCapabilities:
 
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
+
+    ngrams: Ngrams | None = None
+    """None: in torch, `kernels.ops.ngram_rows`."""
+
+    mix_norm_streams: MixNormStreams | None = None
+    """Set if the norm costs no launch of its own."""
 
     round_rows: RoundRows | None = None
     """None: by other operations, `kernels.ops.block_rounding`."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
+
 
 @dataclass(frozen=True)
 class StreamWeights:
@@ -53,6 +55,16 @@ class MixStreams(Protocol):
     def __call__(self, x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
         """Adds x [T, D] to the streams by the weights in residual, in place (None: the residual is new); sets those of
         the next result; returns the sum that the next part reads, [T, D], in the residual's dtype. Float32 inside."""
+
+
+class MixNormStreams(Protocol):
+    """`MixStreams`, and the norm of the sum that is read."""
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, weights: StreamWeights, format: ActivationFormat, norm: Tensor,
+        eps: float,
+    ) -> Activation:  # fmt: skip
+        """`Ops.rms_norm` of the sum, by weight `norm` [D], in `format`."""
 
 
 def write_streams(x: Tensor, residual: Tensor, weights: StreamWeights) -> None:

@@ -25,6 +25,7 @@ from moe_engine.kernels.ops.triton_combine_norm import combine_norm
 from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
 from moe_engine.kernels.ops.triton_grouped import grouped_rows
 from moe_engine.kernels.ops.triton_lookup import lookup
+from moe_engine.kernels.ops.triton_ngrams import NGRAMS
 from moe_engine.kernels.ops.triton_norm_route import add_norm_route
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
@@ -59,7 +60,8 @@ class TritonOps:
             norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64,
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
             grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), lookup=lookup,
-            mix_streams=triton_streams.mix, round_rows=round_rows, mix_blocks=triton_residual_blocks.mix,
+            mix_streams=triton_streams.mix, mix_norm_streams=triton_streams.mix_norm, ngrams=NGRAMS,
+            round_rows=round_rows, mix_blocks=triton_residual_blocks.mix,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,5 +1,6 @@
 """Residual streams in Triton, in two launches: `write_kernel` adds a result to the streams and multiplies them by the
 weights of the next mixing; `read_kernel` sums these products, makes the matrix doubly stochastic and reads the streams.
+The norm of what is read, and its quantized form, can be a part of the second launch.
 
 A token's sums are cut by channels, at the same places in every step, so that a token's values do not depend on others.
 
@@ -17,6 +18,16 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
+from moe_engine.kernels.ops.triton_norm import rms_norm
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    UNQUANTIZED,
+    Activation,
+    ActivationFormat,
+    QuantizedActivation,
+    QuantizedRows,
+)
+from moe_engine.kernels.quantization.triton_rows import norm_blocks, norm_warps, rms_norm_quantize, store_norm
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, row_stride, with_contiguous_rows
@@ -25,8 +36,10 @@ MAX_STREAMS = 8
 """Models with more are mixed in torch."""
 ROWS = 16
 """Tokens of a program of `write_kernel`: the least rows of a matrix product."""
-WRITE_PART, WRITE_BLOCK, READ_BLOCK = 64, 32, 1024
-"""Channels of a program of `write_kernel`, of an iteration in it, and of a program of `read_kernel`."""
+WRITE_PART, WRITE_BLOCK, READ_BLOCKS = 64, 32, 8
+"""Channels of a program of `write_kernel`, and of an iteration in it; blocks of 128 channels of a program of
+`read_kernel` without a norm."""
+_BLOCK = tl.constexpr(BLOCK)
 STAGES = 2
 """Of `write_kernel`: more of them do not fit the registers."""
 
@@ -110,16 +123,19 @@ def _doubly_stochastic(logits, some, floor, ITERATIONS: tl.constexpr):
     return matrix
 
 
-@dependent_jit(do_not_specialize=["num_tokens"])
+@dependent_jit(do_not_specialize=["num_tokens", "scale_stride"])
 def read_kernel(
-    residual, parts, base, scale, out, residual_stride, num_tokens, eps, floor,
+    residual, parts, base, scale, out, norm, quantized, scales, residual_stride, num_tokens, scale_stride, eps, floor,
+    norm_eps,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
-    ALL_PARTS: tl.constexpr, SIDE: tl.constexpr, ITERATIONS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr, LATE: tl.constexpr,
+    ALL_PARTS: tl.constexpr, SIDE: tl.constexpr, ITERATIONS: tl.constexpr, WRITES: tl.constexpr, BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr, LATE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, QUANTIZE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """out [T, D] = the sum of the streams by the token's numbers, without numbers their mean; with WRITES, those of the
     next result go behind the streams. LATE: the sum is by weights that the part before has left, and the token's own
-    ones go behind the streams too. Grid (T, blocks of D)."""
+    ones go behind the streams too. NORM: `norm` of the sum instead, of a whole row; KEEP: in `out`, QUANTIZE: as e4m3
+    in `quantized`, with scales. Grid (T, parts of D)."""
     wait_for_inputs()
     token, part, stream = tl.program_id(0).to(tl.int64), tl.arange(0, ALL_PARTS), tl.arange(0, SIDE)
     own, have, known = parts + (part.to(tl.int64) * num_tokens + token) * PADDED, part < PARTS, stream < STREAMS
@@ -131,17 +147,25 @@ def read_kernel(
         shares = tl.where(known, 1.0 / STREAMS, 0.0)
     else:
         shares = _sigmoid(_number(own, have, base, scale, stream, known, factor)) + floor
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = column < WIDTH
+    kind: tl.constexpr = residual.dtype.element_ty
     line = residual + tl.multiple_of(token * residual_stride, ALIGNED)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCKS, _BLOCK], tl.float32)
     for j in tl.static_range(STREAMS):
         share = tl.sum(tl.where(stream == j, shares, 0.0))
         total += share * tl.load(line + j * WIDTH + column, inside, 0.0).to(tl.float32)
-    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), inside)
+    if NORM:
+        value = total.to(kind).to(tl.float32)
+        store_norm(
+            value, norm, out, quantized, scales, scale_stride, norm_eps, token, WIDTH, BLOCKS, KEEP, QUANTIZE,
+            POWER_OF_TWO, kind,
+        )  # fmt: skip
+    else:
+        tl.store(out + token * WIDTH + column, total.to(kind), inside)
     if WRITES:  # noqa: SIM102 - a constant, and a value of the device
         if tl.program_id(1) == 0:
-            kind: tl.constexpr = residual.dtype.element_ty
             tail = line + STREAMS * WIDTH
             written = 2.0 * _sigmoid(_number(own, have, base, scale, STREAMS + stream, known, factor))
             tl.store(tail + stream, written.to(kind), known)
@@ -159,14 +183,44 @@ def read_kernel(
 
 def mix(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
     """`MixStreams`; a token's values do not depend on other tokens."""
-    if weights.count > MAX_STREAMS or residual.stride(1) != 1:
+    if not _takes(residual, weights):
         return mix_streams(x, residual, weights)
-    tokens, width = len(residual), weights.fn.shape[1] // weights.count
-    out = residual.new_empty(tokens, width)
-    if not tokens:
+    out = residual.new_empty(len(residual), weights.fn.shape[1] // weights.count)
+    _launch(x, residual, weights, out, None, None)
+    return out
+
+
+def mix_norm(
+    x: Tensor | None, residual: Tensor, weights: StreamWeights, format: ActivationFormat, norm: Tensor, eps: float
+) -> Activation:
+    """`MixNormStreams`, in the launches of `mix`."""
+    if not _takes(residual, weights):
+        read = mix_streams(x, residual, weights)
+        if not format.rows:
+            return rms_norm(read, norm, eps)
+        kept, rows = rms_norm_quantize(
+            read, norm, eps, None, format.power_of_two, format.unquantized, None, format.exponents
+        )
+        return QuantizedActivation(rows, kept, residual.dtype)
+    tokens, width = len(residual), len(norm)
+    out = residual.new_empty(tokens, width) if format.unquantized else None
+    quantized = QuantizedRows.empty(tokens, width, residual.device, exponents=format.exponents) if format.rows else None
+    _launch(x, residual, weights, out, quantized, (norm, eps, format))
+    if quantized is None:
+        assert out is not None
         return out
-    stride = row_stride(residual)
-    writes, reads = _constants(weights, residual.dtype, stride)
+    return QuantizedActivation(quantized, out, residual.dtype)
+
+
+def _launch(
+    x: Tensor | None, residual: Tensor, weights: StreamWeights, out: Tensor | None, quantized: QuantizedRows | None,
+    norm: tuple[Tensor, float, ActivationFormat] | None,
+) -> None:  # fmt: skip
+    tokens, stride, width = len(residual), row_stride(residual), weights.fn.shape[1] // weights.count
+    if not tokens:
+        return
+    weight, norm_eps, format = (None, 0.0, None) if norm is None else norm
+    writes, reads = _constants(weights, stride, format)
     parts = torch.empty(reads["PARTS"], tokens, writes["PADDED"], dtype=torch.float32, device=residual.device)
     added = residual if x is None else with_contiguous_rows(x)
     # without numbers there are no weights: the kernels do not read what stands for them
@@ -175,14 +229,28 @@ def mix(x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
         added, residual, fn, parts, row_stride(added), stride, tokens, **writes, ADD=x is not None,
         num_warps=4, num_stages=STAGES,
     )  # fmt: skip
-    read_kernel[(tokens, triton.cdiv(width, READ_BLOCK))](
-        residual, parts, base, scale, out, stride, tokens, weights.eps, weights.floor, **reads, num_warps=4
-    )
-    return out
+    data, scales, scale_stride = (None, None, 0)
+    if quantized is not None:
+        data, scales, scale_stride = quantized.data, quantized.scales, quantized.scale_stride
+    read_kernel[(tokens, triton.cdiv(width, reads["BLOCKS"] * BLOCK))](
+        residual, parts, base, scale, out, weight, data, scales, stride, tokens, scale_stride, weights.eps,
+        weights.floor, norm_eps, **reads, num_warps=_warps(width, format),
+    )  # fmt: skip
 
 
-def _constants(weights: StreamWeights, dtype: torch.dtype, stride: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of both kernels, but for ADD. `stride`: of the residual's rows."""
+def _takes(residual: Tensor, weights: StreamWeights) -> bool:
+    return weights.count <= MAX_STREAMS and residual.stride(1) == 1
+
+
+def _warps(width: int, format: ActivationFormat | None) -> int:
+    """Of `read_kernel`."""
+    return 4 if format is None else norm_warps(width)
+
+
+def _constants(
+    weights: StreamWeights, stride: int, format: ActivationFormat | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of both kernels, but for ADD. `stride`: of the residual's rows; format: of the norm, None: without it."""
     n, numbers = weights.count, len(weights.base)
     width = weights.fn.shape[1] // n
     parts = triton.cdiv(width, WRITE_PART)
@@ -194,7 +262,10 @@ def _constants(weights: StreamWeights, dtype: torch.dtype, stride: int) -> tuple
     writes = {"ROWS": ROWS, "PART": WRITE_PART, "BLOCK": WRITE_BLOCK, "PRECISION": "tf32x3"}
     reads = {
         "PARTS": parts, "ALL_PARTS": next_power_of_2(parts), "SIDE": next_power_of_2(n),
-        "ITERATIONS": weights.iterations, "WRITES": weights.writes, "BLOCK": READ_BLOCK,
+        "ITERATIONS": weights.iterations, "WRITES": weights.writes,
+        "BLOCKS": READ_BLOCKS if format is None else norm_blocks(width), "NORM": format is not None,
+        "KEEP": format is not None and format.unquantized, "QUANTIZE": format is not None and format.rows,
+        "POWER_OF_TWO": format is not None and format.power_of_two,
     }  # fmt: skip
     return both | writes, both | reads
 
@@ -212,7 +283,8 @@ def aot_cases() -> list[AotCase]:
             vector = torch.empty(numbers, device="meta")
             fn = torch.empty(numbers, 4 * width, device="meta")
             weights = StreamWeights(fn, vector, vector, 4, 20, 1e-6, 1e-6, late)
-            writes, reads = _constants(weights, dtype, 4 * width + (32 if late else 20))
+            line = 4 * width + (32 if late else 20)
+            writes, reads = _constants(weights, line)
             kind, name = f"*{element(dtype)}", f"{label}_{numbers}_{element(dtype)}{'' if add else '_first'}"
             stride = "i32:16" if late else "i32"
             signature = {
@@ -224,10 +296,26 @@ def aot_cases() -> list[AotCase]:
             constants = writes | {"ADD": add}
             product = numbers > 0
             cases.append(AotCase(f"write_streams_{name}", write_kernel, signature, constants, 4, STAGES, product))
-            signature = {
-                "residual": kind, "parts": "*fp32", "base": "*fp32", "scale": "*fp32", "out": kind,
-                "residual_stride": stride, "num_tokens": "i32", "eps": "fp32", "floor": "fp32",
-            }  # fmt: skip
             if add:
-                cases.append(AotCase(f"read_streams_{name}", read_kernel, signature, reads, 4, 3, False))
+                cases.append(_read_case(name, kind, stride, width, reads, None))
+                formats = {"": UNQUANTIZED, "_fp8": ActivationFormat(True, True, True)}
+                for label_, format in formats.items() if dtype == torch.bfloat16 else ():
+                    own = _constants(weights, line, format)[1]
+                    cases.append(_read_case(f"{name}_norm{label_}", kind, stride, width, own, format))
     return cases
+
+
+def _read_case(
+    name: str, kind: str, stride: str, width: int, constants: dict[str, Any], format: ActivationFormat | None
+) -> AotCase:
+    signature = {
+        "residual": kind, "parts": "*fp32", "base": "*fp32", "scale": "*fp32", "out": kind, "residual_stride": stride,
+        "num_tokens": "i32", "eps": "fp32", "floor": "fp32", "scale_stride": "i32", "norm_eps": "fp32",
+    }  # fmt: skip
+    pointers = {"norm": ("*fp32", format is not None)}
+    pointers |= {name: (kind, format is not None and format.rows)
+                 for name, kind in (("quantized", "*fp8e4nv"), ("scales", "*fp32"))}  # fmt: skip
+    signature |= {name: kind for name, (kind, used) in pointers.items() if used}
+    absent = {name: None for name, (_, used) in pointers.items() if not used}
+    warps = _warps(width, format)
+    return AotCase(f"read_streams_{name}", read_kernel, signature, constants | absent, warps, 3, False)

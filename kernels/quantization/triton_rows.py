@@ -192,7 +192,7 @@ def rms_norm_quantize(
         rms_norm_quantize_kernel[(m,)](
             x, other, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
             WIDTH=k, X_STRIDE=_stride(x), BLOCKS=norm_blocks(k), HAS_RESIDUAL=residual is not None,
-            POWER_OF_TWO=power_of_two, KEEP=keep, PAIR=other is not None, num_warps=_norm_warps(k),
+            POWER_OF_TWO=power_of_two, KEEP=keep, PAIR=other is not None, num_warps=norm_warps(k),
         )  # fmt: skip
     return normed, rows
 
@@ -214,7 +214,7 @@ def norm_blocks(width: int) -> int:
     return triton.next_power_of_2(triton.cdiv(width, BLOCK))
 
 
-def _norm_warps(width: int) -> int:
+def norm_warps(width: int) -> int:
     """16 to 32 channels per thread: a program has one row, so more threads hide its latency."""
     return min(16, max(1, norm_blocks(width) // 4))
 
@@ -253,5 +253,5 @@ def aot_cases() -> list[AotCase]:
         constants |= {"PAIR": pair} | ({} if pair else {"other": None})
         signature |= {"other": "*bf16"} if pair else {}
         name = f"fp8_rms_norm_{width}{'' if keep else '_alone'}{'_pair' * pair}"
-        cases.append(AotCase(name, rms_norm_quantize_kernel, signature, constants, _norm_warps(width), 3, False))
+        cases.append(AotCase(name, rms_norm_quantize_kernel, signature, constants, norm_warps(width), 3, False))
     return cases

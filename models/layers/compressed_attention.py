@@ -47,26 +47,47 @@ class Compressor:
     ) -> None:  # fmt: skip
         assert backends.compression is not None
         self._kernel, self._rotary = backends.compression, rotary
-        names, rows = [f"{prefix}.kv_proj", f"{prefix}.gate_proj"], [series * width] * 2
-        self._project = load_linear(backends.linear, reader, names, rows, config.hidden_size)
+        self.projections = {f"{prefix}.{name}": series * width for name in ("kv_proj", "gate_proj")}
+        """Rows of the projections of hidden states that `update` takes side by side, by name."""
         bias = reader.tensor(f"{prefix}.position_bias", (rate, series * width), dtype=torch.float32)
         norm = reader.tensor(f"{prefix}.norm.weight", (width,), dtype=torch.float32)
         self._weights = CompressorWeights(bias, norm, config.norm_eps)
-        self.input_format = self._project.input_format
-        """Activation format of the hidden states."""
 
     @property
     def rate(self) -> int:
         """Tokens of an entry."""
         return self._weights.rate
 
-    def update(self, hidden: Activation, step: CompressedStep, kept: Kept, entries: Tensor) -> None:
+    @property
+    def width(self) -> int:
+        """Channels of the projections."""
+        return sum(self.projections.values())
+
+    def update(self, projected: Tensor, step: CompressedStep, kept: Kept, entries: Tensor) -> None:
         """Writes the entries [E, W] that the tokens complete, and what they contribute to later ones."""
-        projected, own = self._project(hidden).to(kept.rows.dtype), step.kept[self.rate]
+        projected, own = projected.to(kept.rows.dtype), step.kept[self.rate]
         places = own.places if own.apart else None
         self._kernel.compress(projected, kept, self._weights, self._rotary, step.tokens, entries, places)
         if not own.apart:
             own.keep(projected, kept)
+
+
+class IndexGates:
+    """The weights of index heads [T, Hi] float32, in parts where the kernel sums them."""
+
+    def __init__(self, backends: Backends, gates: Tensor) -> None:
+        """gates: [Hi, D] float32, the scale of the scores included."""
+        assert backends.indexer is not None
+        self._parts = backends.indexer.gates
+        self._gate = None if self._parts is None else backends.ops.prepare_gate(gates)
+        self._linear = Linear(backends.linear, gates) if self._gate is None else None
+
+    def __call__(self, hidden: Activation) -> Tensor:
+        x = unquantized(hidden)
+        if self._linear is not None:
+            return self._linear(x.float())
+        assert self._parts is not None and self._gate is not None
+        return self._parts(x, self._gate)
 
 
 class EntryIndexer:
@@ -79,7 +100,7 @@ class EntryIndexer:
         assert isinstance(a, CompressedConfig) and backends.indexer is not None
         self._ops, self._kernel, self._rotary = backends.ops, backends.indexer, rotary
         self._heads, self._width, self._top_k = a.index_heads, a.index_width, a.top_k
-        self._compressor = Compressor(
+        self.compressor = Compressor(
             backends, reader, f"{prefix}.compressor", config, a.selected_rate, a.index_width, 2, rotary
         )
         self._q = load_linear(
@@ -87,12 +108,12 @@ class EntryIndexer:
         )
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (a.index_heads, config.hidden_size), dtype=torch.float32)
         # the scale of the scores is part of the weights: a step has no launch for it
-        self._gates = Linear(backends.linear, gates * (a.index_heads * a.index_width) ** -0.5)
+        self._gates = IndexGates(backends, gates * (a.index_heads * a.index_width) ** -0.5)
 
     @property
     def input_format(self) -> ActivationFormat:
-        """Activation format of the hidden states; the head weights are products of unquantized numbers."""
-        return common_format(self._compressor.input_format, UNQUANTIZED)
+        """Activation format of the hidden states: the head weights are products of unquantized numbers."""
+        return UNQUANTIZED
 
     @property
     def latent_format(self) -> ActivationFormat:
@@ -100,17 +121,19 @@ class EntryIndexer:
         return self._q.input_format
 
     def update(
-        self, hidden: Activation, latent: Activation, positions: Tensor, step: CompressedStep, cache: CompressedCache
-    ) -> None:
-        """Writes the index keys of new entries; sets the step's selection [T, K], if it has one."""
+        self, projected: Tensor, hidden: Activation, latent: Activation, positions: Tensor, step: CompressedStep,
+        cache: CompressedCache,
+    ) -> None:  # fmt: skip
+        """Writes the index keys of new entries, by their projections; sets the step's selection [T, K], if it has
+        one."""
         assert cache.index_keys is not None
-        self._compressor.update(hidden, step, cache.kept[1], cache.index_keys.squeeze(1))
+        self.compressor.update(projected, step, cache.kept[1], cache.index_keys.squeeze(1))
         if (selection := step.selection) is None:
             return
         q = self._q(latent).view(-1, self._heads, self._width)
         self._ops.rotate(q, positions, self._rotary)
-        weights = self._gates(unquantized(hidden).float())
-        rows = step.rows[self._compressor.rate].selected.slots
+        weights = self._gates(hidden)
+        rows = step.rows[self.compressor.rate].selected.slots
         selection.select(self._kernel, q, weights, cache.index_keys, self._top_k, rows)
 
 
@@ -149,6 +172,8 @@ class CompressedAttention:
         self._sinks = reader.tensor(f"{prefix}.sinks", (heads,), Cut(share.cut(heads)), dtype=torch.float32)
         self._load_output(whole, config, reader, prefix, share)
         self._compressor: Any = None
+        self._projected: Any = None
+        self._readers: list[Any] = []  # parts that read the hidden states, beside `_down`
         self._indexer: Any = None
         self._load_entries(config, backends, reader, prefix, rotary)
         latents = () if self._indexer is None else (self._indexer.latent_format,)
@@ -169,6 +194,11 @@ class CompressedAttention:
             )
         if self._attention.selects(self._layer_index):
             self._indexer = EntryIndexer(backends, reader, f"{prefix}.indexer", config, rotary)
+        parts = [self._compressor, *([] if self._indexer is None else [self._indexer.compressor])]
+        if self._compressor is not None:  # one product for both, whose results are few channels
+            names = {name: rows for part in parts for name, rows in part.projections.items()}
+            self._projected = load_linear(backends.linear, reader, [*names], [*names.values()], config.hidden_size)
+            self._readers = [self._projected, *([] if self._indexer is None else [self._indexer])]
 
     def _load_output(
         self, whole: CompressedConfig, config: ModelConfig, reader: WeightSource, prefix: str, share: Share
@@ -192,18 +222,18 @@ class CompressedAttention:
     @property
     def input_format(self) -> ActivationFormat:
         """Activation format of the hidden states."""
-        others = (part.input_format for part in (self._compressor, self._indexer) if part is not None)
-        return common_format(self._down.input_format, *others)
+        return common_format(self._down.input_format, *(part.input_format for part in self._readers))
 
     def forward(self, hidden: Activation, batch: ForwardBatch, step: CompressedStep | None = None) -> Tensor:
         a, cache = self._attention, self.cache_of(batch)
         step = self._steps.of(batch) if step is None else step
         down = self._down(hidden)
         latent = self._q_norm(down[:, : a.q_lora_rank])
-        if self._compressor is not None:
-            self._compressor.update(hidden, step, cache.kept[0], cache.entries)
-        if self._indexer is not None:
-            self._indexer.update(hidden, latent, batch.positions, step, cache)
+        if self._projected is not None:
+            projected, width = self._projected(hidden), self._compressor.width
+            self._compressor.update(projected[:, :width], step, cache.kept[0], cache.entries)
+            if self._indexer is not None:
+                self._indexer.update(projected[:, width:], hidden, latent, batch.positions, step, cache)
         q = self._q(latent).view(-1, a.num_heads, a.head_dim)
         q = self._written(q, down[:, a.q_lora_rank :], batch.positions, step.slots, cache)
         return self._attend(q, batch, step.rows[self._rate], cache)

@@ -54,7 +54,6 @@ class _Selecting:
             for name in ("columns of entries", "chosen counts", "visible entries", "rows of requests")
         )
         self.queries = PagedQueries([1] * tokens, [most] * tokens, rows, starts, lens, table, 1, rate=rate)
-        self.chosen = Selected(memory.take("chosen slots", (tokens, top_k), device), [top_k] * tokens, counts)
         self.entries = SelectedEntries(columns, counts, lens, top_k)
         self.plan = indexer.plan_in_place(self.queries, attention.index_heads)
         """None: its launches cannot be captured."""
@@ -62,7 +61,7 @@ class _Selecting:
     def of(self, width: int, first_entry: int) -> EntrySelection:
         """The step's selection for rows of `width` columns, by `entries`."""
         own = self.entries
-        return EntrySelection(self.queries, self.chosen, self.plan, own.columns, own.counts, width, first_entry)
+        return EntrySelection(self.queries, None, self.plan, own.columns, own.counts, width, first_entry)
 
 
 class StepInPlace:
@@ -94,6 +93,8 @@ class StepInPlace:
         width, device, selecting = queries.slot_table.shape[1], queries.rows.device, None
         if attention.selected_rate in rates and width // attention.selected_rate > attention.top_k:
             assert indexer is not None
+            if indexer.select_into is None:
+                return None
             selecting = _Selecting(attention, queries, queries.num_tokens, indexer, memory)
             if selecting.plan is None:
                 return None
@@ -157,7 +158,7 @@ class StepInPlace:
 
     def _apart(self, rate: int, kept: Kept) -> bool:
         """Whether no entry reads a row that a token of the step writes."""
-        reach = rate * (1 + (rate == self._attention.selected_rate)) + self._queries.query_lens[0] - 1
+        reach = self._attention.spanned(rate) + self._queries.query_lens[0] - 1
         return kept.each == kept.block or kept.each >= reach  # positions of a request that the step reads or writes
 
 

@@ -5,7 +5,7 @@ Legend: T tokens, R requests, W tokens of a window, K rows of a query token, E e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
-from moe_engine.kernels.indexer.protocol import IndexerKernel
+from moe_engine.kernels.indexer.candidates import CandidateTable
+from moe_engine.kernels.indexer.protocol import BlockChoice, IndexerKernel
 from moe_engine.kernels.queries import PagedQueries
 
 
@@ -32,7 +33,8 @@ class EntrySelection:
 
     queries: PagedQueries
     """Each query token as a request, whose context are the entries that it sees; one entry if it sees none."""
-    selected: Selected
+    selected: Selected | None
+    """None: the kernel writes to the rows of attention."""
     plan: Any
     columns: Tensor  # [T] int32: of the rows, behind those of the window
     counts: Tensor  # [T] int32: entries that each token selects
@@ -40,24 +42,36 @@ class EntrySelection:
     """Columns of the rows."""
     first_entry: int
 
-    def select(self, kernel: IndexerKernel, q: Tensor, weights: Tensor, keys: Tensor, top_k: int, rows: Tensor) -> None:
-        """Sets the selected entries among rows [T, K]. q, weights, keys: as in `IndexerKernel.select`."""
-        if kernel.select_into is not None:
+    def select(
+        self, kernel: IndexerKernel, q: Tensor, weights: Tensor, keys: Tensor, top_k: int, rows: Tensor,
+        blocks: BlockChoice | None = None,
+    ) -> None:  # fmt: skip
+        """Sets the selected entries among rows [T, K]. q, weights, keys, blocks: as in `IndexerKernel.select`."""
+        if self.selected is None:
+            assert kernel.select_into is not None
             kernel.select_into(
-                q, weights, keys, self.queries, top_k, rows, self.columns, self.counts, self.first_entry, self.plan
-            )
-        else:
-            kernel.select(q, weights, keys, self.queries, top_k, self.selected, self.plan)
-            self.place(rows)
-
-    def place(self, rows: Tensor) -> None:
-        """Sets the entries among rows [T, K] to those of `selected`."""
+                q, weights, keys, self.queries, top_k, rows, self.columns, self.counts, self.first_entry, self.plan,
+                blocks,
+            )  # fmt: skip
+            return
+        kernel.select(q, weights, keys, self.queries, top_k, self.selected, self.plan, blocks)
         is_entry, places = self._entries
         found = self.selected.slots.gather(1, places).add_(self.first_entry)
         torch.where(is_entry, found, rows, out=rows)
 
+    def among(self, candidates: CandidateTable, tokens: slice) -> EntrySelection:
+        """The selection of some tokens among their candidates."""
+        own = self.selected
+        if own is not None:
+            own = Selected(own.slots[tokens], own.counts[tokens], own.counts_device[tokens])
+        return replace(
+            self, queries=candidates.queries, plan=candidates.plan, selected=own, columns=self.columns[tokens],
+            counts=self.counts[tokens],
+        )  # fmt: skip
+
     @cached_property
     def _entries(self) -> tuple[Tensor, Tensor]:
+        assert self.selected is not None
         return entry_columns(self.columns, self.width, self.counts, self.selected.slots.shape[1])
 
 

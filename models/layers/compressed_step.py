@@ -144,11 +144,13 @@ class StepRows:
             [1] * len(seen), context.tolist(), numbers.int(), starts, (lens // rate).clamp(min=1), entries, 1
         )
         counts = np.minimum(visible, a.top_k)
-        chosen = Selected(
-            torch.zeros((len(seen), a.top_k), dtype=torch.int32, device=lens.device),
-            np.minimum(context, a.top_k).tolist(),
-            upload(np.minimum(context, a.top_k).astype(np.int32), lens.device),
-        )
+        chosen = None
+        if self._indexer.select_into is None:
+            chosen = Selected(
+                torch.zeros((len(seen), a.top_k), dtype=torch.int32, device=lens.device),
+                np.minimum(context, a.top_k).tolist(),
+                upload(np.minimum(context, a.top_k).astype(np.int32), lens.device),
+            )
         width = window.shape[1] + a.top_k
         attended = self._attended(pad(window, (0, a.top_k), value=-1), np.minimum(seen, a.window) + counts)
         plan = self._indexer.plan(queries)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import AddNormRoute, Ops
+from moe_engine.kernels.ops.streams import MixNormStreams, StreamWeights
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, common_format
 from moe_engine.models.weights import WeightSource
@@ -89,6 +90,10 @@ class RMSNorm:
     def add_with(self, fused: AddNormRoute, x: Tensor, residual: Tensor, *router: Any) -> tuple[Any, Tensor, Tensor]:
         """`add`, and the router of its result by the same call; router: the arguments of `fused` after eps."""
         return fused(self._format, x, residual, self.weight, self.eps, *router)
+
+    def of_mixed(self, fused: MixNormStreams, x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Any:
+        """The norm of a sum of streams, by the call that computes the sum."""
+        return fused(x, residual, weights, self._format, self.weight, self.eps)
 
     @property
     def adds_pairs(self) -> bool:

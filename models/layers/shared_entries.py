@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.attention.selected import Shift
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.compression.protocol import CompressedTokens, Kept
+from moe_engine.kernels.compression.protocol import CompressedTokens, Kept, PairedEntries
 from moe_engine.kernels.indexer.candidates import Candidates, CandidateTable
 from moe_engine.kernels.indexer.protocol import BlockChoice, IndexerKernel
 from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, E4M3, round_rows
@@ -28,19 +28,18 @@ from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
     ActivationFormat,
-    unquantized,
 )
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import MAX_CANDIDATES, SharedEntriesConfig
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.compressed_attention import CompressedAttention
+from moe_engine.models.layers.compressed_attention import CompressedAttention, IndexGates
 from moe_engine.models.layers.compressed_in_place import StepInPlace
-from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep
+from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep, EntrySelection
 from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.fixed_memory import FixedMemory
-from moe_engine.models.layers.linear import Linear, load_linear
+from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
 
@@ -82,6 +81,7 @@ class SharedStep:
 
     Attributes:
         rows: None for a step without tokens.
+        written: None with entries of one token, and where one launch sums two.
         first_entry: the row of the first entry in the rows of attention as they are now.
         memory: of the candidates of a captured step; None: they are made when they are needed.
         candidates: None: all entries are candidates.
@@ -96,23 +96,33 @@ class SharedStep:
     _entries: Tensor | None = None
     """Which of the rows are entries, int32."""
 
-    def rows_of(self, cache: CompressedCache, num_slots: int) -> AttendedRows:
-        """The rows of a layer, whose entries have other numbers in each layer's cache."""
+    def rows_of(self, cache: CompressedCache, num_slots: int, shifts: bool) -> AttendedRows:
+        """The rows of a layer, whose entries have other numbers in each layer's cache.
+
+        Args:
+            num_slots: of windows; entries are behind them.
+            shifts: attention adds the difference itself.
+        """
         assert self.rows is not None
         slots = self.rows.selected.slots
         if cache.num_slots != self.first_entry:
+            if shifts:
+                shift = Shift(num_slots, cache.num_slots - self.first_entry)
+                return replace(self.rows, selected=replace(self.rows.selected, shift=shift))
             if self._entries is None:
                 self._entries = (slots >= num_slots).int()
             slots.add_(self._entries, alpha=cache.num_slots - self.first_entry)
             self.first_entry = cache.num_slots
         return self.rows
 
-    def place(self, cache: CompressedCache) -> None:
-        """Sets the selected entries among the rows, as this layer's cache numbers them."""
-        selection = self.step.selection
-        assert selection is not None and self.rows is not None
-        replace(selection, first_entry=cache.num_slots).place(self.rows.selected.slots)
+    def selection_of(self, cache: CompressedCache) -> tuple[EntrySelection, Tensor] | None:
+        """The step's selection, if it has one, and the rows of attention that it sets, as this layer's cache numbers
+        the entries."""
+        if (selection := self.step.selection) is None:
+            return None
+        assert self.rows is not None
         self.first_entry = cache.num_slots
+        return replace(selection, first_entry=cache.num_slots), self.rows.selected.slots
 
 
 class CandidateMemory:
@@ -153,6 +163,7 @@ class SharedSteps:
         self._layers = {rate: layer for layer, rate in reversed([*enumerate(attention.rates)])}
         attend: Any = backends.attention
         self._attention, self._indexer = attention, backends.indexer
+        self._sum_pairs = None if backends.compression is None else backends.compression.sum_pairs
         self._rows = {
             rate: StepRows(_view(attention, rate), {rate: layer}, attend, backends.indexer, backends.compression)
             for rate, layer in self._layers.items()
@@ -182,7 +193,9 @@ class SharedSteps:
         for rate, rows in self._rows.items():
             step = rows.of(replace(batch, attention_plan=plan.plans[rate]) if captured else batch)
             cache: CompressedCache = batch.kv[self._layers[rate]]
-            written = WrittenEntries.of(step.tokens, cache.kept[0], captured) if rate > 1 else None
+            written = None
+            if rate > 1 and self._sum_pairs is None:
+                written = WrittenEntries.of(step.tokens, cache.kept[0], captured)
             memory = plan.candidates if captured and rate == self._attention.rate_of_candidates else None
             found[rate] = SharedStep(step, step.rows.get(rate), written, cache.num_slots, memory)
         return found
@@ -196,6 +209,8 @@ class EntryWriter:
     ) -> None:
         a = config.attention
         assert isinstance(a, SharedEntriesConfig)
+        assert backends.compression is not None
+        self._sum_pairs = backends.compression.sum_pairs
         self._round, self._rotary, self._rate, self._width = _rounding(backends.ops), rotary, rate, a.head_dim
         names = [f"{prefix}.compressor.{name}" for name in ("kv_proj", "gate_proj")[: 1 + (rate > 1)]]
         self._project = load_linear(backends.linear, reader, names, [a.head_dim] * len(names), config.hidden_size)
@@ -207,21 +222,33 @@ class EntryWriter:
 
     def update(self, hidden: Activation, shared: SharedStep, cache: CompressedCache) -> None:
         """Writes the entries that the tokens complete, and what they contribute to later ones."""
-        projected, tokens, written = self._project(hidden), shared.step.tokens, shared.written
-        if written is None:
-            latents, slots, positions = projected, tokens.slots, tokens.positions
+        projected, tokens = self._project(hidden), shared.step.tokens
+        if self._rate == 1:
+            latents, slots, positions = self._norm(projected), tokens.slots, tokens.positions
         else:
-            latents = self._pairs(projected, cache.kept[0], written).to(projected.dtype)
-            slots, positions = written.slots, written.positions
-            shared.step.kept[2].keep(projected.to(cache.kept[0].rows.dtype), cache.kept[0])
-        latents = self._norm(latents)
+            latents, slots, positions = self._pairs(projected, shared, cache.kept[0])
         assert cache.index_keys is not None
         keys, norm = self._key(latents), self._key_norm
         to = CacheRows(slots, cache.index_keys.squeeze(1))
         self._round(keys.unsqueeze(1), (norm.weight, norm.eps), positions, self._rotary, E2M1, to)
         self._round(latents.unsqueeze(1), None, positions, self._rotary, E2M1_SMALL, CacheRows(slots, cache.entries))
 
-    def _pairs(self, projected: Tensor, kept: Kept, written: WrittenEntries) -> Tensor:
+    def _pairs(self, projected: Tensor, shared: SharedStep, kept: Kept) -> PairedEntries:
+        """Normed entries of two tokens; keeps what later ones need."""
+        own, written = shared.step.kept[2], shared.written
+        if written is None:
+            assert self._sum_pairs is not None
+            norm, places = (self._norm.weight, self._norm.eps), own.places if own.apart else None
+            found = self._sum_pairs(projected, kept, norm, shared.step.tokens, places)
+            if own.apart:
+                return found
+        else:
+            sums = self._sums(projected, kept, written).to(projected.dtype)
+            found = PairedEntries(self._norm(sums), written.slots, written.positions)
+        own.keep(projected.to(kept.rows.dtype), kept)
+        return found
+
+    def _sums(self, projected: Tensor, kept: Kept, written: WrittenEntries) -> Tensor:
         """The sums [E, W] of the entries' two tokens, weighted by the softmax of their gates; float32."""
         stored, last = kept.rows[written.stored], written.tokens
         if last is None:
@@ -248,7 +275,7 @@ class SharedIndexer:
         rows = [a.index_heads * a.index_width]
         self._q = load_linear(backends.linear, reader, [f"{prefix}.q_b_proj"], rows, a.q_lora_rank)
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (a.index_heads, config.hidden_size), dtype=torch.float32)
-        self._gates = Linear(backends.linear, gates * (a.index_heads * a.index_width) ** -0.5)
+        self._gates = IndexGates(backends, gates * (a.index_heads * a.index_width) ** -0.5)
         self.input_format: ActivationFormat = UNQUANTIZED
         """Activation format of the hidden states: the head weights are products of unquantized numbers."""
 
@@ -260,29 +287,24 @@ class SharedIndexer:
     def update(
         self, hidden: Activation, latent: Activation, positions: Tensor, shared: SharedStep, cache: CompressedCache
     ) -> None:
-        """Sets the step's selection [T, K], if it has one."""
-        if (selection := shared.step.selection) is None:
+        """Sets the selected entries among the rows of attention, if the step selects."""
+        if (found := shared.selection_of(cache)) is None:
             return
-        a, chosen = self._config, selection.selected
+        (selection, rows), a = found, self._config
         assert cache.index_keys is not None
         q = self._q(latent).view(-1, a.index_heads, a.index_width)
         q = self._round(q, None, positions, self._rotary, E2M1)
-        weights = self._gates(unquantized(hidden).float())
+        weights = self._gates(hidden)
         if a.limits_candidates(self._layer) and shared.candidates is not None:
             for part, table in shared.candidates.parts():
-                own = Selected(chosen.slots[part], chosen.counts[part], chosen.counts_device[part])
-                self._kernel.select(
-                    q[part], weights[part], cache.index_keys, table.queries, a.top_k, own, table.plan
-                )  # fmt: skip
-        else:
-            blocks = self._blocks(selection.queries, shared) if self._layer == a.candidate_source else None
-            self._kernel.select(
-                q, weights, cache.index_keys, selection.queries, a.top_k, chosen, selection.plan, blocks
-            )
-            if blocks is not None:
-                memory = None if shared.memory is None else shared.memory.table
-                shared.candidates = Candidates(selection.queries, blocks, self._kernel.plan, MAX_CANDIDATES, memory)
-        shared.place(cache)
+                own = selection.among(table, part)
+                own.select(self._kernel, q[part], weights[..., part, :], cache.index_keys, a.top_k, rows[part])
+            return
+        blocks = self._blocks(selection.queries, shared) if self._layer == a.candidate_source else None
+        selection.select(self._kernel, q, weights, cache.index_keys, a.top_k, rows, blocks)
+        if blocks is not None:
+            memory = None if shared.memory is None else shared.memory.table
+            shared.candidates = Candidates(selection.queries, blocks, self._kernel.plan, MAX_CANDIDATES, memory)
 
     def _blocks(self, queries: PagedQueries, shared: SharedStep) -> BlockChoice | None:
         """Memory for the blocks of candidates; None: all entries are candidates."""
@@ -311,12 +333,11 @@ class SharedAttention(CompressedAttention):
             self._compressor = EntryWriter(backends, reader, prefix, config, self._rate, rotary)
         if a.selects(self._layer_index):
             self._indexer = SharedIndexer(backends, reader, f"{prefix}.indexer", config, self._layer_index, rotary)
+        self._readers = [part for part in (self._compressor, self._indexer) if part is not None]
 
     def _written(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, cache: CompressedCache) -> Tensor:
-        norm = self._kv_norm.weight, self._kv_norm.eps
-        self._round(kv.unsqueeze(1), norm, positions, self._rotary, E4M3, CacheRows(slots, cache.rows))
-        if q.shape[1]:
-            self._ops.rotate(q, positions, self._rotary)
+        norm, to = (self._kv_norm.weight, self._kv_norm.eps), CacheRows(slots, cache.rows)
+        self._round(kv.unsqueeze(1), norm, positions, self._rotary, E4M3, to, q if q.shape[1] else None)
         return q
 
     def forward(  # type: ignore[override]
@@ -335,7 +356,7 @@ class SharedAttention(CompressedAttention):
             self._indexer.update(hidden, latent, batch.positions, shared, cache)
         q = self._q(latent).view(-1, a.num_heads, a.head_dim)
         q = self._written(q, down[:, a.q_lora_rank :], batch.positions, shared.step.slots, cache)
-        return self._attend(q, batch, shared.rows_of(cache, num_slots), cache)
+        return self._attend(q, batch, shared.rows_of(cache, num_slots, self._sparse.shifts), cache)
 
 
 def _rounding(ops: Ops) -> RoundRows:

@@ -61,15 +61,16 @@ class StreamNorm(ResidualNorm):
             fn, base, scale, n, streams.iterations, config.norm_eps, streams.eps, streams.late
         )
         self._mix = ops.capabilities.mix_streams or mix_streams
+        self._mix_norm = ops.capabilities.mix_norm_streams
 
     def __call__(self, residual: Tensor) -> Any:
         """The norm of the weighted sum of new streams."""
-        return self._norm(self._read(None, residual))
+        return self._normed(None, residual)
 
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
         """Adds x [T, D] to the streams, in place; then as `__call__`."""
         assert other is None
-        return self._norm(self._read(x, residual))
+        return self._normed(x, residual)
 
     def stream(self, residual: Tensor) -> Tensor:
         """All streams: `HiddenTaps` takes their mean."""
@@ -80,10 +81,18 @@ class StreamNorm(ResidualNorm):
         self._read(x, residual)
         return residual[:, : self._weights.fn.shape[1]].contiguous()
 
+    def _normed(self, x: Tensor | None, residual: Tensor) -> Any:
+        """The norm of the sum of the streams, after x is added to them."""
+        if self._mix_norm is None or not len(residual):
+            return self._norm(self._read(x, residual))
+        return self._norm.of_mixed(self._mix_norm, self._to_add(x, residual), residual, self._weights)
+
     def _read(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """The sum of the streams, after x is added to them."""
         if not len(residual):  # an idle attention group, whose x has any width
             return residual[:, : self.width]
-        if x is not None and self._all_reduce is not None:
-            x = self._all_reduce.sum(x)
-        return self._mix(x, residual, self._weights)
+        return self._mix(self._to_add(x, residual), residual, self._weights)
+
+    def _to_add(self, x: Tensor | None, residual: Tensor) -> Tensor | None:
+        """What is added to the streams by the call that reads them."""
+        return x if x is None or self._all_reduce is None else self._all_reduce.sum(x)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_engine.errors import ConfigError
+from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.media.image_process import _processed, load_processor
 from moe_engine.models import sizes
 from moe_engine.models.batch import ImageRows
+from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.header_check import check_headers
 from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.tensors import model_tensors
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.tokenizer.deepseek_v41 import DeepseekV41Chat
 from tests.models import stepper
+from tests.models.checkpoints import write_tensors
 from tests.models.deepseek_v41 import FIELDS, make_v41
 from tests.models.image_parity import around, check_logits, check_requests
 from tests.models.rows import all_rows
@@ -207,3 +213,23 @@ def test_published_form(tmp_path: Path) -> None:
     rows = model.encode(image.values, image.grid)
     assert_close(rows, oracle.embed(image))
     check_logits(loaded, stored, "torch", oracle, (tokens, places, [image]), rows, IMAGE, 1e-3, page_size=PAGE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"vision.blocks.1.attn.wo.bias": None}, "visual.blocks.1.attn.wo.bias"),
+        ({"image_newline": torch.zeros(32)}, "image_newline"),
+        ({"layers.3.ffn.gate.bias_vl": None}, "model.layers.3.mlp.gate.bias_vl"),
+        ({"vision.blocks.1.attn.k_norm.weight": torch.zeros(12)}, "visual.blocks.1.attn.k_norm.weight"),
+    ],
+)
+def test_headers_of_the_tower(made: V41Oracle, tmp_path: Path, changed: dict[str, Tensor | None], words: str) -> None:
+    """A tensor that is missing, has another shape or belongs to no part is named; the text alone needs none of them."""
+    shutil.copytree(made.path, path := tmp_path / "model")
+    tensors: dict[str, Tensor | None] = load_file(path / "model.safetensors") | changed
+    write_tensors(path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    config, files = load_model_config(path), read_checkpoint(path)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        check_headers(path, files, config)
+    check_headers(path, files, replace(config, vision=None))

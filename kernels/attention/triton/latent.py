@@ -18,6 +18,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
+from moe_engine.kernels.attention.selected import Shift
 from moe_engine.kernels.attention.triton.merge import merge_partials
 from moe_engine.kernels.attention.triton.merge_values import merge_values
 from moe_engine.kernels.attention.triton.tiles import (
@@ -168,20 +169,23 @@ def _store(
             tl.store(place, values, (row < left)[:, None] & (column < LATENT)[None, :])
 
 
-@dependent_jit(do_not_specialize=["query_len"], do_not_specialize_on_alignment=["rows", "visible", "lens"])
+@dependent_jit(
+    do_not_specialize=["query_len", "shift_first", "shift_added"],
+    do_not_specialize_on_alignment=["rows", "visible", "lens"],
+)
 def latent_kernel(
     q, cache, out, partial, lse, segments, rows, table, visible, lens, sinks,
-    q_stride, cache_stride, table_stride, scale, query_len,
+    q_stride, cache_stride, table_stride, scale, query_len, shift_first, shift_added,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     PARTS: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
     SCALES: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BOUNDS: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """q [T * H, C + P], cache [slots, .] -> out [T * H, C], or partial [., M, C] and lse [., M] to base 2.
 
     `scale` is the score scale times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: offset of the scales
     in `FP8_TOKEN`. BOUNDS: as `Schedule.query_len`, with the context tokens `lens` of each request. SINKS: `sinks` [H]
-    are logits without a value; those of partial results are added by the merge.
+    are logits without a value; those of partial results are added by the merge. SHIFT: see `Shift`.
     """
     wait_for_inputs()
     record = segments + tl.program_id(0) * _RECORD
@@ -209,15 +213,15 @@ def latent_kernel(
         if not WHOLE:
             inner += (first_row % HEADS + tl.minimum(row, left - 1)) // HEADS
         limit = first + inner
-        word = limit
-        if TREE:
-            word = tl.load(visible + token + inner)
+        word = tl.load(visible + token + inner) if TREE else limit
         before = first - 1
         best, total = tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros([BLOCK_M], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
         slots = next_slots(table_row, begin + inside, stop)
         for start in range(begin, stop, BLOCK_N):
+            if SHIFT:
+                slots += tl.where(slots >= shift_first, shift_added, 0)
             offset = (slots.to(tl.int64) if WIDE else slots) * cache_stride
             slots = next_slots(table_row, start + BLOCK_N + inside, stop)
             scores, of_latent = _rotary_scores(
@@ -253,7 +257,7 @@ def latent_kernel(
 
 def latent_attention(
     q: Tensor, cache: Tensor, queries: PagedQueries, schedule: Schedule, tile: LatentTile, scale: float, latent: int,
-    form: int, weight: Tensor | None = None, sinks: Tensor | None = None,
+    form: int, weight: Tensor | None = None, sinks: Tensor | None = None, shift: Shift | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronization.
 
@@ -281,9 +285,10 @@ def latent_attention(
         q, cache, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible,
         queries.context_lens_device if schedule.query_len is not None else None, sinks,
         q.stride(1), cache.stride(0), queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
+        0 if shift is None else shift.first, 0 if shift is None else shift.added,
         **_constants(heads, latent, width - latent, tile, form, queries.visible is not None, q.dtype),
         WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, BOUNDS=schedule.query_len is not None,
-        SINKS=sinks is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        SINKS=sinks is not None, SHIFT=shift is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if weight is not None:
         return merge_values(out, partial, lse, schedule, weight)
@@ -325,10 +330,11 @@ def aot_cases() -> list[AotCase]:
             "q": kind, "cache": stored, "out": kind, "partial": "*fp32", "lse": "*fp32", "segments": "*i32",
             "rows": "*i32:1", "table": "*i32", "visible": "*i64:1", "q_stride": "i32:16", "cache_stride": "i32:16",
             "table_stride": "i32:16", "scale": "fp32", "query_len": "i32",
+            "shift_first": "i32", "shift_added": "i32",
         }  # fmt: skip
         constants = {
             **_constants(heads, 512, 0 if sinks else 64, tile, form, tree, dtype), "WIDE": False, "BOUNDS": not tree,
-            "SINKS": sinks,
+            "SINKS": sinks, "SHIFT": False,
         }  # fmt: skip
         signature |= {"sinks": "*fp32"} if sinks else {}
         constants |= {} if sinks else {"sinks": None}
@@ -344,4 +350,8 @@ def aot_cases() -> list[AotCase]:
         cases.append(AotCase(name, latent_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
     large = [case for case in cases if "group records" in case.name]  # whose pools reach 2^31 bytes on one GPU
     wide = (replace(case, name=f"{case.name}, wide", constants={**case.constants, "WIDE": True}) for case in large)
-    return [*cases, *wide]
+    shared = [case for case in cases if case.name.endswith(", sinks") and " 8 heads" in case.name]
+    shifted = (
+        replace(case, name=f"{case.name}, shift", constants={**case.constants, "SHIFT": True}) for case in shared
+    )
+    return [*cases, *wide, *shifted]

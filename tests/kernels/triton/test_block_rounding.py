@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -28,8 +30,8 @@ def spread(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(("width", "rotary"), [(512, 64), (128, 64), (48, 8), (40, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_rows(rounding: str, width: int, rotary: int, dtype: torch.dtype) -> None:
-    """In a cache after a norm, and heads that stay where they are. Float32: values at the bound between two numbers of
-    a format may differ by one, of a few."""
+    """In a cache after a norm, with queries that are rotated, and heads that stay where they are. Float32: values at
+    the bound between two numbers of a format may differ by one, of a few."""
     tokens, table = 9, table_of(rotary)
     positions, slots = torch.randint(100, (tokens,)), torch.randperm(30)[:tokens]
     x, weight = spread(tokens, 2 * width).to(dtype), 1 + 0.2 * torch.randn(width)
@@ -37,10 +39,12 @@ def test_rows(rounding: str, width: int, rotary: int, dtype: torch.dtype) -> Non
     caches[1] = caches[0]
     norm = weight.to(dtype), 1e-20
     kept = x.clone()
-    for call, cache in ((kernel.round_rows, caches[0]), (lambda *args: round_rows(TorchOps(), *args), caches[1])):
+    queries = torch.randn(1, tokens, 3, width + 8).to(dtype).repeat(2, 1, 1, 1)
+    for call, cache, q in zip((kernel.round_rows, partial(round_rows, TorchOps())), caches, queries):
         to = CacheRows(slots, cache)
-        assert call(x[:, None, width:].clone(), norm, positions, table, rounding, to) is cache
+        assert call(x[:, None, width:].clone(), norm, positions, table, rounding, to, q[..., 8:]) is cache
     same(*caches, rounding)
+    torch.testing.assert_close(*queries, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
     heads = spread(tokens, 3, width).to(dtype)
     found = kernel.round_rows(heads.clone(), None, positions, table, rounding, None)
     wanted = round_rows(TorchOps(), heads.clone(), None, positions, table, rounding, None)

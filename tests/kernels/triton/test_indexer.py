@@ -43,6 +43,20 @@ def test_selection(heads: int, width: int, page_size: int, dtype: torch.dtype, b
         start += count
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_weights_in_parts_are_summed(fp8: bool) -> None:
+    queries, size = paged_queries(LENS)
+    cache = filled_cache(queries, size, 1, 16, dtype=torch.float32)
+    if fp8:
+        records = torch.zeros(size, 1, 20, dtype=torch.uint8)
+        triton_keys.write(torch.randn(size, 16), torch.arange(size), records)
+        cache = records
+    q, parts = normal(queries.num_tokens, 5, 16, dtype=torch.float32), torch.randn(3, queries.num_tokens, 5)
+    kernel = triton_indexer.TritonIndexer()
+    found = [select(kernel, q, weights, cache, queries) for weights in (parts, (parts[0] + parts[1]) + parts[2])]
+    assert torch.equal(*found)
+
+
 def test_entries_are_read_in_the_table_of_their_tokens() -> None:
     """Scores and selections equal those of a table with a slot for each entry."""
     queries, size = paged_queries(LENS)

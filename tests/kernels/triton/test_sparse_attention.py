@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.attention.selected import Selected, Shift
 from moe_engine.kernels.kv_format import latent_records
 from moe_engine.kernels.kv_format.formats import FP8_GROUPS
 from tests.kernels.cpu.formulas import NAN, close_rows, normal, selected_attention
@@ -47,3 +47,15 @@ def test_sinks_over_rows_that_are_values(heads: int, width: int, dtype: torch.dt
     for num_programs in (1, 9):
         backend = triton_attention.TritonMLA(num_programs=num_programs)
         check_sinks_over_whole_rows(backend, dtype, heads, width, COUNTS)
+
+
+def test_a_list_of_another_cache_is_shifted() -> None:
+    """The bits of a list with the slots themselves; slots below the first one stay."""
+    cache, counts = torch.randn(300, 128).bfloat16(), torch.tensor(COUNTS, dtype=torch.int32)
+    slots = torch.randint(0, 150, (len(COUNTS), max(COUNTS)), dtype=torch.int32)
+    sparse = triton_attention.TritonMLA(num_programs=7).capabilities.sparse
+    q, results = torch.randn(len(COUNTS), 8, 128).bfloat16(), []
+    for shift, own in ((Shift(60, 140), slots), (None, torch.where(slots >= 60, slots + 140, slots))):
+        selected = Selected(own, COUNTS, counts, shift)
+        results.append(sparse.run(q, cache, selected, 0.1, sparse.plan(selected), 128))
+    assert sparse.shifts and torch.equal(*results)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_engine.kernels.ops.streams import mix_streams
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 from tests.kernels.cpu.test_streams import check_mean, late_residual, late_weights, run, weights_of
 
 triton_streams = pytest.importorskip("moe_engine.kernels.ops.triton_streams", reason="needs triton")
@@ -15,6 +16,7 @@ TritonOps = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="nee
 SHAPES = [(4, 64, 1), (4, 1100, 3), (2, 130, 17), (3, 40, 5), (1, 16, 2), (9, 24, 2)]
 """Streams, channels, tokens: parts of blocks, several programs of tokens and of channels, more streams than a kernel
 has."""
+FORMATS = [UNQUANTIZED, ActivationFormat(True, True), ActivationFormat.fp8(True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -42,6 +44,28 @@ def test_late_sums(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_the_norm_of_what_is_read(format: ActivationFormat, late: bool) -> None:
+    """The same values as by launches of their own, for streams of several blocks; more streams than a kernel has."""
+    for n, width in ((4, 300), (9, 24)):
+        line = late_residual(n, width, 3) if late else torch.randn(3, n * width + n + n * n)
+        weights, norm = (late_weights if late else weights_of)(n, width), torch.rand(width) + 0.5
+        weights = weights[0] if isinstance(weights, list) else weights
+        ops, x, residuals = TritonOps(), torch.randn(3, width).bfloat16(), [line.bfloat16(), line.bfloat16()]
+        read = triton_streams.mix(x, residuals[0], weights)
+        found = triton_streams.mix_norm(x, residuals[1], weights, format, norm, 1e-5)
+        assert torch.equal(*residuals)
+        if format.rows:
+            wanted = ops.rms_norm_quantized(format, read, norm, 1e-5)
+            assert torch.equal(found.rows.data.view(torch.uint8), wanted.rows.data.view(torch.uint8))
+            assert torch.equal(found.rows.scales, wanted.rows.scales)
+            found, read = found.unquantized, wanted.unquantized
+        else:
+            read = ops.rms_norm(read, norm, 1e-5)
+        assert (found is None and not format.unquantized) or torch.equal(found, read)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
