@@ -16,6 +16,7 @@ from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.config_kimi_linear import FULL, LINEAR, checked_kinds, delta_fields
+from moe_engine.models.config_vision import glm5_next_vision
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
 _SPARSE = ("deepseek_sparse_attention", "indexed_attention", FULL)
@@ -43,7 +44,7 @@ def glm5_next_fields(fields: Fields) -> Fields:
 
 def parse_glm5_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """GLM-5.3-Flash: Kimi Delta Attention with bounded decays, MLA without positions over selected pools of tokens,
-    residual streams with a mean at the end, clamped SwiGLU in all MLPs. The tower is not served."""
+    residual streams with a mean at the end, clamped SwiGLU in all MLPs; a vision tower."""
     fields.check_served(_SERVED)
     if fields.integer("qk_rope_head_dim", 0, minimum=0):
         fields.fail("qk_rope_head_dim", "is not 0: rotated keys are not supported in this family")
@@ -69,6 +70,7 @@ def parse_glm5_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
         delta=delta,
         streams=replace(parse_streams(read), mean_head=True),
         state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        vision=glm5_next_vision(fields, config.hidden_size),
         raw=fields.raw,
     )
 

@@ -14,7 +14,7 @@ from moe_engine.models.config_families import parse_gqa, parse_qwen3_moe
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
-from moe_engine.models.vision_config import QWEN2, QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.vision_config import GLM5_NEXT, QWEN2, QWEN2_5, QWEN3, VisionConfig
 
 QWEN2_VL_SECTIONS = (16, 24, 24)
 QWEN3_VL_SECTIONS = (24, 20, 20)
@@ -96,6 +96,24 @@ def with_qwen3_tower(
         activation=section.choice("hidden_act", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
     )
     return replace(_named(config, fields), rope=replace(config.rope, axes=axes), vision=vision)
+
+
+def glm5_next_vision(fields: Fields, out_width: int) -> VisionConfig | None:
+    """The tower of GLM-5.3-Flash; None: the file has none."""
+    section = fields.section("vision_config")
+    if section is None:
+        return None
+    rope = section.section("rope_parameters") or Fields({}, fields.source, "vision_config.rope_parameters.")
+    return replace(
+        _common(fields, section, GLM5_NEXT, out_width, patch_size=14),
+        norm_eps=section.number("rms_norm_eps", 1e-5),
+        theta=rope.number("rope_theta", 10000.0),
+        activation=section.choice("hidden_act", "silu", "silu"),
+        limit=section.number("swiglu_limit", 10.0, above=0),
+        bias=section.flag("attention_bias", True),
+        projector_eps=1e-5,
+        projector_width=section.integer("projection_intermediate_size", 10240),
+    )
 
 
 def _common(fields: Fields, section: Fields, tower: str, hidden: int, patch_size: int) -> VisionConfig:

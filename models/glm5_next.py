@@ -1,4 +1,4 @@
-"""GLM-5.3-Flash: Kimi Delta Attention, MLA over pools of tokens in every fourth layer, residual streams."""
+"""GLM-5.3-Flash: Kimi Delta Attention, MLA over pools of tokens in every fourth layer, residual streams; images."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.config import MLAConfig
 from moe_engine.models.deepseek import DeepseekModel
+from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.layers.kimi_delta_attention import KimiDeltaAttention
 from moe_engine.models.layers.pool_chunks import PoolSteps
 from moe_engine.models.layers.pooled_mla import PooledMLAAttention
@@ -16,9 +17,9 @@ from moe_engine.models.stream_residual import StreamResidual
 from moe_engine.models.weights import WeightSource
 
 
-class Glm5NextModel(StreamResidual, DeepseekModel):
+class Glm5NextModel(StreamResidual, ImageInputs, DeepseekModel):
     """`Model` of the family. ``batch.kv[layer]`` is (latents, index keys, gates of index keys); for Kimi Delta
-    Attention, its state tensors."""
+    Attention, its state tensors. An image token has its embedding in all streams."""
 
     @cached_property
     def _steps(self) -> PoolSteps:

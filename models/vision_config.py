@@ -15,6 +15,7 @@ KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
 KIMI_K3 = "moe_engine.models.vision.kimi_k3:KimiK3Tower"
 DEEPSEEK_V41 = "moe_engine.models.vision.deepseek_v41:DeepseekV41Tower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
+GLM5_NEXT = "moe_engine.models.vision.glm5_next:Glm5NextTower"
 MINIMAX_M3 = "moe_engine.models.vision.minimax_m3:MiniMaxM3Tower"
 PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
 """Values of `VisionConfig.tower`."""
@@ -37,7 +38,8 @@ class VisionConfig:
         image_token, video_token: placeholder tokens of the text.
         max_patches: patches of the largest accepted image.
         norm_eps, theta: epsilon of the norms, base of the rotary frequencies.
-        activation: of the MLP without a gate, or of the gate.
+        activation: of the MLP without a gate, or of the gate. limit: clamps gate (from above) and up; 0: no clamp.
+        bias: of the products of a block, where they may have none.
         projector_eps, projector_bias: of the projector, where it differs.
         projector_width: channels inside the projector, where they are not those of a token.
         row_ends: tokens of the text behind each row of an image's tokens and behind the last one; None: there are none.
@@ -68,6 +70,8 @@ class VisionConfig:
     norm_eps: float = 1e-6
     theta: float = 10000.0
     activation: str = "silu"
+    limit: float = 0.0
+    bias: bool = True
     projector_eps: float = 1e-6
     projector_bias: bool = False
     projector_width: int = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from moe_engine.models.vision_config import (
     DEEPSEEK_V41,
+    GLM5_NEXT,
     KIMI,
     KIMI_K3,
     MINIMAX_M3,
@@ -121,6 +122,29 @@ def _deepseek_v41(v: VisionConfig) -> Iterator[Entry]:
         yield delimiter, (v.out_width,), False
 
 
+def _glm5_next(v: VisionConfig) -> Iterator[Entry]:
+    yield "patch_embed.proj.weight", patch_shape(v), False
+    yield "patch_embed.proj.bias", (v.width,), False
+    shapes = {"attn.qkv": (3 * v.width, v.width), "attn.proj": (v.width, v.width)}
+    shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (v.intermediate, v.width))
+    shapes["mlp.down_proj"] = v.width, v.intermediate
+    norms = {"norm1": v.width, "norm2": v.width, "attn.q_norm": v.head_dim, "attn.k_norm": v.head_dim}
+    for i in range(v.num_layers):
+        for norm, width in norms.items():
+            yield f"blocks.{i}.{norm}.weight", (width,), True
+        for name, shape in shapes.items():
+            entries = _linear(f"blocks.{i}.{name}", *shape)
+            yield from entries if v.bias else [next(entries)]
+    yield "post_layernorm.weight", (v.width,), True
+    yield "downsample.weight", (v.out_width, v.width, v.merge, v.merge), False
+    yield "downsample.bias", (v.out_width,), False
+    yield "merger.proj.weight", (v.out_width, v.out_width), False
+    yield from _layer_norm("merger.post_projection_norm", v.out_width)
+    for name in ("gate_proj", "up_proj"):
+        yield f"merger.{name}.weight", (v.projector_width, v.out_width), False
+    yield "merger.down_proj.weight", (v.out_width, v.projector_width), False
+
+
 def _pixtral(v: VisionConfig) -> Iterator[Entry]:
     yield "patch_conv.weight", patch_shape(v), False
     yield "ln_pre.weight", (v.width,), True
@@ -180,6 +204,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     DEEPSEEK_V41: _deepseek_v41,
+    GLM5_NEXT: _glm5_next,
     KIMI: _kimi,
     KIMI_K3: _kimi_k3,
     MINIMAX_M3: _minimax_m3,

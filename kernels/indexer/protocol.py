@@ -37,10 +37,6 @@ class BlockChoice:
     size: int
     found: Tensor
 
-    def part(self, tokens: slice) -> BlockChoice:
-        """Of some tokens."""
-        return BlockChoice(self.size, self.found[tokens])
-
 
 class PrepareIndex(Protocol):
     """All work of an indexer between its products and `IndexerKernel.select`, in one launch."""

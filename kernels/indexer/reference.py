@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_engine.kernels.attention.reference import hidden_keys, requests_of
 from moe_engine.kernels.attention.selected import Selected
@@ -43,7 +45,7 @@ class TorchIndexer:
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
         plan: Any, blocks: BlockChoice | None = None,
     ) -> None:  # fmt: skip
-        width = q.shape[-1]
+        width, maxima = q.shape[-1], list[Tensor]()
         if cache.dtype == torch.uint8:
             q, weights = index_keys.quantize_queries(q, weights)
         for tokens, slots, visible in requests_of(queries):
@@ -60,7 +62,9 @@ class TorchIndexer:
                 hidden = hidden_keys(span, num_keys - num_queries, num_keys, visible, None, q.device)
                 out[part] = best(scores.masked_fill_(hidden, float("-inf")), counts[part], slots, out.shape[1])
                 if blocks is not None:
-                    best_blocks(scores, blocks.part(place))
+                    maxima += [block_maxima(row, blocks.size) for row in scores]
+        if blocks is not None and maxima:
+            best_blocks(maxima, blocks)
 
 
 def scores_of(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None) -> Tensor:
@@ -78,14 +82,20 @@ def best(scores: Tensor, counts: Tensor, slots: Tensor, width: int) -> Tensor:
     positions = order.masked_fill(~chosen, scores.shape[1]).sort(-1).values
     found = slots[positions.clamp(max=len(slots) - 1)].int().masked_fill(positions == scores.shape[1], -1)
     missing = width - found.shape[1]
-    return found if not missing else torch.nn.functional.pad(found, (0, missing), value=-1)
+    return found if not missing else pad(found, (0, missing), value=-1)
 
 
-def best_blocks(scores: Tensor, blocks: BlockChoice) -> None:
-    """Sets the blocks of one token by its scores [1, s], whose last position is the last one that the token sees."""
-    width, count = blocks.found.shape[1], -(-scores.shape[1] // blocks.size)
-    parts = torch.nn.functional.pad(scores, (0, count * blocks.size - scores.shape[1]), value=float("-inf"))
-    most = parts.unflatten(1, (count, blocks.size)).amax(2)
-    most[:, -1] = float("inf")
-    numbers = torch.arange(count, device=scores.device)
-    blocks.found.copy_(best(most, torch.full_like(most[:, 0], width), numbers, width))
+def block_maxima(scores: Tensor, size: int) -> Tensor:
+    """scores [s] of a token, the last of which is that of its last position -> the highest of each block of `size`
+    positions, infinity for the last block."""
+    most = pad(scores, (0, -len(scores) % size), value=float("-inf")).unflatten(0, (-1, size)).amax(1)
+    most[-1] = float("inf")
+    return most
+
+
+def best_blocks(maxima: list[Tensor], blocks: BlockChoice) -> None:
+    """Sets the blocks of tokens by the `block_maxima` of each."""
+    width, counts = blocks.found.shape[1], torch.tensor([len(most) for most in maxima], device=blocks.found.device)
+    padded = pad_sequence(maxima, batch_first=True, padding_value=float("-inf"))
+    numbers = torch.arange(padded.shape[1], device=padded.device)
+    blocks.found.copy_(best(padded, counts.clamp(max=width), numbers, width))

@@ -18,17 +18,16 @@ from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.weights import WeightSource
-from moe_engine.parallel.context import ParallelContext
 
 
 class GatedMLAAttention(MLAAttention):
     """`MLAAttention` with the projection `g_proj` [H, D] or [H V, D]. No whole-layer call has the gate."""
 
     def __init__(
-        self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends,
-        parallel: ParallelContext, *args: Any, **options: Any,
+        self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, *others: Any,
+        **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(config, layer_index, reader, backends, parallel, *args, **options)
+        super().__init__(config, layer_index, reader, backends, *others, **options)
         assert isinstance(config.attention, MLAConfig)
         name, mla = f"model.layers.{layer_index}.self_attn.g_proj", config.attention
         rows = [mla.num_heads * mla.gate_width]

@@ -28,9 +28,9 @@ class PooledMLAAttention(MLAAttention):
 
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, *others: Any,
-        steps: PoolSteps, **limits: Any,
+        steps: PoolSteps, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(config, layer_index, reader, backends, *others, **limits)
+        super().__init__(config, layer_index, reader, backends, *others, **options)
         whole = config.attention
         assert isinstance(whole, MLAConfig) and self._q is not None and self._q_norm is not None
         self._steps, prefix = steps, f"model.layers.{layer_index}.self_attn.indexer"

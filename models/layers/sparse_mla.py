@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
@@ -21,7 +20,6 @@ from moe_engine.models.layers.indexer import Indexer
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.weights import WeightSource
-from moe_engine.parallel.context import ParallelContext
 
 
 class SparseMLAAttention(MLAAttention):
@@ -34,16 +32,10 @@ class SparseMLAAttention(MLAAttention):
     """True if the product of the layer's input has the rows of the index keys."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer_index: int,
-        reader: WeightSource,
-        backends: Backends,
-        parallel: ParallelContext,
-        rotary: RotaryTable,
-        **limits: Any,
-    ) -> None:
-        super().__init__(config, layer_index, reader, backends, parallel, rotary, **limits)
+        self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, *others: Any,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config, layer_index, reader, backends, *others, **options)
         whole = config.attention
         assert isinstance(whole, MLAConfig) and whole.indexer is not None and backends.indexer is not None
         assert self._q is not None and self._q_norm is not None
@@ -53,9 +45,8 @@ class SparseMLAAttention(MLAAttention):
         self._indexer: Indexer | None = None
         if layer_index not in whole.shared_layers:
             prefix = f"model.layers.{layer_index}.self_attn.indexer"
-            self._indexer = Indexer(
-                whole, config.hidden_size, reader, backends, rotary, prefix, own_keys=not self._joined
-            )
+            own = whole, config.hidden_size, reader, backends, self._rotary, prefix
+            self._indexer = Indexer(*own, own_keys=not self._joined)
             self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
 
     def _rows_between(self, mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:

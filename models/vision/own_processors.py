@@ -8,11 +8,12 @@ from typing import Any
 
 from moe_engine.models.config_fields import read_json
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
+from moe_engine.models.vision.glm_pixels import GlmProcessor
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.models.vision.minimax_pixels import qwen_fields
 from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
 
-OwnProcessor = DeepseekV41Processor | KimiProcessor | PixtralProcessor
+OwnProcessor = DeepseekV41Processor | GlmProcessor | KimiProcessor | PixtralProcessor
 
 PROCESSOR_FILE = "preprocessor_config.json"
 _WHOLE_FILE = "processor_config.json"
@@ -45,7 +46,7 @@ def _stored_fields(folder: Path) -> Mapping[str, Any]:
 def own_processor(folder: Path) -> OwnProcessor | None:
     """The processor of a checkpoint's folder; None: it is not one of this project's. Raises as `processor_fields`."""
     fields = processor_fields(folder)
-    if (found := KimiProcessor.of(fields)) is not None:
+    if (found := KimiProcessor.of(fields) or GlmProcessor.of(fields)) is not None:
         return found
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}

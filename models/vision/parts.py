@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.varlen.protocol import VarlenKernel
 from moe_engine.models.layers.linear import Linear
@@ -91,10 +92,14 @@ class PatchTransformer:
     ) -> Tensor:
         """hidden [P, D] -> [P, D]. places: row of `table` for each patch; lens: patches that attend to each other."""
         heads, width = self.vision.num_heads, self.vision.head_dim
-        qkv = block.qkv(hidden).view(-1, 3 * heads, width)  # [P, 3H, Dh]
+        qkv = self._heads(block, hidden)
         self.ops.rotate_leading(qkv[:, : 2 * heads], places, table)
         q, k, v = qkv.split(heads, 1)
         return block.proj(self._attention.run(q, k, v, lens, width**-0.5).flatten(1))
+
+    def _heads(self, block: AttentionWeights, hidden: Tensor) -> Tensor:
+        """hidden [P, D] -> queries, keys and values of all heads before the rotation, [P, 3H, Dh]."""
+        return block.qkv(hidden).view(-1, 3 * self.vision.num_heads, self.vision.head_dim)
 
     def through(
         self,
@@ -115,7 +120,7 @@ class PatchTransformer:
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         if self.vision.activation == "silu":
-            return self.ops.silu_and_mul(gate_up)
+            return self.ops.silu_and_mul(gate_up, GatedActivation(self.vision.limit))
         gate, up = gate_up.chunk(2, 1)
         return gelu(gate) * up
 

@@ -363,10 +363,11 @@ def make_checkpoint(
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     scale_dtype = overrides.pop("scale_dtype", "float32")
+    vision = overrides.pop("vision", {})
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     fields = _stretched(_COMMON | _FAMILY[kind][1] | overrides)
-    _save_model(_FAMILY[kind][0], fields, seed, dtype, path)
+    _save_model(_FAMILY[kind][0], fields | {"vision": vision} if vision else fields, seed, dtype, path)
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(seed + 1)
     for index in range(num_mtp_layers):
@@ -500,9 +501,10 @@ def _glm5_next(fields: dict[str, Any]) -> Any:
     tower = {"hidden_size": 48, "intermediate_size": 64, "depth": 1, "num_heads": 2, "projection_intermediate_size": 64}
     kinds = {"deepseek_sparse_attention": "indexed_attention"}
     text = fields | {"layer_types": [kinds.get(kind, kind) for kind in fields["layer_types"]]}
+    tower |= {"out_hidden_size": fields["hidden_size"]} | text.pop("vision", {})
     return transformers.Glm5NextConfig(
         text_config=copy.deepcopy(text),
-        vision_config=tower | {"out_hidden_size": fields["hidden_size"]},
+        vision_config=tower,
         image_token_id=fields["vocab_size"] - 1,
         video_token_id=fields["vocab_size"] - 2,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,10 +59,11 @@ def check_logits(
     )
 
 
-def check_requests(path: Path, oracle: GreedyOracle, asked: Sequence[Prompt], status: Path) -> None:
-    """Tokens and log-probabilities: together, from a cached prefix, in chunks that end inside an image."""
-    flags = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4}
-    engine = InProcessEngine(path, status, **flags)
+def check_requests(path: Path, oracle: GreedyOracle, asked: Sequence[Prompt], status: Path, **flags: Any) -> None:
+    """Tokens and log-probabilities: together, from a cached prefix, in chunks that end inside an image. `flags`: more
+    of the engine."""
+    common: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4}
+    engine = InProcessEngine(path, status, **common | flags)
     for form in ({}, {"chunked_prefill_size": 5}):
         script = []
         for i, (tokens, places, images) in enumerate(asked):
