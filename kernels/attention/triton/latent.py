@@ -213,9 +213,7 @@ def latent_kernel(
         if not WHOLE:
             inner += (first_row % HEADS + tl.minimum(row, left - 1)) // HEADS
         limit = first + inner
-        word = limit
-        if TREE:
-            word = tl.load(visible + token + inner)
+        word = tl.load(visible + token + inner) if TREE else limit
         before = first - 1
         best, total = tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros([BLOCK_M], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
