@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], prog: str) -> int:
     """Runs one prompt on the offline engine; text on stdout, everything else on stderr."""
     description = "Generates text for one prompt. Applies the chat template unless --raw is given."
-    parser = build_parser(prog, description=description)
+    parser = build_parser(prog, description=description, usage=f"{prog} PROMPT [--model-path PATH] [flags]")
     group = parser.add_argument_group("prompt and sampling")
-    group.add_argument("words", nargs="?", metavar="PROMPT", default=argparse.SUPPRESS, help="the prompt, or --prompt")
-    group.add_argument("--prompt", metavar="TEXT", help="the prompt (default: read from standard input)")
+    group.add_argument("words", nargs="?", metavar="PROMPT", default=argparse.SUPPRESS, help="the prompt")
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt, as a flag (default: read from standard input)")
     group.add_argument("--raw", action="store_true", help="do not apply the chat template")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum number of new tokens (128)")
     group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (0: greedy, the default)")

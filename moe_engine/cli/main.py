@@ -66,7 +66,7 @@ commands:
 %s
 
 examples without any download:
-  moe-engine generate --prompt "What is the capital of France?"
+  moe-engine generate "What is the capital of France?"
   moe-engine serve --port 30000
   curl http://127.0.0.1:30000/v1/chat/completions -H 'Content-Type: application/json' \\
        -d '{"model": "demo", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}'

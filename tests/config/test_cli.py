@@ -173,6 +173,12 @@ def test_generate_names_its_flags_before_it_loads_a_model(capsys, monkeypatch, f
     assert code == 2 and f"error: {words}" in err and "sampling_params" not in err
 
 
+def test_a_refused_compile_writes_one_line(tmp_path):
+    argv = ["-m", "moe_engine.cli.main", "compile", "--output", str(tmp_path / "kernels"), "--tp", "3"]
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_a_launch_that_cannot_fit_is_refused_before_torch_is_loaded(model_dir):
     code = LOADED_TORCH.format(argv=["serve", "--model-path", str(model_dir(V3))])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

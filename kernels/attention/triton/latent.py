@@ -198,8 +198,8 @@ def latent_kernel(
         dtype: tl.constexpr = q.dtype.element_ty
         token, first_row = tl.load(record + 1), tl.load(record + 3)
         begin, stop, first = seen_tokens(record, lens, query_len, BOUNDS)
-        row, rows_before = tl.arange(0, BLOCK_M), token.to(tl.int64) * HEADS + first_row
-        q_token = q + rows_before * q_stride
+        row = tl.arange(0, BLOCK_M)
+        q_token = q + (token.to(tl.int64) * HEADS + first_row) * q_stride
         place = (row if WHOLE else tl.minimum(row, left - 1)) * q_stride
         q_rotary = columns(q_token + LATENT, place, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P)
         share = tl.program_id(1)
@@ -213,9 +213,8 @@ def latent_kernel(
         if not WHOLE:
             inner += (first_row % HEADS + tl.minimum(row, left - 1)) // HEADS
         limit = first + inner
-        word = limit
-        if TREE:
-            word = tl.load(visible + token + inner)
+        word = tl.load(visible + token + inner) if TREE else limit
+        before = first - 1
         best, total = tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros([BLOCK_M], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
@@ -235,7 +234,7 @@ def latent_kernel(
                 scores = tl.dot(q_parts[i], tl.trans(latent[i]), scores, input_precision=PRECISION)
             if KV_FORMAT == _TOKEN:
                 scores = scores * of_latent
-            scores = hide(scores, start + inside, limit, word, first - 1, stop, TREE, WHOLE)
+            scores = hide(scores, start + inside, limit, word, before, stop, TREE, WHOLE)
             weights, best, total, decay = softmax_step(scores, best, total, scale)
             if KV_FORMAT == _TOKEN:
                 weights = weights * of_latent
@@ -248,10 +247,11 @@ def latent_kernel(
         total = with_sinks(total, best, sinks, (first_row + tl.minimum(row, left - 1)) % HEADS, target, SINKS)
         norm, log_sum = finish(best, total)
         if target < 0:
+            rows_before = token.to(tl.int64) * HEADS + first_row
             _store(out + rows_before * LATENT, mixed, norm, row, left, share, LATENT, PARTS, WIDTH, OWN, WHOLE)
         else:
-            part = partial + target.to(tl.int64) * BLOCK_M * LATENT
-            _store(part, mixed, norm, row, left, share, LATENT, PARTS, WIDTH, OWN, WHOLE)
+            rows_before = target.to(tl.int64) * BLOCK_M
+            _store(partial + rows_before * LATENT, mixed, norm, row, left, share, LATENT, PARTS, WIDTH, OWN, WHOLE)
             tl.store(lse + target * BLOCK_M + row, log_sum)
 
 

@@ -55,10 +55,6 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _compile(args: Any, target: GPU, output: Path) -> int:
-    from moe_engine.cli.compile_kernels.absent_deep_gemm import note
-    from moe_engine.cli.compile_kernels.exercise import exercise
-    from moe_engine.cli.compile_kernels.other_rows import build_triton
-    from moe_engine.kernels.triton.absent_device import absent_device
     from moe_engine.planning.prepare import prepare
 
     config = prepare(args, target.machine())
@@ -66,6 +62,12 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be created as a folder: {error.strerror}") from None
+    # Refusals come first: once Triton is loaded, its binding writes pages about leaks at the end of the process.
+    from moe_engine.cli.compile_kernels.absent_deep_gemm import note
+    from moe_engine.cli.compile_kernels.exercise import exercise
+    from moe_engine.cli.compile_kernels.other_rows import build_triton
+    from moe_engine.kernels.triton.absent_device import absent_device
+
     choices = config.kernels.model.choices
     for choice in choices:
         print(f"{choice.family:9} {choice.row.name}: {choice.reason}", file=sys.stderr)
