@@ -75,7 +75,7 @@ def ngram_values_kernel(
     tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), column < WIDTH)
 
 
-@dependent_jit
+@dependent_jit(do_not_specialize=["ids_stride"], do_not_specialize_on_alignment=["ids"])
 def ngram_add_kernel(
     found, ids, x, residual, weights, found_stride, ids_stride, x_stride, residual_stride, eps, scale,
     STREAMS: tl.constexpr, SIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
@@ -187,7 +187,7 @@ def aot_cases() -> list[AotCase]:
         cases.append(AotCase(f"ngram_ids_{element(dtype)}", ngram_ids_kernel, signature, sizes, 1, 3, False))
         for add in (True, False):
             signature = {
-                "found": kind, "ids": "*i32", "x": kind, "residual": kind, "weights": "*fp32",
+                "found": kind, "ids": "*i32:1", "x": kind, "residual": kind, "weights": "*fp32",
                 "found_stride": "i32:16", "ids_stride": "i32", "x_stride": "i32:16", "residual_stride": "i32:16",
                 "eps": "fp32", "scale": "fp32",
             }  # fmt: skip

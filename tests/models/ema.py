@@ -119,10 +119,13 @@ class _Reference(torch.nn.Module):
         self.conv = torch.nn.Parameter(torch.empty(width, TAPS))
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        inputs, gate, decay = (getattr(self, f"{name}_proj")(hidden_states[0]) for name in INPUTS)
-        nothing = hidden_states.new_zeros(TAPS, inputs.shape[1])
+        return torch.stack([self._of_text(text) for text in hidden_states]), None
+
+    def _of_text(self, states: Tensor) -> Tensor:
+        inputs, gate, decay = (getattr(self, f"{name}_proj")(states) for name in INPUTS)
+        nothing = states.new_zeros(TAPS, inputs.shape[1])
         totals, _total, _tail = recur(inputs, decay, self.conv, nothing[0], nothing[1:])
-        return self.out_proj(totals * functional.silu(gate))[None], None
+        return self.out_proj(totals * functional.silu(gate))
 
 
 def make_ema_checkpoint(kind: str, directory: Path, seed: int) -> Path:

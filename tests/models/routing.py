@@ -9,7 +9,7 @@ from torch import Tensor
 
 ROUNDING = 1e-5
 NUM_DRAWS = 10
-"""Disturbed passes: one changes the order of two scores that differ by less in half of the cases."""
+"""Disturbed copies of a text: one changes the order of two scores that differ by less in half of the cases."""
 
 
 def num_clearly_routed(model: torch.nn.Module, ids: list[int]) -> int:
@@ -18,16 +18,17 @@ def num_clearly_routed(model: torch.nn.Module, ids: list[int]) -> int:
     Args:
         model: transformers' model.
     """
-    chosen: list[list[Tensor]] = []
-    scales = (0.0, *[ROUNDING] * NUM_DRAWS)
+    chosen: list[Tensor] = []
     generator = torch.Generator().manual_seed(0)
 
     def disturb(_router: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         noise = torch.randn(inputs[0].shape, generator=generator, dtype=inputs[0].dtype)
-        return inputs[0] * (1 + scales[len(chosen) - 1] * noise), *inputs[1:]
+        rows = noise.view(NUM_DRAWS + 1, -1)
+        rows[0] = 0.0
+        return inputs[0] * (1 + ROUNDING * noise), *inputs[1:]
 
     def record(_experts: Any, inputs: tuple[Tensor, ...]) -> None:
-        chosen[-1].append(inputs[1].reshape(len(ids), -1).sort(-1).values)
+        chosen.append(inputs[1].reshape(NUM_DRAWS + 1, len(ids), -1).sort(-1).values)
 
     hooks = []
     for name, module in model.named_modules():
@@ -35,15 +36,14 @@ def num_clearly_routed(model: torch.nn.Module, ids: list[int]) -> int:
             hooks.append(module.register_forward_pre_hook(disturb))
         elif name.endswith("mlp.experts"):
             hooks.append(module.register_forward_pre_hook(record))
+    if not hooks:
+        return len(ids)
     try:
-        for _ in scales:
-            chosen.append([])
-            with torch.inference_mode():
-                model(torch.tensor([ids]))
+        with torch.inference_mode():
+            model(torch.tensor([ids] * (NUM_DRAWS + 1)))
     finally:
         for hook in hooks:
             hook.remove()
-    same = torch.ones(len(ids), dtype=torch.bool)
-    for layer in zip(*chosen):
-        same &= torch.stack([(other == layer[0]).all(-1) for other in layer]).all(0)
+    assert chosen, "no experts were seen"
+    same = torch.stack([(layer == layer[0]).all(-1).all(0) for layer in chosen]).all(0)
     return int(same.cumprod(0).sum())

@@ -424,6 +424,16 @@ def test_simulate_refuses(tmp_path, capsys, flags, words):
     assert words in message and "Traceback" not in message
 
 
+def test_simulated_texts_have_the_tokens_of_the_embedded_model(tmp_path, capsys):
+    """Without --model-path, as with a hub id, the tokenizer is in the folder where the model was found."""
+    path, out = tmp_path / "texts.json", tmp_path / "out.json"
+    turns = [{"value": "What is the capital of France?"}, {"value": "The capital of France is Paris."}]
+    path.write_text(json.dumps([{"conversations": turns}] * 3))
+    data = ["--dataset-name", "sharegpt", "--dataset-path", str(path), "--num-prompts", "3"]
+    assert main(["simulate", "--hardware", "8xH200", *data, "--output-file", str(out)]) == 0, capsys.readouterr().err
+    assert json.loads(out.read_text())["completed"] == 3
+
+
 def test_simulate_for_other_hardware(tmp_path, capsys):
     """Costs of the planner, from a bare config.json: several attention groups answer more requests, each single request
     later."""

@@ -44,7 +44,7 @@ BLOCK_INDEXER = 8
 """More kernels of block-sparse attention: index queries and keys, their norms, rotations and places, scores of blocks,
 and the selection."""
 
-STREAMS, ENTRIES, ENTRY_INDEXER = 3, 2, 9
+STREAMS, ENTRIES, ENTRY_INDEXER = 1, 2, 7
 """More kernels of DeepSeek V4: residual streams with what attention to windows has beside MLA, compressed entries, and
 their indexer."""
 

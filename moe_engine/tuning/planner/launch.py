@@ -40,6 +40,8 @@ class Subject:
     model: ModelConfig
     draft: DraftModel | None = None
     checkpoint: CheckpointFacts | None = None
+    folder: str = ""
+    """Local folder of the model; empty: that of `--model-path`."""
 
 
 def config_of(args: EngineArgs) -> tuple[Path, Mapping[str, Any], str]:
@@ -65,7 +67,7 @@ def subject_of(args: EngineArgs, folder: Path) -> Subject:
     files = None
     if has_weights and args.model.load_format != "dummy":
         files = read_checkpoint(folder, args.model.load_format)
-    return Subject(model, draft, checkpoint_facts(files, model, draft))
+    return Subject(model, draft, checkpoint_facts(files, model, draft), str(folder))
 
 
 def resolve_for(args: EngineArgs, subject: Subject, cluster: Cluster) -> ResolvedConfig:
@@ -75,8 +77,9 @@ def resolve_for(args: EngineArgs, subject: Subject, cluster: Cluster) -> Resolve
     if nodes > 1 and "nnodes" not in args.given:
         more |= {"nnodes": nodes, "dist_init_addr": LEADER}
     launch = partial(
-        resolve, model=subject.model, machine=cluster.machine, draft=subject.draft, checkpoint=subject.checkpoint
-    )
+        resolve, model=subject.model, machine=cluster.machine, draft=subject.draft, checkpoint=subject.checkpoint,
+        model_path=subject.folder,
+    )  # fmt: skip
     return resolve_profile(args.replace(**more), subject.model, "cuda", launch)
 
 

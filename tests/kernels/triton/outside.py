@@ -33,7 +33,7 @@ from moe_engine.kernels.ops import (
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.streams import StreamWeights
 from moe_engine.kernels.ops.triton_ops import TritonOps
-from moe_engine.kernels.quantization.protocol import ActivationFormat
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 from moe_engine.kernels.sampling import triton_sampling
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.triton import guard
@@ -82,6 +82,8 @@ def launch(count: int) -> None:
     streams, residual = stream_weights(24, 4096), there(count, 4 * 4096 + 20)
     ops.capabilities.mix_streams(None, residual, streams)
     ops.capabilities.mix_streams(there(count, 4096), residual, streams)
+    for format in (UNQUANTIZED, fp8):
+        triton_streams.mix_norm(None, residual, streams, format, there(4096, dtype=torch.float32), 1e-6)
     narrow = [there(4 * count + 1, dtype=torch.float32)[1:].split(count)[n] for n in range(4)]
     top_k = there(2 * count, dtype=torch.int64)[count:]
     parameters = SamplingParameters(None, *narrow[:3], top_k, True)  # type: ignore[arg-type]
