@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.ops.hashed_rows import SCALED, HashedRows
+from moe_engine.kernels.ops.hashed_rows import HashedRows
+from moe_engine.kernels.ops.ngram_rows import SCALED
 
 PRIMES = (101, 103, 107, 109, 113, 127)
 MULTIPLIERS = (2**50 + 1, 2**49 + 3, 2**47 + 9)
