@@ -105,13 +105,17 @@ class TextProcess:
         return process
 
     async def begin(self, name: str) -> bool:
-        """Announces a body for the endpoint `name`; whether the process is alive and ready for it."""
+        """Announces a body for the endpoint `name`; whether the process is alive and ready for it. Kills it if the
+        request is cancelled meanwhile."""
         self.finished = False
         try:
             await self._write(frame(Kind.JOB, name.encode()))
             return (await self._read())[0] == Kind.READY
         except (OSError, asyncio.IncompleteReadError):
             return False
+        except asyncio.CancelledError:
+            self.kill()
+            raise
 
     async def send(self, part: bytes) -> None:
         """Sends the next part of the body. Raises like `receive`."""

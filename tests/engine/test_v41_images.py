@@ -17,6 +17,8 @@ from tests.models.v41_images import V41Oracle
 from tests.models.v41_tower import IMAGE, VISION, DelimitedPixels
 from tests.speculation.eagle_heads import chain_counts
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 FORMS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "chunks": {"chunked_prefill_size": 16, "page_size": 16, "max_running_requests": 2, "speculative_num_steps": 2},

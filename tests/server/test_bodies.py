@@ -263,6 +263,21 @@ def test_client_disconnect_cancels_the_work():
     until(lambda: not children())  # no process remains
 
 
+def test_a_process_ends_if_the_server_ends_during_its_start(monkeypatch):
+    start, started = text_processes.TextProcess.start, []
+
+    async def noted(spec):
+        started.append(await start(spec))
+        return started[-1]
+
+    monkeypatch.setattr(text_processes.TextProcess, "start", noted)
+    with real_server(FakeClient()) as address:
+        connection = half_sent(address, "/generate", PROCESS_BYTES + 2**18)
+        until(lambda: bool(started))
+    until(lambda: all(process._popen.poll() is not None for process in started))
+    connection.close()
+
+
 def test_a_process_that_dies_is_named_and_replaced():
     answers: list[httpx.Response] = []
     with real_server(FakeClient()) as address:
