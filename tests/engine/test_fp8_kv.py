@@ -213,7 +213,7 @@ def test_scales_that_cannot_be_applied_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_what_the_checkpoint_states(tmp_path: Path) -> None:
-    """A checkpoint of which only the KV cache was calibrated: the scales are read by no one, answers are those of the
+    """A checkpoint of which only the KV cache was calibrated: its scales are not read, answers are those of the
     flag."""
     path = make_checkpoint("qwen3", tmp_path / "model", seed=random.randrange(2**31))
     add_latent_scales(path, 3)
