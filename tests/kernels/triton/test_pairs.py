@@ -32,7 +32,7 @@ def test_sums_of_two_tokens(dtype: torch.dtype, bound: float, keep: bool) -> Non
     tokens = CompressedTokens(positions, starts, of_token, torch.zeros(7, 1, dtype=torch.int32), slots)
     kept, weight = Kept(ring.clone(), each, 0), torch.rand(width) + 0.5
     projected = torch.cat([part[before:] for part, (before, _) in zip(whole, lens)])
-    places = torch.arange(len(positions)) % each if keep else None  # of the ring of padding, which nobody reads
+    places = torch.arange(len(positions)) % each if keep else None  # of the ring of padding, which is not read
     found = triton_pairs.sum_pairs(projected, kept, (weight, eps), tokens, places)
     completes = positions % 2 == 1
     assert torch.equal(found.slots, torch.where(completes, slots // 2, 0))
