@@ -21,8 +21,8 @@ def experts_format(config: ModelConfig) -> GroupCodes | None:
     format, found = config.weight_format, None
     if isinstance(format, FusedExpertsFormat | FP4ExpertsFormat):
         found = format.kernel_format(next(_one_expert_of_each_layer(config), ""))
-    elif isinstance(format, SchemeFormat):
-        schemes: list[Any] = list(_schemes(config, format))
+    else:
+        schemes: list[Any] = list(_schemes(config))
         found = schemes[0].kernel_format() if len(schemes) == 1 and schemes[0].coded else None
     form: Any = found
     return form
@@ -33,14 +33,13 @@ def experts_in_blocks(config: ModelConfig) -> bool:
     format = config.weight_format
     if isinstance(format, BlockFP8Format):
         return format.has_kernel_formats and experts_format(config) is None
-    schemes = _schemes(config, format) if isinstance(format, SchemeFormat) else set()
+    schemes = _schemes(config)
     return bool(schemes) and all(scheme.blocks for scheme in schemes)
 
 
 def experts_in_fp8_rows(config: ModelConfig) -> bool:
     """True if kernels of a GPU may multiply the experts of all layers as FP8 with a scale per row."""
-    format = config.weight_format
-    schemes = _schemes(config, format) if isinstance(format, SchemeFormat) else set()
+    schemes = _schemes(config)
     return bool(schemes) and all(scheme.fp8_rows for scheme in schemes)
 
 
@@ -55,8 +54,11 @@ def width_group(config: ModelConfig, keeps_blocks: bool = False) -> int:
     return 2 * form.group if form.nvfp4 else form.group * (form.factors or 1) or 1
 
 
-def _schemes(config: ModelConfig, format: SchemeFormat) -> set[Scheme]:
-    """Of the quantized matrices of experts."""
+def _schemes(config: ModelConfig) -> set[Scheme]:
+    """Of the quantized matrices of experts; empty for formats without schemes."""
+    format = config.weight_format
+    if not isinstance(format, SchemeFormat):
+        return set()
     stored = (format.scheme_of(prefix) for prefix in _one_expert_of_each_layer(config))
     return {scheme for scheme in stored if scheme is not None}
 
