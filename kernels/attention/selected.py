@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.renewable import RenewablePlan
+from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.uploads import upload
 
@@ -24,6 +25,14 @@ class Shift:
 
     first: int
     added: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`Ops.rotate` of results, `inverse`: positions [T] int64 of the query tokens."""
+
+    positions: Tensor
+    table: RotaryTable
 
 
 @dataclass(frozen=True)
@@ -85,13 +94,14 @@ class SparseRun(Protocol):
 
     def __call__(
         self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, turn: Turn | None = None,
     ) -> Tensor:  # fmt: skip
         """q [T, H, C+P], cache [num_slots, C+P] -> [T, H, C].
 
         Args:
             value_width: C. P may be 0: a row is key and value as a whole (DeepSeek V4).
             sinks: float32 [H], a logit of each head that takes part in the softmax of every query and has no value.
+            turn: of the results, by the same launch; only where `SparseAttention.turns`.
 
         Raises:
             ValueError: P is 0 or `sinks` is given, and `SparseAttention.sinks` is False.
@@ -113,6 +123,9 @@ class SparseAttention:
 
     shifts: bool = False
     """`run` supports `Selected.shift`."""
+
+    turns: bool = False
+    """`run` supports a `Turn` by interleaved pairs."""
 
     sinks: bool = False
     """`run` supports sinks and rows that are values as a whole. The row in `kernels.tables` has a field of this

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.selected import Turn
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.compression.protocol import CompressorWeights, Kept
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
@@ -241,8 +242,12 @@ class CompressedAttention:
     def _attend(self, q: Tensor, batch: ForwardBatch, rows: AttendedRows, cache: CompressedCache) -> Tensor:
         """The layer's result [T, D] by rotated queries [T, H, Dh]."""
         a = self._attention
-        mixed = self._sparse.run(q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks)
-        self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)  # a key is also the value
+        given = q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks
+        if self._sparse.turns and self._rotary.interleaved:  # a key is also the value
+            mixed = self._sparse.run(*given, turn=Turn(batch.positions, self._rotary))
+        else:
+            mixed = self._sparse.run(*given)
+            self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)
         grouped = mixed.view(-1, a.output_groups, a.num_heads * a.head_dim // a.output_groups)
         return self._o(self._linear.run_heads(grouped, self._groups).flatten(1))
 
