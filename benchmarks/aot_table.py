@@ -78,20 +78,20 @@ def run(
     return results
 
 
-def lacking(file: Path, archs: Sequence[int] = ARCHS) -> list[Job]:
+def lacking(file: Path, cases: Sequence[AotCase]) -> list[Job]:
     """The cases that a written table lacks, for each architecture."""
     known = {(row["name"], row["arch"]) for row in json.loads(file.read_text())["kernels"]}
-    return [(case, arch) for arch in archs for case in all_cases() if (case.name, arch) not in known]
+    return [(case, arch) for arch in ARCHS for case in cases if (case.name, arch) not in known]
 
 
 def complete(file: Path, processes: int) -> int:
     """Compiles the cases that a written table lacks and writes it again: in the order of the modules, without kernels
     that are no cases any more. Returns the number of kernels with problems."""
-    body = json.loads(file.read_text())
+    body, cases = json.loads(file.read_text()), all_cases()
     rows = {(row["name"], row["arch"]): row for row in body["kernels"]}
-    found = list(compile_many(lacking(file), processes))
+    found = list(compile_many(lacking(file, cases), processes))
     rows |= {(result.name, result.arch): _row(result) for result in found}
-    places = [(case.name, arch) for arch in ARCHS for case in all_cases()]
+    places = [(case.name, arch) for arch in ARCHS for case in cases]
     body["kernels"] = [rows[place] for place in places]
     file.write_text(json.dumps(body, indent=1) + "\n")
     file.with_suffix(".md").write_text(markdown([read(row) for row in body["kernels"]]))

@@ -166,6 +166,23 @@ def _turned_back(values, first, angles, LATENT: tl.constexpr, TURNED: tl.constex
 
 
 @triton.jit
+def _turned_parts(
+    mixed, cos_sin, position, share,
+    LATENT: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """The parts of a share, the last TURNED channels of the latent rotated by the negative angles of a position."""
+    angles = cos_sin + position * TURNED
+    OWN: tl.constexpr = len(mixed)
+    turned = ()
+    for i in tl.static_range(OWN):
+        part = mixed[i]
+        if (PARTS - OWN + i + 1) * WIDTH > LATENT - TURNED:  # of some share
+            part = _turned_back(part, _first(i, share * OWN, PARTS, WIDTH), angles, LATENT, TURNED)
+        turned = turned + (part,)  # type: ignore[assignment]
+    return turned
+
+
+@triton.jit
 def _store(
     out, mixed, norm, row, left, share,
     LATENT: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr,
@@ -194,12 +211,10 @@ def latent_kernel(
     SINKS: tl.constexpr, SHIFT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """q [T * H, C + P], cache [slots, .] -> out [T * H, C], or partial [., M, C] and lse [., M] to base 2.
-
     `scale` is the score scale times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: offset of the scales
     in `FP8_TOKEN`. BOUNDS: as `Schedule.query_len`, with the context tokens `lens` of each request. SINKS: `sinks` [H]
-    are logits without a value; those of partial results are added by the merge. SHIFT: see `Shift`. TURNED: channels of
-    results that `cos_sin` [., TURNED] turns back by the token's position; rotated partial results merge to a rotated
-    result, since a rotation is linear.
+    are logits without a value; those of partial results are added by the merge. SHIFT: see `Shift`. TURNED: width of
+    `cos_sin`, see `_turned_parts`; partial results merge to a rotated result, since a rotation is linear.
     """
     wait_for_inputs()
     record = segments + tl.program_id(0) * _RECORD
@@ -212,7 +227,7 @@ def latent_kernel(
         dtype: tl.constexpr = q.dtype.element_ty
         token, first_row = tl.load(record + 1), tl.load(record + 3)
         begin, stop, first = seen_tokens(record, lens, query_len, BOUNDS)
-        row = tl.arange(0, BLOCK_M)
+        row, inside = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         q_token = q + (token.to(tl.int64) * HEADS + first_row) * q_stride
         place = (row if WHOLE else tl.minimum(row, left - 1)) * q_stride
         q_rotary = columns(q_token + LATENT, place, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P)
@@ -228,10 +243,8 @@ def latent_kernel(
             inner += (first_row % HEADS + tl.minimum(row, left - 1)) // HEADS
         limit = first + inner
         word = tl.load(visible + token + inner) if TREE else limit
-        before = first - 1
         best, total = tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros([BLOCK_M], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
-        inside = tl.arange(0, BLOCK_N)
         slots = next_slots(table_row, begin + inside, stop)
         for start in range(begin, stop, BLOCK_N):
             if SHIFT:
@@ -248,7 +261,7 @@ def latent_kernel(
                 scores = tl.dot(q_parts[i], tl.trans(latent[i]), scores, input_precision=PRECISION)
             if KV_FORMAT == _TOKEN:
                 scores = scores * of_latent
-            scores = hide(scores, start + inside, limit, word, before, stop, TREE, WHOLE)
+            scores = hide(scores, start + inside, limit, word, first - 1, stop, TREE, WHOLE)
             weights, best, total, decay = softmax_step(scores, best, total, scale)
             if KV_FORMAT == _TOKEN:
                 weights = weights * of_latent
@@ -261,14 +274,7 @@ def latent_kernel(
         total = with_sinks(total, best, sinks, (first_row + tl.minimum(row, left - 1)) % HEADS, target, SINKS)
         norm, log_sum = finish(best, total)
         if TURNED > 0:
-            angles = cos_sin + tl.load(positions + token) * TURNED
-            turned = ()
-            for i in tl.static_range(OWN):
-                part = mixed[i]
-                if (PARTS - OWN + i + 1) * WIDTH > LATENT - TURNED:  # of some share
-                    part = _turned_back(part, _first(i, share * OWN, PARTS, WIDTH), angles, LATENT, TURNED)
-                turned = turned + (part,)  # type: ignore[assignment]
-            mixed = turned
+            mixed = _turned_parts(mixed, cos_sin, tl.load(positions + token), share, LATENT, PARTS, WIDTH, TURNED)
         if target < 0:
             rows_before = token.to(tl.int64) * HEADS + first_row
             _store(out + rows_before * LATENT, mixed, norm, row, left, share, LATENT, PARTS, WIDTH, OWN, WHOLE)
