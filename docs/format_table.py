@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.quantization.codes import FP4, INTEGERS, GroupCodes
+from moe_engine.kernels.quantization.codes import FP4, INTEGERS
+from moe_engine.kernels.quantization.forms import WeightForm
 from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
 from moe_engine.kernels.registry import Row
 from moe_engine.models import registry
@@ -19,7 +20,7 @@ from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.formats.table import FORMATS, kept_format, parse_format
+from moe_engine.models.formats.table import FORMATS, parse_format
 from moe_engine.models.tensor_header import BLOCK_TYPES
 
 PAGE = Path(__file__).with_name("models.md")
@@ -103,13 +104,12 @@ def places(format: WeightFormat, prefix: str = MATRIX) -> tuple[str, str]:
 def place(format: WeightFormat, device: str, prefix: str) -> str:
     """The forms that kernels multiply on a device, with their rows."""
     rows = {family: on_device(tables.FAMILIES[family], device) for family in PRODUCTS}
-    coded, few, by_row = (
-        frozenset(family for family in PRODUCTS if any(getattr(row, name) for row in rows[family]))
-        for name in ("codes", "four_bits", "fp8_rows")
-    )
     if format == PLAIN:
         return f"as stored: {names(rows['linear'])}"
-    kept = kept_format(format, device, coded, four_bits=few, fp8_rows=by_row)
+    multiplied = {
+        family: frozenset[WeightForm]().union(*(row.multiplies for row in found)) for family, found in rows.items()
+    }
+    kept = format.held_by(multiplied)
     form = None if kept == PLAIN else kept.kernel_format(prefix)
     family = "experts" if prefix == EXPERT else "linear"
     if prefix == EXPERT:  # with biases
@@ -125,9 +125,7 @@ def place(format: WeightFormat, device: str, prefix: str) -> str:
 
 
 def multiplies(row: Row, form: Any) -> bool:
-    if isinstance(form, GroupCodes):
-        return row.codes or (row.four_bits and form.four_bits)
-    return row.fp8_rows if isinstance(form, RowFP8) else isinstance(form, BlockFP8) and row.blocks
+    return form is not None and form.form in row.multiplies
 
 
 def text_of(form: Any, device: str) -> str:

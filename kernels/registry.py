@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from moe_engine.kernels.device import Device, ExpertWidths, Need
+from moe_engine.kernels.quantization.forms import WeightForm
 from moe_engine.kernels.workspaces import Workspace
 
 EXACT_LENGTHS = 15
@@ -37,11 +38,7 @@ class Row:
             an accelerator; None: in the activations of a step.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
-        codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
-        four_bits: a linear or experts backend that multiplies weights of 4 bits (`GroupCodes.four_bits`) as stored,
-            also without `codes`.
-        blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as stored.
-        fp8_rows: one that multiplies FP8 weights with a scale per row as stored.
+        multiplies: forms of quantized weights that a linear or experts backend multiplies as stored.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`; of MLA
             `SparseAttention.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
@@ -69,11 +66,8 @@ class Row:
     biases: bool = False
     clamps: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
-    codes: bool = False
+    multiplies: frozenset[WeightForm] = frozenset()
     exact_lengths: bool = False
-    blocks: bool = False
-    fp8_rows: bool = False
-    four_bits: bool = False
 
     def score(self, device: Device, need: Need) -> int:
         """Preference on this device for this model; the highest runs."""

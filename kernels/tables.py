@@ -9,6 +9,7 @@ from moe_engine.kernels import workspaces
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format.formats import E4M3
+from moe_engine.kernels.quantization.forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS, WeightForm
 from moe_engine.kernels.registry import Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
@@ -83,7 +84,7 @@ def _uncaptured_compression(device: Device, need: Need) -> str | None:
 
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
+    torch_uncaptured: WhyNot | None = None, multiplies: frozenset[WeightForm] = frozenset(), **has: Any,
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
@@ -95,15 +96,21 @@ def _rows(
             why_not_captured=torch_uncaptured,
             **has,
         ),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, codes=codes, **has),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, multiplies=multiplies, **has),
     ]
 
 
+_CODED = frozenset((CODES, FOUR_BITS))
+_BLOCKS = frozenset((FP8_BLOCKS,))
+_KEPT = frozenset((FOUR_BITS, FP8_ROWS))
+"""Forms that only this project's GPU kernels multiply as stored."""
+
 OPS = _rows("ops", "TorchOps", "CpuOps")
-LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
+LINEAR = _rows("linear", "TorchLinear", "CpuLinear", multiplies=_CODED)
 EXPERTS = _rows(
-    "experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, clamps=True, codes=True
-)
+    "experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, multiplies=_CODED, biases=True,
+    clamps=True,
+)  # fmt: skip
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True, sinks=True)
 INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
@@ -153,7 +160,7 @@ _KEEPS = 42
 
 
 def _triton_experts_preference(device: Device, need: Need) -> int:
-    return _KEEPS if need.experts is not None and (need.experts.four_bits or need.experts.fp8_rows) else 20
+    return _KEEPS if need.experts is not None and need.experts.form in _KEPT else 20
 
 
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
@@ -165,10 +172,8 @@ LINEAR.append(
         20,
         _triton,
         _FIXED,
-        prefers=lambda device, need: _KEEPS if need.four_bits or need.fp8_rows else 20,
-        blocks=True,
-        fp8_rows=True,
-        four_bits=True,
+        prefers=lambda device, need: _KEEPS if need.linear_forms & _KEPT else 20,
+        multiplies=_BLOCKS | _KEPT,
     )
 )
 PERMUTATION.append(Row("triton", "moe_engine.kernels.permutation.triton_permute:TritonPermutation", 20, _triton))
@@ -182,10 +187,8 @@ EXPERTS.append(
         prefers=_triton_experts_preference,
         biases=True,
         clamps=True,
-        blocks=True,
-        fp8_rows=True,
+        multiplies=_BLOCKS | _KEPT,
         reads_fp8=_multiplies_fp8,
-        four_bits=True,
     )
 )
 INDEXER.append(
@@ -233,7 +236,7 @@ GQA.append(
 
 # Optional vendor libraries: preferred where they run, since they are tuned for the hardware.
 LINEAR.append(
-    Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm, blocks=True)
+    Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm, multiplies=_BLOCKS)
 )
 EXPERTS.append(
     Row(
@@ -241,13 +244,20 @@ EXPERTS.append(
         "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts",
         40,
         vendors.deep_gemm,
-        blocks=True,
+        multiplies=_BLOCKS,
         clamps=True,
         reads_fp8=_multiplies_fp8,
     )
 )
 EXPERTS.append(
-    Row("mega_moe", "moe_engine.kernels.experts.mega_moe:MegaMoe", 40, vendors.mega_moe, blocks=True, fused=True)
+    Row(
+        "mega_moe",
+        "moe_engine.kernels.experts.mega_moe:MegaMoe",
+        40,
+        vendors.mega_moe,
+        multiplies=_BLOCKS,
+        fused=True,
+    )
 )
 EXPERTS.append(
     Row(
@@ -255,7 +265,7 @@ EXPERTS.append(
         "moe_engine.kernels.experts.flashinfer_trtllm:TrtllmExperts",
         45,  # SGLang's default for DeepSeek V3 in FP8 on Blackwell
         vendors.trtllm_experts,
-        blocks=True,
+        multiplies=_BLOCKS,
         reads_fp8=_multiplies_fp8,
         lacks_plain=True,
         experts_workspace=workspaces.trtllm_experts,

@@ -16,6 +16,7 @@ from moe_engine.kernels.device import Device, ExpertWidths, Need
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.mega_moe import MegaMoe
 from moe_engine.kernels.quantization import reference as fp8
+from moe_engine.kernels.quantization.forms import FP8_BLOCKS
 from moe_engine.kernels.vendors import probe
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
@@ -32,7 +33,7 @@ BF16 = torch.bfloat16
 HIDDEN, WIDTH, EXPERTS, TOP_K = 512, 256, 4, 2
 SHAPE = DispatchShape(EXPERTS, 2, TOP_K, HIDDEN, 8, BF16, width=WIDTH)
 H200 = Device("cuda", "H200", (9, 0))
-WIDTHS = ExpertWidths(7168, 2048, 8, blocks=True, dispatched=True, fused=True)
+WIDTHS = ExpertWidths(7168, 2048, 8, form=FP8_BLOCKS, dispatched=True, fused=True)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.quantization import reference as fp8
+from moe_engine.kernels.quantization.forms import FP8_BLOCKS
 from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedActivation
 from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.workspaces import trtllm_experts
@@ -25,7 +26,7 @@ from tests.kernels.vendors.trtllm_moe_emulator import TrtllmMoeEmulator
 BF16 = torch.bfloat16
 HIDDEN, WIDTH = 256, 128
 BLACKWELL = Device("cuda", "B200", (10, 0))
-WIDTHS = ExpertWidths(7168, 2048, 8, blocks=True)
+WIDTHS = ExpertWidths(7168, 2048, 8, form=FP8_BLOCKS)
 
 
 def made() -> tuple[TrtllmMoeEmulator, TrtllmExperts]:
