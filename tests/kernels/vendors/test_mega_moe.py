@@ -144,7 +144,7 @@ def test_the_emulator_refuses_what_the_library_refuses() -> None:
     ("device", "widths", "text"),
     [
         (Device("cuda", "B200", (10, 0)), WIDTHS, "MegaMoE has kernels for sm_90"),
-        (H200, replace(WIDTHS, blocks=False), "not in FP8 blocks of 128 x 128"),
+        (H200, replace(WIDTHS, form=None), "not in FP8 blocks of 128 x 128"),
         (H200, replace(WIDTHS, hidden=2304), "hidden sizes of 512 n"),
         (H200, replace(WIDTHS, top_k=40), "at most 32 experts"),
     ],

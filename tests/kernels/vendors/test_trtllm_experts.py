@@ -135,7 +135,7 @@ def test_the_emulator_refuses_what_the_library_refuses() -> None:
         (Device("cuda", "H200", (9, 0)), Need("bfloat16"), "has kernels for sm_100"),
         (BLACKWELL, Need("float16"), "computes in bfloat16"),
         (BLACKWELL, Need("bfloat16", deterministic=True), "--enable-deterministic-inference"),
-        (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, blocks=False)), "not stored in FP8 blocks"),
+        (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, form=None)), "not stored in FP8 blocks"),
         (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, dispatched=True)), "leave --moe-a2a-backend out"),
         (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, width=192)), "128 n channels, not 7168 and 192"),
         (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, top_k=40)), "at most 32 experts"),
