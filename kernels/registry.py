@@ -15,6 +15,17 @@ from moe_engine.kernels.device import Device, ExpertWidths, Need
 from moe_engine.kernels.quantization.forms import WeightForm
 from moe_engine.kernels.workspaces import Workspace
 
+WINDOWS = "sliding windows"
+"""`AttentionCapabilities.windows`"""
+SPARSE = "sparse attention"
+"""`AttentionCapabilities.sparse`"""
+SINKS = "attention sinks"
+"""`AttentionCapabilities.sinks`; of MLA `SparseAttention.sinks`"""
+BIASES = "biases of experts"
+"""`ExpertsCapabilities.biases`"""
+CLAMPS = "clamped activation of experts"
+"""`ExpertsCapabilities.clamps`"""
+
 EXACT_LENGTHS = 15
 """Highest preference of rows for which steps with drafts wait: below this project's kernels, above torch's."""
 
@@ -36,13 +47,8 @@ class Row:
         lacks_plain: an experts backend of block FP8 only: its constructor takes `plain`, the most preferred other row.
         experts_workspace: bytes of an experts backend's scratch memory for (a rank's experts, their number, tokens) on
             an accelerator; None: in the activations of a step.
-        windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
-        sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
+        supports: optional parts of attention or experts that it has, such as `WINDOWS`.
         multiplies: forms of quantized weights that a linear or experts backend multiplies as stored.
-        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`; of MLA
-            `SparseAttention.sinks`).
-        biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
-        clamps: an experts backend that supports clamped activations (`ExpertsCapabilities.clamps`).
         exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
@@ -60,11 +66,7 @@ class Row:
     lacks_plain: bool = False
     fused: bool = False
     experts_workspace: Callable[[ExpertWidths, int, int], int] | None = None
-    windows: bool = False
-    sparse: bool = False
-    sinks: bool = False
-    biases: bool = False
-    clamps: bool = False
+    supports: tuple[str, ...] = ()
     reads_fp8: Callable[[Device], bool] | None = None
     multiplies: frozenset[WeightForm] = frozenset()
     exact_lengths: bool = False
@@ -156,17 +158,18 @@ def _waits(rows: list[Row], name: str, need: Need) -> str | None:
     return "plans by exact lengths, for which every step with drafts would wait" if waits else None
 
 
+def _needed_parts(family: str, need: Need) -> list[str]:
+    """Optional parts that the model needs of a family's row."""
+    parts = {
+        "attention": {WINDOWS: need.windows, SPARSE: need.index is not None or need.compression, SINKS: need.sinks},
+        "experts": {BIASES: need.biases, CLAMPS: need.clamped},
+    }
+    return [part for part, needed in parts.get(family, {}).items() if needed]
+
+
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
-    if family == "attention" and need.windows and not row.windows:
-        return "no sliding windows"
-    if family == "attention" and (need.index is not None or need.compression) and not row.sparse:
-        return "no sparse attention"
-    if family == "attention" and need.sinks and not row.sinks:
-        return "no attention sinks"
-    if family == "experts" and need.biases and not row.biases:
-        return "no biases of experts"
-    if family == "experts" and need.clamped and not row.clamps:
-        return "no clamped activation of experts"
+    if missing := next((part for part in _needed_parts(family, need) if part not in row.supports), None):
+        return f"no {missing}"
     if family == "experts" and row.fused != (need.experts is not None and need.experts.fused):
         alone = "runs only with --moe-a2a-backend megamoe"
         return alone if row.fused else "does not run with --moe-a2a-backend megamoe"
