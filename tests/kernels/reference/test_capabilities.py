@@ -52,6 +52,15 @@ def test_the_page_lists_what_a_row_can_do(family: str, name: str) -> None:
     assert able == {capability for kind, capability, rows in found if kind in kinds and name in rows}
 
 
+def test_the_page_lists_every_row_of_every_family() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "kernels.md").read_text()
+    table = page.partition("| family | verbs |")[2].partition("| family | capability |")[0]
+    cells = {line.split(" | ")[0].strip("| "): line.rpartition(" | ")[2] for line in table.splitlines()}
+    cells["mla"], cells["gqa"] = cells.pop("attention").split("GQA:")
+    for family, rows in tables.FAMILIES.items():
+        assert {row.name for row in rows} == set(re.findall(r"`(\w+)`", cells[family])), family
+
+
 def test_the_types_of_every_row_are_checked() -> None:
     text = Path(conformance.__file__).read_text()
     rows = [row for rows in tables.FAMILIES.values() for row in rows]
