@@ -6,6 +6,7 @@ backend that is refused is an error with that reason; only ``auto`` falls back.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -14,6 +15,8 @@ from typing import Any
 from moe_engine.kernels.device import Device, ExpertWidths, Need
 from moe_engine.kernels.quantization.forms import WeightForm
 from moe_engine.kernels.workspaces import Workspace
+
+logger = logging.getLogger(__name__)
 
 WINDOWS = "sliding windows"
 """`AttentionCapabilities.windows`"""
@@ -151,6 +154,26 @@ def select(
     if best.lacks_plain:
         options["plain"] = select(family, [row for row in rows if row is not best], "auto", device, need)
     return Choice(family, best, reason, others, options)
+
+
+def build(family: str, rows: list[Row], asked: str, device: Device, need: Need) -> Any:
+    """The kernel of a family outside the `KernelPlan`: of the requested row, or with ``auto`` of the most preferred one
+    that loads; each failure is logged.
+
+    Raises:
+        ValueError: the requested row cannot run here or fails to load, or no row is left.
+    """
+    failed: dict[str, str] = {}
+    while True:
+        choice = select(family, rows, asked, device, need, failed=failed)
+        try:
+            return choice.build()
+        except Exception as error:
+            name, reason = choice.row.name, f"failed to load: {error}"
+            if asked != "auto":
+                raise ValueError(f"{family} backend {name!r} {reason}") from error
+            logger.warning("%s: not using %s kernels, because they %s", family, name, reason)
+            failed[name] = reason
 
 
 def _waits(rows: list[Row], name: str, need: Need) -> str | None:
