@@ -10,9 +10,9 @@ from typing import Any
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.quantization.codes import FP4, INTEGERS
-from moe_engine.kernels.quantization.forms import WeightForm
 from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
 from moe_engine.kernels.registry import BIASES, SINKS, SPARSE, WINDOWS, Row
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models import registry
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
-from moe_engine.kernels.quantization.forms import Multiplied
 from moe_engine.kernels.registry import Choice, Row, select
+from moe_engine.kernels.weight_forms import Multiplied
 
 if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.attention.protocol import GQABackend, MLABackend

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moe_engine.kernels.quantization.forms import WeightForm
+from moe_engine.kernels.weight_forms import WeightForm
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from moe_engine.kernels.device import Device, ExpertWidths, Need
-from moe_engine.kernels.quantization.forms import WeightForm
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.kernels.workspaces import Workspace
 
 logger = logging.getLogger(__name__)

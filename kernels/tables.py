@@ -13,13 +13,13 @@ from moe_engine.kernels import workspaces
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format.formats import E4M3
-from moe_engine.kernels.quantization.forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS, WeightForm
 from moe_engine.kernels.registry import BIASES, CLAMPS, SINKS, SPARSE, WINDOWS, Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
 from moe_engine.kernels.triton.availability import why_not_index_heads as triton_why_not_index_heads
 from moe_engine.kernels.triton.availability import why_not_latent as triton_why_not_latent
 from moe_engine.kernels.vendors import availability as vendors
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS, WeightForm
 
 WhyNot = Callable[[Device, Need], str | None]
 

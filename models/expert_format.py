@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from moe_engine.kernels.quantization.forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS, WeightForm
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS, WeightForm
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.block_fp8 import KERNEL_BLOCK, BlockFP8Format
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat

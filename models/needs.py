@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.kernels.device import BlockIndexWidths, ExpertWidths, HeadWidths, IndexWidths, Need
-from moe_engine.kernels.quantization.forms import WeightForm
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.expert_format import expert_form, width_group

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from moe_engine.kernels.quantization.forms import CODES, FOUR_BITS, WeightForm
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, WeightForm
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS, FP8_ROWS, WeightForm
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, FP8_ROWS, WeightForm
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS
 from moe_engine.kernels.vendors import limits, probe
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 
 
 def deep_gemm(device: Device, need: Need) -> str | None:

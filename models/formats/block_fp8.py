@@ -13,7 +13,7 @@ from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS, Multiplied, families
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, Multiplied, families
 from moe_engine.models.config_fields import Fields, is_whole
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules, name_list

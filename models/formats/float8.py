@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS, FP8_ROWS, WeightForm
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, FP8_ROWS, WeightForm
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.integers import SCALES, consume, read_row_scales, read_scales, row_scales

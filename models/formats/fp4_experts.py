@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from moe_engine.kernels.quantization.forms import CODES, FOUR_BITS, FP8_BLOCKS, Multiplied, families
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, Multiplied, families
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import KERNEL_BLOCK, BlockFP8Format
 from moe_engine.models.formats.fp4 import FP4

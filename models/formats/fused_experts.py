@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from moe_engine.kernels.quantization.forms import CODES, FOUR_BITS, Multiplied, families
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, Multiplied, families
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from moe_engine.kernels.quantization.forms import WeightForm
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from moe_engine.errors import CheckpointError
-from moe_engine.kernels.quantization.forms import WeightForm
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS, WeightForm
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, WeightForm
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.module_rules import Modules

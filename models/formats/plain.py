@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from moe_engine.kernels.quantization.forms import Multiplied
+from moe_engine.kernels.weight_forms import Multiplied
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
 

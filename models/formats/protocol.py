@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
-from moe_engine.kernels.quantization.forms import Multiplied
+from moe_engine.kernels.weight_forms import Multiplied
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.tensor_header import BLOCK_TYPES
 

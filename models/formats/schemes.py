@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from moe_engine.kernels.quantization.forms import CODES, FOUR_BITS, Multiplied, WeightForm, families
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, Multiplied, WeightForm, families
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules
 from moe_engine.models.formats.plain import PLAIN

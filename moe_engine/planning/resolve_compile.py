@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_kernels import FLAGS

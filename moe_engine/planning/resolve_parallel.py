@@ -8,7 +8,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS, FP8_ROWS
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, FP8_ROWS
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.expert_format import expert_form, width_group
 from moe_engine.models.widths import widths_of

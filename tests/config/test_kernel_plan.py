@@ -18,10 +18,10 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.backends import FAMILIES, KernelPlan, page_sizes_of, plan_kernels
 from moe_engine.kernels.device import Device, HeadWidths, Need
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS
 from moe_engine.kernels.registry import Choice, Row
 from moe_engine.kernels.triton import availability as triton
 from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.planning.hardware import parse_hardware
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig

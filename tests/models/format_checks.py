@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.quantization.forms import Multiplied
+from moe_engine.kernels.weight_forms import Multiplied
 from moe_engine.models import sizes
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config

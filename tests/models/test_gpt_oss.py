@@ -15,8 +15,8 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device
-from moe_engine.kernels.quantization.forms import FOUR_BITS, families
 from moe_engine.kernels.registry import select
+from moe_engine.kernels.weight_forms import FOUR_BITS, families
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config

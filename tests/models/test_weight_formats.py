@@ -21,8 +21,8 @@ from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedEx
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.linear.protocol import LinearCapabilities, PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
-from moe_engine.kernels.quantization.forms import Multiplied, WeightForm, families
 from moe_engine.kernels.quantization.protocol import Normal
+from moe_engine.kernels.weight_forms import Multiplied, WeightForm, families
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_fields import Fields

@@ -10,7 +10,7 @@ import pytest
 
 from moe_engine.cli.main import main
 from moe_engine.config.args import EngineArgs
-from moe_engine.kernels.quantization import forms
+from moe_engine.kernels import weight_forms as forms
 from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.tensors import model_tensors

@@ -12,9 +12,9 @@ import pytest
 from moe_engine.kernels import conformance, tables
 from moe_engine.kernels.cpu.library import LibraryError
 from moe_engine.kernels.quantization.codes import GroupCodes
-from moe_engine.kernels.quantization.forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS
 from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
 from moe_engine.kernels.registry import Choice
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS
 
 FAMILIES = {
     "attention (MLA)": tables.MLA, "attention (GQA)": tables.GQA, "experts": tables.EXPERTS, "linear": tables.LINEAR,

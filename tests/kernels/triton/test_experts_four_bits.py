@@ -14,7 +14,7 @@ from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, STEP, CodedWeight, GroupCodes
-from moe_engine.kernels.quantization.forms import FOUR_BITS, FP8_BLOCKS
+from moe_engine.kernels.weight_forms import FOUR_BITS, FP8_BLOCKS
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.plain import PLAIN
 from tests.kernels.cpu.formulas import NAN, biased, gated

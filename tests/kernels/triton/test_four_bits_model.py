@@ -18,7 +18,7 @@ from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.linear.triton_linear import TritonLinear
-from moe_engine.kernels.quantization.forms import FOUR_BITS, FP8_BLOCKS, families
+from moe_engine.kernels.weight_forms import FOUR_BITS, FP8_BLOCKS, families
 from moe_engine.models import sizes
 from moe_engine.models.config import GQAConfig
 from moe_engine.models.config_file import load_model_config

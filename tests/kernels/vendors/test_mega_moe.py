@@ -16,8 +16,8 @@ from moe_engine.kernels.device import Device, ExpertWidths, Need
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.mega_moe import MegaMoe
 from moe_engine.kernels.quantization import reference as fp8
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS
 from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
 from moe_engine.parallel.dispatch.mega_moe import make_buffer

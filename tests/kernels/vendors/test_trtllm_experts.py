@@ -14,9 +14,9 @@ from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.flashinfer_trtllm import TrtllmExperts
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.quantization import reference as fp8
-from moe_engine.kernels.quantization.forms import FP8_BLOCKS
 from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedActivation
 from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.kernels.workspaces import trtllm_experts
 from tests.kernels.cpu.formulas import block_product, gated, normal, silu
 from tests.kernels.vendors.contract import ContractBroken

@@ -8,13 +8,13 @@ from typing import NewType
 WeightForm = NewType("WeightForm", str)
 
 CODES = WeightForm("codes")
-"""`codes.GroupCodes` other than `FOUR_BITS`."""
+"""`quantization.codes.GroupCodes` other than `FOUR_BITS`."""
 FOUR_BITS = WeightForm("four_bits")
-"""`codes.GroupCodes` with `four_bits`."""
+"""`quantization.codes.GroupCodes` with `four_bits`."""
 FP8_BLOCKS = WeightForm("fp8_blocks")
-"""`protocol.BlockFP8`."""
+"""`quantization.protocol.BlockFP8`."""
 FP8_ROWS = WeightForm("fp8_rows")
-"""`protocol.RowFP8`."""
+"""`quantization.protocol.RowFP8`."""
 
 Multiplied = Mapping[str, frozenset[WeightForm]]
 """Kernel family -> forms that its row multiplies as stored. Weights of other forms are dequantized while loading."""
