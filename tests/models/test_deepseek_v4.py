@@ -36,14 +36,14 @@ class Made:
     """A checkpoint with transformers' logits of some tokens; rounding decides no selection of entries or experts."""
 
     def __init__(self, path: Path, **fields: Any) -> None:
-        self.path = path
-        self.tokens, self.logits = clear_draw(lambda: self._drawn(fields), TIE)
+        self.path = make_v4(path, random.randrange(2**31), tokenizer=False, **fields)
+        self._model = load_v4(path)
+        self.tokens, self.logits = clear_draw(self._drawn, TIE)
 
     @torch.no_grad()
-    def _drawn(self, fields: dict[str, Any]) -> tuple[list[int], Tensor]:
-        make_v4(self.path, random.randrange(2**31), tokenizer=False, **fields)
+    def _drawn(self) -> tuple[list[int], Tensor]:
         tokens = [random.randrange(5, 250) for _ in range(150)]
-        return tokens, load_v4(self.path)(torch.tensor([tokens])).logits[0]
+        return tokens, self._model(torch.tensor([tokens])).logits[0]
 
 
 @pytest.fixture(scope="module")
