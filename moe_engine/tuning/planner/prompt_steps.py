@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_engine.core.dp_sync import PATIENCE
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
@@ -95,16 +95,12 @@ class PromptSteps:
         each = tokens / prompts
         pairs = round(tokens * before + tokens * (each + 1) / 2)
         beside = StepShape(0, 0, 0, 0, 0, 0) if self.decode is None else self.decode[0]
-        return self.cost.step(
-            replace(
-                beside,
-                prefill_tokens=count,
-                prefill_pairs=pairs,
-                global_tokens=beside.global_tokens + round(count * groups),
-                prefill_cached=round(before * prompts),
-                prefill_fresh=count if before < each else 0,
-            )
-        )
+        shape = StepShape(
+            beside.decode_rows, beside.decode_context, beside.drafts, count, pairs,
+            beside.global_tokens + round(count * groups), beside.expert_skew, round(before * prompts),
+            count if before < each else 0,
+        )  # fmt: skip
+        return self.cost.step(shape)
 
 
 @dataclass(frozen=True)
