@@ -77,6 +77,7 @@ def test_mixed_batches(made: Made, row: str) -> None:
         assert_close(got, made.logits[: len(got)])
 
 
+@pytest.mark.drawn(5, group="variants of DeepSeek V4")
 @every_row
 @pytest.mark.parametrize(
     "fields",
@@ -96,6 +97,7 @@ def test_variants(tmp_path: Path, fields: dict[str, Any], row: str) -> None:
     assert_close(got, want.logits)
 
 
+@pytest.mark.drawn(3, group="requests of DeepSeek V4")
 @pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("form", ["cached", "dp 2", "ep 2, dp 2, all-to-all", "n-gram drafts", "retracted", "tiered"])
 def test_requests_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
