@@ -173,8 +173,9 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         raise ConfigError(f"{fields.source}: the rotary width must be even, found {width}")
     if kind in ("default", "mrope"):
         return RopeConfig(theta, width, interleaved)
-    if kind == "dynamic" and (alpha := section.number("alpha", None, above=0)) is not None:  # Hunyuan
-        return RopeConfig(theta * alpha ** (width / (width - 2)), width, interleaved)
+    if kind == "dynamic":  # beyond max_position_embeddings, which no request exceeds; Hunyuan: always, by alpha
+        alpha = section.number("alpha", None, above=0)
+        return RopeConfig(theta if alpha is None else theta * alpha ** (width / (width - 2)), width, interleaved)
     original = section.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
     if kind == "linear":
         factor = section.number("factor", above=0)
@@ -194,7 +195,7 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
     if kind == "yarn":
         return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
     section.fail(
-        "rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic with alpha"
+        "rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic"
     )
 
 
