@@ -95,7 +95,8 @@ def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of config.json (of the text model), with the defaults of its `model_type`."""
     kind = str(raw.get("model_type"))
     own = dict(_BY_MODEL_TYPE.get(kind, {}))
-    own |= {"max_position_embeddings": most for most, kinds in _POSITIONS.items() if kind in kinds.split()}
+    if lengths := [length for length, kinds in _POSITIONS.items() if kind in kinds.split()]:
+        own["max_position_embeddings"] = lengths[0]
     if "rope_scaling" in own and raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
         return {**own, **raw, "rope_scaling": own["rope_scaling"]}
     own.pop("rope_scaling", None)
