@@ -323,7 +323,7 @@ class ModelConfig:
         """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
 
-    @property
+    @cached_property
     def page_multiple(self) -> int:
         """Page sizes are multiples of it: an entry, or pool of index keys, and its tokens are in one page."""
         rates = (self.entry_parts(layer)[0] for layer in range(self.num_layers))
@@ -406,8 +406,8 @@ class ModelConfig:
 
     def kept_rows(self, layer: int, draft_slots: int = 0) -> KeptRows | None:
         """What the layer keeps of contributions to entries (DeepSeek V4); None: nothing."""
-        own, page = self.attention_of(layer), self.page_multiple
-        return own.kept_rows(layer, page, draft_slots) if isinstance(own, CompressedConfig) else None
+        own = self.attention_of(layer)
+        return own.kept_rows(layer, self.page_multiple, draft_slots) if isinstance(own, CompressedConfig) else None
 
     def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str, draft_slots: int = 0) -> int:
         """Cached bytes of one token in these layers, without entries; scales of FP8 rows included, and the kept
