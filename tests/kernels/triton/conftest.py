@@ -66,7 +66,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Uninitialized memory holds NaN."""
     from tests.kernels.triton.poison import poisoned_memory
