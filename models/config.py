@@ -240,7 +240,8 @@ class ModelConfig:
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:
-        """Sums over the model's tensors that were computed before, by their arguments (`models.sizes`)."""
+        """Sums over tensors and parts of the model that were computed before, by their arguments (`models.sizes`,
+        `models.widths`): a plan resolves hundreds of launches of a model."""
         return {}
 
     @property
@@ -431,5 +432,9 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False, draft_slots: int = 0) -> int:
         """`kv_bytes_of` all layers, optionally with MTP layers, and entries."""
-        last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
-        return self.kv_bytes_of(range(last), kv_dtype, draft_slots) + self.entry_bytes_per_token(kv_dtype)
+        if (key := ("kv", kv_dtype, include_mtp, draft_slots)) not in self.known_sizes:
+            last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
+            of_layers = self.kv_bytes_of(range(last), kv_dtype, draft_slots)
+            self.known_sizes[key] = of_layers + self.entry_bytes_per_token(kv_dtype)
+        found: int = self.known_sizes[key]
+        return found

@@ -98,7 +98,8 @@ class PromptSteps:
         each = tokens / prompts
         pairs = round(tokens * before + tokens * (each + 1) / 2)
         beside = ALONE if self.decode is None else self.decode[0]
-        rows, context, everyone = beside.decode_rows, beside.decode_context, beside.global_tokens + round(count * groups)
+        rows, context = beside.decode_rows, beside.decode_context
+        everyone = beside.global_tokens + round(count * groups)
         cached, fresh = round(before * prompts), count if before < each else 0
         return self.cost.step(
             StepShape(rows, context, beside.drafts, count, pairs, everyone, beside.expert_skew, cached, fresh)
