@@ -17,6 +17,9 @@ from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
 SAMPLED = 32
 """Chunks of a prompt whose time is computed; further ones are interpolated."""
 
+ALONE = StepShape(0, 0, 0, 0, 0, 0)
+"""No decodes."""
+
 RESIDUAL = 0.5
 """Share of the running step that is left when a request arrives in it at any moment."""
 
@@ -94,13 +97,13 @@ class PromptSteps:
         count, prompts = max(1, round(tokens)), max(1.0, prompts)
         each = tokens / prompts
         pairs = round(tokens * before + tokens * (each + 1) / 2)
-        beside = StepShape(0, 0, 0, 0, 0, 0) if self.decode is None else self.decode[0]
-        shape = StepShape(
-            beside.decode_rows, beside.decode_context, beside.drafts, count, pairs,
-            beside.global_tokens + round(count * groups), beside.expert_skew, round(before * prompts),
-            count if before < each else 0,
-        )  # fmt: skip
-        return self.cost.step(shape)
+        beside = ALONE if self.decode is None else self.decode[0]
+        rows, context = beside.decode_rows, beside.decode_context
+        everyone = beside.global_tokens + round(count * groups)
+        cached, fresh = round(before * prompts), count if before < each else 0
+        return self.cost.step(
+            StepShape(rows, context, beside.drafts, count, pairs, everyone, beside.expert_skew, cached, fresh)
+        )
 
 
 @dataclass(frozen=True)
