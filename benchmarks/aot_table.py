@@ -107,7 +107,8 @@ def read(row: Mapping[str, Any]) -> Result:
     """The result of a written row."""
     kind = AotFailure if "error" in row else AotReport
     names = {each.name for each in fields(kind)}
-    own = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items() if name in names}
+    own: dict[str, Any] = {name: value for name, value in row.items() if name in names}
+    own |= {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
     return kind(**own)
 
 

@@ -94,18 +94,26 @@ class SparseRun(Protocol):
 
     def __call__(
         self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int,
-        sinks: Tensor | None = None, turn: Turn | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """q [T, H, C+P], cache [num_slots, C+P] -> [T, H, C].
 
         Args:
             value_width: C. P may be 0: a row is key and value as a whole (DeepSeek V4).
             sinks: float32 [H], a logit of each head that takes part in the softmax of every query and has no value.
-            turn: of the results, by the same launch; only where `SparseAttention.turns`.
 
         Raises:
             ValueError: P is 0 or `sinks` is given, and `SparseAttention.sinks` is False.
         """
+
+
+class TurnedRun(Protocol):
+    """`SparseRun`, and a `Turn` of its results."""
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int,
+        sinks: Tensor | None = None, turn: Turn | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,8 +132,8 @@ class SparseAttention:
     shifts: bool = False
     """`run` supports `Selected.shift`."""
 
-    turns: bool = False
-    """`run` supports a `Turn` by interleaved pairs."""
+    turned: TurnedRun | None = None
+    """`run` and a `Turn` of the results by interleaved pairs, without a launch of its own."""
 
     sinks: bool = False
     """`run` supports sinks and rows that are values as a whole. The row in `kernels.tables` has a field of this

@@ -69,4 +69,4 @@ def over_absorbed(backend: AbsorbsSinks, shifts: bool = False, turns: bool = Fal
         more: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return backend.absorbed(q, cache, plan.queries, scale, plan.own, value_width, sinks, **more)
 
-    return SparseAttention(plan, run, plan_in_place, shifts=shifts, turns=turns, sinks=True)
+    return SparseAttention(plan, run, plan_in_place, shifts=shifts, turned=run if turns else None, sinks=True)

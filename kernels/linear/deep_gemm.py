@@ -121,7 +121,8 @@ class DeepGemmLinear(CublasLinear):
         """The product of few rows, by Triton."""
         from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 
-        blocks = BlockWeight(*weight.data.operand, weight.data.power_of_two)
+        data, scales = weight.data.operand
+        blocks = BlockWeight(data, scales, weight.data.power_of_two)
         return block_gemm(rows, blocks, torch.bfloat16, weight.bias, FEW_BLOCK_FP8)
 
     def warm_up(self, shapes: StepShapes) -> int:

@@ -220,8 +220,8 @@ class CompressedAttention:
         """The layer's result [T, D] by rotated queries [T, H, Dh]."""
         a = self._attention
         given = q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks
-        if self._sparse.turns and self._rotary.interleaved:  # a key is also the value
-            mixed = self._sparse.run(*given, turn=Turn(batch.positions, self._rotary))
+        if self._sparse.turned is not None and self._rotary.interleaved:  # a key is also the value
+            mixed = self._sparse.turned(*given, Turn(batch.positions, self._rotary))
         else:
             mixed = self._sparse.run(*given)
             self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)

@@ -77,7 +77,7 @@ def test_results_are_turned_back(heads: int, width: int, turned: int, dtype: tor
     for num_programs in (1, 9):
         sparse = triton_attention.TritonMLA(num_programs=num_programs).capabilities.sparse
         selected = Selected(slots, COUNTS, counts)
-        got = sparse.run(q, cache, selected, 0.1, sparse.plan(selected), width, sinks, turn=Turn(positions, table))
+        got = sparse.turned(q, cache, selected, 0.1, sparse.plan(selected), width, sinks, Turn(positions, table))
         for token, count in enumerate(COUNTS):
             keys = cache[slots[token, :count].long()].unsqueeze(1)
             wanted = attend(q[token : token + 1], keys, keys, 0.1, sinks=sinks)
