@@ -254,7 +254,7 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
     held = (lambda form: held_by(config)) if share.engine == OURS else None
     predictor = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args), held=held)
-    costs = predictor.cost(form, kv)[0]
+    costs = predictor.cost(form, kv)[0].costs  # steps of a simulation are rarely equal
     drafts = config.speculation.num_steps if config.speculation is not None else 0
     load_s = config.ledger.bytes_per_token / cluster.gpu.bus_bytes_per_s
     return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts, load_seconds=load_s)
