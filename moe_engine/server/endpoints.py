@@ -81,8 +81,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     messages, created, local = AnthropicApi(state), ResponsesApi(state, state.responses), OllamaApi(state)
     sessions, operations = SessionsApi(state.frontend.sessions), OperationsApi(state)
     vectors, scoring, doctor = EmbeddingsApi(state), ScoringApi(state), DoctorApi(state, history)
-    # before paths with a parameter, which would take them
-    for path, reason in REFUSED_PATHS.items():
+    for path, reason in REFUSED_PATHS.items():  # before paths with a parameter, which would take them
         yield Endpoint(path, control.refuse(reason), "GET POST PUT", available=False)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
