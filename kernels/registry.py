@@ -36,7 +36,8 @@ class Row:
         experts_workspace: bytes of an experts backend's scratch memory for (a rank's experts, their number, tokens) on
             an accelerator; None: in the activations of a step.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
-        sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
+        sparse: an attention backend that supports sparse attention (MLA: `AttentionCapabilities.sparse`; GQA: pages of
+            one slot in any order).
         codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
         four_bits: a linear or experts backend that multiplies weights of 4 bits (`GroupCodes.four_bits`) as stored,
             also without `codes`.

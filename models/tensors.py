@@ -15,6 +15,7 @@ from math import prod
 from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.engram_config import EngramConfig
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
@@ -34,6 +35,7 @@ KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
 """Ends of the names of a layer's KV cache scales. Rows of `fp8_per_tensor` alone have no scales of their own."""
 MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
 _MTP_ON_GQA = (
     "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
@@ -45,10 +47,18 @@ KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
     "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
+    **dict.fromkeys(QWEN4_EXP, ("mtp.",)),
 }
 """By architecture: begins of the names of MTP layers that are not served."""
 TABLES = (".engram.embed.weight", ".engram.embed.scale")
 """Tables of n-grams, which stay in their files."""
+NGRAMS = ".ple.ple_embedding."
+"""In the names of the tables of n-grams of Qwen3.8-Flash-Next, and of what they are computed by."""
+STREAM_GATES = {
+    "input_layernorm": "attn_hyper_connection", "post_attention_layernorm": "mlp_hyper_connection",
+    "norm": "hyper_connection_mixer",
+}  # fmt: skip
+"""Norms, and the weights in their place with streams of `StreamsConfig.rank`."""
 _IMAGE_BIAS = ".gate.bias_vl"
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
@@ -127,7 +137,7 @@ _EXPERT_NAMES = {
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
-    **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE), ExpertNames(shared="shared_expert")),
+    **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE, *QWEN4_EXP), ExpertNames(shared="shared_expert")),
 }
 """By architecture; others use the default."""
 ROUTERS = tuple(sorted({f".{names.router}" for names in (ExpertNames(), *_EXPERT_NAMES.values())}))
@@ -150,7 +160,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
     """All tensors of a built-in architecture's model; optionally with its MTP layers."""
     table = (config.vocab_size, config.hidden_size)
     yield TensorSpec(EMBEDDING, table, Kind.PLAIN)
-    yield _norm("model.norm", config.hidden_size)
+    yield from (spec.within("model") for spec in _input_norm(config, "norm", config.streams))
     if config.pooling is not None:
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
@@ -178,11 +188,16 @@ def _score_head(config: ModelConfig) -> Iterator[TensorSpec]:
 
 def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
     """Tensors of one decoder layer, with names relative to the layer. layer: its index; None: of an MTP layer."""
-    yield _norm("input_layernorm", config.hidden_size)
+    streams = config.draft_streams if layer is None else config.streams
+    yield from _input_norm(config, "input_layernorm", streams)
     yield from attention_tensors(config, layer)
-    yield _norm("post_attention_layernorm", config.hidden_size)
+    yield from _input_norm(config, "post_attention_layernorm", streams)
     yield from feed_forward_tensors(config, is_moe, layer)
-    if (streams := config.draft_streams if layer is None else config.streams) is not None:
+    if streams is not None and streams.rank:
+        if streams.engram is not None and layer in streams.engram.layers:
+            yield from (spec.within("ple") for spec in _ngrams(streams.engram, streams.count, config.hidden_size))
+        return
+    if streams is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
     if streams is not None and streams.engram is not None and layer in streams.engram.layers:
@@ -195,6 +210,28 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     if config.residual_block:
         for name in ("self_attention_res", "mlp_res") if layer else ("mlp_res",):
             yield from _block_scores(name, config.hidden_size)
+
+
+def _input_norm(config: ModelConfig, name: str, streams: StreamsConfig | None) -> Iterator[TensorSpec]:
+    """What makes the input of a part of a layer, or of the head: a norm, or gates of the streams."""
+    if streams is None or not streams.rank:
+        yield _norm(name, config.hidden_size)
+        return
+    wide, gates = streams.count * config.hidden_size, STREAM_GATES[name]
+    yield _norm(f"{gates}.hc_norm", wide)
+    yield from _linear(f"{gates}.input_mix_weight_down", streams.rank, wide)
+    yield from _linear(f"{gates}.input_mix_weight_up", wide, streams.rank)
+    if name != "norm":
+        yield from _linear(f"{gates}.block_inject_weight", streams.count, wide)
+
+
+def _ngrams(engram: EngramConfig, count: int, hidden: int) -> Iterator[TensorSpec]:
+    """Tensors beside a table of n-grams; count: streams."""
+    rows, wide = engram.columns * engram.width, count * hidden
+    yield from _linear("key_proj", wide, rows)
+    yield from _linear("value_proj", hidden, rows)
+    yield from (_norm(name, wide) for name in ("norm_key", "norm_query", "norm_conv"))
+    yield TensorSpec("conv1d.weight", (wide, 1, engram.taps), Kind.WIDE)
 
 
 def _block_scores(name: str, hidden: int) -> Iterator[TensorSpec]:
@@ -264,6 +301,10 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
         return
     if isinstance(attention, MLAConfig) and attention.indexer is not None:
         yield from (spec.within("self_attn.indexer") for spec in _indexer(attention, hidden))
+    if isinstance(attention, GQAConfig) and attention.indexer is not None:
+        heads, width = attention.indexer.num_heads, attention.index_width
+        yield from _linear("self_attn.indexer.index_qk_proj", (heads + 1) * width, hidden)
+        yield from (_norm(f"self_attn.indexer.{name}_layernorm", width) for name in "qk")
     if isinstance(attention, GQAConfig) and attention.blocks is not None:
         yield from (spec.within("self_attn") for spec in _block_indexer(attention, attention.blocks, hidden))
 
@@ -448,7 +489,7 @@ def _linear(prefix: str, rows: int, cols: int, bias: bool = False) -> Iterator[T
 
 def added(config: ModelConfig, name: str) -> float:
     """What is added to a stored tensor before it is used (`ModelConfig.norm_plus`)."""
-    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name and not name.startswith(PREFIX)
+    is_norm = (name.endswith("norm.weight") or ".ple.norm_" in name) and ".linear_attn." not in name and not name.startswith(PREFIX)
     return config.norm_plus if is_norm else 0.0
 
 
@@ -474,7 +515,8 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
     unused += (_FIRST_SCORES,) * (config.residual_block > 0)
     ends = (_ROTARY, *TABLES, *KV_SCALES) + (_IMAGE_BIAS,) * (not config.routes_images())
-    return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
+    found = {name for name in names if name.endswith(ends) or name.startswith(unused) or NGRAMS in name}
+    return found | {name for name in names if layer_index(name) in unread}
 
 
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
