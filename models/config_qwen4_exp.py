@@ -23,10 +23,10 @@ _LARGEST_ID = 1 << 24
 
 def qwen4_exp_fields(fields: Fields) -> Fields:
     """The fields under the names of Qwen3.5."""
-    kinds = fields.raw.get("layer_types")
-    if not isinstance(kinds, list):
-        return fields
-    return Fields({**fields.raw, "layer_types": [_FULL if kind == _INDEXED else kind for kind in kinds]}, fields.source)
+    kinds, raw = fields.raw.get("layer_types"), {"attn_output_gate": True, "hc_lowrank": 320} | fields.present()
+    if isinstance(kinds, list):
+        raw["layer_types"] = [_FULL if kind == _INDEXED else kind for kind in kinds]
+    return Fields(raw, fields.source)
 
 
 def parse_qwen4_exp(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

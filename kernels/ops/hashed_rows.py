@@ -140,9 +140,10 @@ class HashedRows:
         """Ids of n-grams [T, N] int32 -> the rows side by side, [T, C W] of this dtype."""
         if self._function is None:
             flat = self.rows_of(ids.cpu()).flatten()
-            each = len(ids), len(self._sizes), -1
-            rows = self._rows(flat).view(each).to(ids.device)
-            scales = None if self._scales is None else self._scales.index_select(0, flat).view(each).to(ids.device)
+            each = len(ids), len(self._sizes)
+            found = self._rows(flat), None if self._scales is None else self._scales.index_select(0, flat)
+            rows, scales = (None if part is None else part.unflatten(0, each).to(ids.device) for part in found)
+            assert rows is not None
             return self._values(rows.view(self._dtype), scales, dtype)
         if ids.device == _HOST:
             buffers = self._buffers(len(ids), ids.contiguous())
