@@ -1,4 +1,5 @@
-"""config.json of Qwen3.8-Flash-Next (`qwen4_exp`) -> ModelConfig. Imports no torch. The text model is in `text_config`."""
+"""config.json of Qwen3.8-Flash-Next (`qwen4_exp`) -> ModelConfig. Imports no torch. The text model is in
+`text_config`."""
 
 from __future__ import annotations
 
@@ -48,9 +49,7 @@ def parse_qwen4_exp(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
         config,
         delta=replace(delta, sigmoid=gate == "sigmoid"),
         attention=_with_indexer(fields, config, attention),
-        streams=StreamsConfig(
-            count, 0, 0.0, mean_head=True, engram=engram, rank=fields.integer("hc_lowrank", 320)
-        ),
+        streams=StreamsConfig(count, 0, 0.0, mean_head=True, engram=engram, rank=fields.integer("hc_lowrank", 320)),
         state_groups=_state_groups(config, engram, count * config.hidden_size),
         raw=fields.raw,
     )
@@ -72,7 +71,7 @@ def _engram(fields: Fields, config: ModelConfig) -> EngramConfig | None:
     numbers = fields.raw.get("ple_layer_ids") or []
     states = config.state_layers
     if not isinstance(numbers, list) or not all(isinstance(i, int) and i - 1 in states for i in numbers):
-        fields.fail("ple_layer_ids", f"must be numbers of linear attention layers, the first of which is 1: {numbers!r}")
+        fields.fail("ple_layer_ids", f"must be numbers of linear attention layers, from 1 on: {numbers!r}")
     if not numbers:
         return None
     layers = tuple(sorted({i - 1 for i in numbers}))

@@ -10,8 +10,10 @@ from typing import Any
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig
+from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Reloadable
 from moe_engine.models.layers.gated_delta_net import GatedDeltaNet
 from moe_engine.models.layers.gated_streams import GatedStreamNorm, StreamAdder
@@ -22,7 +24,8 @@ from moe_engine.models.layers.pooled_gqa import PooledGQAttention
 from moe_engine.models.layers.pools_in_place import PoolsInPlace
 from moe_engine.models.qwen3_next import Qwen3NextModel
 from moe_engine.models.stream_residual import StreamResidual
-from moe_engine.models.tensors import STREAM_GATES, layer_index
+from moe_engine.models.stream_tensors import STREAM_GATES
+from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
 
 
@@ -74,9 +77,10 @@ class Qwen4ExpModel(StreamResidual, Qwen3NextModel):
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
         return self._plan_in_place
 
-    def _plan_in_place(self, batch: Any) -> PoolsInPlace | None:
-        in_order = all(layer.ngrams is None or layer.ngrams.rows.in_order for layer in self.layers)  # type: ignore[union-attr]
-        return self._steps.plan_in_place(batch) if in_order else None
+    def _plan_in_place(self, batch: AttentionBatch) -> PoolsInPlace | None:
+        layers = [layer for layer in self.layers if not isinstance(layer, CompiledLayer)]
+        rows = [layer.ngrams.rows for layer in layers if layer.ngrams is not None]
+        return self._steps.plan_in_place(batch) if all(part.in_order for part in rows) else None
 
     def _has_ngrams(self, norm: str) -> bool:
         """Whether the norm is that before a layer to whose streams rows of a table are added."""

@@ -6,18 +6,18 @@ Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from math import prod
 
 from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.engram_config import EngramConfig
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.state_config import DeltaConfig
+from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
+from moe_engine.models.tensor_spec import Kind, TensorSpec
+from moe_engine.models.tensor_spec import linear as _linear
+from moe_engine.models.tensor_spec import norm as _norm
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -54,11 +54,6 @@ TABLES = (".engram.embed.weight", ".engram.embed.scale")
 """Tables of n-grams, which stay in their files."""
 NGRAMS = ".ple.ple_embedding."
 """In the names of the tables of n-grams of Qwen3.8-Flash-Next, and of what they are computed by."""
-STREAM_GATES = {
-    "input_layernorm": "attn_hyper_connection", "post_attention_layernorm": "mlp_hyper_connection",
-    "norm": "hyper_connection_mixer",
-}  # fmt: skip
-"""Norms, and the weights in their place with streams of `StreamsConfig.rank`."""
 _IMAGE_BIAS = ".gate.bias_vl"
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
@@ -71,41 +66,6 @@ MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.
 def has_mtp_names(config: ModelConfig) -> bool:
     """True if MTP layers of the architecture are known."""
     return config.attention.kind == "mla" or config.architecture in _MTP_ON_GQA
-
-
-class Kind(enum.Enum):
-    """Storage of a tensor: LINEAR weights are in the checkpoint's `WeightFormat`, WIDE weights are kept in float32,
-    INDEX are integers, kept in int32."""
-
-    LINEAR = "linear"
-    PLAIN = "plain"
-    WIDE = "wide"
-    INDEX = "index"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor, or the tensors of all routed experts: then ``*`` in the name means 0 to `copies` - 1."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Kind = Kind.LINEAR
-    copies: int = 1
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of one copy."""
-        return prod(self.shape)
-
-    def names(self) -> Iterator[str]:
-        if "*" not in self.name:
-            yield self.name
-            return
-        before, after = self.name.split("*")
-        yield from (f"{before}{i}{after}" for i in range(self.copies))
-
-    def within(self, prefix: str) -> TensorSpec:
-        return dataclasses.replace(self, name=f"{prefix}.{self.name}")
 
 
 @dataclass(frozen=True)
@@ -195,7 +155,7 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     yield from feed_forward_tensors(config, is_moe, layer)
     if streams is not None and streams.rank:
         if streams.engram is not None and layer in streams.engram.layers:
-            yield from (spec.within("ple") for spec in _ngrams(streams.engram, streams.count, config.hidden_size))
+            yield from (spec.within("ple") for spec in ngram_tensors(streams.engram, streams.count, config.hidden_size))
         return
     if streams is not None:
         for name in ("hc_attn", "hc_ffn"):
@@ -216,22 +176,8 @@ def _input_norm(config: ModelConfig, name: str, streams: StreamsConfig | None) -
     """What makes the input of a part of a layer, or of the head: a norm, or gates of the streams."""
     if streams is None or not streams.rank:
         yield _norm(name, config.hidden_size)
-        return
-    wide, gates = streams.count * config.hidden_size, STREAM_GATES[name]
-    yield _norm(f"{gates}.hc_norm", wide)
-    yield from _linear(f"{gates}.input_mix_weight_down", streams.rank, wide)
-    yield from _linear(f"{gates}.input_mix_weight_up", wide, streams.rank)
-    if name != "norm":
-        yield from _linear(f"{gates}.block_inject_weight", streams.count, wide)
-
-
-def _ngrams(engram: EngramConfig, count: int, hidden: int) -> Iterator[TensorSpec]:
-    """Tensors beside a table of n-grams; count: streams."""
-    rows, wide = engram.columns * engram.width, count * hidden
-    yield from _linear("key_proj", wide, rows)
-    yield from _linear("value_proj", hidden, rows)
-    yield from (_norm(name, wide) for name in ("norm_key", "norm_query", "norm_conv"))
-    yield TensorSpec("conv1d.weight", (wide, 1, engram.taps), Kind.WIDE)
+    else:
+        yield from gate_tensors(streams, config.hidden_size, name)
 
 
 def _block_scores(name: str, hidden: int) -> Iterator[TensorSpec]:
@@ -481,20 +427,11 @@ def _mlp(prefix: str, hidden: int, width: int, bias: bool = False) -> Iterator[T
         yield from _linear(f"{prefix}.{name}", rows, cols, bias)
 
 
-def _linear(prefix: str, rows: int, cols: int, bias: bool = False) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{prefix}.weight", (rows, cols))
-    if bias:
-        yield TensorSpec(f"{prefix}.bias", (rows,), Kind.PLAIN)
-
-
 def added(config: ModelConfig, name: str) -> float:
     """What is added to a stored tensor before it is used (`ModelConfig.norm_plus`)."""
-    is_norm = (name.endswith("norm.weight") or ".ple.norm_" in name) and ".linear_attn." not in name and not name.startswith(PREFIX)
+    is_norm = name.endswith("norm.weight") or ".ple.norm_" in name
+    is_norm &= ".linear_attn." not in name and not name.startswith(PREFIX)
     return config.norm_plus if is_norm else 0.0
-
-
-def _norm(prefix: str, width: int) -> TensorSpec:
-    return TensorSpec(f"{prefix}.weight", (width,), Kind.WIDE)
 
 
 # -- tensors that are not required

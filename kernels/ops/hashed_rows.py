@@ -67,7 +67,16 @@ class _Struct(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int64)
-            for name in ("tokens", "longest", "heads", "row_bytes", "row_stride", "scale_bytes", "scale_stride", "part_rows")
+            for name in (
+                "tokens",
+                "longest",
+                "heads",
+                "row_bytes",
+                "row_stride",
+                "scale_bytes",
+                "scale_stride",
+                "part_rows",
+            )  # fmt: skip
         ),
         *(
             (name, ctypes.c_void_p)

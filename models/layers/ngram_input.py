@@ -20,6 +20,7 @@ from moe_engine.kernels.ops.gated_streams import norm_streams
 from moe_engine.kernels.ops.hashed_rows import HashedRows
 from moe_engine.kernels.ops.ngram_rows import IN_TORCH, stream_gates
 from moe_engine.kernels.ops.state_tails import Tails
+from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.engram_config import EngramConfig
@@ -51,18 +52,19 @@ class NgramInput:
             backends.linear, reader, [f"{name}.key_proj", f"{name}.value_proj"], [wide, hidden],
             engram.columns * engram.width,
         )  # fmt: skip
+        plus = 0.0 if reader.made_up else config.norm_plus
         key, query, conv = (
-            reader.tensor(f"{name}.norm_{part}.weight", (wide,), dtype=torch.float32) for part in ("key", "query", "conv")
+            reader.tensor(f"{name}.norm_{part}.weight", (wide,), dtype=torch.float32) + plus
+            for part in ("key", "query", "conv")
         )
-        if not reader.made_up:
-            key, query, conv = (part + config.norm_plus for part in (key, query, conv))
         self._products, self._conv_norm = (key * query).view(self._shape), conv.view(self._shape)
         self._taps = reader.tensor(f"{name}.conv1d.weight", (wide, 1, engram.taps), dtype=torch.float32).view(wide, -1)
         self._dtype = reader.dtype
 
-    def add(self, streams: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
+    def add(self, streams: Activation, residual: Tensor, batch: ForwardBatch) -> Tensor:
         """Sets the streams of residual [T, n D + n] to streams [T, n D] with what is added to them; returns the layer's
         input [T, D]."""
+        assert isinstance(streams, Tensor)  # of `StreamAdder`
         *_, products, ids = batch.kv[self._layer_index]
         found = self._project(self.rows.read(self._ngrams(batch, ids), self._dtype)).float()
         keys, value = found[:, : streams.shape[1]].unflatten(1, self._shape), found[:, streams.shape[1] :]
@@ -91,18 +93,18 @@ class NgramInput:
         return torch.stack(found, 1).int()
 
 
-def _table(
-    engram: EngramConfig, layer_index: int, reader: WeightSource, backends: Backends, name: str
-) -> HashedRows:
+def _table(engram: EngramConfig, layer_index: int, reader: WeightSource, backends: Backends, name: str) -> HashedRows:
     """Raises CheckpointError: the checkpoint's factors or sizes are not those of config.json."""
     place = engram.layers.index(layer_index)
     primes, factors, rows = engram.primes[place], engram.multipliers(layer_index), engram.rows[place]
-    for part, values in (("layer_multipliers", factors), ("ngram_heads_vocab_sizes", primes)):
+    for part, wanted in (("layer_multipliers", factors), ("ngram_heads_vocab_sizes", primes)):
         if reader.made_up or not reader.has(f"{name}.{part}"):
             continue
-        stored = reader.tensor(f"{name}.{part}", (len(values),), dtype=torch.int64).tolist()
-        if stored != list(values):
-            raise CheckpointError(f"{name}.{part} is {stored}, config.json implies {list(values)}: check its n-gram fields")
+        stored = reader.tensor(f"{name}.{part}", (len(wanted),), dtype=torch.int64).tolist()
+        if stored != list(wanted):
+            raise CheckpointError(
+                f"{name}.{part} is {stored}, config.json implies {list(wanted)}: check its n-gram fields"
+            )
     whole, size = f"{name}.ngram_embedding", -(-rows // engram.parts)
     shards = [(f"{whole}.shard_{i}.weight", min(size, rows - i * size)) for i in range(-(-rows // size))]
     if reader.has(f"{whole}.weight") and not reader.made_up:

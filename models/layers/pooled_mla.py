@@ -33,7 +33,8 @@ class PooledMLAAttention(MLAAttention):
         super().__init__(config, layer_index, reader, backends, *others, **options)
         whole = config.attention
         assert isinstance(whole, MLAConfig) and self._q is not None and self._q_norm is not None
-        assert (sparse := backends.attention.capabilities.sparse) is not None
+        sparse = backends.attention.capabilities.sparse
+        assert sparse is not None
         self._sparse, self._steps, prefix = sparse, steps, f"model.layers.{layer_index}.self_attn.indexer"
         self._indexer = PoolIndexer(whole, config.hidden_size, reader, backends, prefix)
         self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
