@@ -57,7 +57,7 @@ class Qwen4ExpModel(StreamResidual, Qwen3NextModel):
         return () if self._has_ngrams(prefix) else (f"{_gates_of(prefix)}.",)
 
     def make_layer(self, layer_index: int, *given: Any, **options: Any) -> Any:
-        layer = super().make_layer(layer_index, *given, **options)
+        layer: Any = super().make_layer(layer_index, *given, **options)
         if self._has_ngrams(f"model.layers.{layer_index}.input_layernorm"):
             reader: WeightSource = given[0]
             layer.ngrams = self._ngrams(reader, layer_index)

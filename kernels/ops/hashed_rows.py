@@ -61,23 +61,14 @@ class TextIds:
         """[V] int32."""
 
 
+_SIZES = ("row_bytes", "row_stride", "scale_bytes", "scale_stride")
+
+
 class _Struct(ctypes.Structure):
     """`moe::HashedRows` of hashed_rows.cpp."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "tokens",
-                "longest",
-                "heads",
-                "row_bytes",
-                "row_stride",
-                "scale_bytes",
-                "scale_stride",
-                "part_rows",
-            )  # fmt: skip
-        ),
+        *((name, ctypes.c_int64) for name in ("tokens", "longest", "heads", *_SIZES, "part_rows")),
         *(
             (name, ctypes.c_void_p)
             for name in ("parts", "scales", "sizes", "firsts", "multipliers", "ids", "rows", "row_scales")
