@@ -9,6 +9,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do if command -v $$p >
 BIN := $(VENV)/bin
 STAMP_SERVE := $(VENV)/.installed-serve
 STAMP_TEST := $(VENV)/.installed-test
+STAMP_KERNELS := $(VENV)/.compiled-kernels
 CONSTRAINTS := $(VENV)/constraints.txt
 TRITON := triton==3.9.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -35,6 +36,9 @@ $(STAMP_SERVE): pyproject.toml constraints.txt tools/install_torch.sh | $(BIN)/p
 		constraints.txt > $(CONSTRAINTS)
 	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e .
 	@$(COMPILE)
+	@touch $@
+
+$(STAMP_KERNELS): $(STAMP_SERVE)
 	@$(BIN)/python -m moe_engine.kernels.cpu
 	@touch $@
 
@@ -45,7 +49,7 @@ $(STAMP_TEST): $(STAMP_SERVE)
 	@$(COMPILE)
 	@touch $@
 
-serve: $(STAMP_SERVE) ## start the server with the embedded model (PORT=30000)
+serve: $(STAMP_SERVE) $(STAMP_KERNELS) ## start the server with the embedded model (PORT=30000)
 	$(BIN)/moe-engine serve --port $(PORT)
 
 lint: $(STAMP_TEST) ## ruff
@@ -57,13 +61,15 @@ types: $(STAMP_TEST) ## mypy
 # Bytecode is always written, for the hundreds of processes of the tests. A failed test runs a second
 # time with other random values; the summary lists it as RERUN with its seed. Four processes keep
 # two cores busy while tests wait for time limits and starts.
-unit: $(STAMP_TEST) ## the tests only
+unit: $(STAMP_TEST) $(STAMP_KERNELS) ## the tests only
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --processes 4 --reruns 1 $(PYTEST_ARGS)
 
 test-exhaustive: $(STAMP_TEST) ## all combinations and five times as many examples (half an hour)
 	@MOE_TEST_EXAMPLES=5 $(MAKE) --no-print-directory unit
 
-test: lint ## everything CI checks
+test: ## everything CI checks
+	@$(MAKE) --no-print-directory -j 2 $(STAMP_TEST) $(STAMP_KERNELS) # the compiler beside pip, which uses one core
+	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory -j 2 types unit
 
 clean: ## remove the environment and caches

@@ -17,9 +17,11 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_engine.cli.output_file import writing
+from moe_engine.config.flags import Parser
+from moe_engine.errors import ConfigError
 
 QUIET_LOAD = 0.5
 """Above this 1-minute load other programs are running, and times are unreliable."""
@@ -157,10 +159,20 @@ def wait_until_quiet(args: argparse.Namespace) -> None:
     _load_at_start = round(load, 2)
 
 
+class _Parser(Parser):
+    """Ends the program with one line on a wrong option, instead of pages of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        try:
+            super().error(message)
+        except ConfigError as error:
+            self.exit(2, f"{self.prog}: error: {error}\n")
+
+
 def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
     """The parser of ``moe-engine bench NAME``; its help begins with `doc`, the benchmark's docstring."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(f"moe-engine bench {name}", description=doc, formatter_class=formatter, **options)
+    return _Parser(f"moe-engine bench {name}", description=doc, formatter_class=formatter, **options)
 
 
 def parse_with_engine_flags(

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.quantization.codes import FP4, INTEGERS, GroupCodes
+from moe_engine.kernels.quantization.codes import FP4, INTEGERS
 from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
-from moe_engine.kernels.registry import Row
+from moe_engine.kernels.registry import BIASES, SINKS, SPARSE, WINDOWS, Row
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models import registry
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
@@ -19,7 +20,7 @@ from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.formats.table import FORMATS, kept_format, parse_format
+from moe_engine.models.formats.table import FORMATS, parse_format
 from moe_engine.models.tensor_header import BLOCK_TYPES
 
 PAGE = Path(__file__).with_name("models.md")
@@ -103,17 +104,16 @@ def places(format: WeightFormat, prefix: str = MATRIX) -> tuple[str, str]:
 def place(format: WeightFormat, device: str, prefix: str) -> str:
     """The forms that kernels multiply on a device, with their rows."""
     rows = {family: on_device(tables.FAMILIES[family], device) for family in PRODUCTS}
-    coded, few, by_row = (
-        frozenset(family for family in PRODUCTS if any(getattr(row, name) for row in rows[family]))
-        for name in ("codes", "four_bits", "fp8_rows")
-    )
     if format == PLAIN:
         return f"as stored: {names(rows['linear'])}"
-    kept = kept_format(format, device, coded, four_bits=few, fp8_rows=by_row)
+    multiplied = {
+        family: frozenset[WeightForm]().union(*(row.multiplies for row in found)) for family, found in rows.items()
+    }
+    kept = format.held_by(multiplied)
     form = None if kept == PLAIN else kept.kernel_format(prefix)
     family = "experts" if prefix == EXPERT else "linear"
     if prefix == EXPERT:  # with biases
-        rows[family] = [row for row in rows[family] if row.biases]
+        rows[family] = [row for row in rows[family] if BIASES in row.supports]
     takes = [row for row in rows[family] if multiplies(row, form)]
     if form is None or not takes:
         plain = f"dequantized: {names(rows[family])}"
@@ -125,9 +125,7 @@ def place(format: WeightFormat, device: str, prefix: str) -> str:
 
 
 def multiplies(row: Row, form: Any) -> bool:
-    if isinstance(form, GroupCodes):
-        return row.codes or (row.four_bits and form.four_bits)
-    return row.fp8_rows if isinstance(form, RowFP8) else isinstance(form, BlockFP8) and row.blocks
+    return form is not None and form.form in row.multiplies
 
 
 def text_of(form: Any, device: str) -> str:
@@ -169,7 +167,7 @@ def architecture_rows() -> Iterator[tuple[str, ...]]:
                 [
                     row
                     for row in on_device(tables.FAMILIES[family], device)
-                    if not need or family != families[0] or getattr(row, need)
+                    if not need or family != families[0] or need in row.supports
                 ]
                 for family in families
             ]
@@ -182,11 +180,11 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
     """Text, kernel families, and the required capability of a row of the first one."""
     parser, target = str(architecture.config_parser), str(architecture.target)
     if "parse_sparse_deepseek" in parser:
-        return "MLA, sparse", ("mla", "indexer"), "sparse"
+        return "MLA, sparse", ("mla", "indexer"), SPARSE
     if "mistral3:make_model" in target:
         return "that of the text model, GQA or MLA", ("gqa", "mla"), ""
     if "config_compressed" in parser:
-        return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), "sinks"
+        return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), SINKS
     if "kimi_linear:" in target:
         return "Kimi Delta Attention, MLA (Kimi K3: with a gate)", ("mla", "delta"), ""
     if "ling:" in target:
@@ -196,8 +194,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
     if "config_hybrid" in parser:
         return "gated delta nets, GQA", ("gqa", "delta"), ""
     if "parse_gpt_oss" in parser:
-        return "GQA, windows, sinks", ("gqa",), "sinks"
-    return "GQA (sliding windows: in every row)", ("gqa",), "windows"
+        return "GQA, windows, sinks", ("gqa",), SINKS
+    return "GQA (sliding windows: in every row)", ("gqa",), WINDOWS
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

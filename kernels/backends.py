@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Choice, Row, select
+from moe_engine.kernels.weight_forms import Multiplied
 
 if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
@@ -89,24 +90,9 @@ class KernelPlan:
         return next(choice.row for choice in self.choices if choice.family == family)
 
     @property
-    def codes(self) -> frozenset[str]:
-        """Families whose rows multiply weights of 4 and 8 bits as stored."""
-        return frozenset(family for family in ("linear", "experts") if self.row(family).codes)
-
-    @property
-    def four_bits(self) -> frozenset[str]:
-        """Families whose rows multiply weights of 4 bits (`GroupCodes.four_bits`) as stored."""
-        return self.codes | {family for family in ("linear", "experts") if self.row(family).four_bits}
-
-    @property
-    def blocks(self) -> frozenset[str]:
-        """Families whose rows multiply block FP8 as stored; others get dequantized weights."""
-        return frozenset(family for family in ("linear", "experts") if self.row(family).blocks)
-
-    @property
-    def fp8_rows(self) -> frozenset[str]:
-        """Families whose rows multiply FP8 with a scale per row as stored."""
-        return frozenset(family for family in ("linear", "experts") if self.row(family).fp8_rows)
+    def multiplied(self) -> Multiplied:
+        """Forms of quantized weights that the rows of linear layers and experts multiply as stored."""
+        return {family: self.row(family).multiplies for family in ("linear", "experts")}
 
     @property
     def refuses_capture(self) -> str | None:

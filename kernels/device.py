@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass
 from functools import lru_cache
 
+from moe_engine.kernels.weight_forms import WeightForm
+
 
 @dataclass(frozen=True)
 class Device:
@@ -71,19 +73,16 @@ class BlockIndexWidths:
 class ExpertWidths:
     """A model's routed experts on one rank: channels of a token and of an expert's part, experts of a token.
 
-    `blocks`: stored in FP8 blocks of 128 x 128. `dispatched`: their rows come from a dispatcher. `fused`: it leaves
-    exchange and products to one call. `four_bits`: stored in a form of `GroupCodes.four_bits`. `fp8_rows`: stored in
-    FP8 with a scale per row.
+    `form`: in which the experts of all layers are stored; None: unquantized, or in several. `dispatched`: their rows
+    come from a dispatcher. `fused`: it leaves exchange and products to one call.
     """
 
     hidden: int
     width: int
     top_k: int
-    blocks: bool = False
+    form: WeightForm | None = None
     dispatched: bool = False
     fused: bool = False
-    four_bits: bool = False
-    fp8_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,7 @@ class Need:
     clamped, without biases. `index`: the model's indexer, if it has sparse attention. `delta`: layers with a gated
     delta rule. `compression`: the KV cache has compressed entries. `chains`: captured decodes draft chains, whose
     lengths only the device knows. `trees`: drafts are trees. `varlen`: a vision tower. `experts` None: not known
-    yet, or none. `four_bits`: some weights of linear layers have a form of `GroupCodes.four_bits`. `fp8_rows`: some
-    are in FP8 with a scale per row.
+    yet, or none. `linear_forms`: of linear layers' weights with schemes in the checkpoint's config.
     """
 
     dtype: str
@@ -120,8 +118,7 @@ class Need:
     trees: bool = False
     varlen: bool = False
     experts: ExpertWidths | None = None
-    four_bits: bool = False
-    fp8_rows: bool = False
+    linear_forms: frozenset[WeightForm] = frozenset()
 
     @property
     def most_selected(self) -> int:

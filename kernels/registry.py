@@ -6,13 +6,28 @@ backend that is refused is an error with that reason; only ``auto`` falls back.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 from moe_engine.kernels.device import Device, ExpertWidths, Need
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.kernels.workspaces import Workspace
+
+logger = logging.getLogger(__name__)
+
+WINDOWS = "sliding windows"
+"""`AttentionCapabilities.windows`"""
+SPARSE = "sparse attention"
+"""`AttentionCapabilities.sparse`"""
+SINKS = "attention sinks"
+"""`AttentionCapabilities.sinks`; of MLA `SparseAttention.sinks`"""
+BIASES = "biases of experts"
+"""`ExpertsCapabilities.biases`"""
+CLAMPS = "clamped activation of experts"
+"""`ExpertsCapabilities.clamps`"""
 
 EXACT_LENGTHS = 15
 """Highest preference of rows for which steps with drafts wait: below this project's kernels, above torch's."""
@@ -35,18 +50,8 @@ class Row:
         lacks_plain: an experts backend of block FP8 only: its constructor takes `plain`, the most preferred other row.
         experts_workspace: bytes of an experts backend's scratch memory for (a rank's experts, their number, tokens) on
             an accelerator; None: in the activations of a step.
-        windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
-        sparse: an attention backend that supports sparse attention (MLA: `AttentionCapabilities.sparse`; GQA: pages of
-            one slot in any order).
-        codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
-        four_bits: a linear or experts backend that multiplies weights of 4 bits (`GroupCodes.four_bits`) as stored,
-            also without `codes`.
-        blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as stored.
-        fp8_rows: one that multiplies FP8 weights with a scale per row as stored.
-        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`; of MLA
-            `SparseAttention.sinks`).
-        biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
-        clamps: an experts backend that supports clamped activations (`ExpertsCapabilities.clamps`).
+        supports: optional parts of attention or experts that it has, such as `WINDOWS`.
+        multiplies: forms of quantized weights that a linear or experts backend multiplies as stored.
         exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
@@ -64,17 +69,10 @@ class Row:
     lacks_plain: bool = False
     fused: bool = False
     experts_workspace: Callable[[ExpertWidths, int, int], int] | None = None
-    windows: bool = False
-    sparse: bool = False
-    sinks: bool = False
-    biases: bool = False
-    clamps: bool = False
+    supports: tuple[str, ...] = ()
     reads_fp8: Callable[[Device], bool] | None = None
-    codes: bool = False
+    multiplies: frozenset[WeightForm] = frozenset()
     exact_lengths: bool = False
-    blocks: bool = False
-    fp8_rows: bool = False
-    four_bits: bool = False
 
     def score(self, device: Device, need: Need) -> int:
         """Preference on this device for this model; the highest runs."""
@@ -158,22 +156,43 @@ def select(
     return Choice(family, best, reason, others, options)
 
 
+def build(family: str, rows: list[Row], asked: str, device: Device, need: Need) -> Any:
+    """The kernel of a family outside the `KernelPlan`: of the requested row, or with ``auto`` of the most preferred one
+    that loads; each failure is logged.
+
+    Raises:
+        ValueError: the requested row cannot run here or fails to load, or no row is left.
+    """
+    failed: dict[str, str] = {}
+    while True:
+        choice = select(family, rows, asked, device, need, failed=failed)
+        try:
+            return choice.build()
+        except Exception as error:
+            name, reason = choice.row.name, f"failed to load: {error}"
+            if asked != "auto":
+                raise ValueError(f"{family} backend {name!r} {reason}") from error
+            logger.warning("%s: not using %s kernels, because they %s", family, name, reason)
+            failed[name] = reason
+
+
 def _waits(rows: list[Row], name: str, need: Need) -> str | None:
     waits = need.chains and any(row.exact_lengths for row in rows if row.name == name)
     return "plans by exact lengths, for which every step with drafts would wait" if waits else None
 
 
+def _needed_parts(family: str, need: Need) -> list[str]:
+    """Optional parts that the model needs of a family's row."""
+    parts = {
+        "attention": {WINDOWS: need.windows, SPARSE: need.index is not None or need.compression, SINKS: need.sinks},
+        "experts": {BIASES: need.biases, CLAMPS: need.clamped},
+    }
+    return [part for part, needed in parts.get(family, {}).items() if needed]
+
+
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
-    if family == "attention" and need.windows and not row.windows:
-        return "no sliding windows"
-    if family == "attention" and (need.index is not None or need.compression) and not row.sparse:
-        return "no sparse attention"
-    if family == "attention" and need.sinks and not row.sinks:
-        return "no attention sinks"
-    if family == "experts" and need.biases and not row.biases:
-        return "no biases of experts"
-    if family == "experts" and need.clamped and not row.clamps:
-        return "no clamped activation of experts"
+    if missing := next((part for part in _needed_parts(family, need) if part not in row.supports), None):
+        return f"no {missing}"
     if family == "experts" and row.fused != (need.experts is not None and need.experts.fused):
         alone = "runs only with --moe-a2a-backend megamoe"
         return alone if row.fused else "does not run with --moe-a2a-backend megamoe"

@@ -1,4 +1,8 @@
-"""Every row of every kernel family. Adding a backend is one adapter file and one row here."""
+"""Every row of every kernel family. Adding a backend is one adapter file and one row here.
+
+Preferences: torch 0, C++ for CPUs 10, this project's GPU kernels 20; most vendor libraries, tuned for their hardware,
+have more.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,23 @@ from moe_engine.kernels import workspaces
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format.formats import E4M3
-from moe_engine.kernels.registry import Row
+from moe_engine.kernels.registry import BIASES, CLAMPS, SINKS, SPARSE, WINDOWS, Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
 from moe_engine.kernels.triton.availability import why_not_index_heads as triton_why_not_index_heads
 from moe_engine.kernels.triton.availability import why_not_latent as triton_why_not_latent
 from moe_engine.kernels.vendors import availability as vendors
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS, WeightForm
 
 WhyNot = Callable[[Device, Need], str | None]
+
+_EXPERTS = "moe_engine.kernels.experts"
+_VENDORS = "moe_engine.kernels.attention.vendors"
+_FIXED = ("deterministic",)
+_CODED = frozenset((CODES, FOUR_BITS))
+_BLOCKS = frozenset((FP8_BLOCKS,))
+_KEPT = frozenset((FOUR_BITS, FP8_ROWS))
+"""Of kernels of a GPU only this project's multiply these as stored."""
 
 
 def _torch(device: Device, need: Need) -> str | None:
@@ -81,45 +94,6 @@ def _uncaptured_compression(device: Device, need: Need) -> str | None:
     return "the torch row of compression reads on the host which windows are complete"
 
 
-def _rows(
-    family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
-) -> list[Row]:  # fmt: skip
-    package = f"moe_engine.kernels.{family}"
-    return [
-        Row(
-            "torch",
-            f"{package}.reference:{torch_class}",
-            0,
-            torch_why_not,
-            why_not_captured=torch_uncaptured,
-            **has,
-        ),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, codes=codes, **has),
-    ]
-
-
-OPS = _rows("ops", "TorchOps", "CpuOps")
-LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
-EXPERTS = _rows(
-    "experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, clamps=True, codes=True
-)
-MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True, sinks=True)
-INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
-GQA = _rows(
-    "attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True, sparse=True
-)
-SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
-PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
-LORA = _rows("lora", "TorchLora", "CpuLora")
-DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
-COMPRESSION = _rows("compression", "TorchCompression", "CpuCompression", torch_uncaptured=_uncaptured_compression)
-BLOCK_INDEX = _rows("block_index", "TorchBlockIndex", "CpuBlockIndex", torch_uncaptured=_uncaptured_indexer)
-VARLEN = [Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always)]
-
-_FIXED = ("deterministic",)
-
-
 def _multiplies_fp8(device: Device) -> bool:
     return device.capability is not None and device.capability >= (8, 9)
 
@@ -155,145 +129,131 @@ _KEEPS = 42
 
 
 def _triton_experts_preference(device: Device, need: Need) -> int:
-    return _KEEPS if need.experts is not None and (need.experts.four_bits or need.experts.fp8_rows) else 20
+    return _KEEPS if need.experts is not None and need.experts.form in _KEPT else 20
 
 
-# This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
-OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
-LINEAR.append(
-    Row(
-        "triton",
-        "moe_engine.kernels.linear.triton_linear:TritonLinear",
-        20,
-        _triton,
-        _FIXED,
-        prefers=lambda device, need: _KEEPS if need.four_bits or need.fp8_rows else 20,
-        blocks=True,
-        fp8_rows=True,
-        four_bits=True,
-    )
-)
-PERMUTATION.append(Row("triton", "moe_engine.kernels.permutation.triton_permute:TritonPermutation", 20, _triton))
-EXPERTS.append(
-    Row(
-        "triton",
-        "moe_engine.kernels.experts.triton_experts:TritonExperts",
-        20,
-        _triton,
-        _FIXED,
-        prefers=_triton_experts_preference,
-        biases=True,
-        clamps=True,
-        blocks=True,
-        fp8_rows=True,
-        reads_fp8=_multiplies_fp8,
-        four_bits=True,
-    )
-)
-INDEXER.append(
-    Row(
-        "triton",
-        "moe_engine.kernels.indexer.triton_indexer:TritonIndexer",
-        20,
-        _triton_indexer,
-    )
-)
-COMPRESSION.append(Row("triton", "moe_engine.kernels.compression.triton_compression:TritonCompression", 20, _triton))
-DELTA.append(Row("triton", "moe_engine.kernels.delta.triton_delta:TritonDelta", 20, _triton))
-VARLEN.append(Row("triton", "moe_engine.kernels.varlen.triton_varlen:TritonVarlen", 20, _triton))
-LORA.append(Row("triton", "moe_engine.kernels.lora.triton_lora:TritonLora", 20, _triton))
-BLOCK_INDEX.append(Row("triton", "moe_engine.kernels.block_index.triton_blocks:TritonBlockIndex", 20, _triton_blocks))
-SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
+def _torch_and_cpu(
+    family: str, torch_class: str, cpu_class: str, cpu: WhyNot = _cpu, torch: WhyNot = _torch,
+    torch_uncaptured: WhyNot | None = None, multiplies: frozenset[WeightForm] = frozenset(),
+    supports: tuple[str, ...] = (),
+) -> list[Row]:  # fmt: skip
+    package = f"moe_engine.kernels.{family}"
+    return [
+        Row(
+            "torch", f"{package}.reference:{torch_class}", 0, torch, why_not_captured=torch_uncaptured,
+            supports=supports,
+        ),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, cpu, multiplies=multiplies, supports=supports),
+    ]  # fmt: skip
 
-_ATTENTION = "moe_engine.kernels.attention"
-MLA.append(
-    Row(
-        "triton",
-        f"{_ATTENTION}.triton.attention:TritonMLA",
-        20,
-        _triton_latent,
-        _FIXED,
-        workspaces.triton,
-        _uncaptured_triton,
-        sparse=True,
-        sinks=True,
-    )
-)
-GQA.append(
-    Row(
-        "triton",
-        f"{_ATTENTION}.triton.attention:TritonGQA",
-        20,
-        _triton_with_cache,
-        _FIXED,
-        workspaces.triton,
-        _uncaptured_triton,
-        windows=True,
-        sinks=True,
-        sparse=True,
-    )
-)
 
-# Optional vendor libraries: preferred where they run, since they are tuned for the hardware.
-LINEAR.append(
-    Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm, blocks=True)
-)
-EXPERTS.append(
-    Row(
-        "deep_gemm",
-        "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts",
-        40,
-        vendors.deep_gemm,
-        blocks=True,
-        clamps=True,
-        reads_fp8=_multiplies_fp8,
-    )
-)
-EXPERTS.append(
-    Row("mega_moe", "moe_engine.kernels.experts.mega_moe:MegaMoe", 40, vendors.mega_moe, blocks=True, fused=True)
-)
-EXPERTS.append(
-    Row(
-        "flashinfer_trtllm",
-        "moe_engine.kernels.experts.flashinfer_trtllm:TrtllmExperts",
-        45,  # SGLang's default for DeepSeek V3 in FP8 on Blackwell
-        vendors.trtllm_experts,
-        blocks=True,
-        reads_fp8=_multiplies_fp8,
-        lacks_plain=True,
-        experts_workspace=workspaces.trtllm_experts,
-    )
-)
-INDEXER.append(Row("deep_gemm", "moe_engine.kernels.indexer.deep_gemm:DeepGemmIndexer", 40, vendors.deep_gemm_indexer))
-MLA += [
-    Row(
-        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index", "kv_dtype", "sinks"),
-        workspaces.flashmla,
-        vendors.flash_mla_uncaptured, _flash_mla_preference, pages=(64,), lacks_expanded=True, sparse=True, sinks=True,
+def _triton_row(target: str, why_not: WhyNot = _triton, takes: tuple[str, ...] = (), **has: Any) -> Row:
+    return Row("triton", f"moe_engine.kernels.{target}", 20, why_not, takes, **has)
+
+
+OPS = [
+    *_torch_and_cpu("ops", "TorchOps", "CpuOps"),
+    _triton_row("ops.triton_ops:TritonOps", _triton_with_cache, _FIXED),
+]
+LINEAR = [
+    *_torch_and_cpu("linear", "TorchLinear", "CpuLinear", multiplies=_CODED),
+    _triton_row(
+        "linear.triton_linear:TritonLinear", takes=_FIXED, multiplies=_BLOCKS | _KEPT,
+        prefers=lambda device, need: _KEEPS if need.linear_forms & _KEPT else 20,
+    ),
+    Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm, multiplies=_BLOCKS),
+]  # fmt: skip
+EXPERTS = [
+    *_torch_and_cpu(
+        "experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, multiplies=_CODED,
+        supports=(BIASES, CLAMPS),
+    ),
+    _triton_row(
+        "experts.triton_experts:TritonExperts", takes=_FIXED, prefers=_triton_experts_preference,
+        multiplies=_BLOCKS | _KEPT, supports=(BIASES, CLAMPS), reads_fp8=_multiplies_fp8,
     ),
     Row(
-        "trtllm_mla", f"{_ATTENTION}.vendors.trtllm_mla:TrtllmMLA", 46, vendors.trtllm_mla,
-        workspace=workspaces.trtllm_mla, pages=(64, 32),
+        "deep_gemm", f"{_EXPERTS}.deep_gemm:DeepGemmExperts", 40, vendors.deep_gemm, multiplies=_BLOCKS,
+        supports=(CLAMPS,), reads_fp8=_multiplies_fp8,
+    ),
+    Row("mega_moe", f"{_EXPERTS}.mega_moe:MegaMoe", 40, vendors.mega_moe, multiplies=_BLOCKS, fused=True),
+    Row(  # 45: SGLang's default for DeepSeek V3 in FP8 on Blackwell
+        "flashinfer_trtllm", f"{_EXPERTS}.flashinfer_trtllm:TrtllmExperts", 45, vendors.trtllm_experts,
+        multiplies=_BLOCKS, reads_fp8=_multiplies_fp8, lacks_plain=True, experts_workspace=workspaces.trtllm_experts,
+    ),
+]  # fmt: skip
+MLA = [
+    *_torch_and_cpu(
+        "attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, supports=(SPARSE, SINKS)
+    ),
+    _triton_row(
+        "attention.triton.attention:TritonMLA", _triton_latent, _FIXED, workspace=workspaces.triton,
+        why_not_captured=_uncaptured_triton, supports=(SPARSE, SINKS),
     ),
     Row(
-        "flashinfer", f"{_ATTENTION}.vendors.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla, ("kv_dtype",),
+        "flashmla", f"{_VENDORS}.flashmla:FlashMLA", 45, vendors.flash_mla, ("index", "kv_dtype", "sinks"),
+        workspaces.flashmla, vendors.flash_mla_uncaptured, _flash_mla_preference, pages=(64,), lacks_expanded=True,
+        supports=(SPARSE, SINKS),
+    ),
+    Row(
+        "trtllm_mla", f"{_VENDORS}.trtllm_mla:TrtllmMLA", 46, vendors.trtllm_mla, workspace=workspaces.trtllm_mla,
+        pages=(64, 32),
+    ),
+    Row(
+        "flashinfer", f"{_VENDORS}.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla, ("kv_dtype",),
         workspace=workspaces.flashinfer, exact_lengths=True,
     ),
     Row(
-        "fa3", f"{_ATTENTION}.vendors.fa3:FA3MLA", 35, vendors.fa3_mla, ("index",), workspaces.fa3,
-        prefers=_fa3_mla_preference, sparse=True,
+        "fa3", f"{_VENDORS}.fa3:FA3MLA", 35, vendors.fa3_mla, ("index",), workspaces.fa3,
+        prefers=_fa3_mla_preference, supports=(SPARSE,),
     ),
 ]  # fmt: skip
-GQA += [
+GQA = [
+    *_torch_and_cpu(
+        "attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch,
+        supports=(WINDOWS, SPARSE, SINKS),
+    ),
+    _triton_row(
+        "attention.triton.attention:TritonGQA", _triton_with_cache, _FIXED, workspace=workspaces.triton,
+        why_not_captured=_uncaptured_triton, supports=(WINDOWS, SPARSE, SINKS),
+    ),
     Row(
-        "flashinfer", f"{_ATTENTION}.vendors.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,
-        workspace=workspaces.flashinfer_gqa, windows=True, exact_lengths=True,
+        "flashinfer", f"{_VENDORS}.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,
+        workspace=workspaces.flashinfer_gqa, supports=(WINDOWS,), exact_lengths=True,
     ),
-    Row("fa3", f"{_ATTENTION}.vendors.fa3:FA3GQA", 35, vendors.fa3_gqa, workspace=workspaces.fa3, windows=True),
+    Row("fa3", f"{_VENDORS}.fa3:FA3GQA", 35, vendors.fa3_gqa, workspace=workspaces.fa3, supports=(WINDOWS,)),
 ]  # fmt: skip
-SAMPLING.append(
-    Row("flashinfer", "moe_engine.kernels.sampling.flashinfer:FlashInferSampling", 15, vendors.flashinfer_sampling)
-)
+SAMPLING = [
+    *_torch_and_cpu("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always),
+    _triton_row("sampling.triton_sampling:TritonSampling", _triton_float32),
+    Row("flashinfer", "moe_engine.kernels.sampling.flashinfer:FlashInferSampling", 15, vendors.flashinfer_sampling),
+]
+PERMUTATION = [
+    *_torch_and_cpu("permutation", "TorchPermutation", "CpuPermutation"),
+    _triton_row("permutation.triton_permute:TritonPermutation"),
+]
+LORA = [*_torch_and_cpu("lora", "TorchLora", "CpuLora"), _triton_row("lora.triton_lora:TritonLora")]
+INDEXER = [
+    *_torch_and_cpu("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer),
+    _triton_row("indexer.triton_indexer:TritonIndexer", _triton_indexer),
+    Row("deep_gemm", "moe_engine.kernels.indexer.deep_gemm:DeepGemmIndexer", 40, vendors.deep_gemm_indexer),
+]
+BLOCK_INDEX = [
+    *_torch_and_cpu("block_index", "TorchBlockIndex", "CpuBlockIndex", torch_uncaptured=_uncaptured_indexer),
+    _triton_row("block_index.triton_blocks:TritonBlockIndex", _triton_blocks),
+]
+DELTA = [
+    *_torch_and_cpu("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta),
+    _triton_row("delta.triton_delta:TritonDelta"),
+]
+COMPRESSION = [
+    *_torch_and_cpu("compression", "TorchCompression", "CpuCompression", torch_uncaptured=_uncaptured_compression),
+    _triton_row("compression.triton_compression:TritonCompression"),
+]
+VARLEN = [
+    Row("torch", "moe_engine.kernels.varlen.reference:TorchVarlen", 0, _always),
+    _triton_row("varlen.triton_varlen:TritonVarlen"),
+]
 
 FAMILIES: dict[str, list[Row]] = {
     "ops": OPS,

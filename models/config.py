@@ -250,7 +250,8 @@ class ModelConfig:
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:
-        """Sums over the model's tensors that were computed before, by their arguments (`models.sizes`)."""
+        """Sums over tensors and parts of the model that were computed before, by their arguments (`models.sizes`,
+        `models.widths`): a plan resolves hundreds of launches of a model."""
         return {}
 
     @property
@@ -333,7 +334,7 @@ class ModelConfig:
         """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
 
-    @property
+    @cached_property
     def page_multiple(self) -> int:
         """Page sizes are multiples of it: an entry, or pool of index keys, and its tokens are in one page."""
         rates = (self.entry_parts(layer)[0] for layer in range(self.num_layers))
@@ -416,8 +417,8 @@ class ModelConfig:
 
     def kept_rows(self, layer: int, draft_slots: int = 0) -> KeptRows | None:
         """What the layer keeps of contributions to entries (DeepSeek V4); None: nothing."""
-        own, page = self.attention_of(layer), self.page_multiple
-        return own.kept_rows(layer, page, draft_slots) if isinstance(own, CompressedConfig) else None
+        own = self.attention_of(layer)
+        return own.kept_rows(layer, self.page_multiple, draft_slots) if isinstance(own, CompressedConfig) else None
 
     def kv_bytes_of(self, layers: Iterable[int], kv_dtype: str, draft_slots: int = 0) -> int:
         """Cached bytes of one token in these layers, without entries; scales of FP8 rows included, and the kept
@@ -441,5 +442,9 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False, draft_slots: int = 0) -> int:
         """`kv_bytes_of` all layers, optionally with MTP layers, and entries."""
-        last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
-        return self.kv_bytes_of(range(last), kv_dtype, draft_slots) + self.entry_bytes_per_token(kv_dtype)
+        if (key := ("kv", kv_dtype, include_mtp, draft_slots)) not in self.known_sizes:
+            last = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
+            of_layers = self.kv_bytes_of(range(last), kv_dtype, draft_slots)
+            self.known_sizes[key] = of_layers + self.entry_bytes_per_token(kv_dtype)
+        found: int = self.known_sizes[key]
+        return found

@@ -13,7 +13,7 @@ from typing import Any
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds
+from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds, decay_bound
 from moe_engine.models.ling_names import quantization_names
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
@@ -63,9 +63,10 @@ def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> Model
         routed, own = (_limits(fields, name, config.moe_layers) for name in _LIMITS)
         moe = replace(moe, shared_width=shared, layer_limits=routed, shared_limits=own)
     heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
+    bound = decay_bound(fields, "kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else 0.0
     delta = DeltaConfig(
         heads, heads, width, width, read.integer("linear_conv_kernel_dim"), joined=False, by_channel=True,
-        low_rank="", bound=_bound(fields),
+        low_rank="", bound=bound,
     )  # fmt: skip
     states = tuple(i for i, kind in enumerate(read.raw["layer_types"]) if kind == LINEAR)
     return replace(
@@ -76,16 +77,6 @@ def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> Model
         state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
         raw=fields.raw,
     )
-
-
-def _bound(fields: Fields) -> float:
-    """The bound of the log decay; 0: it has none."""
-    if not fields.flag("kda_safe_gate", True):
-        return 0.0
-    bound = float(fields.number("kda_lower_bound", -5.0))
-    if bound >= 0:
-        fields.fail("kda_lower_bound", f"must be negative, found {bound:g}")
-    return bound
 
 
 def _limits(fields: Fields, name: str, moe_layers: tuple[bool, ...]) -> tuple[float, ...]:

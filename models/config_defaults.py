@@ -1,5 +1,5 @@
 """Fields that config.json may leave out, where the family's value differs from that of most families. A field that is
-null stays null. Imports no torch.
+null stays null, but for rotary settings. Imports no torch.
 
 Source: defaults of transformers' config classes. `tests/models/random_shapes.py` drops fields and compares logits.
 """
@@ -13,35 +13,57 @@ _EPS: Mapping[str, Any] = {"rms_norm_eps": 1e-5}
 _YARN: Mapping[str, Any] = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 _SCALED: Mapping[str, Any] = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 _DEEPSEEK_V3: Mapping[str, Any] = {
-    "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+    "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
+_INDEXED: Mapping[str, Any] = {
+    **_EPS, "routed_scaling_factor": 2.5, "n_shared_experts": 1, "num_experts_per_tok": 8, "index_topk": 2048,
 }  # fmt: skip
 _ERNIE: Mapping[str, Any] = {**_EPS, "rope_theta": 500000.0, "tie_word_embeddings": True}
-_THETAS = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5, "qwen3_vl_moe": 5e5}
+_VISUAL: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {**_EPS, "rope_theta": 1e6}, "qwen2_5_vl": {**_EPS, "rope_theta": 1e6},
+    "qwen3_vl": {"rope_theta": 5e5}, "qwen3_vl_moe": {"rope_theta": 5e5, "num_experts_per_tok": 4},
+}  # fmt: skip
+_POSITIONS: Mapping[int, str] = {
+    2048: "llama deepseek_v2 dots1 hunyuan_v1_dense hunyuan_v1_moe", 4096: "deepseek_v3",
+    32768: "qwen2 qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text",
+    128000: "qwen3_vl_text qwen3_vl_moe_text",
+    131072: "mistral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe hy_v3",
+    163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3",
+    1048576: "mistral4 glm5_next_text deepseek_v4",
+}  # fmt: skip
+"""`max_position_embeddings` by default, and the values of `model_type`."""
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {
         "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "n_shared_experts": 1,
         "num_experts_per_tok": 8, "rope_theta": 6000000.0, "max_position_embeddings": 262144,
     },
     "deepseek_v3": _DEEPSEEK_V3,
-    "deepseek_v32": _DEEPSEEK_V3,
+    "deepseek_v32": {**_DEEPSEEK_V3, "index_topk": 2048},
     "dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},
     "ernie4_5": {**_ERNIE, "head_dim": 128},
     "ernie4_5_moe": _ERNIE,
-    "glm4_moe": _EPS,
-    "glm4_moe_lite": {**_EPS, "routed_scaling_factor": 1.8},
-    "glm_moe_dsa": {**_EPS, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+    "deepseek_v2": {"n_shared_experts": 2},
+    "glm4_moe": {**_EPS, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_experts_per_tok": 8},
+    "glm4_moe_lite": {**_EPS, "routed_scaling_factor": 1.8, "n_shared_experts": 1, "num_experts_per_tok": 4},
+    "glm5_next_text": _INDEXED,
+    "glm_moe_dsa": {**_INDEXED, "first_k_dense_replace": 3},
     "gpt_oss": {
-        **_EPS, "sliding_window": 128, "rope_theta": 150000.0,
+        **_EPS, "sliding_window": 128, "rope_theta": 150000.0, "num_experts_per_tok": 4,
         "rope_scaling": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     },
     "hunyuan_v1_dense": _EPS,
     "hunyuan_v1_moe": _EPS,
-    "hy_v3": {**_EPS, "rope_theta": 11158840.0, "router_scaling_factor": 2.826, "first_k_dense_replace": 1},
+    "hy_v3": {
+        **_EPS, "rope_theta": 11158840.0, "router_scaling_factor": 2.826, "first_k_dense_replace": 1,
+        "num_experts_per_tok": 8,
+    },
     "kimi_linear": {
         **_EPS, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "n_shared_experts": 1,
         "num_experts_per_tok": 8, "max_position_embeddings": 1048576,
     },
-    "minimax_m2": {"rope_theta": 5000000.0},
+    "mimo_v2_flash": {"num_experts_per_tok": 8},
+    "minimax_m2": {"rope_theta": 5000000.0, "num_experts_per_tok": 8},
     **{
         f"minimax_m3{part}": {"rope_theta": 5000000.0, "head_dim": 128} for part in ("", "_vl", "_vl_text")
     },
@@ -52,19 +74,30 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     },
     "mistral": {"sliding_window": 4096},
     "mistral4": {
-        "norm_topk_prob": True,
+        "norm_topk_prob": True, "n_shared_experts": 1, "num_experts_per_tok": 4,
         "rope_scaling": {**_SCALED, "factor": 128.0, "original_max_position_embeddings": 8192}
         | {"rope_theta": 10000.0},
     },
-    "mixtral": {**_EPS, "rope_theta": 1000000.0},
-    "solar_open": {**_EPS, "head_dim": 128, "rope_theta": 1000000.0, "intermediate_size": 1},
-    **{kind + part: {"rope_theta": theta} for kind, theta in _THETAS.items() for part in ("", "_text")},
+    "mixtral": {**_EPS, "rope_theta": 1000000.0, "num_experts_per_tok": 2},
+    "qwen3_5_moe_text": {"num_experts_per_tok": 8, "linear_conv_kernel_dim": 4},
+    "qwen3_5_text": {"linear_conv_kernel_dim": 4},
+    "qwen3_moe": {"num_experts_per_tok": 8},
+    "qwen3_next": {"num_experts_per_tok": 10, "linear_conv_kernel_dim": 4},
+    "solar_open": {
+        **_EPS, "head_dim": 128, "rope_theta": 1000000.0, "intermediate_size": 1, "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+    },
+    **{kind + part: fields for kind, fields in _VISUAL.items() for part in ("", "_text")},
 }  # fmt: skip
 
 
 def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of config.json (of the text model), with the defaults of its `model_type`."""
-    own = dict(_BY_MODEL_TYPE.get(str(raw.get("model_type")), {}))
-    if "rope_parameters" in raw:
-        own.pop("rope_scaling", None)
+    kind = str(raw.get("model_type"))
+    own = dict(_BY_MODEL_TYPE.get(kind, {}))
+    if lengths := [length for length, kinds in _POSITIONS.items() if kind in kinds.split()]:
+        own["max_position_embeddings"] = lengths[0]
+    if "rope_scaling" in own and raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
+        return {**own, **raw, "rope_scaling": own["rope_scaling"]}
+    own.pop("rope_scaling", None)
     return {**own, **raw}

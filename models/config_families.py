@@ -203,7 +203,8 @@ def rotary_width(fields: Fields, head_dim: int, default: float) -> int:
     section = fields.section("rope_parameters")
     part = None if section is None else section.number("partial_rotary_factor", None, above=0)
     if part is None:
-        part = fields.number("partial_rotary_factor", default, above=0)
+        null = 1.0 if "partial_rotary_factor" in fields.raw else default
+        part = fields.number("partial_rotary_factor", null, above=0)
     width = fields.integer("rotary_dim", int(head_dim * part))
     if width > head_dim:
         fields.fail("rotary_dim", f"{width} is more than head_dim {head_dim}")

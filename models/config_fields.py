@@ -125,7 +125,8 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._get(name, default)
+        """True or false; null is false, whatever the default."""
+        value = self._get(name, default and name not in self.raw)
         if not isinstance(value, bool):
             self.fail(name, f"must be true or false, found {value!r}")
         return value
@@ -170,11 +171,12 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
     theta = section.number("rope_theta", None, above=0) or fields.number("rope_theta", 10000.0, above=0)
     kind = section.text("rope_type", None) or section.text("type", None) or "default"
     if width % 2:
-        raise ConfigError(f"{fields.source}: the rotary width must be even, found {width}")
+        fields.fail("partial_rotary_factor", f"and head_dim give {width} rotated channels; their number must be even")
     if kind in ("default", "mrope"):
         return RopeConfig(theta, width, interleaved)
-    if kind == "dynamic" and (alpha := section.number("alpha", None, above=0)) is not None:  # Hunyuan
-        return RopeConfig(theta * alpha ** (width / (width - 2)), width, interleaved)
+    if kind == "dynamic":  # beyond max_position_embeddings, which no request exceeds; Hunyuan: always, by alpha
+        alpha = section.number("alpha", None, above=0)
+        return RopeConfig(theta if alpha is None else theta * alpha ** (width / (width - 2)), width, interleaved)
     original = section.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
     if kind == "linear":
         factor = section.number("factor", above=0)
@@ -194,7 +196,7 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
     if kind == "yarn":
         return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
     section.fail(
-        "rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic with alpha"
+        "rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic"
     )
 
 

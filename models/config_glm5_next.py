@@ -15,7 +15,7 @@ from moe_engine.models.config_compressed import parse_streams
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_indexer import parse_indexer
-from moe_engine.models.config_kimi_linear import FULL, LINEAR, checked_kinds, delta_fields
+from moe_engine.models.config_kimi_linear import FULL, LINEAR, checked_kinds, decay_bound, delta_fields
 from moe_engine.models.config_vision import glm5_next_vision
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
@@ -91,9 +91,5 @@ def _bound(fields: Fields) -> float:
     section, name = (fields, "linear_lower_bound")
     if own is not None and "gate_lower_bound" in own.raw:
         section, name = own, "gate_lower_bound"
-    bound = section.number(name, None) if name in section.raw else _BOUND
-    if bound is None and own is not None and own.flag("safe_gate", True):
-        bound = _BOUND
-    if bound is not None and bound >= 0:
-        section.fail(name, f"must be negative, found {bound:g}")
-    return float(bound or 0.0)
+    has_default = name not in section.raw or (own is not None and own.flag("safe_gate", True))
+    return decay_bound(section, name, _BOUND if has_default else None)

@@ -38,7 +38,7 @@ def parse_qwen3_5(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 def parse_qwen3_5_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3.5-MoE: the same with experts in every layer, in common tensors or one by one."""
     moe, layers = _experts(fields), fields.integer("num_hidden_layers")
-    raw = {"intermediate_size": moe.width} | dict(fields.raw)  # no layer is dense
+    raw = {**fields.raw, "intermediate_size": moe.width}  # no layer is dense
     config = _qwen3_5(Fields(raw, fields.source), generation, moe, (True,) * layers)
     if config.weight_format.name:
         blocks = with_fused_experts(config.weight_format, moe.num_experts, transposed=False)
@@ -80,8 +80,7 @@ def _hybrid(
     delta: DeltaConfig,
     num_mtp_layers: int,
 ) -> ModelConfig:
-    raw = {"head_dim": 256} | {key: value for key, value in fields.raw.items() if value is not None}
-    read = Fields(raw, fields.source)
+    read = Fields({**fields.raw, "head_dim": fields.integer("head_dim", 256)}, fields.source)
     config = parse_gqa(read, generation, moe, moe_layers, partial_rotary=0.25, qk_norm="head", output_gate=True)
     states = tuple(i for i, kind in enumerate(_kinds(fields, config.num_layers)) if kind == _LINEAR)
     return replace(

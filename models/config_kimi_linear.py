@@ -69,7 +69,8 @@ def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     config = parse_deepseek(read, generation)
     heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
     taps = read.integer("linear_conv_kernel_dim")
-    low_rank, bound = "f" if raw["use_full_rank_gate"] else "fg", _bound(fields)
+    low_rank = "f" if raw["use_full_rank_gate"] else "fg"
+    bound = decay_bound(fields.section("linear_attn_config") or Fields({}, fields.source), "gate_lower_bound")
     delta = DeltaConfig(
         heads, heads, width, width, taps, joined=False, by_channel=True, low_rank=low_rank, bound=bound
     )  # fmt: skip
@@ -106,12 +107,11 @@ def _situ(fields: Fields) -> tuple[float, float]:
     return float(beta or 1.0), float(limit or 0.0)
 
 
-def _bound(fields: Fields) -> float:
-    """The bound of the log decay; 0: it has none."""
-    own = fields.section("linear_attn_config")
-    bound = None if own is None else own.number("gate_lower_bound", None)
+def decay_bound(fields: Fields, name: str, default: float | None = None) -> float:
+    """The bound of the log decay; 0: it has none. Raises ConfigError: it is not negative."""
+    bound = fields.number(name, default)
     if bound is not None and bound >= 0:
-        fields.fail("linear_attn_config.gate_lower_bound", f"must be negative, found {bound:g}")
+        fields.fail(name, f"must be negative, found {bound:g}")
     return float(bound or 0.0)
 
 

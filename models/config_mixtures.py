@@ -81,7 +81,7 @@ def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 def gpt_oss_fields(fields: Fields) -> Fields:
     """The fields with the default of transformers for `layer_types`."""
     kinds = ["sliding_attention", "full_attention"] * (layers := fields.integer("num_hidden_layers"))
-    return Fields({"layer_types": kinds[:layers], **fields.raw}, fields.source)
+    return Fields({**fields.raw, "layer_types": fields.raw.get("layer_types") or kinds[:layers]}, fields.source)
 
 
 def parse_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -102,7 +102,8 @@ def parse_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
 
 def parse_solar_open(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Solar Open: GLM-4.5's mixture in every layer, whole heads rotated."""
-    moe = parse_deepseek_moe(fields)
+    if (moe := parse_deepseek_moe(fields)) is None:
+        fields.fail("n_routed_experts", "is missing; add it, or pass it with --json-model-override-args")
     layers, bias = (True,) * fields.integer("num_hidden_layers"), fields.flag("attention_bias")
     return parse_gqa(fields, generation, moe, layers, qkv_bias=bias, o_bias=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS, WeightForm
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.block_fp8 import KERNEL_BLOCK, BlockFP8Format
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
@@ -23,30 +24,26 @@ def experts_format(config: ModelConfig) -> GroupCodes | None:
         found = format.kernel_format(next(_one_expert_of_each_layer(config), ""))
     else:
         schemes: list[Any] = list(_schemes(config))
-        found = schemes[0].kernel_format() if len(schemes) == 1 and schemes[0].coded else None
+        found = schemes[0].kernel_format() if len(schemes) == 1 and schemes[0].form in (CODES, FOUR_BITS) else None
     form: Any = found
     return form
 
 
-def experts_in_blocks(config: ModelConfig) -> bool:
-    """True if kernels of a GPU may multiply the experts of all layers as FP8 blocks of 128 x 128."""
-    format = config.weight_format
+def expert_form(config: ModelConfig) -> WeightForm | None:
+    """The form in which kernels may multiply the experts of all layers; None: unquantized, or several."""
+    format, codes = config.weight_format, experts_format(config)
+    if codes is not None:
+        return codes.form
     if isinstance(format, BlockFP8Format):
-        return format.has_kernel_formats and experts_format(config) is None
-    schemes = _schemes(config)
-    return bool(schemes) and all(scheme.blocks for scheme in schemes)
-
-
-def experts_in_fp8_rows(config: ModelConfig) -> bool:
-    """True if kernels of a GPU may multiply the experts of all layers as FP8 with a scale per row."""
-    schemes = _schemes(config)
-    return bool(schemes) and all(scheme.fp8_rows for scheme in schemes)
+        return FP8_BLOCKS if format.has_kernel_formats else None
+    forms = {scheme.form for scheme in _schemes(config)}
+    return forms.pop() if len(forms) == 1 and forms <= {FP8_BLOCKS, FP8_ROWS} else None
 
 
 def width_group(config: ModelConfig, keeps_blocks: bool = False) -> int:
     """Columns of experts that ranks of tensor parallelism do not split; 1: any. keeps_blocks: the kernels multiply
     block FP8 as stored."""
-    if keeps_blocks and experts_in_blocks(config):
+    if keeps_blocks and expert_form(config) == FP8_BLOCKS:
         return KERNEL_BLOCK[1]
     form = experts_format(config)
     if form is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from moe_engine.kernels.device import BlockIndexWidths, ExpertWidths, HeadWidths, IndexWidths, Need
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.expert_format import experts_format, experts_in_blocks, experts_in_fp8_rows, width_group
+from moe_engine.models.expert_format import expert_form, width_group
 from moe_engine.models.formats.protocol import family_of
-from moe_engine.models.formats.schemes import Scheme, SchemeFormat, four_bits_of
+from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.tensors import Kind, model_tensors
 from moe_engine.parallel.share import Share
 
@@ -59,33 +58,22 @@ def expert_widths(
     moe = model.moe
     if moe is None:
         return None
-    form, blocks = experts_format(model), experts_in_blocks(model)
-    few = form is not None and form.four_bits
-    group = width_group(model, keeps_blocks=blocks)
+    group = width_group(model, keeps_blocks=True)
     cut = None if moe.width % parts else Share(0, parts).cut_in_groups(moe.width, group)
     width = moe.width // parts if cut is None else cut.stop  # the first rank has the most
-    return ExpertWidths(model.routed_size, width, moe.top_k, blocks, dispatched, fused, few, experts_in_fp8_rows(model))
+    return ExpertWidths(model.routed_size, width, moe.top_k, expert_form(model), dispatched, fused)
 
 
-def has_linears_in_four_bits(model: ModelConfig) -> bool:
-    """True if a matrix of a layer, other than of experts, is stored in a form of `GroupCodes.four_bits`."""
-    return _has_linears(model, lambda scheme: four_bits_of(scheme) is not None)
-
-
-def has_linears_in_fp8_rows(model: ModelConfig) -> bool:
-    """True if a matrix of a layer, other than of experts, is stored in FP8 with a scale per row."""
-    return _has_linears(model, lambda scheme: scheme.fp8_rows)
-
-
-def _has_linears(model: ModelConfig, of_kind: Callable[[Scheme], bool]) -> bool:
+def linear_forms(model: ModelConfig) -> frozenset[WeightForm]:
+    """Forms of the matrices of layers other than experts, by the schemes of the checkpoint; empty without schemes."""
     stored = model.weight_format
-    if not isinstance(stored, SchemeFormat) or not any(of_kind(scheme) for _, scheme in stored.rules):
-        return False
+    if not isinstance(stored, SchemeFormat):
+        return frozenset()
     prefixes = (spec.name.removesuffix(".weight") for spec in model_tensors(model) if spec.kind is Kind.LINEAR)
     schemes = {
         stored.scheme_of(prefix) for prefix in prefixes if ".layers." in prefix and family_of(prefix) == "linear"
     }
-    return any(scheme is not None and of_kind(scheme) for scheme in schemes)
+    return frozenset(scheme.form for scheme in schemes if scheme is not None and scheme.form is not None)
 
 
 def need_of_model(
@@ -112,6 +100,5 @@ def need_of_model(
         compression=compressed,
         varlen=model.vision is not None,
         experts=expert_widths(model),
-        four_bits=has_linears_in_four_bits(model),
-        fp8_rows=has_linears_in_fp8_rows(model),
+        linear_forms=linear_forms(model),
     )

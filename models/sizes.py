@@ -6,6 +6,7 @@ Parameters are those listed in `tensors`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 
 from moe_engine.kernels.block_index.rule import MAX_SCORES as MAX_BLOCK_SCORES
@@ -298,7 +299,7 @@ def _of_whole_groups(config: ModelConfig, format: WeightFormat, topology: Topolo
     if config.moe is None or not isinstance(format, SchemeFormat | BlockFP8Format) or "experts" not in format.kept:
         return format
     splits = _largest_part(config, config.moe.width, topology, format) % _width_group(config, format)
-    return format.held_by(format.kept - {"experts"}) if splits else format
+    return replace(format, kept=format.kept - {"experts"}) if splits else format
 
 
 def _width_group(config: ModelConfig, format: WeightFormat) -> int:

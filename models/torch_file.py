@@ -13,7 +13,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ _STORAGES = {
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL",
 }  # fmt: skip
+_DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
+"""Dtypes without a storage of their own: their tensors have a storage of bytes."""
+_BYTES = "U8"
 _LOCAL_HEADER = 30
 """Bytes of a ZIP member's local header before its name; the lengths of name and extra field are its last two fields."""
 _MAX_PICKLE = 100 << 20
@@ -132,6 +135,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         known = _KNOWN.get((module, name))
         if known is None:
             raise CheckpointError(
@@ -162,6 +167,15 @@ def _tensor(
     return StoredTensor(storage, offset, tuple(shape), is_contiguous)
 
 
+def _tensor_of_bytes(
+    storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], grad: bool, hooks: object,
+    dtype: str, *more: object,
+) -> StoredTensor:  # fmt: skip
+    if dtype not in _DTYPES.values():
+        raise ValueError(f"a tensor of {dtype!r:.40} in bytes")
+    return _tensor(replace(storage, dtype=dtype), offset, shape, stride)
+
+
 def _parameter(data: StoredTensor, *more: object) -> StoredTensor:
     return data
 
@@ -169,6 +183,8 @@ def _parameter(data: StoredTensor, *more: object) -> StoredTensor:
 _KNOWN: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_bytes,
+    ("torch.storage", "UntypedStorage"): _BYTES,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
 }

@@ -47,6 +47,13 @@ def local_heads(config: ModelConfig, attn_tp_size: int) -> ModelConfig:
     """The config with one rank's attention, and its part of the states of requests."""
     if attn_tp_size == 1:
         return config
+    if (key := ("heads", attn_tp_size)) not in config.known_sizes:
+        config.known_sizes[key] = _local_heads(config, attn_tp_size)
+    found: ModelConfig = config.known_sizes[key]
+    return found
+
+
+def _local_heads(config: ModelConfig, attn_tp_size: int) -> ModelConfig:
     attention = config.attention
     states = tuple(_cut_states(group, attn_tp_size) for group in config.state_groups)
     other = config.other_layers

@@ -62,6 +62,10 @@ class EngineDeadError(MoeEngineError):
     """A process of the engine died; the message names it. Running requests get this error instead of hanging."""
 
 
+class RankLostError(EngineDeadError):
+    """A data-parallel rank was lost, and others serve; the message names both and says what to do."""
+
+
 def nearest(word: str, known: Sequence[str], cutoff: float = 0.75) -> str | None:
     """The known word that is most similar to `word`, or None below the cutoff. A flag's dashes do not count."""
     spellings = {text.lstrip("-"): text for text in known}

@@ -23,12 +23,13 @@ def examples(count: int) -> int:
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """The tests that `make test` skips: tests marked `exhaustive`, cases of functions marked `each_value` beyond a set
-    in which every value of every parameter occurs, and tests marked `drawn(count)` beyond `count` of each file, or
-    `drawn(count, group)` of all files with this group, which are others in each run. Nothing is skipped if tests are
-    named one by one."""
+    in which every value of every parameter occurs, and tests that are others in each run: those marked
+    `one_of(group, value)` with all values but one of each group, then those marked `drawn(count)` beyond `count` of
+    each file, or `drawn(count, group)` of all files with this group. Nothing is skipped if tests are named one by
+    one."""
     if FACTOR > 1 or any("::" in argument for item in items[:1] for argument in item.config.args):
         return set()
-    found = {item for item in items if item.get_closest_marker("exhaustive")}
+    found = {item for item in items if item.get_closest_marker("exhaustive")} | _others(items)
     functions: dict[Any, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item not in found and item.get_closest_marker("each_value"):
@@ -45,6 +46,20 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     for group, tests in groups.items():
         draws = random.Random(f"{SEED} {getattr(group, 'name', group)}")
         found |= set(draws.sample(tests, max(0, len(tests) - counts[group])))
+    return found
+
+
+def _others(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Tests with the values of `one_of` that are not drawn."""
+    groups: dict[str, dict[str, set[pytest.Item]]] = defaultdict(lambda: defaultdict(set))
+    for item in items:
+        if mark := item.get_closest_marker("one_of"):
+            group, value = mark.args
+            groups[group][value].add(item)
+    found = set[pytest.Item]()
+    for group, values in groups.items():
+        values.pop(random.Random(f"{SEED} {group}").choice(sorted(values)))
+        found |= set().union(*values.values())
     return found
 
 

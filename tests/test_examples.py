@@ -18,7 +18,7 @@ class Case(SimpleNamespace):
 def made(
     *values: int, mark: str = "each_value", count: int = 0, file: str = "file", argument: str = "tests", **more: Any
 ) -> Any:
-    found = SimpleNamespace(args=(count,), kwargs=more)
+    found = SimpleNamespace(args=more.pop("group") if mark == "one_of" else (count,), kwargs=more)
     return Case(
         name=str(values), originalname="test", path=Path(file), callspec=SimpleNamespace(_idlist=values),
         get_closest_marker=lambda name: found if name == mark else None, config=SimpleNamespace(args=[argument]),
@@ -54,6 +54,18 @@ def test_other_tests_are_drawn_in_each_run(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(examples.left_out([*items, *jobs]) - left) == 4
     assert draws == set(items)
     assert not examples.left_out([made(i, mark="drawn", count=1, argument="tests/a.py::test") for i in range(3)])
+
+
+def test_one_value_is_drawn_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples, "FACTOR", 1)
+    places = {value: [made(i, mark="one_of", group=("machines", value)) for i in range(3)] for value in "abc"}
+    items, draws = [item for tests in places.values() for item in tests], set[str]()
+    for seed in range(30):
+        monkeypatch.setattr(examples, "SEED", seed)
+        kept = set(items) - examples.left_out(items)
+        draws |= {value for value, tests in places.items() if kept == set(tests)}
+        assert len(kept) == 3
+    assert draws == {"a", "b", "c"}
 
 
 @pytest.mark.each_value

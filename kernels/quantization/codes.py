@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, WeightForm
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -56,6 +58,10 @@ class GroupCodes:
     scales: str = "bfloat16"
     values: str = INTEGERS
     factors: int = 0
+
+    @property
+    def form(self) -> WeightForm:
+        return FOUR_BITS if self.four_bits else CODES
 
     @property
     def row_block(self) -> int:

@@ -14,6 +14,8 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, FP8_ROWS, WeightForm
+
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -109,6 +111,10 @@ class KernelFormat(Protocol):
     take in their capabilities."""
 
     @property
+    def form(self) -> WeightForm:
+        """Its name in `Row.multiplies`."""
+
+    @property
     def row_block(self) -> int:
         """Rows of a weight that share scales."""
 
@@ -122,9 +128,8 @@ class BlockFP8:
 
     power_of_two: bool = False
 
-    @property
-    def row_block(self) -> int:
-        return BLOCK
+    form: ClassVar[WeightForm] = FP8_BLOCKS
+    row_block: ClassVar[int] = BLOCK
 
     def empty(self, n: int, k: int, device: torch.device | str) -> BlockWeight:
         return BlockWeight.empty(n, k, device, self.power_of_two)
@@ -137,6 +142,7 @@ BLOCK_FP8 = BlockFP8()
 class RowFP8:
     """`KernelFormat` of `RowWeight`."""
 
+    form: ClassVar[WeightForm] = FP8_ROWS
     row_block: ClassVar[int] = 1
     power_of_two: ClassVar[bool] = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, is_fp8
 from moe_engine.kernels.vendors import limits, probe
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 
 
 def deep_gemm(device: Device, need: Need) -> str | None:
@@ -15,7 +16,7 @@ def mega_moe(device: Device, need: Need) -> str | None:
     reason = _promises("MegaMoE", need) or probe.MEGA_MOE.why_not(device, need)
     if reason or need.experts is None:
         return reason
-    if not need.experts.blocks:
+    if need.experts.form != FP8_BLOCKS:
         return "MegaMoE on Hopper multiplies block FP8; this checkpoint's experts are not in FP8 blocks of 128 x 128"
     return limits.mega_moe(need.experts.hidden, need.experts.width, need.experts.top_k)
 
@@ -26,7 +27,7 @@ def trtllm_experts(device: Device, need: Need) -> str | None:
     if reason or need.experts is None:
         return reason
     experts = need.experts
-    if not experts.blocks:
+    if experts.form != FP8_BLOCKS:
         return f"{name} multiply block FP8; this checkpoint's experts are not stored in FP8 blocks of 128 x 128"
     if experts.dispatched:
         return limits.TRTLLM_DISPATCHED

@@ -13,11 +13,12 @@ from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, Multiplied, families
 from moe_engine.models.config_fields import Fields, is_whole
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules, name_list
 from moe_engine.models.formats.plain import FLOATS, PLAIN
-from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, family_of
+from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, WeightFormat, family_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,12 +97,9 @@ class BlockFP8Format:
         """The families of `kept` whose weights are FP8 blocks."""
         return self.kept
 
-    def held_by(self, kept: frozenset[str]) -> BlockFP8Format:
-        """The format in which kernels hold the weights, if rows of these families multiply them as stored."""
-        return replace(self, kept=kept)
-
-    def kept_on(self, device: str) -> bool:
-        return device == "cuda" and self.block == KERNEL_BLOCK
+    def held_by(self, multiplied: Multiplied) -> WeightFormat:
+        kept = families(multiplied, FP8_BLOCKS) if self.block == KERNEL_BLOCK else None
+        return replace(self, kept=kept) if kept else PLAIN
 
     def kernel_format(self, prefix: str) -> KernelFormat | None:
         from moe_engine.kernels.quantization.protocol import BlockFP8

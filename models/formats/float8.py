@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, FP8_ROWS, WeightForm
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.integers import SCALES, consume, read_row_scales, read_scales, row_scales
@@ -36,6 +37,8 @@ _CHUNK_ELEMENTS = 1 << 22
 class Float8(SchemeBase):
     """`weight` e4m3 [N, K] and `weight_scale` (`weight_scale_inv`) [N, 1], [N], [1] or []: value = element * scale."""
 
+    form: ClassVar[WeightForm] = FP8_ROWS
+
     @property
     def extras(self) -> tuple[str, ...]:
         return (*_SCALES, *_UNUSED)
@@ -49,10 +52,6 @@ class Float8(SchemeBase):
         weight = StoredTensor(f"{prefix}.weight", shape, ("F8_E4M3",))
         unused = (prefix + end for end in _UNUSED if prefix + end in names)
         return (weight, scale, *(StoredTensor(name, (1,), SCALES, ((), (1, 1))) for name in unused))
-
-    @property
-    def fp8_rows(self) -> bool:
-        return True
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
         return 1 + Fraction(4, shape[-1])
@@ -91,13 +90,7 @@ class Float8(SchemeBase):
 class FP8Matrix(SchemeBase):
     """Defaults of schemes with one scale for a matrix: kernels of a GPU multiply them as FP8 blocks."""
 
-    @property
-    def blocks(self) -> bool:
-        return True
-
-    @property
-    def fp8_rows(self) -> bool:
-        return False
+    form: ClassVar[WeightForm] = FP8_BLOCKS
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
         return BLOCK_BYTES

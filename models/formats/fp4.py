@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from moe_engine.kernels.weight_forms import FOUR_BITS, WeightForm
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import SCALES, consume, read_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
@@ -52,7 +53,7 @@ class FP4(SchemeBase):
     scale_dtype: str = "bfloat16"
     scale: str = "weight_scale"
 
-    coded: ClassVar[bool] = True
+    form: ClassVar[WeightForm] = FOUR_BITS
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, Multiplied, families
 from moe_engine.models.cut import Cut
-from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.block_fp8 import KERNEL_BLOCK, BlockFP8Format
 from moe_engine.models.formats.fp4 import FP4
+from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat, family_of
 
 if TYPE_CHECKING:
@@ -38,12 +40,10 @@ class FP4ExpertsFormat(BlockFP8Format):
     def in_blocks(self) -> frozenset[str]:
         return self.kept - {"experts"}
 
-    def held_on(
-        self, device: str, coded: frozenset[str], blocks: frozenset[str], four_bits: frozenset[str]
-    ) -> FP4ExpertsFormat:
-        """The format in which a device holds the weights; arguments of `table.kept_format`."""
-        linear = blocks & {"linear"} if self.kept_on(device) else frozenset[str]()
-        return replace(self, kept=linear | ((coded | four_bits) & {"experts"}), on_gpu="experts" not in coded)
+    def held_by(self, multiplied: Multiplied) -> WeightFormat:
+        linear = families(multiplied, FP8_BLOCKS) & {"linear"} if self.block == KERNEL_BLOCK else frozenset[str]()
+        kept = linear | (families(multiplied, FOUR_BITS) & {"experts"})
+        return replace(self, kept=kept, on_gpu="experts" not in families(multiplied, CODES)) if kept else PLAIN
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
         if _is_fp4(prefix, names):

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, Multiplied, families
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
-from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,8 +103,10 @@ class FusedExpertsFormat:
             return Fraction(1, 2) + Fraction(self.scale_bytes, GROUP)
         return Fraction(dtype_bytes)
 
-    def kept_on(self, device: str) -> bool:
-        return False
+    def held_by(self, multiplied: Multiplied) -> WeightFormat:
+        if not self.has_kernel_formats or "experts" not in families(multiplied, FOUR_BITS):
+            return PLAIN
+        return replace(self, scale_bytes=2 if "experts" in families(multiplied, CODES) else 1)
 
     def kernel_format(self, prefix: str) -> KernelFormat | None:
         from moe_engine.kernels.quantization.codes import FP4, GroupCodes

@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE
@@ -61,8 +62,9 @@ class Blocks(SchemeBase):
     wide: bool = False
 
     @property
-    def coded(self) -> bool:
-        return self.type in _CODES
+    def form(self) -> WeightForm | None:
+        form = self.kernel_format()
+        return None if form is None else form.form
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ class Blocks(SchemeBase):
     def kernel_format(self) -> GroupCodes | None:
         from moe_engine.kernels.quantization.codes import GroupCodes
 
-        if not self.coded or (self.wide and self.type == "MXFP4"):  # its powers of two exceed float16
+        if self.type not in _CODES or (self.wide and self.type == "MXFP4"):  # its powers of two exceed float16
             return None
         bits, group, scales, values, factors = _WIDE if self.wide else _CODES[self.type]
         return GroupCodes(bits, group, scales=scales, values=values, factors=factors)

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from moe_engine.errors import CheckpointError
+from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
@@ -53,16 +54,9 @@ class IntegerScheme(ABC):
     extras: ClassVar[tuple[str, ...]]
 
     @property
-    def coded(self) -> bool:
-        return not self.act_order
-
-    @property
-    def blocks(self) -> bool:
-        return False
-
-    @property
-    def fp8_rows(self) -> bool:
-        return False
+    def form(self) -> WeightForm | None:
+        format = self.kernel_format()
+        return None if format is None else format.form
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         return prefix + self.marker in names

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, WeightForm
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.module_rules import Modules
@@ -45,16 +46,8 @@ class Online:
     codes: PlainCodes | None
 
     @property
-    def coded(self) -> bool:
-        return self.codes is not None
-
-    @property
-    def blocks(self) -> bool:
-        return self.codes is None
-
-    @property
-    def fp8_rows(self) -> bool:
-        return False
+    def form(self) -> WeightForm:
+        return FP8_BLOCKS if self.codes is None else self.codes.form
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from moe_engine.kernels.weight_forms import Multiplied
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
 
@@ -38,8 +39,8 @@ class PlainFormat:
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         return Fraction(dtype_bytes)
 
-    def kept_on(self, device: str) -> bool:
-        return False
+    def held_by(self, multiplied: Multiplied) -> PlainFormat:
+        return self
 
     def kernel_format(self, prefix: str) -> KernelFormat | None:
         return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
+from moe_engine.kernels.weight_forms import Multiplied
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.tensor_header import BLOCK_TYPES
 
@@ -91,8 +92,8 @@ class WeightFormat(Protocol):
         """Memory of a matrix in the kernels' form, scales included; dtype_bytes: of an activation. ``*`` in the prefix:
         all experts. shape: of the part on a rank, except of experts."""
 
-    def kept_on(self, device: str) -> bool:
-        """True if the kernels of a device ("cpu", "cuda") multiply these weights without dequantization."""
+    def held_by(self, multiplied: Multiplied) -> WeightFormat:
+        """The format in which these kernels hold the weights; `PLAIN`: all are dequantized."""
 
     def kernel_format(self, prefix: str) -> KernelFormat | None:
         """The form in which kernels multiply a matrix, if they declare it; None: always dequantized."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, Multiplied, WeightForm, families
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules
 from moe_engine.models.formats.plain import PLAIN
@@ -18,7 +19,6 @@ from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, St
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.codes import GroupCodes
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
 
@@ -30,16 +30,8 @@ class Scheme(Protocol):
         """Ends of the names of a matrix's tensors that have no parameters of the model."""
 
     @property
-    def coded(self) -> bool:
-        """True if kernels take it as codes of 4 or 8 bits (`quantization.codes`)."""
-
-    @property
-    def blocks(self) -> bool:
-        """True if kernels take it as FP8 blocks."""
-
-    @property
-    def fp8_rows(self) -> bool:
-        """True if kernels take it as FP8 with a scale per row."""
+    def form(self) -> WeightForm | None:
+        """The form in which kernels may multiply it; None: only dequantized."""
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         """True if a checkpoint with these names stores the matrix in this scheme."""
@@ -64,16 +56,8 @@ class SchemeBase:
     """Defaults of schemes: weights are dequantized while loading, to values that do not depend on the model's dtype."""
 
     @property
-    def coded(self) -> bool:
-        return False
-
-    @property
-    def blocks(self) -> bool:
-        return False
-
-    @property
-    def fp8_rows(self) -> bool:
-        return False
+    def form(self) -> WeightForm | None:
+        return None
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
         return None
@@ -114,21 +98,13 @@ class SchemeFormat:
         """For a model whose unquantized weights have this dtype."""
         return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
 
-    def kept_by(
-        self, device: str, coded: frozenset[str], blocks: frozenset[str], fp8_rows: frozenset[str]
-    ) -> frozenset[str]:
-        """Kernel families that multiply the weights as stored, of those with rows for 4 and 8 bits (`coded`), and on a
-        GPU for block FP8 (`blocks`) and for FP8 with a scale per row."""
-        schemes = [scheme for _, scheme in self.rules]
-        if any(scheme.coded for scheme in schemes):
-            return coded
-        kept = [blocks] * any(scheme.blocks for scheme in schemes)
-        kept += [fp8_rows] * any(scheme.fp8_rows for scheme in schemes)
-        return frozenset.intersection(*kept) if kept and device == "cuda" else frozenset()
-
-    def held_by(self, kept: frozenset[str]) -> SchemeFormat:
-        """The format in which kernels hold the weights, if rows of these families multiply them as stored."""
-        return replace(self, kept=kept)
+    def held_by(self, multiplied: Multiplied) -> WeightFormat:
+        forms = {scheme.form for _, scheme in self.rules if scheme.form is not None}
+        coded, four_bits = families(multiplied, CODES), families(multiplied, FOUR_BITS)
+        if FOUR_BITS in forms and four_bits - coded:
+            return replace(self, kept=four_bits, on_gpu=True)
+        kept = coded if forms & {CODES, FOUR_BITS} else families(multiplied, *forms)
+        return replace(self, kept=kept) if kept else PLAIN
 
     @property
     def name(self) -> str:
@@ -161,19 +137,16 @@ class SchemeFormat:
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         family, found = family_of(prefix), None
         scheme = self.scheme_of(prefix) if family in self.kept else None
-        form: Any = scheme.kernel_format() if scheme is not None and scheme.coded else None
+        form: Any = scheme.kernel_format() if scheme is not None and scheme.form in (CODES, FOUR_BITS) else None
         if form is not None and not form.takes(shape[-1]):
             scheme = None
         if scheme is not None and not self.on_gpu:
             found = scheme.bytes_per_element(shape)
-        elif scheme is not None and form is not None and form.four_bits:
+        elif scheme is not None and scheme.form == FOUR_BITS:
             found = form.bytes_on_gpu()
             if form.nvfp4 and family == "linear":  # a float32 factor for each row
                 found += Fraction(4, shape[-1])
         return Fraction(dtype_bytes) if found is None else found
-
-    def kept_on(self, device: str) -> bool:
-        return bool(self.kept)
 
     def kernel_format(self, prefix: str) -> KernelFormat | None:
         scheme = self.scheme_of(prefix)
@@ -189,17 +162,6 @@ class SchemeFormat:
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         (self._stored(prefix, source.names) or PLAIN).load(source, prefix, shape, cut, out)
-
-
-def four_bits_of(scheme: Scheme) -> GroupCodes | None:
-    """The form of a scheme's weights, if it is one of `GroupCodes.four_bits`."""
-    form: Any = scheme.kernel_format() if scheme.coded else None
-    return form if form is not None and form.four_bits else None
-
-
-def has_four_bits(format: WeightFormat) -> bool:
-    """True if some matrices have a form of `GroupCodes.four_bits`, apart from experts of a `FusedExpertsFormat`."""
-    return isinstance(format, SchemeFormat) and any(four_bits_of(scheme) for _, scheme in format.rules)
 
 
 def every_linear(scheme: Scheme) -> tuple[tuple[Modules, Scheme], ...]:

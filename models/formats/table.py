@@ -1,13 +1,12 @@
 """The table of quantized formats, and the choice of a format. Imports no torch.
 
-The format of a model comes from `quantization_config`; on a device whose kernels do not multiply it, it is dequantized.
+The format of a model comes from `quantization_config`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.auto_round import AutoRound
@@ -16,16 +15,11 @@ from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
 from moe_engine.models.formats.float8_checkpoints import MXFP8, FP8Format, ModelOpt, RowFP8
-from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
-from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.protocol import FAMILIES, WeightFormat
-from moe_engine.models.formats.schemes import SchemeFormat, has_four_bits
-
-if TYPE_CHECKING:
-    from moe_engine.kernels.backends import KernelPlan
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.schemes import SchemeFormat
 
 FORMATS: dict[str, type[Any]] = {
     "fp8": FP8Format,
@@ -61,44 +55,6 @@ def parse_format(fields: Fields) -> WeightFormat:
 def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFormat:
     """The format of the files: block FP8 also if config.json does not name it but weights have scales."""
     return BlockFP8Format() if declared == PLAIN and has_scales(names) else declared
-
-
-def kept_format(
-    declared: WeightFormat,
-    device: str,
-    coded: frozenset[str] = frozenset(),
-    blocks: frozenset[str] = FAMILIES,
-    four_bits: frozenset[str] = frozenset(),
-    fp8_rows: frozenset[str] = frozenset(),
-) -> WeightFormat:
-    """The format in which a device holds the weights: `PLAIN` if they are dequantized.
-
-    Args:
-        coded: kernel families whose rows multiply weights of 4 and 8 bits.
-        blocks: kernel families whose rows on a GPU multiply block FP8.
-        four_bits: kernel families whose rows multiply weights of `GroupCodes.four_bits`.
-        fp8_rows: kernel families whose rows on a GPU multiply FP8 with a scale per row.
-    """
-    if isinstance(declared, SchemeFormat):
-        if four_bits - coded and has_four_bits(declared):
-            return replace(declared, kept=four_bits, on_gpu=True)
-        kept = declared.kept_by(device, coded, blocks, fp8_rows)
-        return declared.held_by(kept) if kept else PLAIN
-    if isinstance(declared, FP4ExpertsFormat):
-        held = declared.held_on(device, coded, blocks, four_bits)
-        return held if held.kept else PLAIN
-    if isinstance(declared, BlockFP8Format):
-        return declared.held_by(blocks) if declared.kept_on(device) and blocks else PLAIN
-    if isinstance(declared, FusedExpertsFormat):
-        if not declared.has_kernel_formats or "experts" not in coded | four_bits:
-            return PLAIN
-        return replace(declared, scale_bytes=2 if "experts" in coded else 1)
-    return declared if declared.kept_on(device) else PLAIN
-
-
-def format_of_kernels(declared: WeightFormat, device: str, kernels: KernelPlan) -> WeightFormat:
-    """The format in which the kernels of a launch hold the weights."""
-    return kept_format(declared, device, kernels.codes, kernels.blocks, kernels.four_bits, kernels.fp8_rows)
 
 
 def hint_for(dtype: str) -> str:

@@ -6,7 +6,7 @@ Legend: P patches by row, N tokens of an image, D width, M merge size, O out wid
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ CUBIC = -0.75
 """Parameter of the cubic kernel (Keys, 1981)."""
 
 
+GELU_TANH = partial(gelu, approximate="tanh")
 BLOCK = ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1")
 """Names of the weights of `TowerBlock`."""
 
@@ -51,9 +52,7 @@ class KimiTower(PatchTransformer):
         table = RotaryTable(turned_angles(grid, v.head_dim, v.theta).to(device), interleaved=True)
         order = torch.arange(len(pixels), device=device)
         hidden = self.patches(pixels) + self._learned(grid)  # [P, D]
-        for block in self.blocks:
-            hidden = hidden + self.attend(block, block.norm1(hidden), order, table, (len(pixels),))
-            hidden = hidden + block.down(gelu(block.up(block.norm2(hidden)), approximate="tanh"))
+        hidden = self.through_ungated(self.blocks, hidden, order, table, (len(pixels),), GELU_TANH)
         normed = self.token_norm(self.last_norm(hidden))
         tokens = normed.view(grid[1] // v.merge, v.merge, grid[2] // v.merge, v.merge, v.width).transpose(1, 2)
         return self.merge_out(gelu(self.merge_in(tokens.reshape(-1, v.merged_width))))

@@ -9,7 +9,7 @@ Source: Kimi K3's report, arXiv 2607.24653.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, rms_norm
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.vision.grid import Grid
-from moe_engine.models.vision.kimi_k25 import turned_angles
+from moe_engine.models.vision.kimi_k25 import GELU_TANH, turned_angles
 from moe_engine.models.vision.parts import PatchTransformer, load_product
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX
@@ -45,9 +45,7 @@ class KimiK3Tower(PatchTransformer):
         table = RotaryTable(turned_angles(grid, v.head_dim, v.theta).to(device), interleaved=True)
         order = torch.arange(len(pixels), device=device)
         hidden = self.patches(pixels) + self._learned(grid)  # [P, D]
-        for block in self._blocks:
-            hidden = hidden + self.attend(block, _normed(hidden, block.norm1), order, table, (len(pixels),))
-            hidden = hidden + block.down(gelu(block.up(_normed(hidden, block.norm2)), approximate="tanh"))
+        hidden = self.through_ungated(self._blocks, hidden, order, table, (len(pixels),), GELU_TANH)
         patches = _normed(hidden, self._last_norm).view(grid[1] // v.merge, v.merge, grid[2] // v.merge, v.merge, -1)
         tokens = patches.transpose(1, 2).reshape(-1, v.merged_width)
         return _normed(self._merge_out(gelu(self._merge_in(tokens))), self._out_norm, v.projector_eps)
@@ -64,8 +62,8 @@ class _Block:
 
     def __init__(self, v: VisionConfig, reader: WeightSource, backends: Backends, prefix: str) -> None:
         inner = v.num_heads * v.head_dim
-        self.norm1 = reader.tensor(f"{prefix}.norm0.weight", (v.width,))
-        self.norm2 = reader.tensor(f"{prefix}.norm1.weight", (v.width,))
+        self.norm1 = partial(_normed, weight=reader.tensor(f"{prefix}.norm0.weight", (v.width,)))
+        self.norm2 = partial(_normed, weight=reader.tensor(f"{prefix}.norm1.weight", (v.width,)))
         self.qkv = load_product(backends, reader, [f"{prefix}.wqkv"], 3 * inner, v.width, bias=False)
         self.proj = load_product(backends, reader, [f"{prefix}.wo"], v.width, inner, bias=False)
         self.up = load_product(backends, reader, [f"{prefix}.mlp.fc0"], v.intermediate, v.width, bias=False)

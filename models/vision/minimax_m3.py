@@ -45,9 +45,7 @@ class MiniMaxM3Tower(PatchTransformer):
         table = RotaryTable(three_axis_angles(grid, v.merge, v.head_dim, v.theta).to(device), interleaved=False)
         order = torch.arange(len(pixels), device=device)
         hidden = self.first_norm(self.patches(pixels))  # [P, D]
-        for block in self.blocks:
-            hidden = hidden + self.attend(block, block.norm1(hidden), order, table, (len(pixels),))
-            hidden = hidden + block.down(gelu(block.up(block.norm2(hidden))))
+        hidden = self.through_ungated(self.blocks, hidden, order, table, (len(pixels),), gelu)
         tokens = self.project_out(gelu(self.project_in(hidden))).view(-1, v.out_width * v.merge**2)
         return self.merge_out(gelu(self.merge_in(tokens)))
 

@@ -63,6 +63,19 @@ class AttentionWeights(Protocol):
     proj: Linear
 
 
+class UngatedBlock(AttentionWeights, Protocol):
+    """A block whose MLP has two products."""
+
+    up: Linear
+    down: Linear
+
+    @property
+    def norm1(self) -> Callable[[Tensor], Tensor]: ...
+
+    @property
+    def norm2(self) -> Callable[[Tensor], Tensor]: ...
+
+
 class PatchTransformer:
     """Base of the towers: the product with a patch's pixels, and attention without a mask among patches.
 
@@ -100,6 +113,21 @@ class PatchTransformer:
     def _heads(self, block: AttentionWeights, hidden: Tensor) -> Tensor:
         """hidden [P, D] -> queries, keys and values of all heads before the rotation, [P, 3H, Dh]."""
         return block.qkv(hidden).view(-1, 3 * self.vision.num_heads, self.vision.head_dim)
+
+    def through_ungated(
+        self,
+        blocks: Sequence[UngatedBlock],
+        hidden: Tensor,
+        places: Tensor,
+        table: RotaryTable,
+        lens: tuple[int, ...],
+        activation: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The residual stream [P, D] behind the blocks. Arguments as of `attend`."""
+        for block in blocks:
+            hidden = hidden + self.attend(block, block.norm1(hidden), places, table, lens)
+            hidden = hidden + block.down(activation(block.up(block.norm2(hidden))))
+        return hidden
 
     def through(
         self,

@@ -39,8 +39,9 @@ class Qwen2Tower(PatchTransformer):
         table = RotaryTable(patch_angles(grid, v.merge, v.head_dim, v.theta).to(device), interleaved=False)
         places, frames = torch.arange(len(pixels), device=device), frame_lens(grid)
         hidden = self.patches(pixels)  # [P, D]
-        for block in self.blocks:
-            hidden = hidden + self.attend(block, block.norm1(hidden), places, table, frames)
-            inner = block.up(block.norm2(hidden))
-            hidden = hidden + block.down(inner * torch.sigmoid(1.702 * inner))
+        hidden = self.through_ungated(self.blocks, hidden, places, table, frames, _quick_gelu)
         return self.merge_out(gelu(self.merge_in(self.merge_norm(hidden).view(-1, v.merged_width))))
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)

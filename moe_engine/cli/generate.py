@@ -16,6 +16,7 @@ from moe_engine.validation import check_unicode
 
 if TYPE_CHECKING:
     from moe_engine.planning.resolved_config import ResolvedConfig
+    from moe_engine.tokenizer.tokenizer import Tokenizer
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -52,8 +53,18 @@ def main(argv: Sequence[str], prog: str) -> int:
     _check_sampling(sampling)
     from moe_engine.frontend.engine import Engine
 
-    with Engine(**values) as engine:
-        ids = None if raw else _chat_prompt(engine.config, prompt)
+    ids: list[int] | None = None
+
+    class PromptEngine(Engine):
+        """Renders the prompt while the model loads: a broken template fails early."""
+
+        def _while_loading(self, tokenizer: Tokenizer | None) -> None:
+            nonlocal ids
+            if tokenizer is None:
+                raise ConfigError("--skip-tokenizer-init: generate needs the tokenizer")
+            ids = None if raw else _chat_prompt(self.config, tokenizer, prompt)
+
+    with PromptEngine(**values) as engine:
         answer = engine.generate(prompt if ids is None else None, sampling, ids)
     assert isinstance(answer, dict)
     print(json.dumps(answer, indent=2, ensure_ascii=False) if as_json else answer["text"])
@@ -69,19 +80,12 @@ def _check_sampling(sampling: Mapping[str, Any]) -> None:
         raise InputError(f"--{name.replace('_', '-')}{str(error).removeprefix(name)}") from None
 
 
-def _chat_prompt(config: ResolvedConfig, prompt: str) -> list[int] | None:
+def _chat_prompt(config: ResolvedConfig, tokenizer: Tokenizer, prompt: str) -> list[int] | None:
     """Token ids of the prompt rendered as a user message; None if the model has no chat template."""
     from moe_engine.tokenizer.chat_template import load_chat_template
-    from moe_engine.tokenizer.tokenizer import load_tokenizer
 
-    flags = config.args.model
-    if flags.skip_tokenizer_init:
-        raise ConfigError("--skip-tokenizer-init: generate needs the tokenizer")
-    tokenizer = load_tokenizer(
-        config.tokenizer_path, mode=flags.tokenizer_mode, trust_remote_code=flags.trust_remote_code
-    )
     template = load_chat_template(
-        flags.chat_template, tokenizer.chat_template, tokenizer.special_tokens, tokenizer.folder
+        config.args.model.chat_template, tokenizer.chat_template, tokenizer.special_tokens, tokenizer.folder
     )
     if template is None:
         return None

@@ -90,7 +90,7 @@ def _simulate(own: argparse.Namespace, config: ResolvedConfig, source: _Source, 
     workload = _workload(own, config)
     with simulated_log(own.log_file, config) as log:
         fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed, log=log)
-        fleet.recorder.keeps_details = own.output_details
+        fleet.recorder.keeps_details, fleet.recorder.reply_seconds = own.output_details, source.reply_seconds
         began = time.perf_counter()
         shown = report.progress(workload.total, not own.disable_tqdm)
         with shown as advance, _shown_changes(lambda: fleet.now):
@@ -210,6 +210,8 @@ class _Source:
     token_seconds: float = 0.0
     idle_seconds: float = 0.0
     busy_seconds: float = 0.0
+    way_seconds: float = 0.0
+    reply_seconds: float = 0.0
     load_seconds: float = 0.0
     """Seconds to load a token from the host-RAM tier."""
 
@@ -225,6 +227,8 @@ class _Source:
             file.token_seconds,
             file.idle_seconds,
             file.busy_seconds,
+            file.way_seconds,
+            file.reply_seconds,
         )
 
 
@@ -250,7 +254,7 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
     held = (lambda form: held_by(config)) if share.engine == OURS else None
     predictor = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args), held=held)
-    costs = predictor.cost(form, kv)[0]
+    costs = predictor.cost(form, kv)[0].costs  # steps of a simulation are rarely equal
     drafts = config.speculation.num_steps if config.speculation is not None else 0
     load_s = config.ledger.bytes_per_token / cluster.gpu.bus_bytes_per_s
     return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts, load_seconds=load_s)
@@ -261,14 +265,7 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
     topology = config.parallel.topology
     groups = topology.attn_dp_size
     num_ranks = topology.tp_size * parallel.dp_size
-    acceptance = source.acceptance
-    if own.acceptance:
-        try:
-            acceptance = tuple(real_number(rate) for rate in own.acceptance.split(","))
-        except ValueError:
-            acceptance = (-1.0,)
-        if not all(0 <= rate <= 1 for rate in acceptance):
-            raise ConfigError(f"--acceptance {own.acceptance}: write rates between 0 and 1, as in 0.8,0.6")
+    acceptance = source.acceptance if own.acceptance is None else _acceptance(own.acceptance, config)
     replica = ReplicaSpec(
         scheduler_config(config),
         source.costs,
@@ -292,11 +289,27 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         results_seconds=source.results_seconds,
         token_seconds=source.token_seconds,
         busy_seconds=source.busy_seconds,
+        way_seconds=source.way_seconds,
         recovery_seconds=own.recovery_seconds,
         restart_seconds=own.restart_seconds,
         elastic=parallel.elastic_ep,
         least_groups=_least_groups(config),
     )
+
+
+def _acceptance(text: str, config: ResolvedConfig) -> tuple[float, ...]:
+    """The rates of `--acceptance`."""
+    if config.speculation is None:
+        raise ConfigError(
+            f"--acceptance {text}: this launch has no drafts; add --speculative-algorithm, or leave it out"
+        )
+    try:
+        rates = tuple(real_number(rate) for rate in text.split(","))
+    except ValueError:
+        rates = (-1.0,)
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise ConfigError(f"--acceptance {text}: write rates between 0 and 1, as in 0.8,0.6")
+    return rates
 
 
 def _least_groups(config: ResolvedConfig) -> int:

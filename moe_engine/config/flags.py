@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             word = unknown[0].split("=")[0]
-            raise ConfigError(f"{word}: unknown argument{did_you_mean(word, known_options(self))}; --help lists all")
+            self.error(f"{word}: unknown argument{did_you_mean(word, known_options(self))}; --help lists all")
         return found
 
 

@@ -69,6 +69,7 @@ def make_core(
         ),
     )
     own = {
+        "dp_rank": first_group + group,
         "weight_bytes": worker.info.weight_bytes,
         "kv_bytes": worker.info.kv_bytes,
     }

@@ -19,7 +19,7 @@ import zmq.asyncio
 from moe_engine.core import messages
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.core.rank_calls import RankAnswer
-from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.errors import EngineDeadError, InputError, RankLostError
 from moe_engine.frontend.client_api import (
     CALL_SECONDS,
     NO_ARGS,
@@ -214,7 +214,9 @@ class CoreClient:
             )
             raise InputError(f"routed_dp_rank {asked}: this server has {ranks}", field="routed_dp_rank")
         if asked not in able:
-            raise EngineDeadError(self._endpoints[asked].dead or "")
+            by_room = self._by_room and request.bootstrap is not None
+            fix = "a new bootstrap_room chooses another rank" if by_room else "leave routed_dp_rank out"
+            raise self._loss(asked, self._endpoints[asked].dead or "", fix)
         return asked
 
     def _of_room(self, room: int, asked: int | None) -> int:
@@ -233,7 +235,7 @@ class CoreClient:
         self._calls[call_id] = endpoint, future
         try:
             if endpoint.dead:  # died since it was chosen: it would never reply
-                raise EngineDeadError(endpoint.dead)
+                raise self._loss(self._endpoints.index(endpoint), endpoint.dead)
             endpoint.send(msgspec.structs.replace(call, id=call_id))
             return await future
         finally:
@@ -285,7 +287,8 @@ class CoreClient:
             endpoint.to_core.close()
         for core in self._cores:
             core.dead = core.dead or SHUT_DOWN
-            self._died(core, core.dead)
+        for core in self._cores:
+            self._died(core, core.dead or "")
 
     # -- plumbing
 
@@ -368,7 +371,7 @@ class CoreClient:
                     self._resume(inbox, message.message)
         for endpoint, future in self._calls.values():
             if endpoint in lost and not future.done():
-                future.set_exception(EngineDeadError(message.message))
+                future.set_exception(self._loss(self._endpoints.index(endpoint), message.message))
 
     def _resume(self, inbox: Inbox, cause: str) -> None:
         request = inbox.request
@@ -381,12 +384,12 @@ class CoreClient:
             )
             return
         if request.num_migrations == MAX_MIGRATIONS:
-            inbox.fail(f"{cause}; this request has lost {MAX_MIGRATIONS + 1} schedulers")
+            inbox.fail(EngineDeadError(f"{cause}; this request has lost {MAX_MIGRATIONS + 1} schedulers"))
             return
         try:
             number = self._choose(msgspec.structs.replace(request, routed_dp_rank=None), inbox.prompt)
         except EngineDeadError:  # no scheduler is left
-            inbox.fail(cause)
+            inbox.fail(EngineDeadError(cause))
             return
         request.routed_dp_rank, request.generated_ids = number, list(inbox.generated_ids)
         request.num_migrations += 1
@@ -400,10 +403,18 @@ class CoreClient:
                 if inbox.left:
                     self._forget(inbox)
                 else:
-                    inbox.fail(cause)
+                    inbox.fail(self._loss(inbox.endpoint, cause))
         for endpoint, future in self._calls.values():
             if endpoint.core is core and not future.done():
-                future.set_exception(EngineDeadError(cause))
+                future.set_exception(self._loss(self._endpoints.index(endpoint), cause))
+
+    def _loss(self, number: int, cause: str, fix: str = "send the request again") -> EngineDeadError:
+        """The error of a request to a lost scheduler. `fix`: what its client can do while others serve."""
+        others = [str(rank) for rank, endpoint in enumerate(self._endpoints) if not endpoint.dead]
+        if not others:
+            return EngineDeadError(cause)
+        serve = f"rank {others[0]} serves" if len(others) == 1 else f"ranks {', '.join(others)} serve"
+        return RankLostError(f"data-parallel rank {number} was lost: {cause}; {serve} on, {fix}")
 
     def _cause(self) -> str:
         return "; ".join(dict.fromkeys(endpoint.dead for endpoint in self._endpoints if endpoint.dead))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.core.rank_calls import RankAnswer
-from moe_engine.errors import EngineDeadError, MoeEngineError
+from moe_engine.errors import EngineDeadError, MoeEngineError, RankLostError
 
 BACKEND_FIELDS = {
     "attention": "attention_backend",
@@ -111,9 +111,8 @@ def values_of(groups: Sequence[GroupAnswers], method: str) -> list[Any]:
             ranks.setdefault(error, []).append(rank)
     if ranks:
         raise CallError(f"{method}: " + "; ".join(f"{', '.join(named)}: {error}" for error, named in ranks.items()))
-    for group in groups:
-        if group.lost is not None:
-            raise EngineDeadError(group.lost)
+    if lost := [group.lost for group in groups if group.lost is not None]:
+        raise EngineDeadError(lost[0]) if len(lost) == len(groups) else RankLostError(f"{method}: {lost[0]}")
     return [value for group in groups for value in group.values]
 
 

@@ -77,6 +77,7 @@ class Engine:
         self._loop = EngineLoop(self._cores)
         try:
             tokenizer = open_tokenizer(self.config)  # while the core loads: a broken tokenizer fails early
+            self._while_loading(tokenizer)
             self.info: EngineInfo = wait_ready(self._cores)
             delete_checkpoint(self.config)
             self._frontend: Frontend = self._loop.run(self._open(tokenizer))
@@ -88,6 +89,9 @@ class Engine:
             self._loop.abandon()
             raise
         self._end = weakref.finalize(self, self._loop.abandon)
+
+    def _while_loading(self, tokenizer: Tokenizer | None) -> None:
+        """For the checks of subclasses; an exception ends the start."""
 
     async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
         by_room = self.config.args.disaggregation.disaggregation_mode == "prefill"

@@ -48,7 +48,7 @@ class Inbox:
         self.left = self.ended = False
         self._limit = max(1, MAX_ENTRIES // (1 + request.top_logprobs + len(request.token_ids_logprob)))
         self._parts: deque[_Part] = deque()
-        self._error: str | None = None
+        self._error: EngineDeadError | None = None
         self._event = asyncio.Event()
         self._direct = direct
         self._is_awaited = False
@@ -107,8 +107,8 @@ class Inbox:
             self._parts.append(_Part(delta))
         self._event.set()
 
-    def fail(self, error: str) -> None:
-        """The reader gets the queued deltas, then an `EngineDeadError`."""
+    def fail(self, error: EngineDeadError) -> None:
+        """The reader gets the queued deltas, then the error."""
         self._error = self._error or error
         self._event.set()
 
@@ -122,7 +122,7 @@ class Inbox:
         finally:
             self._is_awaited = False
         if not self._parts:
-            raise EngineDeadError(self._error or "the engine is dead")
+            raise self._error or EngineDeadError("the engine is dead")
         part = self._parts.popleft()
         if not self._parts and self._error is None:
             self._event.clear()

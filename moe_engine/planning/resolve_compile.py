@@ -5,8 +5,8 @@ from __future__ import annotations
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.formats.table import kept_format
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_kernels import FLAGS
 from moe_engine.planning.resolve_parallel import ParallelPlan
@@ -16,6 +16,8 @@ from moe_engine.types.step_settings import CompileSettings
 FLAG = "--enable-torch-compile"
 INSIDE = ("ops", "linear")
 """Kernel families whose operators are compiled together."""
+IN_BLOCKS = dict.fromkeys(("linear", "experts"), frozenset((FP8_BLOCKS,)))
+"""Kernels of a GPU that torch cannot trace."""
 
 
 def compiled_rows(
@@ -36,7 +38,7 @@ def compiled_rows(
         )
     if parallel.topology.tp_size > 1:
         raise ConfigError(f"{FLAG} with --tp-size {parallel.topology.tp_size}: only layers of one rank are compiled")
-    if kept := kept_format(model.weight_format, device).name:
+    if device != "cpu" and (kept := model.weight_format.held_by(IN_BLOCKS).name):
         raise ConfigError(f"{FLAG} with {kept} weights: torch cannot trace their GEMM kernels; drop it")
     for name in (FLAGS[family] for family in INSIDE):
         value = getattr(asked, name)

@@ -8,8 +8,9 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
+from moe_engine.kernels.weight_forms import FP8_BLOCKS, FP8_ROWS
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.expert_format import experts_in_blocks, experts_in_fp8_rows, width_group
+from moe_engine.models.expert_format import expert_form, width_group
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.all_reduce import choice as all_reduce
 from moe_engine.parallel.all_reduce.choice import AllReduceChoice
@@ -147,7 +148,7 @@ def with_dispatch_dtype(
         return plan
     experts, moe = kernels.model.row("experts"), model.moe
     reads = experts.reads_fp8 is not None and experts.reads_fp8(kernels.model.device)
-    stored = experts_in_blocks(model) or (experts.fp8_rows and experts_in_fp8_rows(model))
+    stored = expert_form(model) in experts.multiplies & {FP8_BLOCKS, FP8_ROWS}
     whole = moe is not None and not model.routed_size % FP8_BLOCK and not moe.width % FP8_BLOCK
     if not (reads and stored and whole):
         return plan

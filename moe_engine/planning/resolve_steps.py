@@ -11,7 +11,6 @@ from moe_engine.config.memory import MemoryArgs
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.formats.table import format_of_kernels
 from moe_engine.models.sizes import weight_bytes
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -85,7 +84,7 @@ def resolve_steps(
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
-    kept = format_of_kernels(model.weight_format, part.device, kernels.model)
+    kept = model.weight_format.held_by(kernels.model.multiplied)
     offload = resolve_offload(
         args, model, part, parallel.topology, experts, size, kept, parallel.ranks_per_node, record
     )  # fmt: skip

@@ -9,7 +9,6 @@ from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.formats.table import format_of_kernels
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.checkpoint import CheckpointFacts
@@ -96,7 +95,7 @@ class SizingInput:
     @property
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
-        return format_of_kernels(self.model.weight_format, self.machine.device, self.kernels.model)
+        return self.model.weight_format.held_by(self.kernels.model.multiplied)
 
     def bf16_gates(self, mtp: bool = False) -> int:
         """Elements of the routers' weights that the ops keep in bfloat16, as stored; every rank has all of them. `mtp`:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moe_engine.errors import InputError, MoeEngineError
-from moe_engine.frontend.client_api import kernel_flags
+from moe_engine.frontend.client_api import Health, kernel_flags
 from moe_engine.frontend.encoding import encode_input
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.planning.resolved_config import SECRETS
@@ -132,9 +132,12 @@ class ControlApi:
         }
 
     async def loads(self, request: Request) -> Response:
-        """Requests and tokens of each data-parallel rank."""
+        """Requests and tokens of each data-parallel rank.
+
+        Without lost ranks, which have none: a balancer would choose them.
+        """
         info, healths = self._state.client.info, self._state.client.healths()
-        wanted = _loads_query(request, len(healths))
+        wanted = _loads_query(request, healths)
         loads: list[RankLoad] = [
             {
                 "dp_rank": dp_rank,
@@ -147,14 +150,14 @@ class ControlApi:
                 "max_running_requests": info.max_running_requests,
             }
             for dp_rank, health in enumerate(healths)
-            if wanted in (None, dp_rank)
+            if wanted in (None, dp_rank) and health.alive
         ]
         aggregate: TotalLoad = {
             "total_running_reqs": sum(load["num_running_reqs"] for load in loads),
             "total_waiting_reqs": sum(load["num_waiting_reqs"] for load in loads),
             "total_reqs": sum(load["num_total_reqs"] for load in loads),
             "total_used_tokens": sum(load["num_used_tokens"] for load in loads),
-            "avg_token_usage": sum(load["token_usage"] for load in loads) / len(loads),
+            "avg_token_usage": sum(load["token_usage"] for load in loads) / max(1, len(loads)),
         }
         answer: Loads = {
             "timestamp": datetime.now(UTC).isoformat(),
@@ -175,6 +178,7 @@ class ControlApi:
                 "num_tokens": health.num_used_tokens,
             }
             for dp_rank, health in enumerate(self._state.client.healths())
+            if health.alive
         ]
         return json_response(answer)
 
@@ -188,16 +192,18 @@ class ControlApi:
         return refused
 
 
-def _loads_query(request: Request, num_ranks: int) -> int | None:
+def _loads_query(request: Request, healths: Sequence[Health]) -> int | None:
     """The data-parallel rank of a /v1/loads query; None for all.
 
     Raises:
-        InputError: an unknown rank, section or format.
+        InputError: an unknown or lost rank, an unknown section or format.
     """
-    rank = read_query(request, LoadsQuery).dp_rank
+    rank, num_ranks = read_query(request, LoadsQuery).dp_rank, len(healths)
     if rank is not None and rank >= num_ranks:
         ranks = "one data-parallel rank, 0" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"
         raise InputError(f"dp_rank {rank}: this server has {ranks}", field="dp_rank")
+    if rank is not None and not healths[rank].alive:
+        raise InputError(f"dp_rank {rank}: this rank is lost: {healths[rank].dead}", field="dp_rank", status=503)
     return rank
 
 

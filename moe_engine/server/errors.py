@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_engine.errors import EngineDeadError, GenerationError, InputError
+from moe_engine.errors import EngineDeadError, GenerationError, InputError, RankLostError
 from moe_engine.server.openai_answers import ErrorFields
 from moe_engine.server.request_ids import request_id
 
@@ -72,7 +72,8 @@ def problem_of(exc: BaseException) -> Problem:
         kind = _TYPES.get(exc.status, "InternalServerError" if exc.status >= 500 else "BadRequestError")
         return Problem(exc.status, exc.message, kind, exc.field, exc.status)
     if isinstance(exc, EngineDeadError):
-        return Problem(503, f"The engine is not running: {exc}", "ServiceUnavailableError", None, 503)
+        message = str(exc) if isinstance(exc, RankLostError) else f"The engine is not running: {exc}"
+        return Problem(503, message, "ServiceUnavailableError", None, 503)
     if isinstance(exc, GenerationError):
         return Problem(500, str(exc), "InternalServerError", None, 500)
     logger.error("request %s failed: %s", request_id.get(), exc, exc_info=exc)

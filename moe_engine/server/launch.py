@@ -155,7 +155,8 @@ async def _serve(
         if client.cause_of_death() is not None:
             switch.stop_after(DEAD_ENGINE_GRACE_SECONDS, DEAD_ENGINE_DRAIN_SECONDS)
         elif not client.closing:
-            logger.error("Serving continues with the other replicas")
+            alive = ", ".join(str(rank) for rank, health in enumerate(client.healths()) if health.alive)
+            logger.error("Serving continues with data-parallel rank %s; restart the server to have all again", alive)
 
     for core in cores:
         core.on_death(replica_died, asyncio.get_running_loop())

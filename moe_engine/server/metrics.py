@@ -184,7 +184,8 @@ class Metrics:
         self._prompt_sizes = families.histogram("prompt_tokens_histogram", "Prompt lengths.", buckets.prompt_sizes)
         self._output_sizes = families.histogram("generation_tokens_histogram", "Output lengths.", buckets.output_sizes)
         self._totals = {name: families.counter(name, text) for name, (_, text) in _TOTALS_FROM_STATE.items()}
-        self._seen = dict.fromkeys(_TOTALS_FROM_STATE, 0)
+        self._seen: dict[tuple[str, int], int] = {}
+        """The last total of each scheduler, by metric and data-parallel rank: a lost one has no state."""
         self._gauges = {name: families.gauge(name, text) for name, text in _GAUGES.items()}
         self._parts: dict[str, Any] = {}
 
@@ -219,14 +220,15 @@ class Metrics:
     def render(self, client: EngineClient, states: Sequence[dict[str, Any]]) -> bytes:
         """The page; gauges are read from shared memory and the cores' replies."""
         health, info = client.health(), self._info
-        schedulers = max(1, sum(health.alive for health in client.healths()))
+        alive = sum(health.alive for health in client.healths())
+        schedulers = max(1, alive)
         values: dict[str, float] = {
             "num_running_reqs": health.num_running,
             "num_queue_reqs": health.num_waiting,
             "num_used_tokens": health.num_used_tokens,
             "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens * schedulers),
             "utilization": health.num_running / max(1, info.max_running_requests * schedulers),
-            "num_alive_schedulers": schedulers,
+            "num_alive_schedulers": alive,
             "max_total_num_tokens": info.max_total_num_tokens,
             "page_size": info.page_size,
             "context_len": info.context_len,
@@ -240,9 +242,10 @@ class Metrics:
         for name, value in values.items():
             self._gauges[name].set(value)
         for name, (key, _) in _TOTALS_FROM_STATE.items():
-            total = sum(s.get(key) or 0 for s in states)
-            self._totals[name].inc(max(0, total - self._seen[name]))
-            self._seen[name] = max(total, self._seen[name])
+            for number, state in enumerate(states):
+                rank, total = (name, state.get("dp_rank", number)), state.get(key) or 0
+                self._totals[name].inc(max(0, total - self._seen.get(rank, 0)))
+                self._seen[rank] = total
         for name, (make, part_of) in _PARTS.items():
             parts = [part for state in states if (part := part_of(state))]
             if parts:

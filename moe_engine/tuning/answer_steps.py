@@ -22,11 +22,13 @@ class Decode:
 @dataclass(frozen=True)
 class Stream:
     """An answer: seconds from its request to each chunk, and the time of its beginning. `received`: time at which the
-    server had read the request, on the same clock."""
+    server had read the request, on the same clock. `reply`: seconds from the first token at the frontend until it
+    arrived."""
 
     chunks: list[float]
     started: float
     received: float
+    reply: float = 0.0
 
     @property
     def entry(self) -> float:

@@ -44,6 +44,7 @@ from moe_engine.tuning.measured_points import (
     MeasuredPoints,
 )
 from moe_engine.tuning.native_client import CallOptions, ask_native
+from moe_engine.tuning.phases import DELIVERY
 from moe_engine.tuning.stats import median
 from moe_engine.tuning.step_records import StepRecords
 
@@ -312,6 +313,7 @@ class Probes:
                 stream = await self._ask(self._prompt(length), FIRST_TOKENS)
                 self._points.rounds.add(AT_ONCE, stream.chunks[0])
                 self._points.entries[False].append((self._points.rounds.number, stream.entry))
+                self._points.replies.append((self._points.rounds.number, stream.reply))
                 self._unread.append(((LONE, length), length, stream))
                 await asyncio.sleep(self._rng.expovariate(1 / LONE_PAUSE))
                 self._points.rounds.add(PAUSED, (await self._ask(self._prompt(length), FIRST_TOKENS)).chunks[0])
@@ -438,4 +440,5 @@ class Probes:
             chunks_of(answer, [count for count in counts if count > 0]),
             answer.started,
             last.get("request_received_ts", 0.0) - to_unix,
+            answer.phases.get(DELIVERY, 0.0),
         )

@@ -60,6 +60,7 @@ class MeasuredPoints:
         long: concurrent requests, prompt tokens and context tokens of the decodes with long contexts.
         prefix: tokens of the long cached prefix.
         entries: seconds until the server had read a request: idle, and beside decodes. With their round, as the next.
+        replies: seconds from a first token at the frontend until the client has it.
         delays: of steps by requests that arrive at once. work: CPU time of frontend and client.
         split: steps with several prompts. steps, accepted: of drafts.
     """
@@ -71,6 +72,7 @@ class MeasuredPoints:
         self.long: tuple[int, int, float] | None = None
         self.prefix: list[int] = []
         self.entries: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+        self.replies: list[tuple[int, float]] = []
         self.delays: list[tuple[int, float]] = []
         self.work: list[tuple[int, frontend_work.Sample]] = []
         self.split: list[tuple[int, mixed_probe.Step]] = []
@@ -106,6 +108,7 @@ class MeasuredPoints:
         samples = rounds.kept(self.work)
         work = frontend_work.work_of(samples) if samples else frontend_work.Work()
         delays, idle_entry, busy_entry = map(rounds.kept, (self.delays, self.entries[False], self.entries[True]))
+        replies = rounds.kept(self.replies)
         return CostFile(
             {drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
             Curve(tuple(map(float, lengths)), tuple(max(s, 1e-6) for s in prefill)),
@@ -118,6 +121,8 @@ class MeasuredPoints:
             answer_seconds=answer,
             arrival_seconds=max(median(delays), 0.0) if delays else 0.0,
             idle_seconds=idle,
+            entry_seconds=max(median(idle_entry), 0.0),
+            reply_seconds=max(median(replies), 0.0),
             busy_seconds=max(median(busy_entry) - median(idle_entry), 0.0),
             sent_seconds=self.sent_seconds(),
             request_seconds=work.request,

@@ -52,6 +52,23 @@ def test_a_package_is_run_like_a_module(capsys: pytest.CaptureFixture[str], monk
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: moe-engine bench gpu_suite")
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["offline_throughput", "--num-prompts", "1O"], "--num-prompts: invalid int value: '1O'"),
+        (
+            ["serving", "--num-promts", "1"],
+            "--num-promts: unknown argument (did you mean --num-prompts?); --help lists all",
+        ),
+    ],
+)
+def test_a_wrong_option_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *argv])
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"moe-engine bench {argv[0]}: error: {message}\n")
+
+
 def test_names_of_vllm_and_unknown_names() -> None:
     vllm = {"latency": "one_batch", "throughput": "offline_throughput", "serve": "serving"}
     assert {asked: bench._benchmark(asked, list(FOUND)) for asked in vllm} == vllm

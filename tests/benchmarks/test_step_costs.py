@@ -56,7 +56,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]]
     return start
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("group", CHECKED, ids=lambda group: group.name)
 def test_a_step_launches_reads_and_waits_as_expected(group, forked) -> None:
     """Exact counts. The command above writes an intended change to the file."""

@@ -21,6 +21,7 @@ from moe_engine.kernels.device import Device, HeadWidths, Need
 from moe_engine.kernels.registry import Choice, Row
 from moe_engine.kernels.triton import availability as triton
 from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.planning.hardware import parse_hardware
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -91,7 +92,7 @@ def test_fused_experts_serve_local_block_fp8_on_blackwell(launch: Callable[..., 
         config = launch(*LIBRARIES, hardware="8xb200", **flags)
         assert config.kernels.model.row("experts").name == "flashinfer_trtllm"
         widths = config.kernels.model.need.experts
-        assert widths is not None and (widths.width, widths.blocks, widths.dispatched) == (width, True, False)
+        assert widths is not None and (widths.width, widths.form, widths.dispatched) == (width, FP8_BLOCKS, False)
         row = next(row for row in config.ledger.rows if row.name == "experts workspace")
         assert f"8 of {count} experts" in row.detail and row.num_bytes > 1 << 28
     with pytest.raises(ConfigError, match=r"--moe-runner-backend flashinfer_trtllm.* leave --moe-a2a-backend out"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.registry import WINDOWS
 from moe_engine.planning.explain import explain_text
 from moe_engine.planning.launch_flags import launch_flags
 from tests.config.conftest import machine
@@ -30,7 +31,7 @@ MIMO: dict[str, Any] = {
 def test_the_window_does_not_cut_the_context(resolved, model, windows) -> None:
     config = resolved(model)
     assert config.context_len == 4096 and config.model.windows == windows
-    assert config.kernels.model.need.windows and config.kernels.model.row("attention").windows
+    assert config.kernels.model.need.windows and WINDOWS in config.kernels.model.row("attention").supports
     inside = resolved(model, context_length=512)
     assert inside.model.windows == () and not inside.kernels.model.need.windows
 

@@ -41,6 +41,7 @@ def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
     return {rid: answer.token_ids for rid, answer in answers.items()}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_and_the_host_tier_change_no_token(form: str, tmp_path: Path) -> None:
     seed = random.randrange(2**31)

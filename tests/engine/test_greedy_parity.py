@@ -23,6 +23,7 @@ TIE = 1e-5
 """Two best logits closer than this (relative) are a tie: both tokens are correct."""
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "llama", "qwen2", "qwen3"])
 def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     seed = random.randrange(2**31)

@@ -12,7 +12,7 @@ from moe_engine import Engine
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
-from tests.engine.test_v4_dspark import FLAGS, FORMS, GREEDY, QUICK
+from tests.engine.test_v4_dspark import FLAGS, FORMS, GREEDY
 from tests.models.v41_dspark import V41DSparkReference, make_v41_dspark
 from tests.speculation.eagle_heads import chain_counts
 
@@ -30,10 +30,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, V41DSpark
     return path, V41DSparkReference(path)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [form if form in QUICK else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS | MORE],
-)
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("form", FORMS | MORE)
 def test_acceptance(reference: tuple[Path, V41DSparkReference], form: str) -> None:
     path, layers = reference
     flags = (FORMS | MORE)[form]

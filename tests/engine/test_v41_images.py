@@ -27,7 +27,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "dp attention": {"tp_size": 2, "attn_dp_size": 2},
     "tokens that travel": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},
 }
-QUICK = ("chunks", "dp attention")
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +51,8 @@ def prompts(oracle: V41Oracle) -> list[Prompt]:
     return found
 
 
-@pytest.mark.parametrize(
-    "form", [form if form in QUICK else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS]
-)
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("form", FORMS)
 def test_drafts_behind_images(oracle: V41Oracle, prompts: list[Prompt], form: str) -> None:
     """The model's tokens, together and behind a cached image; the acceptance of an offline count."""
     depth = FORMS[form].get("speculative_num_steps", 4)

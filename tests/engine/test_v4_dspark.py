@@ -32,7 +32,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "dp attention": {"tp_size": 2, "attn_dp_size": 2},
     "tokens that travel": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},
 }  # fmt: skip
-QUICK = ("bounded windows", "tokens that travel")
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +41,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DSparkOracle
     return path, DSparkOracle(path, folder / "alone")
 
 
-@pytest.mark.parametrize(
-    "form", [form if form in QUICK else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS]
-)
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("form", FORMS)
 def test_acceptance(oracle: tuple[Path, DSparkOracle], form: str) -> None:
     path, layers = oracle
     depth = FORMS[form].get("speculative_num_steps", 4)

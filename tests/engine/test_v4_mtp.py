@@ -40,6 +40,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MTPOracle]:
     return path, MTPOracle(path, folder / "alone")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_acceptance(oracle: tuple[Path, MTPOracle], form: str) -> None:
     path, mtp = oracle

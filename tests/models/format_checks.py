@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_engine.kernels import tables
+from moe_engine.kernels.weight_forms import Multiplied
 from moe_engine.models import sizes
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.footprint import held_bytes
-from moe_engine.models.formats.table import kept_format, parse_format
+from moe_engine.models.formats.table import parse_format
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import write_tensors
@@ -68,9 +70,15 @@ def check_slices(
     reader.finish()
 
 
+def multiplied(name: str) -> Multiplied:
+    """Forms that the rows of this name multiply as stored."""
+    rows = {family: tables.FAMILIES[family] for family in ("linear", "experts")}
+    return {family: next(row.multiplies for row in found if row.name == name) for family, found in rows.items()}
+
+
 def ledger_fits(stepper: Stepper) -> float:
     """Checks the ledger's bytes of the loaded weights; returns them relative to float32."""
-    coded = kept_format(stepper.config.weight_format, "cpu", frozenset(("linear", "experts")))
+    coded = stepper.config.weight_format.held_by(multiplied("cpu"))
     counted = sizes.weight_bytes(stepper.config, 4, format=coded)
     held = held_bytes(stepper.model)
     assert abs(held - counted) <= 0.02 * counted, (held, counted)

@@ -162,18 +162,21 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
             found: Tensor = model(torch.tensor([ids])).logits[0]
             return found
 
-    return Family(path, logits, text_prompts)
+    return _clear(Family(path, logits, text_prompts))
 
 
 def pooled_family(kind: str, path: Path, seed: int) -> Family:
-    """Prompts without near ties between pools or experts: a token beyond one follows another rounding."""
-    family = text_family(kind, path, seed, num_hidden_layers=4, num_mtp_layers=int(kind == POOLED))
+    return _clear(text_family(kind, path, seed, num_hidden_layers=4, num_mtp_layers=int(kind == POOLED)))
+
+
+def _clear(family: Family) -> Family:
+    """With prompts without near ties between pools, entries or experts: a token beyond one follows another rounding."""
 
     def is_clear(prompt: Prompt) -> bool:
         return sparse.with_margin(lambda: family.logits(prompt.ids, []))[1] > CLEAR
 
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        found = list(filter(is_clear, text_prompts(seed, 3 * count, longest)))[:count]
+        found = list(islice(filter(is_clear, text_prompts(seed, 3 * count, longest)), count))
         assert len(found) == count, f"{len(found)} of {3 * count} prompts have no near tie"
         return found
 
@@ -188,7 +191,7 @@ def k3_family(kind: str, path: Path, seed: int) -> Family:
 
 def v41_family(kind: str, path: Path, seed: int) -> Family:
     """The formulas in float64: no released transformers has such a model. With DSpark layers, and images. Prompts
-    without near ties between entries or experts, as `pooled_family`."""
+    without near ties between entries or experts, as `_clear`."""
     vision = v41_tower.VISION | {"max_image_tokens": 60}
     made = v41_dspark.make_v41_dspark(path, seed, vision=vision, max_position_embeddings=1024)
     oracle, processor = v41_images.V41Oracle(made), load_processor(str(path))

@@ -1,8 +1,9 @@
 """Random shapes of every family against transformers: ``python -m tests.models.random_shapes --count 200``.
 
-A checkpoint has drawn numbers of heads, layers, experts and groups, drawn widths, rotary settings, biases and ties;
-fields that published files leave out are then dropped from config.json, so that both sides use their defaults. Logits
-of a prompt in chunks and decodes are compared with those of transformers' own model.
+A checkpoint has drawn numbers of heads, layers, experts and groups, drawn widths, rotary settings, biases and ties, a
+drawn dtype, dialect and number of files; fields that published files leave out are then dropped from config.json or
+null, so that both sides use their defaults. Logits of a prompt in chunks and decodes are compared with those of
+transformers' own model.
 """
 
 from __future__ import annotations
@@ -63,26 +64,36 @@ DROPPED = (
     "use_sliding_window", "max_window_layers", "sliding_window", "decoder_sparse_step", "mlp_only_layers",
     "partial_rotary_factor", "rotary_dim", "pad_token_id", "use_cache", "layer_types", "mlp_layer_types",
     "router_scaling_factor", "use_qk_norm", "tie_word_embeddings", "swiglu_limit", "moe_layer_end_index", "use_bias",
+    "max_position_embeddings", "n_shared_experts", "first_k_dense_replace",
     "moe_layer_interval", "moe_layer_start_index", "moe_num_shared_experts", "attention_dropout", "torch_dtype",
     "full_attention_interval",
 )  # fmt: skip
 
+NULLED = ("rope_scaling", "layer_types", "norm_topk_prob", "rope_interleave", "partial_rotary_factor", "sliding_window")
+DTYPES = ("float32", "float32", "float16", "bfloat16")
+NO_ODD_HIDDEN = ("llama", *MLA)
+"""Families whose hidden size transformers wants to be a multiple of the heads."""
+
 
 @dataclass
 class Shape:
-    """A drawn checkpoint: overrides of `make_checkpoint`, and fields that are dropped afterwards."""
+    """A drawn checkpoint: overrides of `make_checkpoint`; fields that are dropped or null afterwards; further arguments
+    of `make_checkpoint`; whether several files have an index."""
 
     kind: str
     row: str
     fields: dict[str, Any] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    nulled: list[str] = field(default_factory=list)
+    stored: dict[str, Any] = field(default_factory=dict)
+    has_index: bool = True
 
 
 def draw(kind: str, rng: random.Random) -> Shape:
     layers = rng.choice((1, 2, 3, 4)) if kind not in ("glm4_moe_lite", "gpt_oss", "qwen3_moe", "mimo_v2_flash") else 3
     fields: dict[str, Any] = {
         "num_hidden_layers": layers,
-        "vocab_size": rng.choice((257, 300, 320)),
+        "vocab_size": rng.choice((257, 263, 300, 331)),
         "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-3)),
     }
     if kind not in NO_TIE:
@@ -128,12 +139,17 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if fields.get("tie_word_embeddings", False) != kind.startswith("ernie"):
         shaping.append("tie_word_embeddings")
     dropped = [name for name in DROPPED if rng.random() < 0.1 and name not in shaping]
-    return Shape(kind, rng.choice(("torch", "cpu")), fields, dropped)
+    nulled = [name for name in NULLED if rng.random() < 0.05]
+    if kind not in NO_HEAD_DIM and kind not in NO_ODD_HIDDEN and rng.random() < 0.4:
+        fields["hidden_size"] = rng.choice((34, 50, 66, 100, 130))
+    stored: dict[str, Any] = {"dtype": rng.choice(DTYPES), "dialect": rng.choice(("hub", "hub", "transformers"))}
+    stored |= {"max_shard_bytes": rng.choice((None, None, 3000, 60000)), "eos_token_id": rng.choice((1, [1, 7]))}
+    return Shape(kind, rng.choice(("torch", "cpu")), fields, dropped, nulled, stored, rng.random() < 0.5)
 
 
 def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
     kv, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 3, 5))
-    width = rng.choice((8, 12, 16, 20, 24, 32, 40, 64))
+    width = rng.choice((6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 80, 96, 112))
     hidden = kv * group * rng.choice((4, 8, 20)) if kind not in NO_HEAD_DIM else kv * group * width
     fields |= {"num_attention_heads": kv * group, "num_key_value_heads": kv, "hidden_size": hidden}
     if kind not in NO_HEAD_DIM:
@@ -160,9 +176,9 @@ def _draw_mla(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
     heads = rng.choice((1, 2, 3, 5))
     fields |= {
         "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * rng.choice((12, 20, 64)),
-        "q_lora_rank": rng.choice((None, 8, 24)), "kv_lora_rank": rng.choice((8, 32, 36)),
-        "qk_nope_head_dim": rng.choice((4, 16, 24)), "qk_rope_head_dim": rng.choice((4, 8, 16)),
-        "v_head_dim": rng.choice((8, 12, 28)), "attention_bias": rng.random() < 0.3,
+        "q_lora_rank": rng.choice((None, 8, 10, 24)), "kv_lora_rank": rng.choice((8, 32, 36, 50)),
+        "qk_nope_head_dim": rng.choice((4, 5, 16, 24, 48)), "qk_rope_head_dim": rng.choice((2, 4, 6, 8, 16)),
+        "v_head_dim": rng.choice((5, 8, 12, 28, 48)), "attention_bias": rng.random() < 0.3,
     }  # fmt: skip
     if kind == "deepseek_v3":
         fields["rope_interleave"] = rng.random() < 0.7
@@ -201,7 +217,8 @@ def _rope(rng: random.Random, kind: str) -> dict[str, Any] | None:
     more = rng.choice(({}, {"beta_fast": 16, "beta_slow": 2}, {"attention_factor": 0.8}, {"truncate": False}))
     if kind.startswith("deepseek"):
         more = more | rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"mscale_all_dim": 1.0}, {"mscale": 0.7}))
-    return rng.choice((None, None, {"rope_type": "linear", "factor": 3.0}, yarn | more, llama3))
+    other = ({"rope_type": "linear", "factor": 3.0}, {"type": "dynamic", "factor": 2.0}, {"rope_type": "default"}, {})
+    return rng.choice((None, None, rng.choice(other), yarn | more, llama3))
 
 
 class Refused(Exception):
@@ -211,13 +228,16 @@ class Refused(Exception):
 def check(shape: Shape, folder: Path, seed: int) -> float:
     """The largest relative error of a token's logits. Raises Refused."""
     try:
-        path = make_checkpoint(shape.kind, folder, seed, tokenizer=False, **shape.fields)
+        path = make_checkpoint(shape.kind, folder, seed, tokenizer=False, **shape.fields, **shape.stored)
         file = path / "config.json"
         config = json.loads(file.read_text())
+        config |= {name: None for name in shape.nulled if name in config}
         file.write_text(json.dumps({name: value for name, value in config.items() if name not in shape.dropped}))
         tokens, want = _reference(path, seed, shape.fields["vocab_size"])
     except Exception as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
+    if not shape.has_index:
+        (path / "model.safetensors.index.json").unlink(missing_ok=True)
     model = stepper.load(path, shape.row, seed=seed)
     parts = [(tokens[:23], False), (tokens[23:40], False), *(([token], True) for token in tokens[40:50])]
     got = torch.cat([model.step([Chunk(0, part, decode)])[0] for part, decode in [*parts, (tokens[50:], True)]])

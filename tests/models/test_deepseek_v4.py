@@ -36,14 +36,14 @@ class Made:
     """A checkpoint with transformers' logits of some tokens; rounding decides no selection of entries or experts."""
 
     def __init__(self, path: Path, **fields: Any) -> None:
-        self.path = path
-        self.tokens, self.logits = clear_draw(lambda: self._drawn(fields), TIE)
+        self.path = make_v4(path, random.randrange(2**31), tokenizer=False, **fields)
+        self._model = load_v4(path)
+        self.tokens, self.logits = clear_draw(self._drawn, TIE)
 
     @torch.no_grad()
-    def _drawn(self, fields: dict[str, Any]) -> tuple[list[int], Tensor]:
-        make_v4(self.path, random.randrange(2**31), tokenizer=False, **fields)
+    def _drawn(self) -> tuple[list[int], Tensor]:
         tokens = [random.randrange(5, 250) for _ in range(150)]
-        return tokens, load_v4(self.path)(torch.tensor([tokens])).logits[0]
+        return tokens, self._model(torch.tensor([tokens])).logits[0]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,7 @@ def test_mixed_batches(made: Made, row: str) -> None:
         assert_close(got, made.logits[: len(got)])
 
 
+@pytest.mark.drawn(5, group="variants of DeepSeek V4")
 @every_row
 @pytest.mark.parametrize(
     "fields",
@@ -96,6 +97,7 @@ def test_variants(tmp_path: Path, fields: dict[str, Any], row: str) -> None:
     assert_close(got, want.logits)
 
 
+@pytest.mark.drawn(3, group="requests of DeepSeek V4")
 @pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("form", ["cached", "dp 2", "ep 2, dp 2, all-to-all", "n-gram drafts", "retracted", "tiered"])
 def test_requests_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ class Made:
     """A checkpoint with the logits of some tokens; rounding decides no selection of entries or experts."""
 
     def __init__(self, path: Path, **fields: Any) -> None:
-        self.path = path
+        self.path = make_v41(path, random.randrange(2**31), **fields)
+        reference = V41Reference(path)
         for _ in range(50):
-            make_v41(path, random.randrange(2**31), **fields)
             self.tokens = [random.randrange(5, 250) for _ in range(110)]
-            reference = V41Reference(path)
+            reference.margin = math.inf
             self.logits: Tensor = reference.logits(self.tokens)
             if reference.margin > TIE:
                 return

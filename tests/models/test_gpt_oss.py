@@ -16,11 +16,12 @@ from moe_engine.kernels import tables
 from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device
 from moe_engine.kernels.registry import select
+from moe_engine.kernels.weight_forms import FOUR_BITS, families
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
-from moe_engine.models.formats.table import kept_format
+from moe_engine.models.formats.protocol import FAMILIES
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.weights import WeightReader
@@ -94,12 +95,10 @@ def test_experts_stay_in_four_bits_on_a_gpu(tmp_path: Path) -> None:
     config = load_model_config(tmp_path)
     need = need_of_model(config, "bfloat16")
     plan = plan_kernels(Device("cuda", "H100", (9, 0), compiler="c++"), need)
-    assert plan.row("experts").name == "triton" and plan.four_bits == {"linear", "experts"} and not plan.codes
+    assert plan.row("experts").name == "triton" and families(plan.multiplied, FOUR_BITS) == FAMILIES
     triton, library = (next(row for row in tables.EXPERTS if row.name == name) for name in ("triton", "deep_gemm"))
     assert triton.score(plan.device, need) > library.score(plan.device, need)
-    formats = [
-        kept_format(config.weight_format, "cuda", four_bits=families) for families in (frozenset[str](), plan.four_bits)
-    ]
+    formats = [config.weight_format.held_by(multiplied) for multiplied in ({}, plan.multiplied)]
     for ranks, width in ((1, 2880), (2, 1440), (4, 736)):  # of four ranks, 90 groups of 32: 23, 22, 23 and 22
         dense, kept = (sizes.weight_bytes(config, 2, topology=Topology(ranks), format=format) for format in formats)
         experts = 24 * 32 * 3 * 2880 * width

@@ -20,17 +20,15 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.table import kept_format, parse_format
+from moe_engine.models.formats.table import parse_format
 from moe_engine.models.layers.linear import Projection, format_for
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.quantization import with_quantization
 from tests.models.checkpoints import make_checkpoint
-from tests.models.format_checks import step_logits
+from tests.models.format_checks import multiplied, step_logits
 from tests.models.quantized_floats import FLOATS
 from tests.models.stepper import Stepper, make_backends
-
-ROWS = frozenset(("linear", "experts"))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def test_kernels_keep_what_others_dequantize(plain: Path, name: str) -> None:
     exact = step_logits(loaded(plain, ""))
     error = float((found - exact).norm() / exact.norm())
     assert 0 < error < (0.2 if name == "int8" else 1.0)
-    counted = sizes.weight_bytes(model.config, 4, format=kept_format(model.config.weight_format, "cpu", ROWS))
+    counted = sizes.weight_bytes(model.config, 4, format=model.config.weight_format.held_by(multiplied("cpu")))
     held = held_bytes(model.model)
     assert abs(held - counted) <= 0.02 * counted, (held, counted)
 

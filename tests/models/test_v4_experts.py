@@ -23,12 +23,12 @@ from moe_engine.models.config_fields import Fields
 from moe_engine.models.expert_format import experts_format
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.table import kept_format
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.tensors import Kind, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.context import ParallelContext
+from tests.models.format_checks import multiplied
 from tests.models.stepper import make_backends
 from tests.models.v4_checkpoints import FIELDS, load_v4, make_v4
 from tests.models.v4_quantized import quantized_copy
@@ -143,9 +143,7 @@ def test_memory_of_published_experts(quantized: tuple[Path, Path]) -> None:
     """A number of an expert is half a byte and its share of the scale; other matrices are blocks on a GPU."""
     config = config_of(quantized[0])
     expert, attention = "model.layers.2.mlp.experts.*.up_proj", "model.layers.2.self_attn.q_a_proj"
-    both, none = frozenset(("linear", "experts")), frozenset[str]()
-    on_cpu = kept_format(config.weight_format, "cpu", both)
-    on_gpu = kept_format(config.weight_format, "cuda", none, both, both)
+    on_cpu, on_gpu = (config.weight_format.held_by(multiplied(row)) for row in ("cpu", "triton"))
     shape, block = (192, 160), 1 + Fraction(4, 128 * 128)
     if experts_format(config) is None:
         assert on_cpu == PLAIN and on_gpu.bytes_per_element(expert, shape, 2) == block

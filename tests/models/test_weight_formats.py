@@ -22,6 +22,7 @@ from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.linear.protocol import LinearCapabilities, PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.quantization.protocol import Normal
+from moe_engine.kernels.weight_forms import Multiplied, WeightForm, families
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_fields import Fields
@@ -29,16 +30,18 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.table import FORMATS, format_in_files, kept_format
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
+from moe_engine.models.formats.table import FORMATS, format_in_files
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.checkpoint import sums
 from tests.models.checkpoints import make_checkpoint, write_tensors
-from tests.models.format_checks import step_logits
+from tests.models.format_checks import multiplied, step_logits
 from tests.models.fp8 import is_quantized
 from tests.models.stepper import Stepper, make_backends
+
+INT8_ROWS = WeightForm("int8_rows")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Int8Weight:
 class Int8Rows:
     """`KernelFormat` of `Int8Weight`."""
 
+    form = INT8_ROWS
     row_block = 1
 
     def empty(self, n: int, k: int, device: torch.device | str) -> Int8Weight:
@@ -99,8 +103,8 @@ class Int8Format:
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         return 1 + Fraction(4, shape[1])
 
-    def kept_on(self, device: str) -> bool:
-        return device == "cuda"
+    def held_by(self, multiplied: Multiplied) -> WeightFormat:
+        return self if families(multiplied, INT8_ROWS) else PLAIN
 
     def kernel_format(self, prefix: str) -> Int8Rows:
         return Int8Rows()
@@ -220,15 +224,16 @@ def test_the_header_check_asks_the_format(checkpoints: tuple[Path, Path]) -> Non
 def test_the_ledger_asks_the_format(checkpoints: tuple[Path, Path]) -> None:
     path, plain = checkpoints
     config = load_model_config(path)
-    on_gpu, on_cpu = (
-        sizes.weight_bytes(config, 2, format=kept_format(config.weight_format, d)) for d in ("cuda", "cpu")
+    kept_by, others = {"linear": frozenset((INT8_ROWS,))}, multiplied("cpu")
+    stored, dequantized = (
+        sizes.weight_bytes(config, 2, format=config.weight_format.held_by(rows)) for rows in (kept_by, others)
     )
-    assert on_cpu == sizes.weight_bytes(load_model_config(plain), 2)
+    assert dequantized == sizes.weight_bytes(load_model_config(plain), 2)
     kept = [
         tensor.shape for name, tensor in load_file(path / "model.safetensors").items()
         if name.endswith(".values") and "kv_b_proj" not in name
     ]  # fmt: skip
-    assert on_cpu - on_gpu == sum(n * k - 4 * n for n, k in kept)
+    assert dequantized - stored == sum(n * k - 4 * n for n, k in kept)
     facts = sums(read_checkpoint(path), config.num_layers, config.weight_format)
     assert facts.num_elements == sizes.num_parameters(config)
 
@@ -244,5 +249,6 @@ def test_choice_of_a_format() -> None:
     assert format_in_files(PLAIN, names) == BlockFP8Format() and format_in_files(PLAIN, names[:1]) == PLAIN
     declared = BlockFP8Format((128, 64), "ue8m0")
     assert format_in_files(declared, names) == declared == pickle.loads(pickle.dumps(declared))
-    assert kept_format(declared, "cuda") == PLAIN and declared.kernel_format("a") is None
-    assert kept_format(BlockFP8Format(), "cuda") == BlockFP8Format() and kept_format(BlockFP8Format(), "cpu") == PLAIN
+    on_gpu, on_cpu = multiplied("triton"), multiplied("cpu")
+    assert declared.held_by(on_gpu) == PLAIN and declared.kernel_format("a") is None
+    assert BlockFP8Format().held_by(on_gpu) == BlockFP8Format() and BlockFP8Format().held_by(on_cpu) == PLAIN

@@ -21,6 +21,7 @@ from moe_engine.frontend.client_api import Health
 from moe_engine.server import native_api
 from moe_engine.server.control_api import version
 from moe_engine.server.endpoints import REFUSED_PATHS
+from moe_engine.server.metrics import Metrics
 from moe_engine.server.settings import load_sampling_defaults
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
@@ -313,6 +314,33 @@ def test_loads_of_one_rank():
         answer = get(client, f"/v1/loads?{query}")
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
+
+
+def test_lost_ranks_have_no_load():
+    """A balancer would choose them: they have the fewest requests."""
+    client, lost = FakeClient(), "engine core DP0 (pid 7) was killed by SIGKILL"
+    client.healths = lambda: [Health(False, True, 7, 0.0, 0.0, 0, 0, 0, lost), Health(True, True, 7, 0.0, 0.0, 3, 2, 5)]
+    whole = get(client, "/v1/loads").json()
+    assert [load["dp_rank"] for load in whole["loads"]] == [1] and whole["aggregate"]["total_reqs"] == 5
+    assert [load["dp_rank"] for load in get(client, "/get_load").json()] == [1]
+    one = get(client, "/v1/loads?dp_rank=0")
+    assert (one.status_code, one.json()["error"]["message"]) == (503, f"dp_rank 0: this rank is lost: {lost}")
+    client.healths = lambda: [Health(False, True, 7, 0.0, 0.0, 0, 0, 0, lost)]
+    assert get(client, "/v1/loads").json()["aggregate"]["avg_token_usage"] == 0
+
+
+def test_counters_continue_after_a_lost_rank():
+    client = FakeClient()
+    metrics = Metrics("m", client.info, "1.0")
+
+    def retracted(totals: dict[int, int]) -> float:
+        states = [{"dp_rank": rank, "num_retractions_total": total} for rank, total in totals.items()]
+        page = metrics.render(client, states).decode()
+        (line,) = (line for line in page.splitlines() if line.startswith("sglang:num_retracted_requests_total{"))
+        return float(line.split()[-1])
+
+    found = [retracted(totals) for totals in ({0: 100, 1: 10}, {1: 12}, {1: 13}, {})]
+    assert found == [110, 112, 113, 113]
 
 
 def test_tokenize_and_back():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from moe_engine.cli.main import main
 from moe_engine.cluster import node
 from moe_engine.config.args import EngineArgs
 from moe_engine.demo import CHECKPOINT_DIR
@@ -51,6 +53,20 @@ def test_server(tmp_path: Path, name: str, text: str, words: str) -> None:
 def test_offline(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):
         Engine(model_path=broken(tmp_path, "tokenizer.json", '{"model": {}}'))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--chat-template", "{% for %}"], "--chat-template: .*Expected an expression"),
+        (["--chat-template", "{{ raise_exception('no users') }}"], "the chat template refuses them: no users"),
+        (["--skip-tokenizer-init", "--raw"], "--skip-tokenizer-init: generate needs the tokenizer"),
+    ],
+)
+@pytest.mark.usefixtures("cores_that_load_for_ever")
+def test_one_prompt(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
+    assert main(["generate", "a prompt", *flags]) == 2
+    assert re.search(words, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("left", "words"), [(None, "has no tokenizer.json"), (0.5, "cannot be read as a tokenizer")])

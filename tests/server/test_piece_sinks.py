@@ -191,6 +191,6 @@ async def test_an_inbox_offers_only_plain_deltas_that_its_reader_waits_for():
     inbox.take(RequestDelta("r", [6], {"type": "length", "length": 6}))
     assert (await reader).finish and offered[-1] == [4]
     assert inbox.generated_ids == [1, 2, 3, 4, 5, 6] and inbox.ended
-    inbox.fail("gone")
+    inbox.fail(EngineDeadError("gone"))
     with pytest.raises(EngineDeadError, match="gone"):
         await inbox.get()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import os
 import random
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.operators import Launch, is_pinned
 
 _call = interpreter.GridExecutor.__call__
-_place = interpreter.interpreter_builder.set_grid_idx
 _random = random.Random(0)
 launches: dict[str, int] = {}
 """By kernel."""
@@ -109,31 +107,6 @@ def _host(x: Any) -> Any:
     return MEMORY.host(x) if isinstance(x, Tensor) and x.is_cuda else x
 
 
-class _AnyOrder:
-    """Programs of a launch in a random order, all of them once."""
-
-    def __init__(self) -> None:
-        self._grid: tuple[int, ...] = ()
-        self._places: list[tuple[int, ...]] = []
-        self._next = 0
-
-    def set_grid_dim(self, *grid: int) -> None:
-        self._grid, self._next = grid, 0
-        self._places = list(itertools.product(*map(range, grid)))
-        _random.shuffle(self._places)
-        _dimensions(*grid)
-
-    def set_grid_idx(self, *place: int) -> None:
-        _place(*self._places[self._next])
-        self._next += 1
-
-
-_dimensions = interpreter.interpreter_builder.set_grid_dim
-
-
 def install() -> None:
     """Installs the executor for the whole process; idempotent."""
-    in_any_order = _AnyOrder()
     interpreter.GridExecutor.__call__ = call
-    interpreter.interpreter_builder.set_grid_dim = in_any_order.set_grid_dim
-    interpreter.interpreter_builder.set_grid_idx = in_any_order.set_grid_idx

@@ -20,7 +20,6 @@ from tests.examples import FACTOR
 from tests.fork_server import ForkedProcess, ForkServer
 from tests.simulated_cuda.conftest import DEVICES, ROOT
 from tests.simulated_cuda.failures import BREAKS
-from tests.speculation.eagle_pairs import make_pair
 
 FOLDER = Path(__file__).with_name("on_device")
 ENGINES = FOLDER / "test_engines.py"
@@ -33,12 +32,8 @@ BROKEN = {case.name for case in cases.tiny_cases() if "expanded" in case.name}
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path) -> None:
     command = [*PYTEST, *map(str, files), "--durations=12"]
-    trained = {}
-    if ENGINES not in files:  # processes with simulated devices cannot train
-        make_pair("eagle3", tmp_path / "eagle3", 80, 4, head_dim=64)
-        trained["TRAINED_EAGLE3"] = str(tmp_path / "eagle3")
     # programs started by these tests have no simulated devices
-    code, out, errors = device_server.run(command, tmp_path, 890.0, PYTHONPATH=str(ROOT), **trained)
+    code, out, errors = device_server.run(command, tmp_path, 890.0, PYTHONPATH=str(ROOT))
     assert code == 0 and " passed" in out and "skipped" not in out, out[-20000:] + errors[-3000:]
 
 

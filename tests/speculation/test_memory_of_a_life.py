@@ -18,7 +18,7 @@ from tests.memory_meter import MemoryMeter
 from tests.speculation import test_logits_passes as passes
 from tests.speculation.agreeing import agreeing_checkpoint
 
-pytestmark = pytest.mark.drawn(2)
+pytestmark = pytest.mark.drawn(1)
 
 VOCAB, ROWS_AT_ONCE = 16000, 16
 SCRATCH = 1 << 20

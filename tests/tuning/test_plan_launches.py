@@ -10,9 +10,9 @@ import pytest
 
 from moe_engine.cli.main import main
 from moe_engine.config.args import EngineArgs
+from moe_engine.kernels import weight_forms as forms
 from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.formats.table import kept_format
 from moe_engine.models.tensors import model_tensors
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.prepare import prepare
@@ -160,7 +160,9 @@ def test_equal_layers_are_summed_at_once(tmp_path: Path):
     for number, raw in enumerate((small_deepseek(), V3, small_grouped() | MIXTURE)):
         whole = raw.get("quantization_config") or compressed("pack-quantized", 4, 32, "int", names)
         config = load_model_config(write(tmp_path / str(number), raw | {"quantization_config": whole}))
-        kept = kept_format(config.weight_format, "cuda", four_bits=frozenset({"experts"}))
+        kept = config.weight_format.held_by(
+            {"linear": frozenset((forms.FP8_BLOCKS,)), "experts": frozenset((forms.FP8_BLOCKS, forms.FOUR_BITS))}
+        )
         assert kept.name
         for topology, redundant in ((Topology(), 0), (Topology(8, 8, 8, moe_a2a_backend="auto"), 16), (Topology(4), 0)):
             further = 2, topology, redundant, kept

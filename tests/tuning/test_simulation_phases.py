@@ -38,11 +38,10 @@ def test_phases_of_a_simulated_request_add_up_to_its_times(exact):
         now += rng.expovariate(40)
         arrivals.append(Arrival(now, [number * 1000 + i for i in range(rng.randint(1, 90))], rng.randint(2, 40)))
     config = SchedulerConfig(num_slots=8000, context_len=512, max_rows=16, chunked_prefill_size=256)
-    spec = FleetSpec(
-        ReplicaSpec(config, COSTS, exact=exact, arrival_seconds=1e-3), request_seconds=3e-3, token_seconds=1e-4
-    )
+    replica, way, reply = ReplicaSpec(config, COSTS, exact=exact, arrival_seconds=1e-3), rng.uniform(0, 0.005), 0.004
+    spec = FleetSpec(replica, request_seconds=3e-3, token_seconds=1e-4, way_seconds=way)
     fleet = Fleet(spec, Fixed(arrivals, 30), answer_seconds=0.01)
-    fleet.recorder.keeps_details = True
+    fleet.recorder.keeps_details, fleet.recorder.reply_seconds = True, reply
     outcome = fleet.run()
     for answer in outcome.recorder.answers:
         found = answer.phases
@@ -51,6 +50,7 @@ def test_phases_of_a_simulated_request_add_up_to_its_times(exact):
         assert sum(parts) == pytest.approx(answer.ttft)
         whole = sum(parts[:3]) + found[phases.DECODE] * (answer.output_len - 1) + found[phases.END]
         assert whole == pytest.approx(answer.latency)
+        assert found[phases.READ] > way + 3e-3 - 1e-9 and found[phases.DELIVERY] == found[phases.END] == reply
     steps = outcome.recorder.steps
     assert len(steps) == outcome.num_steps
     delays = sum(seconds for *_, seconds in steps) - outcome.busy_seconds

@@ -114,6 +114,25 @@ def test_traces(tmp_path):
     assert read_trace(str(packed)) == [a, b, c, d]
 
 
+def test_requests_without_answer_tokens_are_left_out_of_each_format(tmp_path):
+    """As failed requests of a table; a session's time goes on past them."""
+    path, zero = tmp_path / "trace.jsonl", random.choice([0, 0.0])
+    lines = [
+        {"timestamp": 1000, "input_length": 9, "output_length": 2, "session_id": "a"},
+        {"delay": 500, "input_length": 12, "output_length": zero, "session_id": "a"},
+        {"delay": 250, "input_length": 15, "output_length": 3, "session_id": "a"},
+        {"arrival": 4, "input_len": random.choice([0, 7]), "output_len": zero},
+        {"arrival": 5, "input_len": 7, "output_len": 4},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = read_trace(str(path), limit=3)
+    assert [(x.seconds, len(x.prompt_ids), x.output_len) for x in found] == [(0, 9, 2), (0.75, 15, 3), (4, 7, 4)]
+    assert found[0].conversation == found[1].conversation >= 0 and found[1].pause == 0.25
+    path.write_text(json.dumps(lines[3]))
+    with pytest.raises(ConfigError, match="has no request with answer tokens"):
+        read_trace(str(path))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -205,6 +224,16 @@ def test_cost_files(tmp_path):
     assert model.step(several).seconds == pytest.approx(0.05 - 2500e-8)
     mixed = model.step(StepShape(1, 0, 0, 100, 5050, 101)).seconds
     assert mixed == pytest.approx(0.05)  # a step has its fixed costs once
+
+
+def test_parts_of_the_time_outside_the_steps():
+    """Work and ways of a request add up to `answer_seconds`; a file without `entry_seconds` has them at its end."""
+    work = {"request_seconds": 0.001, "results_seconds": 0.0005, "token_seconds": 0.0001}
+    for entry in (0.0, 0.0004, random.uniform(0.001, 0.003)):
+        file = replace(costs(), answer_seconds=0.006, entry_seconds=entry, **work)
+        assert file.way_seconds + sum(work.values()) + file.delivery_seconds == pytest.approx(0.006)
+        assert file.way_seconds + file.request_seconds == pytest.approx(max(entry, 0.001))
+    assert replace(file, answer_seconds=0.001).delivery_seconds == 0
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 0}', '{"version": 1}', '{"version": 1, "decode": {"0": {}}}'])
@@ -396,7 +425,8 @@ def test_the_first_requests_of_a_longer_trace(tmp_path, capsys):
         (["--cost-file", "COSTS", "--num-prompts", "-3"], "--num-prompts is -3"),
         (["--cost-file", "COSTS", "--request-rate", "0"], "--request-rate is 0"),
         (["--cost-file", "COSTS", "--request-rate", "nan"], "--request-rate is nan"),
-        (["--cost-file", "COSTS", "--acceptance", "0.5,2"], "--acceptance 0.5,2"),
+        (["--cost-file", "COSTS", "--speculative-algorithm", "NEXTN", "--acceptance", "0.5,2"], "--acceptance 0.5,2"),
+        (["--cost-file", "COSTS", "--acceptance", "0.5"], "--acceptance 0.5: this launch has no drafts"),
         (["--cost-file", "COSTS", "--fail", "rank=3@t=1s"], "ranks 0 to 0"),
         (["--cost-file", "COSTS", "--dataset-name", "trace", "--dataset-path", "nowhere"], "nowhere"),
         (["--cost-file", "COSTS", "--dataset-name", "sharegpt"], "--dataset-path"),

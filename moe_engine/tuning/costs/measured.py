@@ -59,6 +59,8 @@ class CostFile:
         split_second: seconds that each pair of tokens saves which are in different prompts of a step, against one
         prompt; None: `pair_second`.
         answer_seconds: time of an answer outside the engine's steps: HTTP, tokenization, detokenization.
+        entry_seconds, reply_seconds: its parts until the frontend has read the request, and from the token at the
+            frontend until the client has it. 0: unknown.
         request_seconds, results_seconds, token_seconds: work of frontend and client for a request, for the results of
         a step, and for the tokens that a request gets in it. `answer_seconds` contains one of each.
         arrival_seconds, end_seconds, sent_seconds: time that the arrival of a request, its end, and its tokens of the
@@ -81,6 +83,8 @@ class CostFile:
     split_second: float | None = None
     behind: Curve | None = None
     answer_seconds: float = 0.0
+    entry_seconds: float = 0.0
+    reply_seconds: float = 0.0
     arrival_seconds: float = 0.0
     end_seconds: float = 0.0
     sent_seconds: float = 0.0
@@ -107,9 +111,15 @@ class CostFile:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def way_seconds(self) -> float:
+        """`entry_seconds` without the work of frontend and client."""
+        return max(self.entry_seconds - self.request_seconds, 0.0)
+
+    @property
     def delivery_seconds(self) -> float:
-        """`answer_seconds` without the work of frontend and client."""
-        return max(self.answer_seconds - self.request_seconds - self.results_seconds - self.token_seconds, 0.0)
+        """`answer_seconds` without the work of frontend and client, and without `way_seconds`."""
+        work = self.request_seconds + self.results_seconds + self.token_seconds
+        return max(self.answer_seconds - work - self.way_seconds, 0.0)
 
     def beside_seconds(self, steps: float) -> float:
         """What a request whose answer takes this number of steps adds to all steps."""

@@ -139,7 +139,7 @@ class Sampler:
     def states(self, states: list[Mapping[str, Any]], now: float) -> Iterator[LogEvent]:
         """Events of `internal_states` of this engine: one state for each DP rank."""
         for number, state in enumerate(states):
-            rank = f"DP{number}"
+            rank = f"DP{state.get('dp_rank', number)}"  # a lost rank has no state
             if state.get("num_running") or state.get("num_waiting"):
                 values = {
                     "running": float(state["num_running"]),

@@ -95,6 +95,7 @@ class DisaggregatedSearch:
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self._predictor, self._memory, self._load, self._space = predictor, memory, load, space
+        self._decode_load = replace(load, computed=0.0)
         self._progress = progress
 
     def run(self, gpus: int, model_path: str, refused: dict[str, str]) -> Iterator[tuple[Disaggregated, Prediction]]:
@@ -168,7 +169,7 @@ class DisaggregatedSearch:
 
     def _decode(self, engine: Candidate) -> Steady:
         cost, _ = self._predictor.cost(engine.form, engine.kv)
-        load, accepted = replace(self._load, computed=0.0), self._predictor.accepted(engine.drafts)
+        load, accepted = self._decode_load, self._predictor.accepted(engine.drafts)
         rows, share = engine.rows * engine.form.attn_dp, self._predictor.share
         return steady_state(cost, engine.form, load, rows, share, engine.chunk, engine.drafts, accepted)
 

@@ -17,7 +17,6 @@ from moe_engine.models.config_fields import merge
 from moe_engine.models.config_file import read_fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.formats.table import format_of_kernels
 from moe_engine.models.sizes import bytes_per_weight
 from moe_engine.planning.checkpoint import CheckpointFacts, locate
 from moe_engine.planning.prepare import checkpoint_facts, read_model
@@ -96,7 +95,7 @@ def plain(form: Form) -> Form:
 
 def held_by(config: ResolvedConfig) -> Held:
     """Weights and dispatched tokens by the tables from which the launch selects its kernels."""
-    kept = format_of_kernels(config.model.weight_format, config.device, config.kernels.model)
+    kept = config.model.weight_format.held_by(config.kernels.model.multiplied)
     experts, other = bytes_per_weight(config.model, DTYPE_BYTES[config.dtype], config.parallel.topology, kept)
     fp8 = frozenset[str]()
     if isinstance(kept, BlockFP8Format):

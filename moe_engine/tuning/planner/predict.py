@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 
 from moe_engine.tuning.costs.efficiency import Efficiency, deviation_keys
 from moe_engine.tuning.costs.form import Form, Held, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.costs.roofline import RooflineCost
-from moe_engine.tuning.costs.step_cost import StepCostModel
+from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.steady import Load, Steady, steady_state
@@ -21,6 +23,9 @@ TAIL = 4.6
 RARE = 0.01
 ACCEPTANCE = 0.8
 """Chance that an MTP draft is accepted if those before it were."""
+
+KNOWN_STEPS = 1024
+FIELDS = attrgetter(*(field.name for field in dataclasses.fields(StepShape)))
 
 NAMES = {
     "hbm": "HBM bytes", "flops": "FLOPs", "all_to_all": "all-to-all", "all_reduce": "all-reduce",
@@ -49,6 +54,17 @@ class Prediction:
         return self.output_per_s / self.gpus
 
 
+class RememberedCosts:
+    """A `StepCostModel` that computes equal steps of `costs` once: sizes of one form have many in common."""
+
+    def __init__(self, costs: StepCostModel) -> None:
+        self.costs = costs
+        self._step = lru_cache(KNOWN_STEPS)(lambda *fields: costs.step(StepShape(*fields)))
+
+    def step(self, shape: StepShape) -> StepCost:
+        return self._step(*FIELDS(shape))
+
+
 class Predictor:
     """Predictions for one model on one cluster, with the constants of one engine.
 
@@ -66,9 +82,9 @@ class Predictor:
     ) -> None:  # fmt: skip
         self.host_bytes, self.held, self._mixed = host_bytes, held, mixed
         self.facts, self.cluster, self.share, self.dtype, self.acceptance = facts, cluster, share, dtype, acceptance
-        self._costs: dict[tuple[Form, str], tuple[RooflineCost, float]] = {}
+        self._costs: dict[tuple[Form, str], tuple[RememberedCosts, float]] = {}
 
-    def cost(self, form: Form, kv: str) -> tuple[RooflineCost, float]:
+    def cost(self, form: Form, kv: str) -> tuple[RememberedCosts, float]:
         """The cost model of a form, and the measured factor on times to the first token."""
         key = (form, kv)
         if key not in self._costs:
@@ -78,7 +94,7 @@ class Predictor:
             form = dataclasses.replace(form, host_bytes=self.host_bytes)
             keys = deviation_keys(self.facts, precision, self.cluster.gpu_key, plain)
             model = RooflineCost(self.facts, form, precision, self.cluster, self.share, self.share.deviation(keys))
-            self._costs[key] = model, self.share.deviation(keys, prompt=True)
+            self._costs[key] = RememberedCosts(model), self.share.deviation(keys, prompt=True)
         return self._costs[key]
 
     def accepted(self, drafts: int) -> float:

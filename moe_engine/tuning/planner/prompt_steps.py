@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_engine.core.dp_sync import PATIENCE
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
 
 SAMPLED = 32
 """Chunks of a prompt whose time is computed; further ones are interpolated."""
+
+ALONE = StepShape(0, 0, 0, 0, 0, 0)
+"""No decodes."""
 
 RESIDUAL = 0.5
 """Share of the running step that is left when a request arrives in it at any moment."""
@@ -94,16 +97,12 @@ class PromptSteps:
         count, prompts = max(1, round(tokens)), max(1.0, prompts)
         each = tokens / prompts
         pairs = round(tokens * before + tokens * (each + 1) / 2)
-        beside = StepShape(0, 0, 0, 0, 0, 0) if self.decode is None else self.decode[0]
+        beside = ALONE if self.decode is None else self.decode[0]
+        rows, context = beside.decode_rows, beside.decode_context
+        everyone = beside.global_tokens + round(count * groups)
+        cached, fresh = round(before * prompts), count if before < each else 0
         return self.cost.step(
-            replace(
-                beside,
-                prefill_tokens=count,
-                prefill_pairs=pairs,
-                global_tokens=beside.global_tokens + round(count * groups),
-                prefill_cached=round(before * prompts),
-                prefill_fresh=count if before < each else 0,
-            )
+            StepShape(rows, context, beside.drafts, count, pairs, everyone, beside.expert_skew, cached, fresh)
         )
 
 

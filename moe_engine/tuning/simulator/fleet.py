@@ -38,6 +38,8 @@ class FleetSpec:
     token_seconds: float = 0.0
     busy_seconds: float = 0.0
     """Time until the frontend has a core for a request that arrives while steps run."""
+    way_seconds: float = 0.0
+    """Time from the client's call until a request waits for the frontend."""
     recovery_seconds: float = 3.0
     """Pause of a replica after one of its ranks is lost, with `--elastic-ep`."""
     restart_seconds: float = 120.0
@@ -98,7 +100,7 @@ class Fleet:
         self._order = itertools.count()
         self._arrivals: list[tuple[float, int, Arrival]] = []
         work = spec.request_seconds, spec.token_seconds, spec.results_seconds
-        self._front = FrontEnd(*work) if any(work) or spec.busy_seconds else None
+        self._front = FrontEnd(*work) if any(work) or spec.busy_seconds or spec.way_seconds else None
         self._source = workload.first()
         self._faults = sorted(spec.faults, key=lambda fault: fault.seconds)
         groups = spec.replica.num_groups
@@ -223,7 +225,7 @@ class Fleet:
             self._enter(arrival.seconds, arrival)
         else:
             busy = self.spec.busy_seconds and any(replica.runs_at(arrival.seconds) for replica in self.replicas)
-            self._front.add(arrival, self.spec.busy_seconds if busy else 0.0)
+            self._front.add(arrival, self.spec.way_seconds + (self.spec.busy_seconds if busy else 0.0))
 
     def _enter(self, moment: float, arrival: Arrival) -> None:
         """The frontend routes a request to a scheduler."""

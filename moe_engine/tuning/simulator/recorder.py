@@ -34,6 +34,8 @@ class Recorder:
 
     answer_seconds: float = 0.0
     """Added to every time to first token: HTTP, tokenization and detokenization, outside the engine's steps."""
+    reply_seconds: float = 0.0
+    """The part of `answer_seconds` from the token at the frontend until the client has it, in `phases`."""
     answers: list[Answer] = field(default_factory=list)
     gaps: GapHistogram = field(default_factory=GapHistogram)
     ended_at: float = 0.0
@@ -64,24 +66,22 @@ class Recorder:
         answer.latency = now + delay - arrival.seconds + self.answer_seconds
         answer.cached_tokens, answer.retractions = cached_tokens, retractions
         if self.keeps_details and running.request is not None:
-            answer.phases = self._phases(running, answer, now)
+            answer.phases = self._phases(running, answer)
         self.answers.append(answer)
         self.retractions += retractions
         self.ended_at = max(self.ended_at, now + delay + self.answer_seconds)
 
-    def _phases(self, running: Running, answer: Answer, now: float) -> dict[str, float]:
-        """The time outside the steps and the queues counts as delivery."""
-        request = running.request
+    def _phases(self, running: Running, answer: Answer) -> dict[str, float]:
+        """As `tuning.phases` has them: the work of the frontend on a token counts before its delivery."""
+        request, reply = running.request, self.reply_seconds
         assert request is not None
-        read, begun, first = running.entered - answer.started, request.first_scheduled, request.first_token_at
-        if begun is None or first is None:
+        if request.first_scheduled is None or not running.first:
             return {}
-        queue = begun - request.queued_at
-        found = {READ: read, QUEUE: queue, PREFILL: first - running.entered - queue}
-        found[DELIVERY] = answer.started + answer.ttft - first
+        read, queue = running.entered - answer.started, request.first_scheduled - request.queued_at
+        found = {READ: read, QUEUE: queue, PREFILL: answer.ttft - read - queue - reply, DELIVERY: reply}
         if answer.output_len > 1:
-            found[DECODE] = (now - first) / (answer.output_len - 1)
-        return found | {END: answer.latency - (now - answer.started)}
+            found[DECODE] = (answer.latency - answer.ttft) / (answer.output_len - 1)
+        return found | {END: reply}
 
     def fail(self, running: Running, now: float, reason: str) -> None:
         """Records a request that ended without its answer."""

@@ -5,8 +5,7 @@ A line of Mooncake's has ``timestamp`` (milliseconds), ``input_length``, ``outpu
 each 512 tokens of the prompt: equal ids are equal text; optionally ``session_id`` and, in place of ``timestamp`` after
 its first turn, ``delay`` (milliseconds after the previous answer). A line of the other format has ``arrival``
 (seconds), ``input_len``, ``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests
-with the same id share this many tokens. Rows of CSV files without answer tokens are requests that failed, and are left
-out.
+with the same id share this many tokens. Requests without answer tokens failed, and are left out in each format.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
         with _open(path) as file:
             is_table = path.lower().removesuffix(".gz").endswith(".csv")
             requests = _of_table(path, file) if is_table else _of_lines(path, file)
-            found = list(islice(requests, limit))
+            found = list(islice((arrival for arrival in requests if arrival.output_len), limit))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not a text file"
         reason = "the compressed file is cut off" if isinstance(error, EOFError) else reason
         raise ConfigError(f"--dataset-path {path}: cannot read it: {reason}") from None
     if not found:
-        raise ConfigError(f"--dataset-path {path}: has no request")
+        raise ConfigError(f"--dataset-path {path}: has no request with answer tokens")
     first = min(arrival.seconds for arrival in found)
     for arrival in found:
         arrival.seconds -= first
@@ -81,21 +80,16 @@ def _of_table(path: str, file: TextIO) -> Iterator[Arrival]:
         known = ", or ".join(", ".join(names) for names in CSV_COLUMNS)
         raise ConfigError(f"--dataset-path {path}: must have the columns {known}")
     for number, row in enumerate(rows, 2):
-        arrival = _checked(f"--dataset-path {path}, line {number}", partial(_of_row, row, columns, numbers))
-        if arrival is not None:
-            yield arrival
+        yield _checked(f"--dataset-path {path}, line {number}", partial(_of_row, row, columns, numbers))
 
 
-def _of_row(row: dict[str, str], columns: tuple[str, str, str], numbers: Numbers) -> Arrival | None:
-    """None: the request failed."""
+def _of_row(row: dict[str, str], columns: tuple[str, str, str], numbers: Numbers) -> Arrival:
     counts = [row[name] or "" for name in columns[1:]]
     for name, count in zip(columns[1:], counts):
         if not count.isdecimal():
             raise ValueError(f"{name} is {count[:40]!r}; it must be a whole number")
     lengths = dict(zip(columns[1:], map(int, counts)))
-    if not lengths[columns[2]]:
-        return None
-    prompt, answer = (_count(lengths, name) for name in columns[1:])
+    prompt, answer = _lengths(lengths, *columns[1:])
     moment = row[columns[0]] or ""
     try:
         seconds = float(moment)
@@ -174,6 +168,12 @@ def _count(entry: dict[str, Any], name: str, least: int = 1, most: int = MOST_TO
     return value
 
 
+def _lengths(entry: dict[str, Any], prompt: str, answer: str) -> tuple[int, int]:
+    """Tokens of prompt and answer, by their names. A request without answer tokens may have no prompt either."""
+    output = _count(entry, answer, 0)
+    return _count(entry, prompt, min(output, 1)), output
+
+
 def _seconds(entry: dict[str, Any], name: str) -> float:
     value = entry[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST_TIME:
@@ -182,7 +182,7 @@ def _seconds(entry: dict[str, Any], name: str) -> float:
 
 
 def _mooncake(entry: dict[str, Any], numbers: Numbers) -> Arrival:
-    length = _count(entry, "input_length")
+    length, answer = _lengths(entry, "input_length", "output_length")
     prompt: list[int] = []
     blocks = entry.get("hash_ids") or []
     if not isinstance(blocks, list) or not all(isinstance(block, int) and 0 <= block < 1 << 40 for block in blocks):
@@ -198,11 +198,11 @@ def _mooncake(entry: dict[str, Any], numbers: Numbers) -> Arrival:
     del prompt[length:]
     prompt += _unique(numbers, length - len(prompt))
     seconds = _seconds(entry, "timestamp") / 1000 if "timestamp" in entry else 0.0
-    return Arrival(seconds, prompt, _count(entry, "output_length"))
+    return Arrival(seconds, prompt, answer)
 
 
 def _own(entry: dict[str, Any], numbers: Numbers) -> Arrival:
-    length, shared = _count(entry, "input_len"), 0
+    (length, answer), shared = _lengths(entry, "input_len", "output_len"), 0
     prompt: list[int] = []
     if entry.get("prefix_len"):
         shared = min(_count(entry, "prefix_len"), length)
@@ -210,7 +210,7 @@ def _own(entry: dict[str, Any], numbers: Numbers) -> Arrival:
         prompt += range(first, first + shared)
     prompt += _unique(numbers, length - shared)
     allowed = _count(entry, "max_tokens") if "max_tokens" in entry else 0
-    return Arrival(_seconds(entry, "arrival"), prompt, _count(entry, "output_len"), allowed)
+    return Arrival(_seconds(entry, "arrival"), prompt, answer, allowed)
 
 
 def _unique(numbers: Numbers, count: int) -> range:

@@ -15,7 +15,7 @@ from moe_engine.core import messages
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.core.shared_status import SharedStatus
-from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.errors import EngineDeadError, InputError, RankLostError
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import CallError
 from moe_engine.frontend.dp_routing import Load
@@ -207,8 +207,10 @@ async def test_request_with_a_dp_rank_is_routed_to_it(tmp_path: Path) -> None:
         second.bring("there", [1], end=True)
         await task
         second.die("core1 was killed by SIGKILL")
-        with pytest.raises(EngineDeadError, match="core1 was killed"):
+        with pytest.raises(RankLostError) as lost:
             await ask(client, "dead", 3, lane=2)
+        others = "ranks 0, 1 serve on, leave routed_dp_rank out"
+        assert str(lost.value) == f"data-parallel rank 2 was lost: core1 was killed by SIGKILL; {others}"
 
 
 async def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
@@ -219,11 +221,12 @@ async def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
         second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
         assert client.cause_of_death() is None
         first.die("core0 was killed by SIGKILL")
-        for task in tasks[:2]:
-            with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
+        first.die("its exit, after its own report")
+        again = "core0 was killed by SIGKILL; rank 2 serves on, send the request again"
+        for rank, task in enumerate((*tasks[:2], calls)):  # it got the call too
+            with pytest.raises(RankLostError) as lost:
                 await task
-        with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
-            await calls  # it got the call too
+            assert str(lost.value) == f"data-parallel rank {rank % 2} was lost: {again}"
         second.bring("r2", [5], end=True)
         assert await tasks[2] == [5]
         assert client.cause_of_death() is None and client.health().alive
@@ -239,8 +242,9 @@ async def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
         cause = "core0 was killed by SIGKILL; core1 failed: TP1 is lost"
         assert client.cause_of_death() == cause and not client.health().alive
         for attempt in (ask(client, "late"), asyncio.create_task(client.call("flush_cache"))):
-            with pytest.raises(EngineDeadError, match=cause):
+            with pytest.raises(EngineDeadError, match=cause) as dead:
                 await attempt
+            assert not isinstance(dead.value, RankLostError)
 
 
 async def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
@@ -396,15 +400,15 @@ async def test_only_a_stalled_replica_is_killed(tmp_path: Path) -> None:
 
 
 async def test_what_no_core_answers_before_its_end_gets_an_error(tmp_path: Path) -> None:
-    async with client_of(tmp_path, 2) as (client, (core,)):
+    async with client_of(tmp_path, 1, 1) as (client, cores):
         tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(2)]
         calls = [asyncio.create_task(client.call("internal_state")), asyncio.create_task(client.call_one("is_idle"))]
-        for group in (0, 0, 0, 1, 1):
-            await core.got(group)
-        core.bring("r0", [5], end=True)
+        for number in (0, 0, 0, 1, 1):
+            await cores[number].got(0)
+        cores[0].bring("r0", [5], end=True)
         assert await tasks[0] == [5]
         await client.shutdown()
         late = [ask(client, "late"), asyncio.create_task(client.call("flush_cache"))]
         for task in (tasks[1], *calls, *late):
-            with pytest.raises(EngineDeadError, match="this engine was shut down"):
+            with pytest.raises(EngineDeadError, match=r"^this engine was shut down$"):
                 await task

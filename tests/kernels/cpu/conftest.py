@@ -26,10 +26,14 @@ def library() -> Library:
     return _load()
 
 
-@pytest.fixture(scope="session", params=["this machine", "AMX emulated", "AVX2"])
+def _other(machine: str) -> object:
+    return pytest.param(machine, marks=pytest.mark.one_of("other machines", machine))
+
+
+@pytest.fixture(scope="session", params=["this machine", _other("AMX emulated"), _other("AVX2")])
 def any_library(request: pytest.FixtureRequest) -> Library:
-    """Also code paths of other machines that can run here. Without AMX, few units differ from the engine's library;
-    for AVX2 all do, and are compiled with little optimization."""
+    """Also code paths of other machines that can run here, in each run those of one. Without AMX, few units differ from
+    the engine's library; for AVX2 all do, and are compiled with little optimization."""
     if request.param == "AMX emulated":
         return _load(defines=("MOE_AMX_EMULATE",), amx=True)
     if request.param == "AVX2":

@@ -14,6 +14,7 @@ from moe_engine.kernels.cpu.library import LibraryError
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
 from moe_engine.kernels.registry import Choice
+from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS
 
 FAMILIES = {
     "attention (MLA)": tables.MLA, "attention (GQA)": tables.GQA, "experts": tables.EXPERTS, "linear": tables.LINEAR,
@@ -42,14 +43,22 @@ def test_the_page_lists_what_a_row_can_do(family: str, name: str) -> None:
         pytest.skip(f"no CPU library here: {error}")
     record = built.capabilities
     if family in ("linear", "experts"):
-        coded = row.codes or row.four_bits
-        found = (GroupCodes in record.quantized, BlockFP8 in record.quantized, RowFP8 in record.quantized)
-        assert found == (coded, row.blocks, row.fp8_rows)
+        forms = {BlockFP8: {FP8_BLOCKS}, RowFP8: {FP8_ROWS}, GroupCodes: {CODES, FOUR_BITS}}
+        assert {kind for kind in forms if forms[kind] & row.multiplies} == forms.keys() & set(record.quantized)
     able = {field.name for field in fields(record) if getattr(record, field.name)}
     found = list(listed())
     assert found and {capability for _, capability, _ in found} >= {field.name for field in fields(record)}
     kinds = {family, "attention"} if family.startswith("attention") else {family}
     assert able == {capability for kind, capability, rows in found if kind in kinds and name in rows}
+
+
+def test_the_page_lists_every_row_of_every_family() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "kernels.md").read_text()
+    table = page.partition("| family | verbs |")[2].partition("| family | capability |")[0]
+    cells = {line.split(" | ")[0].strip("| "): line.rpartition(" | ")[2] for line in table.splitlines()}
+    cells["mla"], cells["gqa"] = cells.pop("attention").split("GQA:")
+    for family, rows in tables.FAMILIES.items():
+        assert {row.name for row in rows} == set(re.findall(r"`(\w+)`", cells[family])), family
 
 
 def test_the_types_of_every_row_are_checked() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels import tables
+from moe_engine.kernels import registry, tables
 from moe_engine.kernels.attention.protocol import GQABackend
 from moe_engine.kernels.attention.reference import TorchGQA
 from moe_engine.kernels.attention.schedule import Split, cut
@@ -169,7 +169,8 @@ def test_trees_have_no_window() -> None:
 
 def test_the_tables_know_which_rows_have_windows() -> None:
     """Rows of MLA are refused; the capability of every row matches the table."""
-    assert not any(row.windows for row in tables.MLA) and all(row.windows for row in tables.GQA)
+    assert not any(registry.WINDOWS in row.supports for row in tables.MLA)
+    assert all(registry.WINDOWS in row.supports for row in tables.GQA)
     for row in ("torch", "cpu", "flashinfer", "fa3"):
         assert make(row).capabilities.windows
     with pytest.raises(ValueError, match="no sliding windows"):

@@ -6,7 +6,8 @@ multiply numbers, and so must kernels that are compared with float64 here. GPUs 
 is the only assembly in the kernels. The interpreter of 3.6 also uses arrays of one element as indices, which numpy no
 longer accepts.
 
-Integer sums are checked for overflow only by `make test-exhaustive`. `bookkeeping.py` has the patches for speed.
+Integer sums are checked for overflow only by `make test-exhaustive`. `program_order.py` runs programs in random order,
+`bookkeeping.py` has the patches for speed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.examples import FACTOR
-from tests.kernels.triton import bookkeeping
+from tests.kernels.triton import bookkeeping, program_order
 
 _TORCH = {
     tl.float8e4nv: torch.float8_e4m3fn,
@@ -99,6 +100,7 @@ def patch_tensor(tensor: Any, scope: Any) -> None:
 def install() -> None:
     """Installs the patches for the whole process; idempotent."""
     bookkeeping.install()
+    program_order.install()
     interpreter.interpreter_builder.options = dataclasses.replace(
         interpreter.interpreter_builder.options, sanitize_overflow=FACTOR > 1
     )

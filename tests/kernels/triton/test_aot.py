@@ -24,7 +24,7 @@ KNOWN_BEFORE_3_9 = {
     "latent attention, 128 heads, 1 tokens, bf16 sm_100",  # too much shared memory: `why_not_latent` refuses the row
     "expanded attention, heads of 192 and 128, fp32 sm_100",  # spills 48 bytes; not used by a served model
 }
-PARTS = 6
+PARTS = 12
 """`make test` compiles one part, another one in each run."""
 LARGE_TILES = "fixed_gemm_v3_head_129280x7168_bf16"
 COMPLETE = (0, 1)  # exit code 1: a kernel has a problem; the tests below name it
@@ -58,6 +58,16 @@ def test_every_kernel_is_fit_to_ship(compiling, tmp_path):
     assert not [r["name"] for r in reports if wrong[r["arch"]] in r["instructions"]]
 
 
+def test_addresses_do_not_exceed_their_integers(compiling, tmp_path):
+    """Products of rows, slots and strides are computed in 64 bits where the largest tensors of a GPU need them."""
+    part = () if FACTOR > 1 else (str(random.randrange(PARTS)), str(PARTS))
+    out = output_of(compiling, tmp_path, "tests.kernels.triton.address_bounds", *(part or ("0", "1")))
+    found = json.loads(out)
+    assert found.pop("narrow_kernel") == ["(program x * 28672)", "(program x * stride)"]
+    assert len(found) > 10 and found["wide_kernel"] == []
+    assert not any(found.values()), {name: numbers for name, numbers in found.items() if numbers}
+
+
 def test_large_tiles_use_the_instructions_of_their_architecture(compiling, tmp_path):
     rows = table_of(compiling, tmp_path, "--only", LARGE_TILES)
     found = {arch: {i for r in rows if r["arch"] == arch for i in r["instructions"]} for arch in (90, 100)}
@@ -71,7 +81,7 @@ def test_every_module_with_cases_is_listed():
     assert len(MODULES) == len(set(MODULES))
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_cases_are_what_launches_ask_for(compiling, tmp_path):
     """The cases have the same keys in Triton's cache as launches of the real rows, for any token count."""
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "agreement", str(tmp_path))
@@ -79,14 +89,14 @@ def test_cases_are_what_launches_ask_for(compiling, tmp_path):
     assert found["not launched"] == found["no case"] == [] and len(found["launched"]) > 10, found
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_cases_of_experts_are_what_launches_ask_for(compiling, tmp_path):
     """As above: odd counts, one, multiples of 16."""
     found = json.loads(output_of(compiling, tmp_path, "tests.kernels.triton.outside_experts"))
     assert found["not launched"] == found["no case"] == [] and len(found["launched"]) > 15, found
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_the_size_of_a_launch_does_not_choose_the_kernel_of_symmetric_memory(compiling, tmp_path):
     """Each kernel is the same for any number of tokens and any offsets, and is the one compiled ahead of time."""
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside_symm_mem", str(tmp_path))
@@ -104,14 +114,14 @@ def test_every_launch_of_the_gpu_suite_is_possible(compiling, tmp_path, dry):
     assert {"permute_kernel", "latent_kernel", "send_kernel"} <= set(kernels)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_the_guard_counts_what_compiles_after_ready(compiling, tmp_path):
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "guarding", str(tmp_path))
     assert json.loads(out) == [0, 0, 1]
     assert "rms_norm_kernel was compiled" in (tmp_path / "stderr").read_text()
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_warm_up_reaches_every_kernel_of_a_plan(compiling, tmp_path):
     """Steps of any size need only kernels of the ladder; a ladder of only its ends would miss some."""
     out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "reachable", str(tmp_path / "models"))
@@ -122,7 +132,7 @@ def test_warm_up_reaches_every_kernel_of_a_plan(compiling, tmp_path):
         assert "router_logits_kernel" in missing_without, name
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_experts_whose_tokens_travel_warm_up_every_tile(compiling, tmp_path):
     """All tokens of a warm-up may be sent to other ranks. Two products for each of four sizes, and for three means of
     padded rows."""
@@ -137,7 +147,7 @@ def test_the_guard_is_silent_until_something_compiles():
     assert guard.compilations_after_ready() == 0
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_launch_finds_everything_that_was_compiled_for_it(compiling, tmp_path):
     """``moe-engine compile`` for one of two ranks with dispatch. Experts, attention and sampling, whose compilation
     takes seconds, are compiled above."""

@@ -244,7 +244,7 @@ def test_large_scores_do_not_overflow() -> None:
     ],
 )
 @pytest.mark.parametrize("programs", [1, 7])
-def test_values_of_few_tokens(heads, latent, value, dtype, lens, programs, poisoned) -> None:
+def test_values_of_few_tokens(heads, latent, value, dtype, lens, programs) -> None:
     """The merge and the product by W_UV in one launch, of contexts that are split and of others."""
     mla = TritonMLA(num_programs=programs)
     queries, size = paged_queries(lens, 4)
@@ -259,7 +259,7 @@ def test_values_of_few_tokens(heads, latent, value, dtype, lens, programs, poiso
     close(got, torch.einsum("thc,hvc->thv", mixed, weight.double()), 2)
 
 
-def test_values_of_a_captured_step(poisoned) -> None:
+def test_values_of_a_captured_step() -> None:
     """The schedule has room for other lengths; a context that is shorter than planned has empty pieces."""
     mla = TritonMLA(num_programs=6)
     queries, size = paged_queries([(1, 300), (1, 90)])

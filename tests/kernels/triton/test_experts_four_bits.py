@@ -14,9 +14,9 @@ from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, STEP, CodedWeight, GroupCodes
+from moe_engine.kernels.weight_forms import FOUR_BITS, FP8_BLOCKS
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.table import kept_format
 from tests.kernels.cpu.formulas import NAN, biased, gated
 
 MXFP4 = GroupCodes(4, MXFP4_GROUP, values=FP4)
@@ -33,10 +33,7 @@ FORMS = {
 BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}  # of the largest result
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 kernel = TritonExperts()
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of NaN in poisoned rows
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in poisoned rows
 
 
 def sizes_of(form: GroupCodes) -> tuple[int, int]:
@@ -184,7 +181,7 @@ def test_declared_forms() -> None:
 def test_the_ledger_counts_a_byte_for_a_scale() -> None:
     """Of gpt-oss-20b's experts."""
     parts = [part for n in (2 * 2880, 2880) for part in triton_four_bits.empty(MXFP4, 32, n, 2880, "meta")]
-    kept = kept_format(FusedExpertsFormat(32, "mxfp4"), "cuda", four_bits=frozenset(("experts",)))
+    kept = FusedExpertsFormat(32, "mxfp4").held_by({"experts": frozenset((FOUR_BITS,))})
     each = kept.bytes_per_element("model.layers.0.mlp.experts.*.up_proj", (2880, 2880), 2)
     assert sum(part.nbytes for part in parts) == pytest.approx(float(32 * 3 * 2880**2 * each), rel=2e-3)
-    assert kept_format(FusedExpertsFormat(32, "mxfp4"), "cuda") == PLAIN
+    assert FusedExpertsFormat(32, "mxfp4").held_by({"experts": frozenset((FP8_BLOCKS,))}) == PLAIN

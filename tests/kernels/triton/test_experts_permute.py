@@ -16,9 +16,6 @@ from tests.distributed.dispatch.row_sums import check_row_sums
 from tests.kernels.triton import beside
 from tests.kernels.triton.launches import launches
 
-pytestmark = pytest.mark.usefixtures("poisoned")
-
-
 both = pytest.mark.parametrize("kernels", [TritonPermutation(), TorchPermutation()], ids=lambda kernels: kernels.name)
 
 

@@ -24,10 +24,7 @@ KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0", "fp8_rows"]
 # of the largest result: sums in float32; a bf16 inner value and result; rounding ties of the inner FP8 cast
 BOUND = {"fp32": 3e-6, "bf16": 1.5e-2, "fp8": 1e-2, "fp8_ue8m0": 1e-2, "fp8_rows": 1e-2}
 kernel = TritonExperts()
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of NaN in poisoned rows
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in poisoned rows
 
 
 class Experts:

@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("trial", range(4))
-def test_random_shapes(trial: int, poisoned: None) -> None:
+def test_random_shapes(trial: int) -> None:
     rows, n, k = random.randint(1, FEW_ROWS), random.randint(1, 90), random.randint(1, 600)
     weight, bias = normal(n, k, dtype=BF16, scale=k**-0.5), normal(n, dtype=BF16)
     x = normal(rows, k + 9, dtype=BF16)[:, 4 : 4 + k]
@@ -32,7 +32,7 @@ def test_random_shapes(trial: int, poisoned: None) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, FEW_ROWS])
-def test_heads(rows: int, poisoned: None) -> None:
+def test_heads(rows: int) -> None:
     weight, x = normal(3, 40, 70, dtype=BF16), normal(rows, 3, 90, dtype=BF16)[..., 5:75]
     room = torch.full((rows, 3, 50), 7.0, dtype=BF16)
     got = fixed_gemm(x, weight, None, room[..., :40], FEW_PLAIN)

@@ -15,10 +15,7 @@ from tests.kernels.triton.launches import launches
 from tests.kernels.triton.test_experts_four_bits import BOUND, FORMS, coded
 
 kernel = TritonLinear()
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of NaN in poisoned rows
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in poisoned rows
 ROWS = [1, 5, 17, 33, 70, 130]  # every row of the tile table
 
 

@@ -18,6 +18,7 @@ from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.weight_forms import FOUR_BITS, FP8_BLOCKS, families
 from moe_engine.models import sizes
 from moe_engine.models.config import GQAConfig
 from moe_engine.models.config_file import load_model_config
@@ -25,7 +26,6 @@ from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.table import kept_format
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import LoadOptions, load_model
@@ -53,8 +53,8 @@ INTEGERS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.drawn(3)
 
 NAMES = [*INTEGERS, *(name for name in FLOATS if "fp4" in name)]
-KEPT = frozenset(("experts",))
-BOTH = KEPT | {"linear"}
+KEPT = {"experts": frozenset((FOUR_BITS,))}
+BOTH = KEPT | {"linear": frozenset((FOUR_BITS,))}
 kernel, linear = TritonExperts(), TritonLinear()
 
 
@@ -82,7 +82,7 @@ def test_logits_and_memory(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
     stepper = loaded(path, experts=kernel)
     want = step_logits(loaded(plain))
     torch.testing.assert_close(step_logits(stepper), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
-    format = kept_format(stepper.config.weight_format, "cuda", four_bits=KEPT)
+    format = stepper.config.weight_format.held_by(KEPT)
     counted, dense = (sizes.weight_bytes(stepper.config, 4, format=form) for form in (format, PLAIN))
     assert held_bytes(stepper.model) == pytest.approx(counted, rel=0.01)
     experts = 4 * 3 * 128 * 128
@@ -96,10 +96,10 @@ def test_dense_weights(tmp_path: Path, name: str) -> None:
     path, plain = written(tmp_path, name)
     stepper, want = loaded(path, experts=kernel, linear=linear), step_logits(loaded(plain))
     torch.testing.assert_close(step_logits(stepper), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
-    format = kept_format(stepper.config.weight_format, "cuda", four_bits=BOTH)
+    format = stepper.config.weight_format.held_by(BOTH)
     counted, some = (
         sizes.weight_bytes(stepper.config, 4, format=form)
-        for form in (format, format.held_by(KEPT))  # type: ignore[attr-defined]
+        for form in (format, format.held_by(KEPT))
     )
     assert held_bytes(stepper.model) == pytest.approx(counted, rel=0.01)
     form, attention = experts_format(stepper.config), stepper.config.attention
@@ -115,7 +115,7 @@ def test_a_split_group_is_dequantized_and_counted_so(tmp_path: Path) -> None:
     """Two ranks hold 64 columns each of a dense layer whose scales are of 128."""
     path, _ = written(tmp_path, "gptq")
     config = load_model_config(path)
-    kept = kept_format(config.weight_format, "cuda", four_bits=BOTH)
+    kept = config.weight_format.held_by(BOTH)
     reader = WeightReader(path, torch.float32, format=config.weight_format)
     half = load_linear(linear, reader, ["model.layers.0.mlp.down_proj"], [128], 128, in_share=Share(1, 2))
     whole = load_linear(linear, reader, ["model.layers.0.mlp.down_proj"], [128], 128)
@@ -149,7 +149,7 @@ def test_parts_of_uneven_width_add_up(tmp_path: Path, name: str) -> None:
     (whole, _), *parts = (run(share) for share in (Share(), Share(0, 2), Share(1, 2)))
     assert [width for _, width in parts] == [64, 32]
     torch.testing.assert_close(sum(part for part, _ in parts), whole, rtol=1e-4, atol=1e-5)
-    format = kept_format(config.weight_format, "cuda", four_bits=KEPT)
+    format = config.weight_format.held_by(KEPT)
     two, four = (sizes.weight_bytes(config, 2, topology=Topology(ranks), format=format) for ranks in (2, 4))
     dense_two, dense_four = (sizes.weight_bytes(config, 2, topology=Topology(ranks)) for ranks in (2, 4))
     assert four == dense_four and two < dense_two
@@ -159,12 +159,13 @@ def test_the_triton_row_is_chosen_before_libraries(tmp_path: Path) -> None:
     path, _ = written(tmp_path, "compressed int4")
     config = load_model_config(path)
     plan = plan_kernels(Device("cuda", "H200", (9, 0), compiler="c++"), need_of_model(config, "bfloat16"))
-    assert plan.row("experts").name == plan.row("linear").name == "triton" and plan.four_bits == BOTH
+    assert plan.row("experts").name == plan.row("linear").name == "triton"
+    assert families(plan.multiplied, FOUR_BITS) == BOTH.keys()
     asked = plan_kernels(Device("cuda", "H200", (9, 0)), need_of_model(config, "bfloat16"), {"linear": "torch"})
-    assert asked.four_bits == KEPT
+    assert families(asked.multiplied, FOUR_BITS) == KEPT.keys()
     online = online_format("int4")
-    assert online is not None and kept_format(online, "cuda", four_bits=KEPT) != PLAIN
-    assert kept_format(config.weight_format, "cuda") == PLAIN
+    assert online is not None and online.held_by(KEPT) != PLAIN
+    assert config.weight_format.held_by({"experts": frozenset((FP8_BLOCKS,))}) == PLAIN
 
 
 FP8_ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -190,8 +191,8 @@ def test_experts_in_four_bits_do_not_choose_the_row_of_other_matrices(tmp_path: 
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": experts_alone(form)}))
     config = load_model_config(path)
     need = need_of_model(config, "bfloat16")
-    assert not need.four_bits and need.experts is not None and need.experts.four_bits
+    assert FOUR_BITS not in need.linear_forms and need.experts is not None and need.experts.form == FOUR_BITS
     found = experts_format(config)
     assert found is not None and found.group == width_group(config) == 32
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": section("pack-quantized")}))
-    assert need_of_model(load_model_config(path), "bfloat16").four_bits
+    assert need_of_model(load_model_config(path), "bfloat16").linear_forms == {FOUR_BITS}

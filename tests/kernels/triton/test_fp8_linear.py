@@ -26,8 +26,6 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from tests.kernels.cpu.formulas import block_product, bounded_silu, by_row, rms_norm
 
-pytestmark = pytest.mark.usefixtures("poisoned")
-
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Error of one result, relative to the sum of the magnitudes of its terms."""
 

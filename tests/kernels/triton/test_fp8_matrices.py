@@ -28,16 +28,14 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.float8 import MatrixFloat8
 from moe_engine.models.formats.fused_float8 import FusedFloat8
 from moe_engine.models.formats.module_rules import Modules
-from moe_engine.models.formats.protocol import FAMILIES
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.formats.table import kept_format
 from moe_engine.models.needs import expert_widths
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.resolve_parallel import even_groups
 from tests.kernels.triton.test_fp8_model import SIZES, EmulatedExperts, EmulatedLinear, logits_of, stepper
 from tests.models.checkpoints import make_checkpoint
-from tests.models.format_checks import write_pair
+from tests.models.format_checks import multiplied, write_pair
 from tests.models.quantized_floats import FLOATS, fused_fp8, quantize_floats
 
 LLAMA: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_key_value_heads": 4}
@@ -58,7 +56,7 @@ def in_blocks(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def counted_bytes(config: ModelConfig, ranks: int = 1) -> int:
     """The ledger's weights with kernels that multiply FP8."""
-    format = kept_format(config.weight_format, "cuda", blocks=FAMILIES, fp8_rows=FAMILIES)
+    format = config.weight_format.held_by(multiplied("triton"))
     return sizes.weight_bytes(config, 4, topology=Topology(ranks), format=format)
 
 

@@ -39,7 +39,6 @@ from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.formats.table import kept_format
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import LoadOptions, load_model
@@ -49,6 +48,7 @@ from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 from tests.kernels.cpu.formulas import gated
 from tests.models.checkpoints import make_checkpoint
+from tests.models.format_checks import multiplied
 from tests.models.fp8 import dequantize_fp8, quantize_fp8
 from tests.models.stepper import Chunk, Stepper, make_backends
 
@@ -163,7 +163,7 @@ def test_ranks_of_an_expert_hold_whole_blocks(tmp_path: Path) -> None:
     the weights are dequantized, also in the ledger."""
     path = make_checkpoint("deepseek_v3", tmp_path, seed=3, fp8=True, **SIZES | {"moe_intermediate_size": 384})
     config, kernel = load_model_config(path), TritonExperts()
-    moe, format = config.moe, kept_format(config.weight_format, "cuda")
+    moe, format = config.moe, config.weight_format.held_by(multiplied("triton"))
     assert moe is not None and format.name == "fp8"
     reader = WeightReader(path, torch.bfloat16, format=config.weight_format)
     x, ids = torch.randn(3, 256).bfloat16(), torch.tensor([[0, 1], [3, 2], [2, 0]], dtype=torch.int32)

@@ -14,10 +14,7 @@ from tests.kernels.cpu.formulas import close, normal, rms_norm, silu
 
 HALF_STEP = 2.0**-4  # of an e4m3 number: 3 bits of mantissa
 SMALLEST_STEP = 2.0**-9
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinity times zero
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinity times zero
 POWERS = pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "ue8m0"])
 
 

@@ -17,6 +17,7 @@ from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.mega_moe import MegaMoe
 from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
 from moe_engine.parallel.dispatch.mega_moe import make_buffer
@@ -32,7 +33,7 @@ BF16 = torch.bfloat16
 HIDDEN, WIDTH, EXPERTS, TOP_K = 512, 256, 4, 2
 SHAPE = DispatchShape(EXPERTS, 2, TOP_K, HIDDEN, 8, BF16, width=WIDTH)
 H200 = Device("cuda", "H200", (9, 0))
-WIDTHS = ExpertWidths(7168, 2048, 8, blocks=True, dispatched=True, fused=True)
+WIDTHS = ExpertWidths(7168, 2048, 8, form=FP8_BLOCKS, dispatched=True, fused=True)
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_the_emulator_refuses_what_the_library_refuses() -> None:
     ("device", "widths", "text"),
     [
         (Device("cuda", "B200", (10, 0)), WIDTHS, "MegaMoE has kernels for sm_90"),
-        (H200, replace(WIDTHS, blocks=False), "not in FP8 blocks of 128 x 128"),
+        (H200, replace(WIDTHS, form=None), "not in FP8 blocks of 128 x 128"),
         (H200, replace(WIDTHS, hidden=2304), "hidden sizes of 512 n"),
         (H200, replace(WIDTHS, top_k=40), "at most 32 experts"),
     ],

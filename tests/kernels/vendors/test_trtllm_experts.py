@@ -16,6 +16,7 @@ from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedActivation
 from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.kernels.workspaces import trtllm_experts
 from tests.kernels.cpu.formulas import block_product, gated, normal, silu
 from tests.kernels.vendors.contract import ContractBroken
@@ -25,7 +26,7 @@ from tests.kernels.vendors.trtllm_moe_emulator import TrtllmMoeEmulator
 BF16 = torch.bfloat16
 HIDDEN, WIDTH = 256, 128
 BLACKWELL = Device("cuda", "B200", (10, 0))
-WIDTHS = ExpertWidths(7168, 2048, 8, blocks=True)
+WIDTHS = ExpertWidths(7168, 2048, 8, form=FP8_BLOCKS)
 
 
 def made() -> tuple[TrtllmMoeEmulator, TrtllmExperts]:
@@ -134,7 +135,7 @@ def test_the_emulator_refuses_what_the_library_refuses() -> None:
         (Device("cuda", "H200", (9, 0)), Need("bfloat16"), "has kernels for sm_100"),
         (BLACKWELL, Need("float16"), "computes in bfloat16"),
         (BLACKWELL, Need("bfloat16", deterministic=True), "--enable-deterministic-inference"),
-        (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, blocks=False)), "not stored in FP8 blocks"),
+        (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, form=None)), "not stored in FP8 blocks"),
         (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, dispatched=True)), "leave --moe-a2a-backend out"),
         (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, width=192)), "128 n channels, not 7168 and 192"),
         (BLACKWELL, Need("bfloat16", experts=replace(WIDTHS, top_k=40)), "at most 32 experts"),

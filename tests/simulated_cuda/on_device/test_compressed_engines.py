@@ -54,7 +54,7 @@ def sometimes_warm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of the CPU, with contexts within the window and the top-k and beyond, padded steps, cached prefixes;
@@ -111,7 +111,7 @@ def with_image(request: Scripted, place: int, image: Pixels) -> Scripted:
     return replace(request, prompt_ids=keyed_ids(ids, [tokens]), more={"images": [tokens]})
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize("form", V41_FORMS)
 def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of the CPU, with contexts within the window, the top-k and the candidates, and beyond; no waits, also
@@ -146,7 +146,7 @@ POOLED_FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize("form", POOLED_FORMS)
 def test_steps_over_pools_are_captured(form: str, tmp_path: Path) -> None:
     """GLM-5.3-Flash: the tokens of the CPU, with contexts of no whole pool, of all pools and of selected ones; no

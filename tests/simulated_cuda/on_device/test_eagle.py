@@ -4,7 +4,6 @@ and accepted drafts as eager steps."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -27,8 +26,6 @@ from tests.speculation.eagle_pairs import FORMS
 
 DEPTH = 2
 MORE = (("eagle2 of qwen3", 1), ("eagle3", 2), ("eagle2 of qwen3", 2), ("dflash", 1), ("dspark in windows", 1))
-TRAINED, FIELDS = "TRAINED_EAGLE3", '{"head_dim": 64}'
-"""Variable with the folder of a pair "eagle3" with these fields, if it exists."""
 
 
 def script(starts: Path) -> list[Scripted]:
@@ -38,7 +35,7 @@ def script(starts: Path) -> list[Scripted]:
     return [Scripted(f"r{i}", prompt, 6 + 3 * i, sampling=sampling, logprob=True) for i, prompt in enumerate(prompts)]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize(
     ("name", "topk"),
     [("eagle3", 1), ("dspark with a gate", 1), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)],
@@ -55,11 +52,7 @@ def test_captured_steps_accept_the_same_drafts(
     )
     seed = str(random.randrange(1000))
     made = [sys.executable, "-m", "tests.speculation.eagle_pairs", name, str(tmp_path), seed]
-    # this process cannot train; `test_on_device` may have trained the head
-    if name == "eagle3" and (trained := os.environ.get(TRAINED)):
-        tmp_path = Path(trained)
-    else:
-        subprocess.run([*made, FIELDS], check=True, timeout=300)
+    subprocess.run([*made, '{"head_dim": 64}'], check=True, timeout=300)  # this process cannot train
     flags: dict[str, Any] = {
         "speculative_algorithm": FORMS[name][1].algorithm,
         "speculative_draft_model_path": str(tmp_path / "head"),

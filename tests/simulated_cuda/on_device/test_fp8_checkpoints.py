@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 
 ROTARY = 1 << 20
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize("name", ["compressed fp8, rows", "modelopt"])
 def test_weights_stay_as_stored(name: str, tmp_path: Path) -> None:
     """Captured decodes without waits; memory is that of the ledger."""

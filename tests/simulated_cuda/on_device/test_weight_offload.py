@@ -52,6 +52,7 @@ def engine(path: Path, folder: Path, **flags: Any) -> InProcessEngine:
     return InProcessEngine(path, folder / "board", **{**LIMITS, "dtype": "float32", "device": "cuda", **flags})
 
 
+@pytest.mark.drawn(3, group="engines on a device")
 def test_a_mixture_has_the_tokens_and_the_memory_of_the_plan(tmp_path: Path) -> None:
     """Layers of two sizes: dense ones and mixtures."""
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=5, first_k_dense_replace=2)
@@ -80,7 +81,7 @@ def test_a_mixture_has_the_tokens_and_the_memory_of_the_plan(tmp_path: Path) -> 
     assert used[0] - used[1] == pytest.approx(saved, rel=0.02) and saved > 0
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("form", ["fp8", "int8", "lora"])
 def test_formats_and_adapters(form: str, kind: str, tmp_path: Path) -> None:
@@ -108,6 +109,7 @@ def test_formats_and_adapters(form: str, kind: str, tmp_path: Path) -> None:
     check_answers(found[1], found[0])
 
 
+@pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize("count", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_captured_steps_contain_the_copies(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all layers in host memory, and with a first layer on the device."""
