@@ -10,6 +10,7 @@ need the compiler (ahead-of-time compilation) run in a separate process, `outsid
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.examples import FACTOR
 from tests.fork_server import ForkServer
 
 collect_ignore_glob: list[str] = []
@@ -72,4 +74,16 @@ def poisoned() -> Iterator[None]:
     from tests.kernels.triton.poison import poisoned_memory
 
     with poisoned_memory():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def checked(poisoned: None) -> Iterator[None]:
+    """Of one test in four, drawn in each run: the memory accesses of all launches are checked, which takes time."""
+    if FACTOR == 1 and random.randrange(4):
+        yield
+        return
+    from tests.kernels.triton.memory_check import checked_accesses
+
+    with checked_accesses():
         yield

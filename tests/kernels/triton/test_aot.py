@@ -58,6 +58,16 @@ def test_every_kernel_is_fit_to_ship(compiling, tmp_path):
     assert not [r["name"] for r in reports if wrong[r["arch"]] in r["instructions"]]
 
 
+def test_addresses_do_not_exceed_their_integers(compiling, tmp_path):
+    """Products of rows, slots and strides are computed in 64 bits where the largest tensors of a GPU need them."""
+    part = () if FACTOR > 1 else (str(random.randrange(PARTS)), str(PARTS))
+    out = output_of(compiling, tmp_path, "tests.kernels.triton.address_bounds", *(part or ("0", "1")))
+    found = json.loads(out)
+    assert found.pop("narrow_kernel") == ["(program x * 28672)", "(program x * stride)"]
+    assert len(found) > 10 and found["wide_kernel"] == []
+    assert not any(found.values()), {name: numbers for name, numbers in found.items() if numbers}
+
+
 def test_large_tiles_use_the_instructions_of_their_architecture(compiling, tmp_path):
     rows = table_of(compiling, tmp_path, "--only", LARGE_TILES)
     found = {arch: {i for r in rows if r["arch"] == arch for i in r["instructions"]} for arch in (90, 100)}

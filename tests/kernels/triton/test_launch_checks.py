@@ -1,0 +1,95 @@
+"""What the interpreter shows of a launch: results that depend on the order of its programs, reads of uninitialized
+memory, accesses outside of its arguments, and programs that read what others write."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.kernels.triton.memory_check import checked_accesses
+
+triton = pytest.importorskip("triton", reason="needs triton")
+tl = triton.language
+
+
+@triton.jit
+def chained_kernel(x):
+    """Each program reads what the one before has written: a race on a device."""
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(x + place + 1, tl.load(x + place) + 1)
+
+
+@triton.jit
+def counting_kernel(x):
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(x + place, tl.load(x + place) + 1)
+
+
+@pytest.fixture
+def checked() -> None:
+    """Not here: these kernels are wrong."""
+
+
+def test_programs_run_once_in_another_order_each_time() -> None:
+    counts = torch.zeros(60, dtype=torch.int32)
+    found = set()
+    for _ in range(4):
+        counting_kernel[(12, 5)](counts)
+        chained = torch.zeros(61, dtype=torch.int32)
+        chained_kernel[(12, 5)](chained)
+        found.add(tuple(chained.tolist()))
+    assert counts.tolist() == [4] * 60
+    assert len(found) > 1 and tuple(range(61)) not in found
+
+
+def test_uninitialized_memory_has_no_plausible_values() -> None:
+    x = torch.ones(8)
+    for memory in (torch.empty(3), torch.empty_like(x), x.new_empty(2, 2), torch.empty(2, dtype=torch.bfloat16)):
+        assert memory.isnan().all()
+    assert torch.empty(2, dtype=torch.int32).tolist() == [torch.iinfo(torch.int32).max] * 2
+
+
+@triton.jit
+def copy_kernel(x, out, length, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + column, column < length, 0.0) if MASKED else tl.load(x + column)
+    tl.store(out + column, value, column < length)
+
+
+@triton.jit
+def last_kernel(x, parts, ticket, out, ORDERED: tl.constexpr, PARTS: tl.constexpr):
+    """The last program to arrive adds what all have written; not ORDERED: program 0 does, without waiting."""
+    tl.store(parts + tl.program_id(0), tl.load(x + tl.program_id(0)))
+    last = tl.program_id(0) == 0
+    if ORDERED:
+        last = tl.atomic_add(ticket, 1) == PARTS - 1
+    if last:
+        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, PARTS)), 0))
+
+
+def test_a_tail_without_a_mask_is_found() -> None:
+    length = random.randint(65, 127)
+    x, out = torch.randn(length), torch.zeros(length)
+    with checked_accesses():
+        copy_kernel[(1,)](x, out, length, MASKED=True, BLOCK=128)
+        assert torch.equal(out, x)
+        with pytest.raises(Exception, match=f"copy_kernel reads {128 - length} of 128 elements outside"):
+            copy_kernel[(1,)](x, out, length, MASKED=False, BLOCK=128)
+
+
+def test_a_race_between_programs_is_found() -> None:
+    x, ticket, out = torch.randn(8), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    with checked_accesses():
+        last_kernel[(8,)](x, torch.empty(8), ticket, out, ORDERED=True, PARTS=8)
+        torch.testing.assert_close(out[0], x.sum())
+        with pytest.raises(Exception, match=r"last_kernel: program .* reads what program .* writes"):
+            last_kernel[(8,)](x, torch.empty(8), ticket, out, ORDERED=False, PARTS=8)
+
+
+def test_rows_written_in_place_are_no_race() -> None:
+    x = torch.zeros(4, dtype=torch.int32)
+    with checked_accesses():
+        counting_kernel[(4, 1)](x)
+    assert x.tolist() == [1] * 4
