@@ -15,11 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts.shapes import ExpertShape
+from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.ops.shapes import OpShape
-from moe_engine.kernels.quantization.protocol import BLOCK_FP8, BlockFP8
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK_FP8,
+    FP8,
+    FP8_MAX,
+    ROW_FP8,
+    BlockFP8,
+    BlockWeight,
+    RowFP8,
+    RowWeight,
+)
 from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
 from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
 
@@ -145,9 +154,9 @@ def linear_case(shape: LinearShape) -> KernelCase:
         if not shape.fp8:
             prepared = kernel.prepare(weight)
         else:
-            blocks = quantize_weight(weight)
-            keep = kernel.capabilities.quantized.get(BlockFP8)
-            prepared = keep(blocks, None) if keep is not None else kernel.prepare(dequantize_weight(blocks, x.dtype))
+            stored, format = _stored(weight, shape.row_scales)
+            keep = kernel.capabilities.quantized.get(type(format))
+            prepared = keep(stored, None) if keep is not None else kernel.prepare(dequantize_weight(stored, x.dtype))
         return lambda: kernel.run(x, prepared)
 
     return KernelCase("linear", shape.name, shape.bytes, shape.flops, shape.fp8, prepare)
@@ -158,7 +167,7 @@ def experts_case(shape: ExpertShape) -> KernelCase:
     model, count = shape.model, shape.num_experts
 
     def prepare(kernel: Any, device: str) -> Call:
-        weights = load_experts(kernel, count, model.hidden, model.width, model.fp8, device)
+        weights = load_experts(kernel, count, model, device)
         x = normal(shape.tokens, model.hidden, device=device)
         ids = torch.rand(shape.tokens, model.num_experts, device=device).topk(model.top_k).indices.int()
         ids = ids.masked_fill(ids >= count, -1)
@@ -168,21 +177,31 @@ def experts_case(shape: ExpertShape) -> KernelCase:
     return KernelCase("experts", shape.name, shape.bytes, shape.flops, model.fp8, prepare)
 
 
-def load_experts(kernel: Any, count: int, hidden: int, width: int, fp8: bool, device: str) -> Any:
-    """Weights of `count` identical experts, each in its own memory; dequantized for kernels without FP8."""
+def load_experts(kernel: Any, count: int, model: ExpertModel, device: str) -> Any:
+    """Weights of `count` identical experts of a model, each in its own memory; dequantized for kernels without FP8."""
+    hidden, width = model.hidden, model.width
     parts = [normal(*shape, device=device, scale=0.02) for shape in ((width, hidden), (width, hidden), (hidden, width))]
-    blocks = [quantize_weight(part) for part in parts] if fp8 else []
-    keeps = kernel.capabilities.quantized.get(BlockFP8)
-    if keeps is None or not fp8:
-        parts = [dequantize_weight(block, torch.bfloat16) for block in blocks] or parts
+    stored = [_stored(part, model.row_scales)[0] for part in parts] if model.fp8 else []
+    format = ROW_FP8 if model.row_scales else BLOCK_FP8
+    keeps = kernel.capabilities.quantized.get(type(format))
+    if keeps is None or not model.fp8:
+        parts = [dequantize_weight(part, torch.bfloat16) for part in stored] or parts
         weights = kernel.allocate(count, hidden, width, torch.bfloat16, device)
         for expert in range(count):
             kernel.load_expert(weights, expert, *parts)
         return weights
-    weights = keeps.allocate(count, hidden, width, device, BLOCK_FP8)
+    weights = keeps.allocate(count, hidden, width, device, format)
     for expert in range(count):
-        keeps.load(weights, expert, *blocks)
+        keeps.load(weights, expert, *stored)
     return weights
+
+
+def _stored(weight: Tensor, row_scales: bool) -> tuple[BlockWeight | RowWeight, BlockFP8 | RowFP8]:
+    """The weight in FP8, in blocks or with a scale per row, and its format."""
+    if not row_scales:
+        return quantize_weight(weight), BLOCK_FP8
+    scales = weight.float().abs().amax(1).div_(FP8_MAX)
+    return RowWeight((weight.float() / scales[:, None]).to(FP8), scales), ROW_FP8
 
 
 def all_cases(text: str = "") -> list[KernelCase]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_engine.kernels.compression.protocol import CompressorWeights
+from moe_engine.kernels.delta.protocol import DeltaWeights
 from moe_engine.kernels.experts.protocol import ExpertWeights
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RotaryTable
@@ -16,7 +17,7 @@ from moe_engine.kernels.ops.residual_blocks import BlockWeights
 from moe_engine.kernels.ops.streams import StreamWeights
 
 _OURS = ("moe_engine.models", "moe_engine.parallel")
-_GROUPS = (BlockWeights, CompressorWeights, StreamWeights)
+_GROUPS = (BlockWeights, CompressorWeights, DeltaWeights, StreamWeights)
 """Dataclasses of kernels whose tensors are unprepared weights."""
 
 

@@ -1,7 +1,4 @@
-"""Rules of the source: import directions; modules that may use torch, devices and the environment.
-
-kernels <- parallel <- models <- worker <- core <- executor <- cluster <- elastic <- frontend <- {server, cli}
-"""
+"""Rules of the source: import directions; modules that may use torch, devices and the environment."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -257,6 +255,17 @@ def files_imported(path: str) -> set[str]:
 def module_of(path: str) -> str:
     name = path.removesuffix(".py").replace("/", ".")
     return name if name.startswith("moe_engine.") else f"moe_engine.{name}"
+
+
+def test_the_drawing_of_the_import_direction_is_true():
+    page = (ROOT / "docs/architecture.md").read_text().partition("## Import direction")[2]
+    arrows = set()
+    for line in page.split("```")[1].strip().splitlines():
+        steps = [step.strip("{} ").split(", ") for step in line.split("<-")]
+        arrows |= {(low, high) for lows, highs in pairwise(steps) for low in lows for high in highs}
+    assert [arrow for arrow in arrows if arrow[0] not in MAY_IMPORT[arrow[1]]] == []
+    folders = {name for name in MAY_IMPORT if (ROOT / "moe_engine" / name).is_dir()}
+    assert folders - set().union(*arrows) == {"processes", "demo"}
 
 
 def test_no_file_imports_itself_by_way_of_others():

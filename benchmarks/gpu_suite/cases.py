@@ -5,16 +5,18 @@ Sizes are those of the models in the families' `shapes.py`. Legend: E experts, M
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks.attention_cases import attention_case, attention_cases
 from benchmarks.gpu_suite import fused_cases
-from benchmarks.kernel_cases import Call, KernelCase, load_experts, normal
+from benchmarks.kernel_cases import Call, KernelCase, experts_case, linear_case, load_experts, normal
 from moe_engine.kernels.attention import shapes as attention
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertModel
+from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, QWEN3_30B_ROWS, ExpertModel, ExpertShape
+from moe_engine.kernels.linear.shapes import LLAMA_8B_ROWS, LinearShape
 
 EXPERTS = 16  # per rank
 
@@ -23,17 +25,19 @@ def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = E
     """The experts of one rank with `rows` tokens each, in the padded layout; only valid rows are compared."""
 
     def prepare(kernel: Any, device: str) -> Call:
-        weights = load_experts(kernel, experts, model.hidden, model.width, model.fp8, device)
+        weights = load_experts(kernel, experts, model, device)
         x = normal(experts, rows, model.hidden, device=device)
         counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
         batch = ExpertBatch("padded", x, counts=counts)
         return lambda: kernel.run(batch, weights)
 
     numbers = 3 * model.hidden * model.width
-    stored = numbers + 4 * numbers // 128**2 if model.fp8 else 2 * numbers
+    scales = 2 * model.width + model.hidden if model.row_scales else numbers // 128**2
+    stored = numbers + 4 * scales if model.fp8 else 2 * numbers
     moved = experts * (stored + 4 * rows * model.hidden)
     flops = 2 * experts * rows * numbers
-    return KernelCase("experts", f"experts.padded.m{rows}", moved, flops, model.fp8, prepare)
+    name = f"experts.padded{'.rows' * model.row_scales}.m{rows}"
+    return KernelCase("experts", name, moved, flops, model.fp8, prepare)
 
 
 def quantize(tokens: int, width: int) -> KernelCase:
@@ -83,6 +87,11 @@ def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
     return KernelCase("permutation", f"permute.{model.hidden}x{model.top_k}.t{tokens}", moved, 0, False, prepare)
 
 
+def row_products(*rows: int) -> list[LinearShape]:
+    """Products of Llama 3.1 8B in FP8 with a scale per row."""
+    return [shape for count in rows for shape in LLAMA_8B_ROWS.at(count)]
+
+
 def parity_cases() -> list[KernelCase]:
     """Small cases, enough for correctness: decodes, verifications, chunks and prompts of every kind of attention."""
     latent = (attention.DEEPSEEK_V3, attention.DEEPSEEK_V3_FP8, attention.DEEPSEEK_V2_LITE)
@@ -92,6 +101,9 @@ def parity_cases() -> list[KernelCase]:
     shapes += [model.paged(5, count, 300) for model in grouped for count in (1, 4, 130)]
     return [
         *map(attention_case, shapes),
+        *map(linear_case, row_products(3, 40, 300)),
+        *(experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, EXPERTS)) for tokens in (5, 300)),
+        padded_experts(8, QWEN3_30B_ROWS),
         padded_experts(8),
         quantize(130, DEEPSEEK_V3.hidden),
         norm_quantize(130, DEEPSEEK_V3.hidden),
@@ -104,6 +116,8 @@ def timed_cases() -> list[KernelCase]:
     """The shapes with targets, and neighboring sizes."""
     experts = [padded_experts(rows) for rows in (8, 32, 64, 128)]
     hidden = DEEPSEEK_V3.hidden
+    experts += [experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, QWEN3_30B_ROWS.num_experts)) for tokens in (32, 4096)]
+    experts += map(linear_case, row_products(1, 32, 256, 4096))
     return [*attention_cases(), *experts, quantize(4096, hidden), norm_quantize(4096, hidden), permute(4096)]
 
 
@@ -112,5 +126,8 @@ def tiny_cases() -> list[KernelCase]:
     latent, grouped = attention.LatentModel("tiny", 2, 128, 64, 32, 32), attention.GroupedModel("tiny", 4, 2, 64)
     model = ExpertModel("tiny", 8, 2, 64, 48, fp8=False)
     shapes = [latent.absorbed(3, 2, 70), latent.expanded(2, 5, 9), grouped.paged(3, 1, 70), grouped.paged(1, 8, 8)]
-    rows = [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
+    fp8 = replace(model, name="tiny-fp8-rows", hidden=128, width=128, fp8=True, row_scales=True)
+    rows = [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
+    rows += [experts_case(ExpertShape(fp8, 5, 4)), padded_experts(4, fp8, 4)]
+    rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
     return [*map(attention_case, shapes), *rows, *fused_cases.tiny_cases()]

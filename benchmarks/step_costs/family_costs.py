@@ -1,5 +1,5 @@
-"""Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, the indexer, entries and
-streams of DeepSeek V4, blocks of MiniMax-M3.
+"""Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, the indexer, pools of
+GLM-5.3-Flash, entries and streams of DeepSeek V4, blocks of MiniMax-M3.
 
 Legend: a argument namespace, s setting.
 """
@@ -218,6 +218,29 @@ def index_select(a: Any, s: Setting) -> Cost:
     """Three passes find the bound, one writes; the scores come from L2 after the first."""
     tokens, entries = len(a.scores), s.context // a.RATE
     return Cost(tokens * (entries + min(a.TOP_K, entries)) * FP32, tokens * a.width * FP32)
+
+
+@cost_of("pool_keys_kernel")
+def pool_keys(a: Any, s: Setting) -> Cost:
+    """Keys and gates of the tokens; every `SIZE`-th token completes a pool, whose other tokens are in the cache."""
+    tokens, record = len(a.keys), a.WIDTH * (a.key_cache.element_size() + a.gate_cache.element_size())
+    pools = tokens / a.SIZE
+    numbers = size(a.norm_weight, a.norm_bias, a.positions, a.slots) + min(1.0, pools) * size(a.bias)
+    return Cost(size(a.keys, a.gates) + numbers + pools * (a.SIZE - 1) * record, tokens * record)
+
+
+@cost_of("count_pools_kernel")
+def count_pools(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.positions), size(a.pools, a.counts))
+
+
+@cost_of("place_pools_kernel")
+def place_pools(a: Any, s: Setting) -> Cost:
+    """Tokens of pools by number; of the slot table those behind the last pool, without `chosen` of every token."""
+    tokens = len(a.positions)
+    chosen = 0 if given(a.chosen) is None else size(a.chosen)
+    table = tokens * (a.SIZE - 1 if chosen else min(s.context, a.width)) * FP32
+    return Cost(chosen + table + size(a.positions, a.rows), size(a.out))
 
 
 # -- blocks of MiniMax-M3

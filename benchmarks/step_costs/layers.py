@@ -1,7 +1,8 @@
 """The layers of a model by its config.json: their kinds, and the least work of a layer of each kind.
 
-Families: MLA with or without an indexer, GQA with or without windows, gated delta nets (Qwen3-Next), windows beside
-compressed entries (DeepSeek V4, V4.1), selected blocks (MiniMax-M3); dense layers and mixtures. Norms, biases and
+Families: MLA with or without an indexer, of tokens or of pools, GQA with or without windows, gated delta nets
+(Qwen3-Next, GLM-5.3-Flash), windows beside compressed entries (DeepSeek V4, V4.1), selected blocks (MiniMax-M3); dense
+layers and mixtures. Norms, biases and
 convolutions are not counted. Bytes are those of the checkpoint: MXFP4 experts count 17 bytes for 32 numbers, integers
 of 4 bits 18, whatever an engine makes of them.
 """
@@ -117,8 +118,11 @@ def bytes_of(config: Mapping[str, Any]) -> tuple[float, float]:
     if method == "awq":
         each = 0.5 + (BF16 + 0.5) / section["group_size"]
         return each, each
-    if method == "compressed-tensors":  # experts only, as Kimi K2 is published
+    if method == "compressed-tensors":
         weights = section["config_groups"]["group_0"]["weights"]
+        if weights["strategy"] == "channel":
+            return 1, 1
+        # experts only, as Kimi K2 is published
         return weights["num_bits"] / 8 + BF16 / weights["group_size"], BF16
     if config.get("expert_dtype") == "fp4":
         return MXFP4, 1
@@ -200,7 +204,7 @@ def _feed_forward(config: Mapping[str, Any], moe: bool) -> dict[str, Any]:
 
 def _mixing(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
     if mixer == LINEAR:
-        return _delta(config)
+        return _channel_delta(config) if "kv_lora_rank" in config else _delta(config)
     if "kv_lora_rank" in config:
         return _mla(config)
     if config["model_type"] == "deepseek_v4":
@@ -230,22 +234,33 @@ def _mla(config: Mapping[str, Any]) -> dict[str, Any]:
         heads, width, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
         weights += config["q_lora_rank"] * heads * width + hidden * (width + heads)
         found = {"most": top_k, "indexed": width + INDEX_SCALE, "index_flops": 2 * heads * width}
+    if pool := config.get("index_kpool"):  # keys of pools in bfloat16, weighted by gates; tokens behind the last pool
+        weights += hidden * width
+        found |= {
+            "most": top_k + pool - 1, "indexed": width * BF16 / pool, "index_flops": 2 * heads * width / pool,
+            "plain": _of_streams(config),
+        }  # fmt: skip
     return found | {
         "attention": weights, "record": work.kv_elements * BF16, "flops": work.decode_flops,
         "prefill_flops": work.prefill_flops,
     }  # fmt: skip
 
 
+def _of_streams(config: Mapping[str, Any]) -> int:
+    """Elements, counted in bfloat16, of the float32 weights of the streams before a layer's two parts."""
+    streams, hidden = config["hc_mult"], config["hidden_size"]
+    return int(2 * (FP32 // BF16) * streams * hidden * (2 * streams + streams**2))
+
+
 def _entries(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
     """DeepSeek V4. Ranks divide heads and groups of heads. `plain`: elements that each rank reads in bfloat16."""
     a, hidden = compressed_attention(Fields(config, "config.json")), config["hidden_size"]
     layer = [_KINDS[kind] for kind in config["layer_types"]].index(mixer)
-    streams = config["hc_mult"]
     heads = a.num_heads * a.head_dim
     found: dict[str, Any] = {
         "attention": hidden * (a.q_lora_rank + a.head_dim) + heads * (a.q_lora_rank + a.output_rank)
         + a.output_groups * a.output_rank * hidden,
-        "plain": hidden * sum(a.projected_widths(layer)) + 2 * 2 * streams * hidden * (2 * streams + streams**2),
+        "plain": hidden * sum(a.projected_widths(layer)) + _of_streams(config),
         "record": a.head_dim * BF16, "flops": 4 * heads, "prefill_flops": 4 * heads, "most": a.window,
         "rate": a.rate(layer),
     }  # fmt: skip
@@ -262,12 +277,12 @@ def _entries(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
 def _shared_entries(config: Mapping[str, Any], mixer: str) -> dict[str, Any]:
     """DeepSeek V4.1. Rows of n-gram tables, in host memory, are not counted."""
     a, hidden = shared_attention(Fields(config, "config.json")), config["hidden_size"]
-    layer, streams = _mixers(config, config["num_hidden_layers"]).index(mixer), config["hc_mult"]
+    layer = _mixers(config, config["num_hidden_layers"]).index(mixer)
     heads, rate = a.num_heads * a.head_dim, a.rate(layer)
     found: dict[str, Any] = {
         "attention": hidden * (a.q_lora_rank + a.head_dim) + heads * (a.q_lora_rank + a.output_rank)
         + a.output_groups * a.output_rank * hidden,
-        "plain": 2 * 2 * streams * hidden * (2 * streams + streams**2),
+        "plain": _of_streams(config),
         "record": a.head_dim * BF16, "flops": 4 * heads, "prefill_flops": 4 * heads, "most": a.window,
         "rate": rate, "entries": a.top_k,
     }  # fmt: skip
@@ -290,4 +305,15 @@ def _delta(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attention": hidden * (mixed + 2 * heads * value + 2 * heads), "kv_heads": key_heads,
         "state": heads * key * value * FP32 + tail, "token_flops": 6 * heads * key * value,
+    }  # fmt: skip
+
+
+def _channel_delta(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Kimi Delta Attention of GLM-5.3-Flash: decays and output gates by products of low rank, whose first matrices each
+    rank has."""
+    heads, key, hidden = config["linear_num_key_heads"], config["linear_key_head_dim"], config["hidden_size"]
+    found = _delta(config)
+    wide = heads * key
+    return found | {
+        "attention": hidden * (4 * wide + heads) + 2 * key * wide, "plain": 2 * hidden * key + _of_streams(config),
     }  # fmt: skip

@@ -160,6 +160,42 @@ MODELS["llama-8b-awq"] = {
 }  # fmt: skip
 """Llama 3.1 8B: every projection of a layer in integers of 4 bits."""
 
+_ROW_FP8 = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True,
+            },
+        }
+    },
+}  # fmt: skip
+MODELS["llama-8b-row-fp8"] = MODELS["llama-8b-awq"] | {"torch_dtype": "bfloat16", "quantization_config": _ROW_FP8}
+MODELS["v3-row-fp8"] = MODELS["v3"] | {
+    "quantization_config": _ROW_FP8 | {"ignore": ["lm_head", r"re:.*mlp\.gate$"]},
+}  # fmt: skip
+"""In FP8 with a scale for each row, as llm-compressor writes it."""
+
+MODELS["glm-5.3-flash"] = {
+    "architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next_text", "hidden_size": 4096,
+    "num_hidden_layers": 45, "num_attention_heads": 64, "num_key_value_heads": 64, "first_k_dense_replace": 3,
+    "intermediate_size": 12288, "moe_intermediate_size": 2048, "n_routed_experts": 288, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "mhc": True, "hc_mult": 4, "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20, "mla_use_nope": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 256,
+    "qk_rope_head_dim": 0, "v_head_dim": 256, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048,
+    "index_kpool": 4, "index_kpool_compress": True, "index_kpool_always_select_tail": True, "swiglu_limit": 10.0,
+    "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(45)],
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 42, "vocab_size": 154880, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1048576, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 154820, "linear_num_key_heads": 64,
+    "linear_num_value_heads": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0,
+}  # fmt: skip
+"""The text model, in bfloat16, as published."""
+
 DRAFT_MODEL = _COMMON | MODELS["v2-lite"] | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
 """The draft model of the drafter "standalone": four dense layers of V2-Lite's widths, with the target's vocabulary."""
 

@@ -174,7 +174,8 @@ def latent(a: Any, s: Setting) -> Cost:
     partials = min(partials, blocks * pieces_of(context, a.BLOCK_N))
     partial = partials * a.BLOCK_M * (a.LATENT + 1) * FP32
     flops = 2.0 * rows * context * (width * a.SHARES + a.LATENT)
-    return Cost(size(a.q) + requests * context * (record + FP32), size(a.out) + partial, {"bf16": flops})
+    angles = len(a.out) * a.TURNED * FP32
+    return Cost(size(a.q) + requests * context * (record + FP32) + angles, size(a.out) + partial, {"bf16": flops})
 
 
 @cost_of("merge_partials_kernel")
@@ -227,7 +228,7 @@ def gather(a: Any, s: Setting) -> Cost:
 @cost_of("block_gemm_kernel")
 def block_gemm(a: Any, s: Setting) -> Cost:
     flops = {"fp8": 2.0 * a.num_rows * a.N * a.K}
-    read = size(matrix_of(a.x), a.x_scales, a.weight_scales) + a.N * a.K
+    read = size(matrix_of(a.x), given(a.x_scales), a.weight_scales) + a.N * a.K
     own = memory_of(matrix_of(a.weight))
     return Cost(read, size(a.out), flops, weights=own, requests_own=a.N * a.K if a.AHEAD else 0)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.renewable import RenewablePlan
+from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.uploads import upload
 
@@ -24,6 +25,14 @@ class Shift:
 
     first: int
     added: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`Ops.rotate` of results, `inverse`: positions [T] int64 of the query tokens."""
+
+    positions: Tensor
+    table: RotaryTable
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,15 @@ class SparseRun(Protocol):
         """
 
 
+class TurnedRun(Protocol):
+    """`SparseRun`, and a `Turn` of its results."""
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int,
+        sinks: Tensor | None = None, turn: Turn | None = None,
+    ) -> Tensor: ...  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SparseAttention:
     """MLA over selected tokens; reads no other row of the cache."""
@@ -113,6 +131,9 @@ class SparseAttention:
 
     shifts: bool = False
     """`run` supports `Selected.shift`."""
+
+    turned: TurnedRun | None = None
+    """`run` and a `Turn` of the results by interleaved pairs, without a launch of its own."""
 
     sinks: bool = False
     """`run` supports sinks and rows that are values as a whole. The row in `kernels.tables` has a field of this

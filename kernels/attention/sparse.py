@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import MLABackend
-from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.attention.selected import Selected, SparseAttention, Turn
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
@@ -44,12 +44,12 @@ class AbsorbsSinks(MLABackend, Protocol):
         """`MLABackend.absorbed`; `sinks` as in `SparseRun`."""
 
 
-def over_absorbed(backend: AbsorbsSinks, shifts: bool = False) -> SparseAttention:
+def over_absorbed(backend: AbsorbsSinks, shifts: bool = False, turns: bool = False) -> SparseAttention:
     """Sparse attention by a backend's `absorbed`: each query token as a request of its own, on pages of one token. A
     token's result has the bits of `absorbed` over the same tokens, if the backend is batch-invariant.
 
     Args:
-        shifts: `absorbed` takes a `Shift` too.
+        shifts: `absorbed` takes a `Shift` too. turns: a `Turn` too.
     """
 
     def plan(selected: Selected) -> OwnRequests:
@@ -63,9 +63,10 @@ def over_absorbed(backend: AbsorbsSinks, shifts: bool = False) -> SparseAttentio
 
     def run(
         q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: OwnRequests, value_width: int,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, turn: Turn | None = None,
     ) -> Tensor:  # fmt: skip
-        more = {} if selected.shift is None else {"shift": selected.shift}
+        given = {"shift": selected.shift, "turn": turn}
+        more: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return backend.absorbed(q, cache, plan.queries, scale, plan.own, value_width, sinks, **more)
 
-    return SparseAttention(plan, run, plan_in_place, shifts=shifts, sinks=True)
+    return SparseAttention(plan, run, plan_in_place, shifts=shifts, turned=run if turns else None, sinks=True)

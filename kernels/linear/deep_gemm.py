@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_engine.kernels.linear.cublas import CublasLinear, is_few
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Operand
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
-from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8
+from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, MOST_QUANTIZED
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -85,6 +85,8 @@ class DeepGemmLinear(CublasLinear):
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weight.in_features:
             raise ValueError(f"{len(x)} rows of {width} {x.dtype} do not fit {weight.in_features} in-features")
+        if isinstance(x, Tensor) and width <= MOST_QUANTIZED and self._is_few(len(x), data):
+            return self._few(x, weight)
         return self._product(lambda: self._gemm.dense_rows(x, data.power_of_two), weight, len(x))
 
     def run_heads_quantized(self, x: Tensor, weight: PreparedLinear, format: ActivationFormat) -> QuantizedActivation:
@@ -104,16 +106,24 @@ class DeepGemmLinear(CublasLinear):
 
     def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, count: int) -> Tensor:
         """The product of `count` tokens with an FP8 weight: [T, N]."""
-        data, scales = weight.data.operand
-        if not self._gemm.exponents and is_few(count, data):
-            from moe_engine.kernels.linear.triton_block_gemm import block_gemm
-
-            blocks = BlockWeight(data, scales, weight.data.power_of_two)
-            return block_gemm(QuantizedRows(*rows()), blocks, torch.bfloat16, weight.bias, FEW_BLOCK_FP8)
-        out = torch.empty(count, weight.out_features, dtype=torch.bfloat16, device=data.device)
+        if self._is_few(count, weight.data):
+            return self._few(QuantizedRows(*rows()), weight)
+        device = weight.data.operand[0].device
+        out = torch.empty(count, weight.out_features, dtype=torch.bfloat16, device=device)
         if count:
             self._gemm.dense(rows(), weight.data.operand, out)
         return out if weight.bias is None else out.add_(weight.bias)
+
+    def _is_few(self, count: int, blocks: Blocks) -> bool:
+        return not self._gemm.exponents and is_few(count, blocks.operand[0])
+
+    def _few(self, rows: QuantizedRows | Tensor, weight: PreparedLinear) -> Tensor:
+        """The product of few rows, by Triton."""
+        from moe_engine.kernels.linear.triton_block_gemm import block_gemm
+
+        data, scales = weight.data.operand
+        blocks = BlockWeight(data, scales, weight.data.power_of_two)
+        return block_gemm(rows, blocks, torch.bfloat16, weight.bias, FEW_BLOCK_FP8)
 
     def warm_up(self, shapes: StepShapes) -> int:
         counts = row_counts(shapes.tokens)

@@ -14,7 +14,7 @@ from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP,
 @dataclass(frozen=True)
 class LinearShape:
     """x [M, K] @ weight [N, K].T in bf16, or with x and weight in block FP8; the result is bf16. `format`: of a weight
-    in 4 bits, with x in 16 bits."""
+    in 4 bits, with x in 16 bits. `row_scales`: FP8 has a scale per row of the weight."""
 
     name: str
     rows: int
@@ -22,6 +22,7 @@ class LinearShape:
     k: int
     fp8: bool
     format: GroupCodes | None = None
+    row_scales: bool = False
 
     @property
     def bytes(self) -> int:
@@ -32,7 +33,8 @@ class LinearShape:
         if not self.fp8:
             return 2 * (m * k + n * k + m * n)
         blocks = -(-k // 128)
-        return m * k + n * k + 4 * blocks * (m + -(-n // 128)) + 2 * m * n
+        scales = n if self.row_scales else blocks * -(-n // 128)
+        return m * k + n * k + 4 * (blocks * m + scales) + 2 * m * n
 
     @property
     def flops(self) -> int:
@@ -48,11 +50,12 @@ class ModelProducts:
     fp8: bool
     format: GroupCodes | None = None
     """Format of weights in 4 bits; None: other weights."""
+    row_scales: bool = False
 
     def at(self, rows: int) -> Iterator[LinearShape]:
         """Shapes with `rows` rows."""
         for name, n, k in self.products:
-            yield LinearShape(f"{self.model}.{name}.m{rows}", rows, n, k, self.fp8, self.format)
+            yield LinearShape(f"{self.model}.{name}.m{rows}", rows, n, k, self.fp8, self.format, self.row_scales)
 
 
 DEEPSEEK_V3 = ModelProducts(
@@ -84,6 +87,7 @@ DEEPSEEK_V2_LITE = ModelProducts(
 _LLAMA_8B = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 2 * 14336, 4096), ("down", 4096, 14336))
 AWQ = GroupCodes(4, 128, zeros=True, scales="float16")
 """Computed in float16, as its checkpoints declare."""
+LLAMA_8B_ROWS = ModelProducts("llama-8b-fp8-rows", _LLAMA_8B, True, row_scales=True)
 LLAMA_8B_AWQ = ModelProducts("llama-8b-awq", _LLAMA_8B, False, AWQ)
 LLAMA_8B_INT4 = ModelProducts("llama-8b-int4", _LLAMA_8B, False, GroupCodes(4, 128))
 LLAMA_8B_INT4_32 = ModelProducts("llama-8b-int4-32", _LLAMA_8B, False, GroupCodes(4, 32))

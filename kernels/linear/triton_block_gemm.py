@@ -9,6 +9,7 @@ Each block of 128 in K is summed by the tensor cores and then added to float32 r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from moe_engine.kernels.quantization.protocol import (
     RowFP8,
     RowWeight,
 )
+from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element
@@ -51,12 +53,12 @@ def block_gemm_kernel(
     x, x_scales, weight, weight_scales, bias, out, num_rows, scale_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    AHEAD: tl.constexpr, ROWS: tl.constexpr,
+    AHEAD: tl.constexpr, ROWS: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] of x [M, K] and weight [N, K]; with SPLIT > 1 float32 [SPLIT, M, N], one part of K each.
 
     With TMA `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles. AHEAD: as in
-    `fixed_gemm_kernel`. ROWS: weight_scales is [N].
+    `fixed_gemm_kernel`. ROWS: weight_scales is [N]. QUANTIZE: x is not quantized, and each program quantizes it.
     """
     prefetch_own(weight, tl.program_id(0) * AHEAD, AHEAD, N * K)
     wait_for_inputs()
@@ -77,7 +79,10 @@ def block_gemm_kernel(
     for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, STEPS)):
         a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, TMA)
         b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, TMA)
-        x_scale = tl.load(x_scales + step * scale_stride + x_rows)
+        if QUANTIZE:
+            a, x_scale = quantize_tile(a.to(tl.float32), POWER_OF_TWO)
+        else:
+            x_scale = tl.load(x_scales + step * scale_stride + x_rows)
         total = add_product(total, a, b, x_scale, load_scale(w_scale, step, ROWS == 0), SWAP_AB, True)
     if ROWS:
         total = scale_columns(total, weight_scales + w_rows, SWAP_AB)
@@ -109,7 +114,7 @@ def sum_parts_kernel(
 
 
 def block_gemm(
-    rows: QuantizedRows,
+    rows: QuantizedRows | Tensor,
     weight: BlockWeight | RowWeight,
     dtype: torch.dtype,
     bias: Tensor | None = None,
@@ -118,34 +123,45 @@ def block_gemm(
     """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. No host synchronization.
 
     Args:
+        rows: a Tensor is quantized in the same launch, by each of its programs: for few rows of at most
+            `MOST_QUANTIZED` columns.
         tiles: tiling; default: from the table.
 
     Raises:
         ValueError: if the widths differ.
     """
-    m, (n, k) = rows.data.shape[0], weight.data.shape
-    if rows.data.shape[1] != k:
-        raise ValueError(f"rows {list(rows.data.shape)} do not fit a weight [{n}, {k}]")
-    out = torch.empty(m, n, dtype=dtype, device=rows.data.device)
+    quantizes = isinstance(rows, Tensor)
+    x, scales, stride = _operand(rows)
+    m, (n, k) = x.shape[0], weight.data.shape
+    if x.shape[1] != k:
+        raise ValueError(f"rows {list(x.shape)} do not fit a weight [{n}, {k}]")
+    out = torch.empty(m, n, dtype=dtype, device=x.device)
     if not m or not n:
         return out
     tiles = tiles or block_fp8_tiles(m, n, k)
     split = tiles.split > 1
     target = torch.empty(tiles.split, m, n, dtype=torch.float32, device=out.device) if split else out
-    x, matrix = rows.data, weight.data
+    matrix = weight.data
     tma = tiles.tma and fits_tma(matrix) and fits_tma(x)
     if tma:
         x = TensorDescriptor.from_tensor(x, [tiles.block_m, BLOCK])
         matrix = TensorDescriptor.from_tensor(matrix, [tiles.block_n, BLOCK])
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n), tiles.split)
     block_gemm_kernel[grid](
-        x, rows.scales, matrix, weight.scales, None if split else bias, target, m, rows.scale_stride,
-        **_constants(weight, tiles, tma, bias is not None and not split), num_warps=tiles.num_warps,
+        x, scales, matrix, weight.scales, None if split else bias, target, m, stride,
+        **_constants(weight, tiles, tma, bias is not None and not split, quantizes), num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
     if split:
         sum_parts(target, bias, out)
     return out
+
+
+def _operand(rows: QuantizedRows | Tensor) -> tuple[Tensor, Tensor | None, int]:
+    """Values [M, K], contiguous, their scales, and the scales' stride."""
+    if isinstance(rows, Tensor):
+        return rows.contiguous(), None, 0
+    return rows.data, rows.scales, rows.scale_stride
 
 
 def sum_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -161,21 +177,24 @@ def fits_tma(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
-def _constants(weight: BlockWeight | RowWeight, tiles: Tiles, tma: bool, has_bias: bool) -> dict[str, Any]:
+def _constants(
+    weight: BlockWeight | RowWeight, tiles: Tiles, tma: bool, has_bias: bool, quantizes: bool = False
+) -> dict[str, Any]:
     n, k = weight.data.shape
     requests = tiles == FEW_BLOCK_FP8 and k % UNIT == 0 and can_request(weight.data)
     return {
         "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
         "SPLIT": tiles.split, "SWAP_AB": tiles.swap_ab, "TMA": tma, "HAS_BIAS": has_bias,
         "AHEAD": tiles.block_n * k if requests else 0, "ROWS": isinstance(weight, RowWeight),
+        "QUANTIZE": quantizes, "POWER_OF_TWO": quantizes and weight.power_of_two,
     }  # fmt: skip
 
 
 def cases_of(
     shape: LinearShape, dtype: torch.dtype = torch.bfloat16, tiles: Tiles | None = None,
-    format: BlockFP8 | RowFP8 = BLOCK_FP8,
+    format: BlockFP8 | RowFP8 = BLOCK_FP8, quantizes: bool = False,
 ) -> list[AotCase]:  # fmt: skip
-    """The kernels launched by one product, without a bias."""
+    """The kernels launched by one product, without a bias. quantizes: of rows in `dtype`."""
     tiles, n, k = tiles or block_fp8_tiles(shape.rows, shape.n, shape.k), shape.n, shape.k
     result = element(torch.float32 if tiles.split > 1 else dtype)
     signature = {
@@ -185,8 +204,13 @@ def cases_of(
     if tiles.tma:
         signature["x"] = f"tensordesc<fp8e4nv[{tiles.block_m}, {BLOCK}]>"
         signature["weight"] = f"tensordesc<fp8e4nv[{tiles.block_n}, {BLOCK}]>"
-    constants = _constants(format.empty(n, k, "meta"), tiles, tiles.tma, False) | {"bias": None}
+    constants = _constants(format.empty(n, k, "meta"), tiles, tiles.tma, False, quantizes) | {"bias": None}
+    if quantizes:
+        signature["x"] = f"*{element(dtype)}"
+        del signature["x_scales"]
+        constants["x_scales"] = None
     name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}" + "_rows" * constants["ROWS"]
+    name += "_quantizes" * quantizes
     cases = [AotCase(name, block_gemm_kernel, signature, constants, tiles.num_warps, tiles.num_stages, True)]
     return [*cases, sum_parts_case(n, tiles.split, dtype)] if tiles.split > 1 else cases
 
@@ -206,6 +230,13 @@ def aot_cases() -> list[AotCase]:
             found |= {case.name: case for case in cases_of(shape)}
     for shape in DEEPSEEK_V3.at(FEW_ROWS):
         found |= {case.name: case for case in cases_of(shape, tiles=FEW_BLOCK_FP8)}
+    for format in (BLOCK_FP8, BlockFP8(power_of_two=True)):  # o_b of DeepSeek V4-Flash on 8 ranks
+        output = LinearShape("o_b", FEW_ROWS, 4096, 1024, True)
+        for case in cases_of(output, tiles=FEW_BLOCK_FP8, format=format, quantizes=True):
+            name = case.name + "_exponents" * format.power_of_two
+            found[name] = replace(case, name=name)
     for rows in (FEW_ROWS, 64, 4096):
         found |= {case.name: case for case in cases_of(next(DEEPSEEK_V3.at(rows)), format=ROW_FP8)}
+    for case in cases_of(next(DEEPSEEK_V3.at(FEW_ROWS)), tiles=FEW_BLOCK_FP8, format=ROW_FP8):
+        found[case.name] = case
     return list(found.values())

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
-from moe_engine.kernels.linear.cublas import CublasLinear
+from moe_engine.kernels.linear.cublas import CublasLinear, is_few
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
-from moe_engine.kernels.linear.tiles import FIXED_BLOCK_FP8
+from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FIXED_BLOCK_FP8, MOST_QUANTIZED
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
 from moe_engine.kernels.linear.triton_four_bits_gemm import FourBitsWeight, four_bits_gemm
@@ -85,7 +85,8 @@ class TritonLinear(CublasLinear):
 
     def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
         if isinstance(weight.data, _FP8):
-            return self._product(_rows(x, weight.data), weight, x.dtype)
+            itself = isinstance(x, Tensor) and x.shape[1] <= MOST_QUANTIZED and self._is_few(len(x), weight)
+            return self._product(x if itself else _rows(x, weight.data), weight, x.dtype)  # type: ignore[arg-type]
         if isinstance(weight.data, FourBitsWeight):
             return four_bits_gemm(unquantized(x), weight.data, weight.bias, self._deterministic)
         if self._deterministic:
@@ -99,8 +100,13 @@ class TritonLinear(CublasLinear):
         """See the protocol."""
         return heads_quantized(x, weight.data, format.power_of_two, self._deterministic)
 
-    def _product(self, rows: QuantizedRows, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
-        return block_gemm(rows, weight.data, dtype, weight.bias, self._tiles)
+    def _product(self, rows: QuantizedRows | Tensor, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
+        count = len(rows if isinstance(rows, Tensor) else rows.data)
+        tiles = FEW_BLOCK_FP8 if self._is_few(count, weight) else self._tiles
+        return block_gemm(rows, weight.data, dtype, weight.bias, tiles)
+
+    def _is_few(self, count: int, weight: PreparedLinear) -> bool:
+        return not self._deterministic and is_few(count, weight.data.data)
 
     def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear, limit: float = 0.0) -> MLPCall | None:
         if not (isinstance(gate_up.data, _FP8) and isinstance(down.data, _FP8)):

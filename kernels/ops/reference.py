@@ -59,7 +59,8 @@ class TorchOps:
         rows = torch.empty(kv_a.shape, dtype=cache.dtype if form == PLAIN else kv_a.dtype, device=cache.device)
         rows[:, :latent] = self.rms_norm(kv_a[:, :latent], weight, eps)
         rows[:, latent:] = kv_a[:, latent:]
-        rotate_(rows[:, latent:].unsqueeze(1), positions, table)
+        if table.width:  # GLM-5.3-Flash has no rotated channels, and a table of one row
+            rotate_(rows[:, latent:].unsqueeze(1), positions, table)
         _write(cache, slots, rows if form == PLAIN else latent_records.pack(rows, latent, form, scale))
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:

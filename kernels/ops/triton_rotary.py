@@ -101,15 +101,16 @@ def write_row(
     source, weight, table, target, eps,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """target = [rms_norm(source[:C]) * weight | source[C:] rotated by the angles at `table`]."""
+    """target = [rms_norm(source[:C]) * weight | source[C:] rotated by the angles at `table`]; WIDTH may be 0."""
     kind = target.dtype.element_ty
     column = tl.arange(0, BLOCK_C)
     tl.store(target + column, normed_latent(source, weight, column, eps, LATENT).to(kind), column < LATENT)
-    pair = tl.arange(0, BLOCK_R // 2)
-    live = pair < WIDTH // 2
-    first, second, lower, upper = turned_pairs(source + LATENT, table, pair, WIDTH, INTERLEAVED)
-    tl.store(target + LATENT + lower, first.to(kind), live)
-    tl.store(target + LATENT + upper, second.to(kind), live)
+    if WIDTH > 0:
+        pair = tl.arange(0, BLOCK_R // 2)
+        live = pair < WIDTH // 2
+        first, second, lower, upper = turned_pairs(source + LATENT, table, pair, WIDTH, INTERLEAVED)
+        tl.store(target + LATENT + lower, first.to(kind), live)
+        tl.store(target + LATENT + upper, second.to(kind), live)
 
 
 @dependent_jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -244,7 +245,7 @@ def kv_case(label: str, heads: int, width: int, value: int, slot_dtype: torch.dt
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek's rotary and latent, Llama-3-8B's and Qwen3's heads."""
+    """DeepSeek's rotary and latent, GLM-5.3-Flash's latent, Llama-3-8B's and Qwen3's heads."""
     cases = [rotate_case(f"v3_{heads}h", heads, 64, True) for heads in (1, 16, 128)]
     cases += [rotate_case(f"llama_{heads}h", heads, 128, False) for heads in (8, 32)]
     cases.append(rotate_case("partial", 32, 96, False))
@@ -253,4 +254,5 @@ def aot_cases() -> list[AotCase]:
         cases.append(kv_case("llama", 8, 128, 128, slots))
         cases.append(kv_case("mimo", 8, 192, 128, slots))
     cases.append(latent_case("v3", 512, 64, torch.float32, torch.int64))
+    cases.append(latent_case("glm53_flash", 512, 0, torch.bfloat16, torch.int64))
     return cases

@@ -12,16 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.selected import Turn
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.compression.protocol import CompressorWeights, Kept
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
-from moe_engine.kernels.quantization.protocol import (
-    UNQUANTIZED,
-    Activation,
-    ActivationFormat,
-    common_format,
-    unquantized,
-)
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import CompressedConfig
@@ -29,7 +24,8 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep
 from moe_engine.models.layers.compressed_step import StepRows
-from moe_engine.models.layers.linear import Linear, Projection, load_linear
+from moe_engine.models.layers.index_gates import IndexGates
+from moe_engine.models.layers.linear import Projection, load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rotated_norm import UnweightedNorm
 from moe_engine.models.sharding import local_attention
@@ -70,24 +66,6 @@ class Compressor:
         self._kernel.compress(projected, kept, self._weights, self._rotary, step.tokens, entries, places)
         if not own.apart:
             own.keep(projected, kept)
-
-
-class IndexGates:
-    """The weights of index heads [T, Hi] float32, in parts where the kernel sums them."""
-
-    def __init__(self, backends: Backends, gates: Tensor) -> None:
-        """gates: [Hi, D] float32, the scale of the scores included."""
-        assert backends.indexer is not None
-        self._parts = backends.indexer.gates
-        self._gate = None if self._parts is None else backends.ops.prepare_gate(gates)
-        self._linear = Linear(backends.linear, gates) if self._gate is None else None
-
-    def __call__(self, hidden: Activation) -> Tensor:
-        x = unquantized(hidden)
-        if self._linear is not None:
-            return self._linear(x.float())
-        assert self._parts is not None and self._gate is not None
-        return self._parts(x, self._gate)
 
 
 class EntryIndexer:
@@ -241,8 +219,12 @@ class CompressedAttention:
     def _attend(self, q: Tensor, batch: ForwardBatch, rows: AttendedRows, cache: CompressedCache) -> Tensor:
         """The layer's result [T, D] by rotated queries [T, H, Dh]."""
         a = self._attention
-        mixed = self._sparse.run(q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks)
-        self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)  # a key is also the value
+        given = q, cache.rows, rows.selected, self._scale, rows.plan, a.head_dim, self._sinks
+        if self._sparse.turned is not None and self._rotary.interleaved:  # a key is also the value
+            mixed = self._sparse.turned(*given, Turn(batch.positions, self._rotary))
+        else:
+            mixed = self._sparse.run(*given)
+            self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)
         grouped = mixed.view(-1, a.output_groups, a.num_heads * a.head_dim // a.output_groups)
         return self._o(self._linear.run_heads(grouped, self._groups).flatten(1))
 

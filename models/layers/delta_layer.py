@@ -38,8 +38,6 @@ class DeltaLayer:
         assert backends.delta is not None
         self._layer_index, self._kernel, self._shape, self._out = layer_index, backends.delta, shape, out
         self._weights = weights
-        # weight updates and the memory count (`models/footprint.py`) find tensors in attributes only
-        self._conv, self._a_log, self._dt_bias, self._norm = weights.conv, weights.a_log, weights.dt_bias, weights.norm
 
     def _load_inputs(
         self, kernel: LinearKernel, reader: WeightSource, wide: list[Projection], narrow: list[Projection]

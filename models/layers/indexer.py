@@ -32,6 +32,17 @@ KEY_NORM_EPS = 1e-6
 """Epsilon of k_norm, a LayerNorm with bias, in every released model."""
 
 
+def joined_keys(mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
+    """The rows of the index keys beside those of q_a, by name, if they are stored like q_a and whole blocks of it end
+    before them. prefix: of the attention."""
+    q_a, keys = f"{prefix}.q_a_proj", f"{prefix}.indexer.wk"
+    format = reader.format.kernel_format(q_a)
+    block = 1 if format is None else format.row_block
+    same = reader.format.kernel_format(keys) == format
+    assert mla.q_lora_rank is not None
+    return {keys: mla.index_width} if same and mla.q_lora_rank % block == 0 and mla.index_width % block == 0 else {}
+
+
 class Indexer:
     """Replicated on the ranks of an attention group: all compute the same selection from the same hidden states.
 

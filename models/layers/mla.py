@@ -358,7 +358,8 @@ class MLAAttention:
         if self.kv_b_adapters is not None:
             nope = q[..., : mla.qk_nope_head_dim]
             self.kv_b_adapters.add_to_query(latent[..., : mla.kv_lora_rank], nope, chunk)
-        latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
+        if mla.qk_rope_head_dim:
+            latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
         return latent
 
     def _expanded(self, q: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor:

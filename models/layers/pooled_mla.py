@@ -16,6 +16,7 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.layers.indexer import joined_keys
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.pool_chunks import PoolSteps
@@ -26,6 +27,9 @@ from moe_engine.models.weights import WeightSource
 class PooledMLAAttention(MLAAttention):
     """`MLAAttention` with a `PoolIndexer`. ``batch.kv[layer]`` is (latents, index keys, gates of index keys)."""
 
+    _joined = False
+    """True if the product of the layer's input has the rows of the index keys."""
+
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, *others: Any,
         steps: PoolSteps, **options: Any,
@@ -34,10 +38,15 @@ class PooledMLAAttention(MLAAttention):
         whole = config.attention
         assert isinstance(whole, MLAConfig) and self._q is not None and self._q_norm is not None
         self._steps, prefix = steps, f"model.layers.{layer_index}.self_attn.indexer"
-        self._indexer = PoolIndexer(whole, config.hidden_size, reader, backends, prefix)
+        self._indexer = PoolIndexer(whole, config.hidden_size, reader, backends, prefix, not self._joined)
         self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
         # kernels for rows that are key and value as a whole take sinks: these have no weight
         self._sinks = torch.full((self._mla.num_heads,), -inf, device=reader.device)
+
+    def _rows_between(self, mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
+        rows = joined_keys(mla, reader, prefix)
+        self._joined = bool(rows)
+        return rows
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -51,8 +60,7 @@ class PooledMLAAttention(MLAAttention):
         assert self._q is not None and self._q_norm is not None
         down = self._kv_a(hidden)
         latent = self._q_norm(down[:, : self._q_norm.width])
-        self._write_latent(down, batch)
-        self._indexer.update(hidden, latent, batch, batch.kv[self._layer_index][1:], chunks)
+        self._write(down, hidden, latent, batch, chunks)
         q = self._q(latent).view(-1, mla.num_heads, mla.qk_nope_head_dim)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
@@ -60,13 +68,18 @@ class PooledMLAAttention(MLAAttention):
         return self._o(out.flatten(1))
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
-        self._write_latent(self._kv_a(hidden), batch)
-        self._indexer.update(hidden, None, batch, batch.kv[self._layer_index][1:])
+        self._write(self._kv_a(hidden), hidden, None, batch, [])
 
-    def _write_latent(self, down: Tensor, batch: ForwardBatch) -> None:
-        """down [T, Q+C] -> the tokens' cache rows."""
-        cache = self.cache_of(batch)
-        cache.index_copy_(0, batch.slots, self._kv_norm(down[:, -self._mla.kv_lora_rank :]).to(cache.dtype))
+    def _write(
+        self, down: Tensor, hidden: Activation, latent: Activation | None, batch: ForwardBatch,
+        chunks: list[AttentionChunk],
+    ) -> None:  # fmt: skip
+        """The tokens' cache rows by the product of the layer's input [T, .], and the selections of the chunks."""
+        width, norm = self._mla.kv_lora_rank, self._kv_norm
+        where = (batch.positions, self._rotary, batch.slots, self.cache_of(batch))
+        self._ops.write_latent(down[:, -width:], norm.weight, norm.eps, *where)
+        keys = down[:, -width - self._mla.index_width : -width] if self._joined else None
+        self._indexer.update(hidden, latent, batch, batch.kv[self._layer_index][1:], chunks, keys)
 
     def _mixed(self, query: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor:
         assert chunk.selected is not None

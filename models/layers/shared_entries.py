@@ -34,11 +34,12 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
 from moe_engine.models.compressed_config import MAX_CANDIDATES, SharedEntriesConfig
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.compressed_attention import CompressedAttention, IndexGates
+from moe_engine.models.layers.compressed_attention import CompressedAttention
 from moe_engine.models.layers.compressed_in_place import StepInPlace
 from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep, EntrySelection
 from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.fixed_memory import FixedMemory
+from moe_engine.models.layers.index_gates import IndexGates
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource

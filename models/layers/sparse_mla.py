@@ -16,7 +16,7 @@ from moe_engine.kernels.quantization.protocol import Activation, ActivationForma
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.layers import sparse_chunks
-from moe_engine.models.layers.indexer import Indexer
+from moe_engine.models.layers.indexer import Indexer, joined_keys
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.weights import WeightSource
@@ -50,16 +50,7 @@ class SparseMLAAttention(MLAAttention):
             self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
 
     def _rows_between(self, mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
-        """The index keys', if they are stored like q_a and whole blocks of it end before them."""
-        rows: dict[str, int] = {}
-        if self._layer_index not in mla.shared_layers:
-            q_a, keys = f"{prefix}.q_a_proj", f"{prefix}.indexer.wk"
-            format = reader.format.kernel_format(q_a)
-            block = 1 if format is None else format.row_block
-            same = reader.format.kernel_format(keys) == format
-            assert mla.q_lora_rank is not None
-            if same and mla.q_lora_rank % block == 0 and mla.index_width % block == 0:
-                rows = {keys: mla.index_width}
+        rows = {} if self._layer_index in mla.shared_layers else joined_keys(mla, reader, prefix)
         self._joined = bool(rows)
         return rows
 

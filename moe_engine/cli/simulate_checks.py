@@ -13,6 +13,7 @@ from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning import serving_report
+from moe_engine.tuning.planner.given_form import OURS
 
 MOST_TOKENS = 1 << 24
 """Max length of a prompt or an answer."""
@@ -43,6 +44,8 @@ def check(own: argparse.Namespace) -> None:
             )
     if own.interconnect is not None and own.hardware is None:
         raise ConfigError("--interconnect: only --hardware has a network; leave it out with --cost-file")
+    if own.like != OURS and own.hardware is None:
+        raise ConfigError(f"--like {own.like}: measured step costs are those of this engine; leave it out")
     _check_numbers(own)
     if own.dataset_name == "trace" and not own.dataset_path:
         raise ConfigError("--dataset-name trace needs --dataset-path FILE.jsonl")
@@ -50,6 +53,8 @@ def check(own: argparse.Namespace) -> None:
         raise ConfigError(f"--request-rate {own.request_rate:g}: a trace has the times of its requests; leave it out")
     if own.arrivals != "poisson" and math.isinf(own.request_rate):
         raise ConfigError(f"--arrivals {own.arrivals} needs a finite --request-rate")
+    if own.arrivals != "gamma" and own.burstiness != 1.0:
+        raise ConfigError(f"--burstiness {own.burstiness:g}: only --arrivals gamma has it; add it, or leave this out")
     _check_output(own)
 
 

@@ -177,7 +177,7 @@ def test_latent_attention_reads_each_record_once() -> None:
     given = SimpleNamespace(
         rows=meta(128), q=meta(128, 16, 576), out=meta(128 * 16, 512), cache=meta(300_000, 576),
         partial=meta(64, 1, 16, 512, dtype=torch.float32), table=meta(128, 4096),
-        LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, BLOCK_N=64, grid=(120,),
+        LATENT=512, ROTARY=64, TURNED=0, SHARES=1, BLOCK_M=16, BLOCK_N=64, grid=(120,),
     )  # fmt: skip
     found = triton_costs.latent(given, SETTING)
     assert found.read == 128 * 16 * 576 * 2 + 128 * 2048 * (576 * 2 + 4)
@@ -193,7 +193,7 @@ def test_split_contexts_write_and_merge_results_of_two_tiles_each() -> None:
     one = meta(264, 1, 16, 512, dtype=torch.float32)
     given = SimpleNamespace(
         rows=meta(1), q=meta(1, 16, 576), out=meta(16, 512), cache=meta(3000, 576), partial=one, table=meta(1, 4096),
-        LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, BLOCK_N=64, grid=(133,),
+        LATENT=512, ROTARY=64, TURNED=0, SHARES=1, BLOCK_M=16, BLOCK_N=64, grid=(133,),
     )  # fmt: skip
     assert triton_costs.latent(given, SETTING).written == 16 * 512 * 2 + 16 * 16 * 513 * 4
     merge = SimpleNamespace(partial=one, merges=meta(132, 8), out=meta(1, 16, 512), PER_GROUP=16, BLOCK_M=16)
@@ -477,6 +477,7 @@ def test_layers_that_run_stand_for_the_others() -> None:
     assert shortened(MODELS["v4-flash"])[1] == [1, 1, 1, 1, 20, 19]
     assert shortened(MODELS["v41-flash"])[1] == [1, 1, 1, 1, 14, 2, 1, 1, 14, 1, 3]
     assert shortened(MODELS["minimax-m3"])[1] == [1, 2, 1, 56]
+    assert shortened(MODELS["glm-5.3-flash"])[1] == [1, 2, 1, 1, 30, 10]
 
 
 @pytest.mark.parametrize(
@@ -489,6 +490,7 @@ def test_layers_that_run_stand_for_the_others() -> None:
         ("kimi-k2", 32e9, 1.03e12),
         ("v4-flash", 13e9, 284e9),
         ("v4-pro", 49e9, 1.6e12),
+        ("llama-8b-row-fp8", 7.5e9, 8.03e9),
     ],
 )
 def test_layers_have_the_published_numbers_of_parameters(name: str, active: float, total: float) -> None:
@@ -498,7 +500,7 @@ def test_layers_have_the_published_numbers_of_parameters(name: str, active: floa
     used = held = 0.0
     for count, layer in layers_of(config):
         each = layer.attention + layer.dense + layer.gate
-        used += count * (each + config["num_experts_per_tok"] * layer.expert)
+        used += count * (each + config.get("num_experts_per_tok", 0) * layer.expert)
         held += count * (each + num_experts(config) * layer.expert)
     assert held + 2 * table == pytest.approx(total, rel=0.03)
     assert used + table == pytest.approx(active, abs=0.6e9)
@@ -555,6 +557,28 @@ def test_the_roofline_of_n_gram_tables() -> None:
     )
     assert with_tables.weight_bytes - without.weight_bytes == 2 * 24 * 256 * 5 * 5120 / 8
     assert with_tables.kv_bytes == without.kv_bytes
+
+
+def test_the_roofline_of_pools_and_channel_decays() -> None:
+    """GLM-5.3-Flash by hand: 32 requests after 8,192 tokens on 8 ranks; a pool's key for each four tokens."""
+    eight, model = roofline.FORMS["tp8"], MODELS["glm-5.3-flash"]
+    found = roofline.decode(model, eight, H200, 32, 8192)
+    state = 64 * 128 * 128 * 4 + 3 * 64 * 128 * 3 * 2
+    assert found.kv_bytes == 11 * 32 * (2051 * 512 * 2 + 8192 / 4 * 128 * 2) + 34 * 32 * 2 * state / 8
+    index = 1536 * 32 * 128 + 4096 * (2 * 128 + 32)
+    latent = 4096 * (1536 + 512) + 1536 * 64 * 256 + 512 * 64 * 512 + 64 * 256 * 4096 + index
+    delta = 4096 * (4 * 8192 + 64) + 2 * 128 * 8192
+    plain = 45 * 2 * 24 * 4 * 4096 * 2 + 34 * 2 * 4096 * 128 + 42 * 288 * 4096
+    touched, expert = 288 * (1 - (280 / 288) ** 32), 3 * 4096 * 2048
+    mlps = 3 * 3 * 4096 * 12288 + 42 * expert * (touched + 1)
+    weights = (11 * latent + 34 * delta + mlps + 154880 * 4096) / 8 + plain
+    assert found.weight_bytes == pytest.approx(2 * weights)
+
+
+def test_the_roofline_of_row_fp8_is_that_of_blocks() -> None:
+    models = (MODELS[name] for name in ("v3-row-fp8", "v3"))
+    rows, blocks = (roofline.decode(model, roofline.FORMS["tp8"], H200, 8, 2048) for model in models)
+    assert rows == blocks
 
 
 def test_the_constants_allow_the_rooflines_work_at_their_rates() -> None:

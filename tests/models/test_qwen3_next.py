@@ -92,7 +92,7 @@ def test_norms_are_stored_less_1(tmp_path: Path) -> None:
     for name, held in (
         ("model.layers.0.input_layernorm.weight", model._first_norm.weight),
         ("model.norm.weight", model.layers[-1].next_norm.weight),
-        ("model.layers.0.linear_attn.norm.weight", model.layers[0].attention._norm),
+        ("model.layers.0.linear_attn.norm.weight", model.layers[0].attention._weights.norm),
         ("model.layers.1.self_attn.q_norm.weight", model.layers[1].attention._q_norm.weight),
     ):
         torch.testing.assert_close(held - added(config, name), tensors[name])

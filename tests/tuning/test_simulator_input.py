@@ -435,6 +435,8 @@ def test_the_first_requests_of_a_longer_trace(tmp_path, capsys):
             "leave it out",
         ),
         (["--cost-file", "COSTS", "--arrivals", "gamma"], "--request-rate"),
+        (["--cost-file", "COSTS", "--request-rate", "4", "--burstiness", "0.5"], "only --arrivals gamma has it"),
+        (["--cost-file", "COSTS", "--like", "vllm"], "--like vllm: measured step costs"),
         (["--cost-file", "COSTS", "--goodput", "x:1"], "--goodput"),
         (["--cost-file", "COSTS", "--output-details"], "--output-file FILE.json"),
         (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AbsorbedValues, AttentionCapabilities, ContextChunks
 from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Split, schedule, upload
-from moe_engine.kernels.attention.selected import Shift
+from moe_engine.kernels.attention.selected import Shift, Turn
 from moe_engine.kernels.attention.sparse import over_absorbed
 from moe_engine.kernels.attention.triton.expanded import blocks, expanded_attention, expanded_tile
 from moe_engine.kernels.attention.triton.gather import GATHER_ROWS, gather
@@ -193,7 +193,7 @@ class TritonMLA(_Backend):
         # in deterministic mode the number of tokens may not choose the kernel
         values = None if self._deterministic else AbsorbedValues(self.absorbed_values, MAX_TOKENS)
         return AttentionCapabilities(
-            self.plan_in_place, chunks, sparse=over_absorbed(self, True), absorbed_values=values
+            self.plan_in_place, chunks, sparse=over_absorbed(self, shifts=True, turns=True), absorbed_values=values
         )
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
@@ -236,10 +236,11 @@ class TritonMLA(_Backend):
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object,
         value_width: int | None = None, sinks: Tensor | None = None, shift: Shift | None = None,
+        turn: Turn | None = None,
     ) -> Tensor:  # fmt: skip
-        """See `AbsorbsSinks`."""
+        """See `AbsorbsSinks`. turn: of requests of one query token each."""
         latent = q.shape[2] - 64 if value_width is None else value_width
-        return self._over_latent(q, cache, queries, scale, plan, latent, sinks=sinks, shift=shift)
+        return self._over_latent(q, cache, queries, scale, plan, latent, sinks=sinks, shift=shift, turn=turn)
 
     def absorbed_values(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object, weight: Tensor
@@ -250,11 +251,12 @@ class TritonMLA(_Backend):
     def _over_latent(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object, latent: int,
         weight: Tensor | None = None, sinks: Tensor | None = None, shift: Shift | None = None,
+        turn: Turn | None = None,
     ) -> Tensor:  # fmt: skip
         form = form_of(cache, latent, q.shape[2] - latent)
         self._absorbed_as = (q.shape[1], q.dtype, form)
         tile, segments = self._absorbed_schedule(_find(plan, queries), *self._absorbed_as)
-        return latent_attention(q, cache, queries, segments, tile, scale, latent, form, weight, sinks, shift)
+        return latent_attention(q, cache, queries, segments, tile, scale, latent, form, weight, sinks, shift, turn)
 
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: object, out: Tensor | None = None,

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
-from moe_engine.kernels.attention.selected import Shift
+from moe_engine.kernels.attention.selected import Shift, Turn
 from moe_engine.kernels.attention.triton.merge import merge_partials
 from moe_engine.kernels.attention.triton.merge_values import merge_values
 from moe_engine.kernels.attention.triton.tiles import (
@@ -154,6 +154,35 @@ def _first(i, own, PARTS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _turned_back(values, first, angles, LATENT: tl.constexpr, TURNED: tl.constexpr):
+    """values [M, WIDTH], columns from `first` on: interleaved pairs of the last TURNED of the LATENT columns rotated by
+    the negative angles at `angles`, other columns as they are."""
+    HALF: tl.constexpr = values.shape[1] // 2
+    pair = first // 2 + tl.arange(0, HALF) - (LATENT - TURNED) // 2
+    live = (pair >= 0) & (pair < TURNED // 2)
+    cos, sin = tl.load(angles + pair, live, 1.0)[None, :], tl.load(angles + TURNED // 2 + pair, live, 0.0)[None, :]
+    lower, upper = tl.split(tl.reshape(values, [values.shape[0], HALF, 2]))
+    return tl.reshape(tl.join(lower * cos + upper * sin, upper * cos - lower * sin), values.shape)
+
+
+@triton.jit
+def _turned_parts(
+    mixed, cos_sin, position, share,
+    LATENT: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """The parts of a share, the last TURNED channels of the latent rotated by the negative angles of a position."""
+    angles = cos_sin + position * TURNED
+    OWN: tl.constexpr = len(mixed)
+    turned = ()
+    for i in tl.static_range(OWN):
+        part = mixed[i]
+        if (PARTS - OWN + i + 1) * WIDTH > LATENT - TURNED:  # of some share
+            part = _turned_back(part, _first(i, share * OWN, PARTS, WIDTH), angles, LATENT, TURNED)
+        turned = turned + (part,)  # type: ignore[assignment]
+    return turned
+
+
+@triton.jit
 def _store(
     out, mixed, norm, row, left, share,
     LATENT: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr,
@@ -171,21 +200,21 @@ def _store(
 
 @dependent_jit(
     do_not_specialize=["query_len", "shift_first", "shift_added"],
-    do_not_specialize_on_alignment=["rows", "visible", "lens"],
+    do_not_specialize_on_alignment=["rows", "visible", "lens", "positions"],
 )
 def latent_kernel(
-    q, cache, out, partial, lse, segments, rows, table, visible, lens, sinks,
+    q, cache, out, partial, lse, segments, rows, table, visible, lens, sinks, positions, cos_sin,
     q_stride, cache_stride, table_stride, scale, query_len, shift_first, shift_added,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     PARTS: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
     SCALES: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BOUNDS: tl.constexpr,
-    SINKS: tl.constexpr, SHIFT: tl.constexpr,
+    SINKS: tl.constexpr, SHIFT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """q [T * H, C + P], cache [slots, .] -> out [T * H, C], or partial [., M, C] and lse [., M] to base 2.
-
     `scale` is the score scale times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: offset of the scales
     in `FP8_TOKEN`. BOUNDS: as `Schedule.query_len`, with the context tokens `lens` of each request. SINKS: `sinks` [H]
-    are logits without a value; those of partial results are added by the merge. SHIFT: see `Shift`.
+    are logits without a value; those of partial results are added by the merge. SHIFT: see `Shift`. TURNED: width of
+    `cos_sin`, see `_turned_parts`; partial results merge to a rotated result, since a rotation is linear.
     """
     wait_for_inputs()
     record = segments + tl.program_id(0) * _RECORD
@@ -198,7 +227,7 @@ def latent_kernel(
         dtype: tl.constexpr = q.dtype.element_ty
         token, first_row = tl.load(record + 1), tl.load(record + 3)
         begin, stop, first = seen_tokens(record, lens, query_len, BOUNDS)
-        row = tl.arange(0, BLOCK_M)
+        row, inside = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         q_token = q + (token.to(tl.int64) * HEADS + first_row) * q_stride
         place = (row if WHOLE else tl.minimum(row, left - 1)) * q_stride
         q_rotary = columns(q_token + LATENT, place, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P)
@@ -214,10 +243,8 @@ def latent_kernel(
             inner += (first_row % HEADS + tl.minimum(row, left - 1)) // HEADS
         limit = first + inner
         word = tl.load(visible + token + inner) if TREE else limit
-        before = first - 1
         best, total = tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros([BLOCK_M], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
-        inside = tl.arange(0, BLOCK_N)
         slots = next_slots(table_row, begin + inside, stop)
         for start in range(begin, stop, BLOCK_N):
             if SHIFT:
@@ -234,7 +261,7 @@ def latent_kernel(
                 scores = tl.dot(q_parts[i], tl.trans(latent[i]), scores, input_precision=PRECISION)
             if KV_FORMAT == _TOKEN:
                 scores = scores * of_latent
-            scores = hide(scores, start + inside, limit, word, before, stop, TREE, WHOLE)
+            scores = hide(scores, start + inside, limit, word, first - 1, stop, TREE, WHOLE)
             weights, best, total, decay = softmax_step(scores, best, total, scale)
             if KV_FORMAT == _TOKEN:
                 weights = weights * of_latent
@@ -246,6 +273,8 @@ def latent_kernel(
         target = tl.load(record + 7)
         total = with_sinks(total, best, sinks, (first_row + tl.minimum(row, left - 1)) % HEADS, target, SINKS)
         norm, log_sum = finish(best, total)
+        if TURNED > 0:
+            mixed = _turned_parts(mixed, cos_sin, tl.load(positions + token), share, LATENT, PARTS, WIDTH, TURNED)
         if target < 0:
             rows_before = token.to(tl.int64) * HEADS + first_row
             _store(out + rows_before * LATENT, mixed, norm, row, left, share, LATENT, PARTS, WIDTH, OWN, WHOLE)
@@ -258,6 +287,7 @@ def latent_kernel(
 def latent_attention(
     q: Tensor, cache: Tensor, queries: PagedQueries, schedule: Schedule, tile: LatentTile, scale: float, latent: int,
     form: int, weight: Tensor | None = None, sinks: Tensor | None = None, shift: Shift | None = None,
+    turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronization.
 
@@ -266,6 +296,7 @@ def latent_attention(
         form: row format of the cache, from `latent_records.form_of`.
         weight: W_UV [H, V, C]; the result is then [T, H, V].
         sinks: float32 [H], logits without a value; not with `weight`.
+        turn: of the results [T, H, C], by interleaved pairs; of requests of one query token each.
 
     Raises:
         ValueError: if the cache has another dtype, or strided rows.
@@ -284,11 +315,13 @@ def latent_attention(
     latent_kernel[(len(schedule.segments), tile.shares)](
         q, cache, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible,
         queries.context_lens_device if schedule.query_len is not None else None, sinks,
+        *((None, None) if turn is None else (turn.positions, turn.table.cos_sin)),
         q.stride(1), cache.stride(0), queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
         0 if shift is None else shift.first, 0 if shift is None else shift.added,
         **_constants(heads, latent, width - latent, tile, form, queries.visible is not None, q.dtype),
         WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, BOUNDS=schedule.query_len is not None,
-        SINKS=sinks is not None, SHIFT=shift is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        SINKS=sinks is not None, SHIFT=shift is not None, TURNED=0 if turn is None else turn.table.width,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if weight is not None:
         return merge_values(out, partial, lse, schedule, weight)
@@ -310,7 +343,8 @@ def _constants(
 
 def aot_cases() -> list[AotCase]:
     """DeepSeek V3 (128 heads, and 16 of 8 ranks) and V2-Lite (16 heads), one to eight query tokens; sinks: DeepSeek
-    V4-Pro and V4-Flash (64 heads, and 8 of 8 ranks), whose selected rows have no rotary channels apart from values."""
+    V4-Pro and V4-Flash (64 heads, and 8 of 8 ranks), whose selected rows have no rotary channels apart from values,
+    with and without (GLM-5.3-Flash) the rotation of results."""
     bf16, fp32 = torch.bfloat16, torch.float32
     sizes = [
         (128, 1, bf16, PLAIN, False), (128, 2, bf16, PLAIN, True), (16, 1, bf16, PLAIN, False),
@@ -334,10 +368,10 @@ def aot_cases() -> list[AotCase]:
         }  # fmt: skip
         constants = {
             **_constants(heads, 512, 0 if sinks else 64, tile, form, tree, dtype), "WIDE": False, "BOUNDS": not tree,
-            "SINKS": sinks, "SHIFT": False,
+            "SINKS": sinks, "SHIFT": False, "TURNED": 0,
         }  # fmt: skip
         signature |= {"sinks": "*fp32"} if sinks else {}
-        constants |= {} if sinks else {"sinks": None}
+        constants |= {"positions": None, "cos_sin": None} | ({} if sinks else {"sinks": None})
         if tree:
             constants["lens"] = None
         else:
@@ -350,8 +384,16 @@ def aot_cases() -> list[AotCase]:
         cases.append(AotCase(name, latent_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
     large = [case for case in cases if "group records" in case.name]  # whose pools reach 2^31 bytes on one GPU
     wide = (replace(case, name=f"{case.name}, wide", constants={**case.constants, "WIDE": True}) for case in large)
-    shared = [case for case in cases if case.name.endswith(", sinks") and " 8 heads" in case.name]
+    whole = [_turned(case) for case in cases if case.name.endswith(", sinks")]
+    shared = [case for case in (*cases, *whole) if ", sinks" in case.name and " 8 heads" in case.name]
     shifted = (
         replace(case, name=f"{case.name}, shift", constants={**case.constants, "SHIFT": True}) for case in shared
     )
-    return [*cases, *wide, *shifted]
+    return [*cases, *wide, *whole, *shifted]
+
+
+def _turned(case: AotCase) -> AotCase:
+    """The case with DeepSeek V4's rotation of results."""
+    constants = {name: value for name, value in case.constants.items() if name not in ("positions", "cos_sin")}
+    signature = {**case.signature, "positions": "*i64:1", "cos_sin": "*fp32"}
+    return replace(case, name=f"{case.name}, turned", signature=signature, constants=constants | {"TURNED": 64})

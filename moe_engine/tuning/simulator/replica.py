@@ -112,13 +112,13 @@ class Replica:
 
     def read_loads(self, loads: LoadTable) -> None:
         """Sets the unfinished work of each group, as its production scheduler reports it."""
-        if changed := list(self._changed):
-            groups = [self.groups[index] for index in changed]
-            loads.num_requests[changed] = [len(group.running) for group in groups]
-            loads.num_uncomputed[changed] = [group.load_uncomputed for group in groups]
-            self._runs.set_loads(changed, [group.load_tokens - group.run_rows * group.run_from for group in groups])
-            self._changed.clear()
-        self._runs.read_loads(loads.num_tokens)
+        runs, requests, uncomputed = self._runs, loads.num_requests, loads.num_uncomputed
+        for index in self._changed:  # a few: one by one takes less time than an assignment to a list of places
+            group = self.groups[index]
+            requests[index], uncomputed[index] = len(group.running), group.load_uncomputed
+            runs.set_load(index, group.load_tokens - group.run_rows * group.run_from)
+        self._changed.clear()
+        runs.read_loads(loads.num_tokens)
 
     @property
     def generated(self) -> int:

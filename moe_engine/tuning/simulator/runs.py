@@ -97,9 +97,9 @@ class Runs:
         self._ends[group] = NEVER
         self._is_stale = True
 
-    def set_loads(self, groups: list[int], tokens: list[int]) -> None:
-        """Sets the tokens of the requests of each of these groups; of a member, extrapolated back to step 0."""
-        self._loads[groups] = tokens
+    def set_load(self, group: int, tokens: int) -> None:
+        """Sets the tokens of the requests of a group; of a member, extrapolated back to step 0."""
+        self._loads[group] = tokens
 
     def read_loads(self, tokens: NDArray[np.int64]) -> None:
         """Sets the tokens of the requests of each group now."""

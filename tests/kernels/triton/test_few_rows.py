@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from moe_engine.kernels import device
-from moe_engine.kernels.linear import cublas
+from moe_engine.kernels.linear import cublas, triton_block_gemm
 from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
-from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
+from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, MOST_QUANTIZED
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
-from moe_engine.kernels.quantization import reference
-from tests.kernels.cpu.formulas import block_product, close, normal
+from moe_engine.kernels.quantization import reference, triton_rows
+from moe_engine.kernels.quantization.triton_rows import quantize_rows
+from tests.kernels.cpu.formulas import block_product, by_row, close, normal
 from tests.kernels.vendors.deep_gemm_emulator import DeepGemmEmulator
 
 BF16 = torch.bfloat16
@@ -87,9 +89,42 @@ def test_products_in_fp8_are_dependent_launches(arch: int, biased: bool, monkeyp
     counts = [random.randint(1, FEW_ROWS), FEW_ROWS, FEW_ROWS + 1]
     for rows in counts:
         x = normal(rows, k, dtype=BF16)
-        want = block_product(reference.quantize_rows(x, arch == 10), weight)
+        quantize = quantize_rows if rows <= FEW_ROWS and arch == 9 else reference.quantize_rows  # ties round apart
+        want = block_product(quantize(x, arch == 10), weight)
         close(kernel.run(x, prepared), want + (0 if bias is None else bias.double()), scale=2)
     assert calls == (counts if arch == 10 else counts[2:])
+
+
+@pytest.mark.parametrize("rows", [random.randint(1, FEW_ROWS), FEW_ROWS + 1])
+@pytest.mark.parametrize("columns", [MOST_QUANTIZED, MOST_QUANTIZED + 128])
+@pytest.mark.parametrize("scales", ["rows", "blocks"])
+def test_few_rows_in_fp8_are_one_launch(rows, columns, scales, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few columns of few rows are quantized by the product, whose tiles need no sum of parts."""
+    monkeypatch.setattr(cublas, "starts_early", lambda kind: True)
+    launched = []
+    for module, name in ((triton_block_gemm, "block_gemm_kernel"), (triton_block_gemm, "sum_parts_kernel"),
+                         (triton_rows, "quantize_kernel")):  # fmt: skip
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, Counted(kernel, launched))
+    linear, full = TritonLinear(), normal(32, columns, dtype=torch.float32, scale=columns**-0.5)
+    weight = by_row(full) if scales == "rows" else reference.quantize_weight(full)
+    prepared = linear.prepare_rows(weight) if scales == "rows" else linear.prepare_blocks(weight)
+    x = normal(rows, columns, dtype=BF16)
+    got, launches = linear.run(x, prepared), [*launched]
+    close(got, block_product(quantize_rows(x), weight), scale=2)
+    few = ["block_gemm_kernel"] if columns == MOST_QUANTIZED else ["quantize_kernel", "block_gemm_kernel"]
+    assert launches == (few if rows <= FEW_ROWS else ["quantize_kernel", "block_gemm_kernel", "sum_parts_kernel"])
+
+
+class Counted:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel: Any, launched: list[str]) -> None:
+        self._kernel, self._launched = kernel, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._launched.append(self._kernel.fn.__name__)
+        return self._kernel[grid]
 
 
 @pytest.mark.parametrize(("capability", "early"), [((8, 0), False), ((9, 0), True), ((10, 0), True), (None, False)])

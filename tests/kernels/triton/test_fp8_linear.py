@@ -24,6 +24,7 @@ from moe_engine.kernels.quantization.protocol import (
     QuantizedRows,
     RowWeight,
 )
+from moe_engine.kernels.quantization.triton_rows import quantize_rows
 from tests.kernels.cpu.formulas import block_product, bounded_silu, by_row, rms_norm
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -72,6 +73,20 @@ def test_tiles_of_few_rows(trial: int) -> None:
     rows, weight = operands(m, n, k, row_scales=trial == 1)
     bias = torch.randn(n) if trial else None
     check(block_gemm(rows, weight, torch.float32, bias, FEW_BLOCK_FP8), rows, weight, bias)
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_few_rows_are_quantized_by_their_product(trial: int) -> None:
+    """The bits of rows that another launch has quantized."""
+    m, n, k, exact = random.randint(1, FEW_ROWS), random.randint(1, 300), random.randint(1, 900), trial == 2
+    x = (torch.randn(m, k + 9) * torch.exp2(torch.randint(-6, 6, (m, 1)).float())).bfloat16()[:, 5 : 5 + k]
+    _, weight = operands(m, n, k, row_scales=trial == 1)
+    weight = weight if trial == 1 else BlockWeight(weight.data, weight.scales, exact)
+    bias = torch.randn(n) if trial else None
+    got = block_gemm(x, weight, torch.float32, bias, FEW_BLOCK_FP8)
+    rows = quantize_rows(x, exact)
+    assert torch.equal(got, block_gemm(rows, weight, torch.float32, bias, FEW_BLOCK_FP8))
+    check(got, rows, weight, bias)
 
 
 def test_products_are_split_where_tiles_are_few() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.attention.selected import Selected, Shift
+from moe_engine.kernels.attention.selected import Selected, Shift, Turn
 from moe_engine.kernels.kv_format import latent_records
 from moe_engine.kernels.kv_format.formats import FP8_GROUPS
-from tests.kernels.cpu.formulas import NAN, close_rows, normal, selected_attention
+from moe_engine.kernels.ops.protocol import RotaryTable
+from tests.kernels.cpu.formulas import NAN, attend, close, close_rows, normal, selected_attention
 from tests.kernels.row_checks import check_sinks_over_whole_rows
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
@@ -59,3 +60,28 @@ def test_a_list_of_another_cache_is_shifted() -> None:
         selected = Selected(own, COUNTS, counts, shift)
         results.append(sparse.run(q, cache, selected, 0.1, sparse.plan(selected), 128))
     assert sparse.shifts and torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "turned", "dtype"),
+    [(5, 48, 32, torch.float32), (5, 128, 64, torch.float32), (64, 128, 64, torch.bfloat16)]
+    + [(8, 128, 128, torch.bfloat16), (80, 64, 16, torch.bfloat16)],
+)
+def test_results_are_turned_back(heads: int, width: int, turned: int, dtype: torch.dtype) -> None:
+    """Against complex numbers in float64; one program a request, and contexts that several programs share."""
+    cache, counts = normal(200, width, dtype=dtype), torch.tensor(COUNTS, dtype=torch.int32)
+    slots = torch.randint(0, 200, (len(COUNTS), max(COUNTS)), dtype=torch.int32)
+    angles, positions = torch.randn(40, turned // 2) * 3, torch.randint(0, 40, (len(COUNTS),))
+    table = RotaryTable(torch.cat((angles.cos(), angles.sin()), 1), True)
+    q, sinks = normal(len(COUNTS), heads, width, dtype=dtype), torch.randn(heads)
+    for num_programs in (1, 9):
+        sparse = triton_attention.TritonMLA(num_programs=num_programs).capabilities.sparse
+        selected = Selected(slots, COUNTS, counts)
+        got = sparse.turned(q, cache, selected, 0.1, sparse.plan(selected), width, sinks, Turn(positions, table))
+        for token, count in enumerate(COUNTS):
+            keys = cache[slots[token, :count].long()].unsqueeze(1)
+            wanted = attend(q[token : token + 1], keys, keys, 0.1, sinks=sinks)
+            pairs = torch.view_as_complex(wanted[..., width - turned :].double().unflatten(-1, (-1, 2)).contiguous())
+            back = torch.polar(torch.ones(turned // 2).double(), -angles[positions[token]].double())
+            wanted = torch.cat((wanted[..., : width - turned], torch.view_as_real(pairs * back).flatten(-2)), -1)
+            close(got[token : token + 1], wanted, 3)

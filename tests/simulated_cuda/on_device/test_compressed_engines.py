@@ -170,7 +170,7 @@ def test_steps_over_pools_are_captured(form: str, tmp_path: Path) -> None:
     assert set(kernels.launches) >= wanted
 
 
-LAUNCHES = {SLIDING: 17, HCA: 19, CSA: 25}
+LAUNCHES = {SLIDING: 16, HCA: 18, CSA: 24}
 
 
 def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
