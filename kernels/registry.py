@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 WINDOWS = "sliding windows"
 """`AttentionCapabilities.windows`"""
 SPARSE = "sparse attention"
-"""`AttentionCapabilities.sparse`"""
+"""MLA: `AttentionCapabilities.sparse`; GQA: contexts of slots in any order, in pages of one"""
 SINKS = "attention sinks"
 """`AttentionCapabilities.sinks`; of MLA `SparseAttention.sinks`"""
 BIASES = "biases of experts"
