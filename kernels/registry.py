@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 WINDOWS = "sliding windows"
 """`AttentionCapabilities.windows`"""
 SPARSE = "sparse attention"
-"""`AttentionCapabilities.sparse`"""
+"""MLA: `AttentionCapabilities.sparse`; GQA: contexts of slots in any order, in pages of one"""
 SINKS = "attention sinks"
 """`AttentionCapabilities.sinks`; of MLA `SparseAttention.sinks`"""
 BIASES = "biases of experts"
@@ -169,11 +169,11 @@ def build(family: str, rows: list[Row], asked: str, device: Device, need: Need) 
         try:
             return choice.build()
         except Exception as error:
-            name, reason = choice.row.name, f"failed to load: {error}"
+            name = choice.row.name
             if asked != "auto":
-                raise ValueError(f"{family} backend {name!r} {reason}") from error
-            logger.warning("%s: not using %s kernels, because they %s", family, name, reason)
-            failed[name] = reason
+                raise ValueError(f"{family} backend {name!r} failed to load: {error}") from error
+            logger.warning("%s: not using %s kernels, because they failed to load: %s", family, name, error)
+            failed[name] = f"failed to load: {error}"
 
 
 def _waits(rows: list[Row], name: str, need: Need) -> str | None:

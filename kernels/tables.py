@@ -210,11 +210,12 @@ MLA = [
 ]  # fmt: skip
 GQA = [
     *_torch_and_cpu(
-        "attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, supports=(WINDOWS, SINKS)
+        "attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch,
+        supports=(WINDOWS, SPARSE, SINKS),
     ),
     _triton_row(
         "attention.triton.attention:TritonGQA", _triton_with_cache, _FIXED, workspace=workspaces.triton,
-        why_not_captured=_uncaptured_triton, supports=(WINDOWS, SINKS),
+        why_not_captured=_uncaptured_triton, supports=(WINDOWS, SPARSE, SINKS),
     ),
     Row(
         "flashinfer", f"{_VENDORS}.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,

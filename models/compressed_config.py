@@ -201,14 +201,20 @@ class StreamsConfig:
     engram: EngramConfig | None = None
     """Tables of n-grams, whose rows are added to the streams; None: no layer has one."""
 
+    rank: int = 0
+    """Each part reads a gated mean of the normed streams, with gates of this rank, and does not mix them
+    (Qwen3.8-Flash-Next, `kernels.ops.gated_streams`); 0: as above."""
+
     @property
     def ngram(self) -> int:
         """Ids of tokens that the residual carries, see `models.layers.engram`."""
-        return 0 if self.engram is None else self.engram.longest
+        return 0 if self.engram is None or self.rank else self.engram.longest
 
     @property
     def width(self) -> int:
         """Numbers of a token's residual behind the streams; two for an id."""
+        if self.rank:
+            return self.count
         return self.count * (1 + self.count) + self.count * self.late + 2 * self.ngram
 
 

@@ -129,7 +129,8 @@ class GQAConfig:
     heads together (``projection``, MiniMax-M2), or each head after the rotation (``rotated``, Hunyuan). `sinks`: each
     head has a logit without a value (gpt-oss). `output_gate`: q_proj has a gate after each head's query, whose sigmoid
     multiplies the head's result (Qwen3-Next). `v_head_dim`: channels of a value (0: as of a key). `value_scale`: factor
-    of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks.
+    of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks. `indexer`: they see selected pools of tokens,
+    all heads the same (Qwen3.8-Flash-Next); `index_width`: channels of its key, which is cached beside each token's.
     """
 
     num_heads: int
@@ -143,8 +144,15 @@ class GQAConfig:
     v_head_dim: int = 0
     value_scale: float = 1.0
     blocks: BlockSelection | None = None
+    index_width: int = 0
+    indexer: IndexerConfig | None = None
 
     kind = "gqa"
+
+    @property
+    def pool(self) -> int:
+        """See `IndexerConfig`."""
+        return 1 if self.indexer is None else self.indexer.pool
 
     @property
     def value_width(self) -> int:
@@ -160,6 +168,8 @@ class GQAConfig:
         """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
         widths = (kv_format.head_width(kv_dtype, width) for width in (self.head_dim, self.value_width))
         parts = tuple((self.num_kv_heads, width) for width in widths)
+        if self.indexer is not None:  # the last token of a whole pool has the pool's key
+            return *parts, (1, self.index_width)
         return parts if self.blocks is None else (*parts, (1, self.blocks.key_width(kv_dtype)))
 
     @property
@@ -328,7 +338,7 @@ class ModelConfig:
     def page_multiple(self) -> int:
         """Page sizes are multiples of it: an entry, or pool of index keys, and its tokens are in one page."""
         rates = (self.entry_parts(layer)[0] for layer in range(self.num_layers))
-        pool = self.attention.pool if isinstance(self.attention, MLAConfig) else 1
+        pool = 1 if isinstance(self.attention, CompressedConfig) else self.attention.pool
         return math.lcm(pool, *(rate for rate in rates if rate))
 
     def latent_scale(self, layer: int) -> float:

@@ -195,9 +195,7 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         )
     if kind == "yarn":
         return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
-    section.fail(
-        "rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic"
-    )
+    section.fail("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic")
 
 
 def parse_context_length(fields: Fields, rope: RopeConfig) -> int:

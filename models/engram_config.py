@@ -1,6 +1,7 @@
-"""Tables of n-grams (Engram, DeepSeek V4.1): which rows of a table the last tokens choose. Imports no torch.
+"""Tables of n-grams (Engram, DeepSeek V4.1; Qwen3.8-Flash-Next): which rows of a table the last tokens choose. Imports
+no torch.
 
-Source: transformers' `modeling_deepseek_v41.py`; SGLang's `layers/engram.py`.
+Sources: transformers' `modeling_deepseek_v41.py` and `modeling_qwen4_exp.py`; SGLang's `layers/engram.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from functools import cached_property
 _SEED = 10007
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Of Miller and Rabin's test, exact below 3e24."""
+_GOLDEN, _MIX, _WORD = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), (1 << 64) - 1
+"""Of SplitMix64: its step, its shifts with factors, and the mask of a word."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class EngramConfig:
         first_prime: numbers of rows of a head are primes from here on.
         num_ids: ids that the vocabulary is mapped to, see `kernels.ops.hashed_rows.token_map`.
         pad_id: token id before the first token.
+        seed: of the factors of ids, drawn by SplitMix64; None: numpy draws them (DeepSeek V4.1).
+        parts: tensors of a table in the checkpoint.
+        taps: of a convolution over the values of earlier tokens, `longest` tokens apart; 0: none.
     """
 
     layers: tuple[int, ...]
@@ -33,6 +39,14 @@ class EngramConfig:
     first_prime: int
     num_ids: int
     pad_id: int
+    seed: int | None = None
+    parts: int = 1
+    taps: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Earlier tokens that the convolution reads."""
+        return (self.taps - 1) * self.longest
 
     @property
     def columns(self) -> int:
@@ -58,11 +72,23 @@ class EngramConfig:
 
     def multipliers(self, layer: int) -> tuple[int, ...]:
         """Odd factors of the ids of an n-gram, the last token's first."""
+        bound = max(1, (2**63 - 1) // self.num_ids // 2)
+        if self.seed is not None:
+            first = self.seed + _SEED * self.layers.index(layer)
+            words = (_split_mix(first + _GOLDEN * (i + 1)) for i in range(self.longest))
+            return tuple(2 * (word % bound) + 1 for word in words)
         import numpy as np  # the frontend reads configs without numpy
 
-        bound = max(1, int(np.iinfo(np.int64).max) // self.num_ids // 2)
         drawn = np.random.default_rng(_SEED * layer).integers(0, bound, self.longest, dtype=np.int64)
         return tuple(int(value) * 2 + 1 for value in drawn)
+
+
+def _split_mix(state: int) -> int:
+    """The number that SplitMix64 makes of a state, after its step."""
+    word = state + _GOLDEN & _WORD
+    for shift, factor in _MIX:
+        word = (word ^ word >> shift) * factor & _WORD
+    return word ^ word >> 31
 
 
 def _is_prime(number: int) -> bool:

@@ -25,7 +25,9 @@ class Glm5NextModel(StreamResidual, ImageInputs, DeepseekModel):
     def _steps(self) -> PoolSteps:
         attention, kernels = self.config.attention, self.backends
         assert isinstance(attention, MLAConfig) and attention.indexer is not None and kernels.indexer is not None
-        return PoolSteps(attention.indexer, kernels.attention, kernels.indexer)  # type: ignore[arg-type]
+        sparse = kernels.attention.capabilities.sparse
+        assert sparse is not None
+        return PoolSteps(attention.indexer, sparse, kernels.indexer)
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         layer = self.config, layer_index, reader, self.backends, self.parallel

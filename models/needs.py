@@ -35,7 +35,7 @@ def index_widths(model: ModelConfig) -> IndexWidths | None:
     attention = model.attention
     if isinstance(attention, CompressedConfig):
         return IndexWidths(attention.index_heads, attention.index_width, attention.top_k)
-    if not isinstance(attention, MLAConfig) or attention.indexer is None:
+    if attention.indexer is None:
         return None
     indexer = attention.indexer
     top_k = indexer.top_k // indexer.pool

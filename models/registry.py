@@ -44,6 +44,7 @@ _KIMI_K3 = "moe_engine.models.kimi_linear:KimiK3Model"
 _MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
+_QWEN4_EXP = "moe_engine.models.qwen4_exp:Qwen4ExpModel"
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ for _name, _target, _parser in (
     ("Qwen3_5MoeForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_hybrid:parse_qwen3_5_moe"),
     ("Qwen3_5ForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_5"),
     ("Qwen3_5MoeForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_5_moe"),
+    ("Qwen4ExpForConditionalGeneration", _QWEN4_EXP, "moe_engine.models.config_qwen4_exp:parse_qwen4_exp"),
+    ("Qwen4ExpForCausalLM", _QWEN4_EXP, "moe_engine.models.config_qwen4_exp:parse_qwen4_exp"),
     ("LlamaForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen2ForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen3ForSequenceClassification", _DENSE, "parse_dense"),
@@ -190,6 +193,8 @@ _BY_MODEL_TYPE = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen4_exp": "Qwen4ExpForConditionalGeneration",
+    "qwen4_exp_text": "Qwen4ExpForCausalLM",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",

@@ -390,6 +390,7 @@ def _attention_bytes(
     if isinstance(a, GQAConfig):
         width = max(_gqa_width(kind) for kind in config.attentions if isinstance(kind, GQAConfig))
         own = num_tokens * width * dtype_bytes + _block_index_bytes(config, num_tokens, dtype_bytes)
+        own += _indexer_bytes(config, num_tokens, dtype_bytes)
         return max(own, _delta_bytes(config.delta, num_tokens, dtype_bytes))
     if isinstance(a, CompressedConfig):
         return _compressed_bytes(a, config.context_length, num_tokens, num_requests, dtype_bytes)
@@ -453,7 +454,7 @@ def _streams_bytes(config: ModelConfig, dtype_bytes: int) -> int:
 def _indexer_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
     """Index queries (with a float32 copy where they are quantized) and keys, head weights, selections, and scores."""
     a = config.attention
-    if not isinstance(a, MLAConfig) or a.indexer is None:
+    if isinstance(a, CompressedConfig) or a.indexer is None:
         return 0
     heads, context = a.indexer.num_heads, config.context_length
     each = (heads * a.index_width + a.index_width) * (2 * dtype_bytes + 4) + 8 * heads

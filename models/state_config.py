@@ -47,7 +47,8 @@ class DeltaConfig:
     `by_channel`: Kimi Delta Attention, with a decay for each channel of a key, and as many key heads as value heads.
     Then `low_rank` names those of decays (f) and output gates (g) that come from products of low rank, the others come
     from a whole matrix each. `bound`: as in `kernels.delta.protocol.DeltaShape`. `flat_rates`: the rates of decay are a
-    vector in the checkpoint, whatever `low_rank` is (GLM-5.3-Flash)."""
+    vector in the checkpoint, whatever `low_rank` is (GLM-5.3-Flash). `sigmoid`: so is the output gate of a net whose
+    decays are those of heads (Qwen3.8-Flash-Next); else SiLU."""
 
     key_heads: int
     value_heads: int
@@ -59,6 +60,7 @@ class DeltaConfig:
     low_rank: str = "fg"
     bound: float = 0.0
     flat_rates: bool = False
+    sigmoid: bool = False
 
     @property
     def decays(self) -> int:

@@ -6,17 +6,18 @@ Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from math import prod
 
 from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.state_config import DeltaConfig
+from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
+from moe_engine.models.tensor_spec import Kind, TensorSpec
+from moe_engine.models.tensor_spec import linear as _linear
+from moe_engine.models.tensor_spec import norm as _norm
 from moe_engine.models.vision_tensors import PREFIX, vision_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -34,6 +35,7 @@ KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
 """Ends of the names of a layer's KV cache scales. Rows of `fp8_per_tensor` alone have no scales of their own."""
 MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
 _MTP_ON_GQA = (
     "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
@@ -45,10 +47,13 @@ KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
     "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
+    **dict.fromkeys(QWEN4_EXP, ("mtp.",)),
 }
 """By architecture: begins of the names of MTP layers that are not served."""
 TABLES = (".engram.embed.weight", ".engram.embed.scale")
 """Tables of n-grams, which stay in their files."""
+NGRAMS = ".ple.ple_embedding."
+"""In the names of the tables of n-grams of Qwen3.8-Flash-Next, and of what they are computed by."""
 _IMAGE_BIAS = ".gate.bias_vl"
 MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
@@ -61,41 +66,6 @@ MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.
 def has_mtp_names(config: ModelConfig) -> bool:
     """True if MTP layers of the architecture are known."""
     return config.attention.kind == "mla" or config.architecture in _MTP_ON_GQA
-
-
-class Kind(enum.Enum):
-    """Storage of a tensor: LINEAR weights are in the checkpoint's `WeightFormat`, WIDE weights are kept in float32,
-    INDEX are integers, kept in int32."""
-
-    LINEAR = "linear"
-    PLAIN = "plain"
-    WIDE = "wide"
-    INDEX = "index"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor, or the tensors of all routed experts: then ``*`` in the name means 0 to `copies` - 1."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Kind = Kind.LINEAR
-    copies: int = 1
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of one copy."""
-        return prod(self.shape)
-
-    def names(self) -> Iterator[str]:
-        if "*" not in self.name:
-            yield self.name
-            return
-        before, after = self.name.split("*")
-        yield from (f"{before}{i}{after}" for i in range(self.copies))
-
-    def within(self, prefix: str) -> TensorSpec:
-        return dataclasses.replace(self, name=f"{prefix}.{self.name}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +97,7 @@ _EXPERT_NAMES = {
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
-    **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE), ExpertNames(shared="shared_expert")),
+    **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE, *QWEN4_EXP), ExpertNames(shared="shared_expert")),
 }
 """By architecture; others use the default."""
 ROUTERS = tuple(sorted({f".{names.router}" for names in (ExpertNames(), *_EXPERT_NAMES.values())}))
@@ -150,7 +120,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
     """All tensors of a built-in architecture's model; optionally with its MTP layers."""
     table = (config.vocab_size, config.hidden_size)
     yield TensorSpec(EMBEDDING, table, Kind.PLAIN)
-    yield _norm("model.norm", config.hidden_size)
+    yield from (spec.within("model") for spec in _input_norm(config, "norm", config.streams))
     if config.pooling is not None:
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
@@ -178,11 +148,16 @@ def _score_head(config: ModelConfig) -> Iterator[TensorSpec]:
 
 def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
     """Tensors of one decoder layer, with names relative to the layer. layer: its index; None: of an MTP layer."""
-    yield _norm("input_layernorm", config.hidden_size)
+    streams = config.draft_streams if layer is None else config.streams
+    yield from _input_norm(config, "input_layernorm", streams)
     yield from attention_tensors(config, layer)
-    yield _norm("post_attention_layernorm", config.hidden_size)
+    yield from _input_norm(config, "post_attention_layernorm", streams)
     yield from feed_forward_tensors(config, is_moe, layer)
-    if (streams := config.draft_streams if layer is None else config.streams) is not None:
+    if streams is not None and streams.rank:
+        if streams.engram is not None and layer in streams.engram.layers:
+            yield from (spec.within("ple") for spec in ngram_tensors(streams.engram, streams.count, config.hidden_size))
+        return
+    if streams is not None:
         for name in ("hc_attn", "hc_ffn"):
             yield from _streams(streams, config.hidden_size, name, (2 + streams.count) * streams.count)
     if streams is not None and streams.engram is not None and layer in streams.engram.layers:
@@ -195,6 +170,14 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     if config.residual_block:
         for name in ("self_attention_res", "mlp_res") if layer else ("mlp_res",):
             yield from _block_scores(name, config.hidden_size)
+
+
+def _input_norm(config: ModelConfig, name: str, streams: StreamsConfig | None) -> Iterator[TensorSpec]:
+    """What makes the input of a part of a layer, or of the head: a norm, or gates of the streams."""
+    if streams is None or not streams.rank:
+        yield _norm(name, config.hidden_size)
+    else:
+        yield from gate_tensors(streams, config.hidden_size, name)
 
 
 def _block_scores(name: str, hidden: int) -> Iterator[TensorSpec]:
@@ -264,6 +247,10 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
         return
     if isinstance(attention, MLAConfig) and attention.indexer is not None:
         yield from (spec.within("self_attn.indexer") for spec in _indexer(attention, hidden))
+    if isinstance(attention, GQAConfig) and attention.indexer is not None:
+        heads, width = attention.indexer.num_heads, attention.index_width
+        yield from _linear("self_attn.indexer.index_qk_proj", (heads + 1) * width, hidden)
+        yield from (_norm(f"self_attn.indexer.{name}_layernorm", width) for name in "qk")
     if isinstance(attention, GQAConfig) and attention.blocks is not None:
         yield from (spec.within("self_attn") for spec in _block_indexer(attention, attention.blocks, hidden))
 
@@ -440,20 +427,11 @@ def _mlp(prefix: str, hidden: int, width: int, bias: bool = False) -> Iterator[T
         yield from _linear(f"{prefix}.{name}", rows, cols, bias)
 
 
-def _linear(prefix: str, rows: int, cols: int, bias: bool = False) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{prefix}.weight", (rows, cols))
-    if bias:
-        yield TensorSpec(f"{prefix}.bias", (rows,), Kind.PLAIN)
-
-
 def added(config: ModelConfig, name: str) -> float:
     """What is added to a stored tensor before it is used (`ModelConfig.norm_plus`)."""
-    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name and not name.startswith(PREFIX)
+    is_norm = name.endswith("norm.weight") or ".ple.norm_" in name
+    is_norm &= ".linear_attn." not in name and not name.startswith(PREFIX)
     return config.norm_plus if is_norm else 0.0
-
-
-def _norm(prefix: str, width: int) -> TensorSpec:
-    return TensorSpec(f"{prefix}.weight", (width,), Kind.WIDE)
 
 
 # -- tensors that are not required
@@ -474,7 +452,8 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
     unused += (_FIRST_SCORES,) * (config.residual_block > 0)
     ends = (_ROTARY, *TABLES, *KV_SCALES) + (_IMAGE_BIAS,) * (not config.routes_images())
-    return {name for name in names if layer_index(name) in unread or name.endswith(ends) or name.startswith(unused)}
+    found = {name for name in names if name.endswith(ends) or name.startswith(unused) or NGRAMS in name}
+    return found | {name for name in names if layer_index(name) in unread}
 
 
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:

@@ -107,6 +107,18 @@ class SparseRun(Protocol):
         """
 
 
+class PlansSelected(Protocol):
+    """The plans of attention over selected tokens: of `SparseAttention`, or of `selected_gqa.SelectedGQA`."""
+
+    @property
+    def plan(self) -> Callable[[Selected], Any]:
+        """See `SparseAttention`."""
+
+    @property
+    def plan_in_place(self) -> Callable[[Selected], RenewablePlan | None] | None:
+        """See `SparseAttention`."""
+
+
 class TurnedRun(Protocol):
     """`SparseRun`, and a `Turn` of its results."""
 

@@ -61,17 +61,17 @@ class TextIds:
         """[V] int32."""
 
 
+_SIZES = ("row_bytes", "row_stride", "scale_bytes", "scale_stride")
+
+
 class _Struct(ctypes.Structure):
     """`moe::HashedRows` of hashed_rows.cpp."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in ("tokens", "longest", "heads", "row_bytes", "row_stride", "scale_bytes", "scale_stride")
-        ),
+        *((name, ctypes.c_int64) for name in ("tokens", "longest", "heads", *_SIZES, "part_rows")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("table", "scales", "sizes", "firsts", "multipliers", "ids", "rows", "row_scales")
+            for name in ("parts", "scales", "sizes", "firsts", "multipliers", "ids", "rows", "row_scales")
         ),
     )
 
@@ -96,12 +96,16 @@ class HashedRows:
         dtype: of the numbers.
         primes, multipliers: of `EngramConfig`, of this layer.
         values: of the device that reads the rows.
+        more: the rows behind those of `table`, in tables of as many rows each; the last one may have fewer.
     """
 
     def __init__(
         self, table: Tensor, dtype: torch.dtype, scales: Tensor | None, primes: Sequence[int],
-        multipliers: Sequence[int], values: NgramValues = IN_TORCH.values,
+        multipliers: Sequence[int], values: NgramValues = IN_TORCH.values, more: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
+        assert not more or scales is None
+        self._parts = (table, *more)
+        self._addresses = torch.tensor([part.data_ptr() for part in self._parts])
         self._table, self._dtype, self._scales, self._values = table, dtype, scales, values
         self._sizes = torch.tensor(primes, dtype=torch.int64)
         self._first = self._sizes.cumsum(0) - self._sizes
@@ -136,11 +140,9 @@ class HashedRows:
         """Ids of n-grams [T, N] int32 -> the rows side by side, [T, C W] of this dtype."""
         if self._function is None:
             flat = self.rows_of(ids.cpu()).flatten()
-            rows, scales = (
-                None if part is None
-                else part.index_select(0, flat).view(len(ids), len(self._sizes), part.shape[1]).to(ids.device)
-                for part in (self._table, self._scales)
-            )  # fmt: skip
+            each = len(ids), len(self._sizes)
+            found = self._rows(flat), None if self._scales is None else self._scales.index_select(0, flat)
+            rows, scales = (None if part is None else part.unflatten(0, each).to(ids.device) for part in found)
             assert rows is not None
             return self._values(rows.view(self._dtype), scales, dtype)
         if ids.device == _HOST:
@@ -148,6 +150,14 @@ class HashedRows:
             self._function(ctypes.byref(self._struct(len(ids), buffers)))
             return self._values(buffers.rows.view(self._dtype), buffers.scales, dtype)
         return self._read_in_order(ids, dtype)
+
+    def _rows(self, numbers: Tensor) -> Tensor:
+        """[R] -> [R, bytes of a row]."""
+        out, size = self._table.new_empty((len(numbers), self._table.shape[1])), len(self._table)
+        for number, part in enumerate(self._parts):
+            own = (numbers // size == number).nonzero().squeeze(1)
+            out[own] = part[numbers[own] - number * size]
+        return out
 
     def _read_in_order(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         count = len(ids)
@@ -185,8 +195,8 @@ class HashedRows:
         assert buffers.scales is not None or scales is None
         return _Struct(
             count, longest, len(self._sizes) // (longest - 1), self._table.shape[1], self._table.stride(0),
-            0 if scales is None else scales.shape[1], 0 if scales is None else scales.stride(0),
-            self._table.data_ptr(), None if scales is None else scales.data_ptr(), self._sizes.data_ptr(),
+            0 if scales is None else scales.shape[1], 0 if scales is None else scales.stride(0), len(self._table),
+            self._addresses.data_ptr(), None if scales is None else scales.data_ptr(), self._sizes.data_ptr(),
             self._first.data_ptr(), self._multipliers.data_ptr(), buffers.ids.data_ptr(), buffers.rows.data_ptr(),
             None if buffers.scales is None else buffers.scales.data_ptr(),
         )  # fmt: skip

@@ -112,11 +112,16 @@ def add(
     found = found.float()
     key, value = found[:, : n * hidden].unflatten(1, (n, hidden)), found[:, n * hidden :]
     before = residual[:, : n * hidden].float().unflatten(1, (n, hidden))
-    norms = (before.square().mean(2) + streams.eps).rsqrt() * (key.square().mean(2) + streams.eps).rsqrt()
-    dot = (before * weights * key).sum(2) * norms * hidden**-0.5
-    gate = torch.copysign(dot.abs().clamp_min(LEAST).sqrt(), dot).sigmoid()
+    gate = stream_gates(before, key, weights, streams.eps)
     gate = gate.masked_fill(ids[:, :1] == OUTSIDE, 0.0)
     residual[:, : n * hidden] = (before + gate.unsqueeze(2) * value.unsqueeze(1)).flatten(1)
+
+
+def stream_gates(streams: Tensor, keys: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """streams, keys [T, n, D], weights [n, D], float32 -> what the value is multiplied by in each stream, [T, n]."""
+    norms = (streams.square().mean(2) + eps).rsqrt() * (keys.square().mean(2) + eps).rsqrt()
+    dot = (streams * weights * keys).sum(2) * norms * streams.shape[2] ** -0.5
+    return torch.copysign(dot.abs().clamp_min(LEAST).sqrt(), dot).sigmoid()
 
 
 IN_TORCH = Ngrams(put_ids, values, add)

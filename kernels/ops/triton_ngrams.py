@@ -158,11 +158,11 @@ def add(
     """`AddNgrams`; a token's values do not depend on other tokens."""
     (n, width), found = weights.shape, with_contiguous_rows(found)
     if len(found):
-        added = residual if x is None else with_contiguous_rows(x)
+        added, sizes = residual if x is None else with_contiguous_rows(x), _constants(n, width)
         ngram_add_kernel[(len(found),)](
             found, ids, added, residual, weights, row_stride(found), ids.stride(0), row_stride(added),
-            row_stride(residual), streams.eps, width**-0.5, **_constants(n, width), ADD=x is not None,
-            num_warps=warps_for(_BLOCK),
+            row_stride(residual), streams.eps, width**-0.5, **sizes, ADD=x is not None,
+            num_warps=warps_for(sizes["BLOCK"]),  # no two threads have the same channel, which is changed in place
         )  # fmt: skip
 
 

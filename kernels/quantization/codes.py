@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, WeightForm
 
@@ -59,13 +59,11 @@ class GroupCodes:
     values: str = INTEGERS
     factors: int = 0
 
+    row_block: ClassVar[int] = 1
+
     @property
     def form(self) -> WeightForm:
         return FOUR_BITS if self.four_bits else CODES
-
-    @property
-    def row_block(self) -> int:
-        return 1
 
     @property
     def middle(self) -> int:

@@ -1,5 +1,5 @@
 """Block FP8 as DeepSeek V3 stores it: `prefix.weight` in e4m3, one scale per block in `prefix.weight_scale_inv`
-(`prefix.weight_scale` in compressed-tensors).
+(`prefix.weight_scale` in compressed-tensors), or one scale for the matrix.
 
 Weights without scales in such a checkpoint are plain. Kernels multiply blocks of 128 x 128; others are dequantized.
 Imports no torch.
@@ -82,7 +82,8 @@ class BlockFP8Format:
         if scale is None:
             return PLAIN.tensors(prefix, shape, names)
         grid = tuple(-(-size // block) for size, block in zip(shape, self.block))
-        return StoredTensor(f"{prefix}.weight", shape, (*FP8, *FLOATS)), StoredTensor(scale, grid, SCALES)
+        weight = StoredTensor(f"{prefix}.weight", shape, (*FP8, *FLOATS))
+        return weight, StoredTensor(scale, grid, SCALES, ((), (1,), (1, 1)))
 
     def is_scale(self, name: str) -> bool:
         return name.endswith(("_scale_inv", ".scale", "_scale"))
@@ -124,6 +125,8 @@ class BlockFP8Format:
             return
         with source.open(scales[0]) as raw:
             grid = scale_values(raw)
+        if grid.numel() == 1:  # of the whole matrix
+            grid = grid.reshape(1, 1).repeat(scales[0].shape)
         if isinstance(out, BlockWeight):
             out.scales.copy_(cut.in_blocks(self.block).of(grid))
             source.read_into(weight, cut, out.data)

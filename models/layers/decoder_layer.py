@@ -13,6 +13,7 @@ from moe_engine.kernels.quantization.protocol import Activation, ActivationForma
 from moe_engine.models.batch import ForwardBatch, RoutedTokens
 from moe_engine.models.layers.deepstack import DeepstackRows
 from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.ngram_input import NgramInput
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
@@ -48,9 +49,12 @@ class DecoderLayer:
         self._moe = moe if moe is not None and moe.leaves_rows and next_norm.adds_rows else None
         """Set if `next_norm` sums the experts' rows."""
         self.deepstack: DeepstackRows | None = None
+        self.ngrams: NgramInput | None = None
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
         """`batch` and `more` are the arguments of the attention after `hidden`."""
+        if self.ngrams is not None:
+            hidden = self.ngrams.add(hidden, residual, batch)
         mixed, chosen = self.attention.forward(hidden, batch, *more), None
         if self._moe is not None:
             hidden, chosen = self._moe.after_norm(self.post_norm, mixed, residual, tokens=batch.routed)

@@ -68,7 +68,7 @@ class DeltaLayer:
         return own if self._narrow is None else common_format(own, self._narrow.input_format)
 
     def forward(self, hidden: Activation, batch: ForwardBatch, *_: Any) -> Tensor:
-        states = DeltaStates(*batch.kv[self._layer_index])
+        states = DeltaStates(*batch.kv[self._layer_index][:2])  # others are of other parts of the layer
         inputs = self._inputs(hidden)
         mixed = self._kernel.run(inputs, self._weights, states, batch.state_runs, self._shape)  # [T, Hv Dv]
         return self._out(mixed)

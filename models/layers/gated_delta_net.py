@@ -25,7 +25,7 @@ NAME = "linear_attn"
 
 
 class GatedDeltaNet(DeltaLayer):
-    """A delta net with one decay for each value head, and z and the output gate's SiLU."""
+    """A delta net with one decay for each value head, and z and the output gate's SiLU or sigmoid."""
 
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, parallel: ParallelContext
@@ -46,7 +46,7 @@ class GatedDeltaNet(DeltaLayer):
         begins = ((0, keys), (keys, keys), (2 * keys, values))
         conv = [(f"{prefix}.conv1d.weight", (2 * keys + values, 1, whole.taps), *part) for part in begins]
         taps = read_taps(reader, conv, key_heads, share)
-        shape = DeltaShape(key_heads, value_heads, whole.key, whole.value, whole.taps)
+        shape = DeltaShape(key_heads, value_heads, whole.key, whole.value, whole.taps, sigmoid=whole.sigmoid)
         super().__init__(layer_index, backends, shape, DeltaWeights(taps, a_log, dt_bias, norm, config.norm_eps), out)
 
     def _inputs(self, hidden: Activation) -> DeltaInputs:

@@ -20,7 +20,10 @@ class GatedGQAttention(GQAttention):
         groups = group_inputs(batch, self._all_groups, self._backend) if groups is None else groups
         parts = self._parts(self._qkv(hidden))
         q = self._rows(parts, batch.positions, groups[self._group].slots, cache)
-        mixed = self._attend(q, k_cache, v_cache, groups)
+        return self._gated(self._attend(q, k_cache, v_cache, groups), parts)
+
+    def _gated(self, mixed: Tensor, parts: ProjectedParts) -> Tensor:
+        """[T, H, V] -> [T, D]."""
         gate = parts.heads[:, 1 : 2 * self._gqa.num_heads : 2]
         gates = self._ops.capabilities.gates
         opened = mixed.mul_(gate.sigmoid()) if gates is None else gates.heads(mixed, gate)

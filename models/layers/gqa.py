@@ -22,7 +22,6 @@ from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import CacheGroup, GQAConfig, ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers.block_chunks import BlockChunk
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.projection_norm import ProjectionNorms
@@ -42,8 +41,8 @@ class GroupInputs:
     queries: list[tuple[slice, PagedQueries]]
     plan: Any
     slots: Tensor
-    chunks: Sequence[BlockChunk] = ()
-    """The queries as layers with block-sparse attention see them."""
+    chunks: Sequence[Any] = ()
+    """The queries as layers see them that attend to selected blocks (`BlockChunk`) or pools (`AttentionChunk`)."""
 
 
 class ProjectedParts(NamedTuple):

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import MLABackend
-from moe_engine.kernels.attention.selected import Selected, num_visible
+from moe_engine.kernels.attention.selected import PlansSelected, Selected, num_visible
 from moe_engine.kernels.indexer.pools import PooledTokens, PoolRule
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
@@ -43,23 +42,22 @@ class PoolSteps:
     """Builds the chunks of steps.
 
     Args:
+        sparse: attention over the selected slots.
         max_tokens: query tokens of a chunk at most.
     """
 
     def __init__(
-        self, config: IndexerConfig, backend: MLABackend, kernel: IndexerKernel, max_tokens: int = MAX_ABSORBED_TOKENS
-    ) -> None:
-        sparse = backend.capabilities.sparse
-        if sparse is None:
-            raise ValueError(f"attention backend {backend.name} has no sparse attention")
+        self, config: IndexerConfig, sparse: PlansSelected, kernel: IndexerKernel,
+        max_tokens: int = MAX_ABSORBED_TOKENS,
+    ) -> None:  # fmt: skip
         self.rule = PoolRule(config.pool, config.top_k // config.pool)
-        self.sparse, self.kernel = sparse, kernel
+        self._sparse, self.kernel = sparse, kernel
         self._heads, self._max_tokens, self._memory = config.num_heads, max_tokens, FixedMemory()
 
     def plan_in_place(self, batch: AttentionBatch) -> PoolsInPlace | None:
         """The plan of captured decodes; None if one of the kernels cannot be captured."""
         assert batch.decode is not None
-        return PoolsInPlace.of(self.rule, self._heads, batch.decode, self.sparse, self.kernel, self._memory)
+        return PoolsInPlace.of(self.rule, self._heads, batch.decode, self._sparse, self.kernel, self._memory)
 
     def of(self, batch: ForwardBatch) -> list[AttentionChunk]:
         """The chunks of a step, in token order, each of tokens of one group. `index_plan` is a `PoolChoice`; None where
@@ -72,10 +70,16 @@ class PoolSteps:
             if group is None or not group.num_tokens:
                 continue
             group.refuse_tree("pooled")
-            for part in self._parts(group):
-                tokens = slice(start + part.tokens.start, start + part.tokens.stop)
-                chunks.append(self._chunk(group, tokens, batch.positions[tokens], part))
+            chunks += self._of_group(group, start, batch)
             start += group.num_tokens
+        return chunks
+
+    def _of_group(self, group: PagedQueries, start: int, batch: ForwardBatch) -> list[AttentionChunk]:
+        """The chunks of a group whose first token is `start`."""
+        chunks = []
+        for part in self._parts(group):
+            tokens = slice(start + part.tokens.start, start + part.tokens.stop)
+            chunks.append(self._chunk(group, tokens, batch.positions[tokens], part))
         return chunks
 
     def _parts(self, group: PagedQueries) -> Iterator[_Part]:
@@ -99,7 +103,7 @@ class PoolSteps:
             choice = self._choice(group, requests, given, whole, lens)
         else:
             pools.place(None, given, slots)
-        plan = self.sparse.plan(selected)
+        plan = self._sparse.plan(selected)
         return AttentionChunk(tokens, group, plan, absorbed=True, selected=selected, index_plan=choice)
 
     def _choice(

@@ -37,7 +37,9 @@ class PooledMLAAttention(MLAAttention):
         super().__init__(config, layer_index, reader, backends, *others, **options)
         whole = config.attention
         assert isinstance(whole, MLAConfig) and self._q is not None and self._q_norm is not None
-        self._steps, prefix = steps, f"model.layers.{layer_index}.self_attn.indexer"
+        sparse = backends.attention.capabilities.sparse
+        assert sparse is not None
+        self._sparse, self._steps, prefix = sparse, steps, f"model.layers.{layer_index}.self_attn.indexer"
         self._indexer = PoolIndexer(whole, config.hidden_size, reader, backends, prefix, not self._joined)
         self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
         # kernels for rows that are key and value as a whole take sinks: these have no weight
@@ -84,4 +86,4 @@ class PooledMLAAttention(MLAAttention):
     def _mixed(self, query: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor:
         assert chunk.selected is not None
         width = self._mla.kv_lora_rank
-        return self._steps.sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width, self._sinks)
+        return self._sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width, self._sinks)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.renewable import RenewablePlan
-from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.attention.selected import PlansSelected, Selected
 from moe_engine.kernels.indexer.pools import PooledTokens, PoolKernels, PoolRule
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import PagedQueries
@@ -63,7 +63,7 @@ class PoolsInPlace:
 
     @classmethod
     def of(
-        cls, rule: PoolRule, heads: int, queries: PagedQueries, sparse: SparseAttention, kernel: IndexerKernel,
+        cls, rule: PoolRule, heads: int, queries: PagedQueries, sparse: PlansSelected, kernel: IndexerKernel,
         memory: FixedMemory,
     ) -> PoolsInPlace | None:  # fmt: skip
         """None if one of the kernels cannot be captured, and for a draft tree.

@@ -15,6 +15,7 @@ from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch, RoutedTokens
 from moe_engine.models.layers.deepstack import DeepstackRows
 from moe_engine.models.layers.moe import Choice, MoE
+from moe_engine.models.layers.ngram_input import NgramInput
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.parallel.context import ParallelContext
@@ -56,6 +57,7 @@ class ShardedLayer:
         self._moe = feed_forward if isinstance(feed_forward, MoE) else None
         self._comm = comm
         self.deepstack: DeepstackRows | None = None
+        self.ngrams: NgramInput | None = None
         self._pairs = self._moe is not None and next_norm.adds_pairs and not comm.gathers_for_ffn and self.shares_out
         """True if `next_norm` sums routed and shared experts, since the result is not communicated."""
 
@@ -73,6 +75,8 @@ class ShardedLayer:
         step, comm = batch.sizes, self._comm
         assert step is not None
         mixed = residual[:0, : self.post_norm.width]
+        if self.ngrams is not None and len(hidden):
+            hidden = self.ngrams.add(hidden, residual, batch)
         if len(hidden):
             mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = comm.residual_rows(residual, step)  # [S, D]

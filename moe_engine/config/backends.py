@@ -28,7 +28,8 @@ class BackendArgs:
         "Attention kernels. auto: the most preferred backend that can run on this device. A named backend that cannot "
         "run is an error.",
         choices=partial(_names, "MLA", "GQA"),
-        synonyms=CPU_SYNONYMS | dict.fromkeys(("dsa", "nsa", "dsv4", "compressed"), "auto"),  # parts of the model here
+        # parts of the model here
+        synonyms=CPU_SYNONYMS | dict.fromkeys(("dsa", "nsa", "dsv4", "compressed", "qsa"), "auto"),
         unsupported={
             "trtllm_mha": TENSORRT,
             **dict.fromkeys(
@@ -36,7 +37,6 @@ class BackendArgs:
                  "minicpm_flashattn", "minicpm_flashinfer", "llada2_cfg_flashinfer"),
                 MORE_GPU,
             ),
-            "qsa": "Qwen4 and other models that are not served",
             **dict.fromkeys(("aiter", "wave", "ascend", "intel_xpu"), OTHER_DEVICES),
         },
     )  # fmt: skip

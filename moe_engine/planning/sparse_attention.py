@@ -14,7 +14,7 @@ from moe_engine.planning.resolution_log import Record
 
 
 def has_indexer(model: ModelConfig) -> bool:
-    return isinstance(model.attention, MLAConfig) and model.attention.indexer is not None
+    return isinstance(model.attention, MLAConfig | GQAConfig) and model.attention.indexer is not None
 
 
 def has_blocks(model: ModelConfig) -> bool:

@@ -58,7 +58,6 @@ REFUSED_PATHS = {
     "/v1/messages/batches": AT_ONCE,
     "/vertex_generate": "use /generate, or /invocations",
     **dict.fromkeys(("/api/embed", "/api/embeddings"), "use /v1/embeddings"),
-    "/api/ps": "the served model is always loaded; /api/tags lists it",
     "/api/pull": "a server has the model of its start (--model-path)",
     "/v1/audio/transcriptions": "audio is not accepted",
     "/v1/realtime": "audio is not accepted",
@@ -82,8 +81,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     messages, created, local = AnthropicApi(state), ResponsesApi(state, state.responses), OllamaApi(state)
     sessions, operations = SessionsApi(state.frontend.sessions), OperationsApi(state)
     vectors, scoring, doctor = EmbeddingsApi(state), ScoringApi(state), DoctorApi(state, history)
-    # before paths with a parameter, which would take them
-    for path, reason in REFUSED_PATHS.items():
+    for path, reason in REFUSED_PATHS.items():  # before paths with a parameter, which would take them
         yield Endpoint(path, control.refuse(reason), "GET POST PUT", available=False)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
@@ -113,6 +111,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/api/generate", local.generate, "POST", ollama.OllamaAnswer, body=ollama.OllamaGenerateRequest,
                    event=ollama.OllamaAnswer, stream=JSON_LINES)
     yield Endpoint("/api/tags", local.tags, answer=ollama.ModelTags)
+    yield Endpoint("/api/ps", local.loaded, answer=ollama.LoadedModels)
     yield Endpoint("/api/show", local.show, "POST", ollama.ShownModel, body=ollama.ShowRequest)
     yield Endpoint("/api/version", local.version, answer=ollama.Version, aliases=("/version",))
     yield Endpoint("/v1/models", pages.models, answer=answers.ModelList)

@@ -1,4 +1,4 @@
-"""/api/chat, /api/generate, /api/tags, /api/show: Ollama's forms of chat and completion, over the chat endpoint."""
+"""Ollama's forms of chat, completion and lists of models, over the chat endpoint."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ from moe_engine.tokenizer.fill_in_middle import fill_in_middle
 from moe_engine.validation import checked, refuse_unavailable
 
 LINE_END = b',"done":false}\n'
+NEVER = "9999-12-31T23:59:59Z"
+"""When a model is unloaded."""
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 NAMES = (
     (rf"^({'|'.join(OPTIONS)})\b", r"options.\1"),
@@ -152,6 +154,15 @@ class OllamaApi:
         names = [self._state.model_name, *self._state.frontend.adapters.paths]
         answer: ModelTags = {"models": [self._listed(name) for name in names]}
         return json_response(answer)
+
+    async def loaded(self, request: Request) -> Response:
+        """The served model and its LoRA adapters as loaded models, in Ollama's form."""
+        info, device = self._state.client.info, self._state.settings.server_args.get("device", "cpu")
+        more = {"expires_at": NEVER, "size_vram": 0 if device == "cpu" else info.weight_bytes}
+        names = [self._state.model_name, *self._state.frontend.adapters.paths]
+        return json_response(
+            {"models": [{**self._listed(name), **more, "context_length": info.context_len} for name in names]}
+        )
 
     async def show(self, request: Request) -> Response:
         """Facts of the served model, in Ollama's form."""

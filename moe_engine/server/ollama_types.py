@@ -128,6 +128,16 @@ class ModelTags(TypedDict):
     models: list[ListedModel]
 
 
+class LoadedModel(ListedModel):
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class LoadedModels(TypedDict):
+    models: list[LoadedModel]
+
+
 class ShownModel(TypedDict):
     modified_at: str
     template: str

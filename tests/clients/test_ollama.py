@@ -67,6 +67,8 @@ def test_models_options_and_refusals(root: str) -> None:
     client = ollama.Client(root, headers=HEADERS)
     (model,) = client.list().models
     assert model.model == "demo" and "tools" in client.show("demo").capabilities
+    (loaded,) = client.ps().models
+    assert (loaded.model, loaded.size, loaded.size_vram) == ("demo", model.size, 0)
     cut = client.chat("demo", FRANCE, options={"temperature": 0, "stop": ["Paris"]})
     assert "Paris" not in cut.message.content and cut.done_reason == "stop"
     assert client.chat("demo", FRANCE, options={"num_predict": 2}).done_reason == "length"

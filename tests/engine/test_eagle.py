@@ -56,7 +56,7 @@ def run(
     return {rid: answer.token_ids for rid, answer in answers.items()}, engine
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in FORMS]
 )
@@ -90,7 +90,7 @@ WAYS: dict[str, dict[str, Any]] = {
 OFTEN = ("sampled tree", "retracted")
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "way", [way if way in OFTEN else pytest.param(way, marks=pytest.mark.exhaustive) for way in WAYS]
 )
@@ -109,7 +109,7 @@ def test_answers_are_those_without_drafts(trained: Pair, tmp_path: Path, way: st
     assert way != "retracted" or stats.num_retractions_total > 0
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_cached_prefix_has_the_heads_keys_and_values(trained: Pair, tmp_path: Path) -> None:
     """A repeated request reads the head's KV from the radix cache, and has the same number of accepted drafts."""
     prompt = trained.prompts[-1] * 2
@@ -126,7 +126,7 @@ def test_a_cached_prefix_has_the_heads_keys_and_values(trained: Pair, tmp_path: 
     assert stats is not None and all(count % 2 == 0 for count in (*stats.proposed, *stats.accepted))
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_the_host_tier_keeps_the_heads_keys_and_values(trained: Pair, tmp_path: Path) -> None:
     """A prompt whose KV was evicted and loaded again has the same number of accepted drafts as a recomputed one."""
     prompt = trained.prompts[-1] * 2

@@ -18,7 +18,7 @@ from tests.models.checkpoints import SPARSE_KINDS, make_checkpoint
 from tests.models.routing import num_clearly_routed
 from tests.speculation.agreeing import agreeing_checkpoint
 
-pytestmark = pytest.mark.drawn(3)
+pytestmark = pytest.mark.drawn(2)
 
 VOCAB, ROWS = 250, 8
 FLAGS: dict[str, Any] = {

@@ -14,7 +14,7 @@ from moe_engine.errors import InputError
 from tests.examples import examples
 from tests.structured_output.schemas import draw_schemas
 
-pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(13)]
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(9)]
 
 FREE = ["The capital of France is", "What is 2 + 3?", "Once upon a time"]
 NEXTN = {

@@ -57,6 +57,9 @@ BLOCK_SPARSE = "minimax_m3"
 """The kind with block-sparse attention, whose config.json has the text model in `text_config`."""
 POOLED = "glm5_next"
 """The kind with pools of index keys, whose config.json has the text model in `text_config`."""
+GATED_STREAMS = "qwen4_exp"
+"""The kind with gated streams and tables of n-grams beside pools, whose config.json has the text model in
+`text_config`."""
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """Kinds with sparse attention: contexts exceed `index_topk`."""
 
@@ -274,6 +277,16 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GQA, **DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
         | {"shared_expert_intermediate_size": 48},
     ),
+    GATED_STREAMS: (
+        "Qwen4Exp",
+        {**_GQA, **DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 48, "num_hidden_layers": 4, "output_gate_type": "sigmoid"}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "hc_count": 3, "hc_lowrank": 12}
+        | {"ple_layer_ids": [1, 3], "ple_embed_dim": 32, "ngram_size": 3, "heads_per_ngram": 2, "seed": 77}
+        | {"ngram_vocab_size_base": 60, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 5}
+        | {"indexer_n_heads": 12, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
+        | {"indexer_compress_ratio": 4},
+    ),
     "kimi_linear": (
         "KimiLinear",
         {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None}
@@ -448,6 +461,8 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
         config, model_class = _with_small_tower(fields), transformers.MiniMaxM3SparseForConditionalGeneration
     elif family == "Glm5Next":
         config, model_class = _glm5_next(fields), transformers.Glm5NextForConditionalGeneration
+    elif family == "Qwen4Exp":
+        config, model_class = _qwen4_exp(fields), transformers.Qwen4ExpForConditionalGeneration
     else:
         text = "Text" if family.startswith("Qwen3_5") else ""
         config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
@@ -456,7 +471,7 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     model = model_class(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
-            stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "MiniMaxM3"))
+            stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniMaxM3"))
             less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("A_log"):
@@ -507,6 +522,21 @@ def _glm5_next(fields: dict[str, Any]) -> Any:
         vision_config=tower,
         image_token_id=fields["vocab_size"] - 1,
         video_token_id=fields["vocab_size"] - 2,
+    )
+
+
+def _qwen4_exp(fields: dict[str, Any]) -> Any:
+    """The config of Qwen3.8-Flash-Next with a small tower; the text model's fields are `fields`."""
+    import transformers
+
+    tower = {"hidden_size": 48, "intermediate_size": 64, "depth": 1, "num_heads": 2, "num_position_embeddings": 36}
+    return transformers.Qwen4ExpConfig(
+        text_config=copy.deepcopy(fields),
+        vision_config=tower | {"out_hidden_size": fields["hidden_size"]},
+        image_token_id=fields["vocab_size"] - 1,
+        video_token_id=fields["vocab_size"] - 2,
+        vision_start_token_id=fields["vocab_size"] - 3,
+        vision_end_token_id=fields["vocab_size"] - 4,
     )
 
 

@@ -32,7 +32,7 @@ from tests.models import (
     v41_tower,
     vision_checkpoints,
 )
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import POOLED, make_checkpoint
 from tests.models.vision_checkpoints import Oracle, Pixels, random_picture
 
 ORDINARY = 250
@@ -166,7 +166,7 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
 
 
 def pooled_family(kind: str, path: Path, seed: int) -> Family:
-    return _clear(text_family(kind, path, seed, num_hidden_layers=4, num_mtp_layers=1))
+    return _clear(text_family(kind, path, seed, num_hidden_layers=4, num_mtp_layers=int(kind == POOLED)))
 
 
 def _clear(family: Family) -> Family:
@@ -238,7 +238,8 @@ def _kept(reference: deepseek_v41.V41Reference) -> Logits:
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
-    "deepseek_v41": v41_family, "glm5_next": pooled_family, "deepseek_v41_fp4": v41_fp4_family,
+    "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
+    "glm5_next": pooled_family, "qwen4_exp": pooled_family,
 }  # fmt: skip
 
 

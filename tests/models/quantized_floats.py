@@ -47,6 +47,12 @@ def matrix_fp8(weight: Tensor) -> Written:
     return {".weight": data, ".weight_scale": scale, ".input_scale": torch.tensor(0.1)}, values
 
 
+def scalar_fp8(weight: Tensor) -> Written:
+    """The same without an activation scale."""
+    stored, values = matrix_fp8(weight)
+    return {end: tensor for end, tensor in stored.items() if end != ".input_scale"}, values
+
+
 def published_fp8(weight: Tensor) -> Written:
     """The same in transformers' names, as Ministral 3 is published."""
     scale = weight.abs().amax() / 448
@@ -178,6 +184,7 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
     "fbgemm_fp8": (rows_fp8, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}),
     "w8a8_fp8": (flat_rows_fp8, {"quant_method": "w8a8_fp8"}),
     "fp8, static": (matrix_fp8, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}),
+    "fp8, dynamic, no blocks": (scalar_fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "fp8, static, published": (
         published_fp8,
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}

@@ -136,6 +136,12 @@ def test_a_lost_engine_ends_the_lines() -> None:
 def test_a_model_is_listed_shown_and_loaded() -> None:
     (listed,) = get(FakeClient(), "/api/tags").json()["models"]
     assert listed["name"] == listed["model"] == "tiny" and listed["details"]["family"] == "deepseek_v3"
+    (loaded,) = get(FakeClient(weight_bytes=5), "/api/ps", server_args={"device": "cuda"}).json()["models"]
+    assert loaded == listed | {
+        "modified_at": loaded["modified_at"], "size": 5, "size_vram": 5, "context_length": 256,
+        "expires_at": "9999-12-31T23:59:59Z",
+    }  # fmt: skip
+    assert get(FakeClient(weight_bytes=5), "/api/ps").json()["models"][0]["size_vram"] == 0
     shown = post(FakeClient(), "/api/show", {"model": "tiny:latest"}, **PARSERS).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["deepseek_v3.context_length"] == 256

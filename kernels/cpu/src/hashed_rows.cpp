@@ -12,14 +12,19 @@ namespace moe {
 
 struct HashedRows {
   int64_t tokens, longest, heads;
-  int64_t row_bytes, row_stride, scale_bytes, scale_stride;
-  const uint8_t *table, *scales;                // scales may be null
+  int64_t row_bytes, row_stride, scale_bytes, scale_stride, part_rows;
+  const uint8_t* const* parts;                  // of the table, part_rows rows each
+  const uint8_t* scales;                        // may be null
   const int64_t *sizes, *firsts, *multipliers;  // [C], [C], [N]
   const int32_t* ids;                           // [T, N], the last token's first
   uint8_t *rows, *row_scales;                   // [T, C * row_bytes], [T, C * scale_bytes]
 };
 
 namespace {
+
+const uint8_t* place(const HashedRows& h, int64_t row) {
+  return h.parts[row / h.part_rows] + row % h.part_rows * h.row_stride;
+}
 
 void rows_of(const HashedRows& h, int64_t token, int64_t* out) {
   const int32_t* ids = h.ids + token * h.longest;
@@ -29,7 +34,7 @@ void rows_of(const HashedRows& h, int64_t token, int64_t* out) {
     for (int64_t head = 0; head < h.heads; head++) {
       const int64_t column = (back - 1) * h.heads + head;
       out[column] = h.firsts[column] + int64_t(mixed % uint64_t(h.sizes[column]));
-      __builtin_prefetch(h.table + out[column] * h.row_stride);
+      __builtin_prefetch(place(h, out[column]));
     }
   }
 }
@@ -38,7 +43,7 @@ void copy_rows(const HashedRows& h, int64_t token, const int64_t* rows) {
   const int64_t columns = (h.longest - 1) * h.heads;
   for (int64_t i = 0; i < columns; i++) {
     const int64_t to = token * columns + i;
-    std::memcpy(h.rows + to * h.row_bytes, h.table + rows[i] * h.row_stride, size_t(h.row_bytes));
+    std::memcpy(h.rows + to * h.row_bytes, place(h, rows[i]), size_t(h.row_bytes));
     if (h.scales)
       std::memcpy(h.row_scales + to * h.scale_bytes, h.scales + rows[i] * h.scale_stride, size_t(h.scale_bytes));
   }

@@ -22,11 +22,13 @@ from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
 from moe_engine.models.config_mixtures import ernie_moe_fields, gpt_oss_fields
+from moe_engine.models.config_qwen4_exp import qwen4_exp_fields
 from moe_engine.tuning.costs.form import KV_BYTES
 
 _COMPLETED = {
     "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
+    "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip
@@ -47,6 +49,10 @@ and the selection."""
 STREAMS, ENTRIES, ENTRY_INDEXER = 1, 2, 7
 """More kernels of DeepSeek V4: residual streams with what attention to windows has beside MLA, compressed entries, and
 their indexer."""
+
+
+GATES = 30
+"""More kernels before each part of a layer of Qwen3.8-Flash-Next: gates of the residual streams."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
         num_experts=experts,
         top_k=top_k,
         head=vocab * hidden,
-        attention=_attention(fields, hidden, layers),
+        attention=tuple(_with_gates(fields, hidden, group) for group in _attention(fields, hidden, layers)),
         stored_dtype=stored_dtype(raw),
         num_heads=fields.integer("num_attention_heads"),
         mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
@@ -233,7 +239,8 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     linear = len(kinds) - full - sliding - blocks
     found = []
     if grouped:
-        found.append(_grouped(fields, hidden, grouped, 0, "num_key_value_heads"))
+        plain = _grouped(fields, hidden, grouped, 0, "num_key_value_heads")
+        found.append(_over_pools(fields, hidden, plain) if fields.has("indexer_budget") else plain)
     if blocks:
         found.append(_block_sparse(fields, hidden, blocks))
     if sliding:
@@ -353,6 +360,28 @@ def _block_sparse(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         index_flops=2.0 * width * heads,
         index_bytes=2 * width,
     )
+
+
+def _over_pools(fields: Fields, hidden: int, plain: AttentionFacts) -> AttentionFacts:
+    """Qwen3.8-Flash-Next: an indexer with one key for each pool of tokens selects for all heads."""
+    width, heads = fields.integer("indexer_head_dim"), fields.integer("indexer_n_heads")
+    return replace(
+        plain,
+        replicated=hidden * (heads + 1) * width,
+        kernels=plain.kernels + INDEXER,
+        limit=fields.integer("indexer_budget"),
+        index_flops=2.0 * width * heads / fields.integer("indexer_compress_ratio"),
+        index_bytes=2 * width,
+    )
+
+
+def _with_gates(fields: Fields, hidden: int, plain: AttentionFacts) -> AttentionFacts:
+    """With the gates of the residual streams of Qwen3.8-Flash-Next, of both parts of a layer."""
+    if not fields.has("hc_lowrank"):
+        return plain
+    rank, count = fields.integer("hc_lowrank"), fields.integer("hc_count", 4)
+    weights = 2 * count * hidden * (2 * rank + count)
+    return replace(plain, replicated=plain.replicated + weights, kernels=plain.kernels + 2 * GATES)
 
 
 def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:

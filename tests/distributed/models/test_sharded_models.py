@@ -74,6 +74,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {},  # windows and entries, streams, experts by token id
     "deepseek_v4-fp4": {"hidden_size": 160, "moe_intermediate_size": 192},  # six groups of 32 columns
     "glm5_next": {"linear_attn_config": {"num_heads": 4, "head_dim": 12}},  # pools of index keys, states, streams
+    "qwen4_exp": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # gates of streams, n-grams with states
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
@@ -203,10 +204,11 @@ def test_deepseek_v4(world: World, alone: Any, checkpoint: Checkpoint, name: str
     run_all(world, alone, [Case(path, t, "cpu", page_size=16) for key, t in topologies(world).items() if key in some])
 
 
-def test_glm5_next(world: World, alone: Any, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("name", ["glm5_next", "qwen4_exp"])
+def test_pools(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """All ranks of a group select the same pools; a page has whole pools."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
-    path = checkpoint("glm5_next")
+    path = checkpoint(name)
     run_all(world, alone, [Case(path, t, "cpu", page_size=4) for key, t in topologies(world).items() if key in some])
 
 

@@ -39,3 +39,14 @@ def test_a_repeated_row() -> None:
     rows = HashedRows(table, torch.float32, None, PRIMES, MULTIPLIERS)
     found = rows.read(torch.randint(50, (3, 3), dtype=torch.int32), torch.float32)
     assert torch.equal(found, table[0].view(torch.float32).repeat(3, 6))
+
+
+def test_a_table_in_parts() -> None:
+    """The last part has fewer rows."""
+    whole, ids = torch.randn(sum(PRIMES), 6), torch.randint(8000, (40, 3), dtype=torch.int32)
+    want = HashedRows(whole.view(torch.uint8), torch.float32, None, PRIMES, MULTIPLIERS).read(ids, torch.float32)
+    first, *more = (part.clone().view(torch.uint8) for part in whole.split(200))
+    rows = HashedRows(first, torch.float32, None, PRIMES, MULTIPLIERS, more=more)
+    assert rows.in_order and torch.equal(rows.read(ids, torch.float32), want)
+    rows.__dict__["_function"] = None
+    assert torch.equal(rows.read(ids, torch.float32), want)

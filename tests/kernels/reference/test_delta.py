@@ -17,7 +17,7 @@ from tests.models.rows import cpu_rows_of
 ROWS = [row.name for row in cpu_rows_of(tables.DELTA)]
 SHAPES = (
     DeltaShape(2, 4, 8, 12, 4),
-    DeltaShape(1, 3, 16, 80, 2),
+    DeltaShape(1, 3, 16, 80, 2, sigmoid=True),
     DeltaShape(3, 3, 24, 32, 3, decays=24, sigmoid=True),
     DeltaShape(1, 2, 20, 12, 2, decays=20, bound=-5.0),
 )

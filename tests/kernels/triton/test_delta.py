@@ -11,7 +11,7 @@ from tests.kernels.reference.test_delta import compare, draw, kernel, recurrence
 
 SHAPES = (
     DeltaShape(2, 4, 8, 12, 4),
-    DeltaShape(1, 1, 20, 40, 2),
+    DeltaShape(1, 1, 20, 40, 2, sigmoid=True),
     DeltaShape(2, 2, 20, 12, 4, decays=20, sigmoid=True),
     DeltaShape(1, 2, 8, 40, 2, decays=8, bound=-5.0),
 )

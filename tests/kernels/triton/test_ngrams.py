@@ -68,3 +68,18 @@ def test_rows_are_added_to_streams(n: int, width: int, dtype: torch.dtype) -> No
         triton_ngrams.add(found, ids, x, other, weights, streams)
         torch.testing.assert_close(other, one, rtol=bound, atol=bound)
         assert not torch.equal(one[0], before[0]) and (x is not None or torch.equal(one[1:2], before[1:2]))
+
+
+@pytest.mark.parametrize("width", [64, 300, 5120])
+def test_no_channel_has_two_threads(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams change in place and are summed: a second thread would read the first one's result."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda kernel, *args, **more: found.append((more["BLOCK"], more["num_warps"]))
+    )
+    residual, streams = late_residual(2, width, 1), late_weights(2, width)[0]
+    ids, x, weights = torch.tensor([[7] * 4], dtype=torch.int32), torch.randn(1, width), torch.rand(2, width)
+    triton_ngrams.add(torch.randn(1, 3 * width), ids, x, residual, weights, streams)
+    assert found and all(block >= 32 * warps for block, warps in found)

@@ -1,0 +1,49 @@
+"""Residual streams with gates of low rank: each part of a layer reads a gated mean of the normed streams, and adds its
+result to each stream with a weight (Qwen3.8-Flash-Next).
+
+    s_j = norm of stream j, by weights of its own;   s = all of them side by side
+    read = mean over j of sigmoid(up(silu(down(s) / n)))_j * s_j
+    written to stream j: 2 sigmoid((inject(s) / n)_j) times the result
+
+The residual is one tensor [T, n D + n]: the streams, then the weights with which the next result is added.
+
+Legend: T tokens, D hidden, n streams, r rank.
+Source: transformers (qwen4_exp).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def norm_streams(residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of each stream of residual [T, >= n D], by weight [n, D] float32 -> [T, n D] in its dtype."""
+    streams = residual[:, : weight.numel()].float().unflatten(1, weight.shape)
+    normed = streams * torch.rsqrt(streams.square().mean(2, keepdim=True) + eps)
+    return normed.mul_(weight).flatten(1).to(residual.dtype)
+
+
+def rank_gates(projected: Tensor, count: int) -> Tensor:
+    """down(s) [T, r] -> what `up` reads."""
+    return functional.silu(projected.float() / count).to(projected.dtype)
+
+
+def read_streams(gates: Tensor, normed: Tensor, count: int) -> Tensor:
+    """up(...) and s, [T, n D] each -> [T, D]."""
+    gated = gates.float().sigmoid_().mul_(normed.float())
+    return gated.unflatten(1, (count, -1)).mean(1).to(normed.dtype)
+
+
+def set_weights(projected: Tensor, residual: Tensor) -> None:
+    """inject(s) [T, n] -> the weights of the next result, behind the streams."""
+    count = projected.shape[1]
+    residual[:, -count:] = 2 * (projected.float() / count).sigmoid()
+
+
+def write_gated(x: Tensor, residual: Tensor, count: int) -> None:
+    """Adds x [T, D] to the streams, in place."""
+    width = count * x.shape[1]
+    streams = residual[:, :width].unflatten(1, (count, x.shape[1]))
+    streams += residual[:, width : width + count].unsqueeze(2) * x.unsqueeze(1)
