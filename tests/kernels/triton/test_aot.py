@@ -64,7 +64,7 @@ def test_addresses_do_not_exceed_their_integers(compiling, tmp_path):
     out = output_of(compiling, tmp_path, "tests.kernels.triton.address_bounds", *(part or ("0", "1")))
     found = json.loads(out)
     assert found.pop("narrow_kernel") == ["(program x * 28672)", "(program x * stride)"]
-    assert len(found) > 10 and found["wide_kernel"] == []
+    assert len(found) > 4 and found["wide_kernel"] == []
     assert not any(found.values()), {name: numbers for name, numbers in found.items() if numbers}
 
 

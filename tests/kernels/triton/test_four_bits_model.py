@@ -97,10 +97,7 @@ def test_dense_weights(tmp_path: Path, name: str) -> None:
     stepper, want = loaded(path, experts=kernel, linear=linear), step_logits(loaded(plain))
     torch.testing.assert_close(step_logits(stepper), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
     format = stepper.config.weight_format.held_by(BOTH)
-    counted, some = (
-        sizes.weight_bytes(stepper.config, 4, format=form)
-        for form in (format, format.held_by(KEPT))
-    )
+    counted, some = (sizes.weight_bytes(stepper.config, 4, format=form) for form in (format, format.held_by(KEPT)))
     assert held_bytes(stepper.model) == pytest.approx(counted, rel=0.01)
     form, attention = experts_format(stepper.config), stepper.config.attention
     assert form is not None and isinstance(attention, GQAConfig)

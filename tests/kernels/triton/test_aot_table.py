@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks.report import RESULTS
-
-pytest.importorskip("triton", reason="needs triton")
 
 
 def test_the_committed_table_has_every_case() -> None:
