@@ -82,7 +82,7 @@ def test_mixed_batches(made: Callable[..., Made], row: str) -> None:
         {
             "linear_attn_config": {"num_heads": 2, "head_dim": 16, "gate_lower_bound": None, "safe_gate": False},
             "hc_mult": 2,
-            "index_n_heads": 4,
+            "index_n_heads": 16,
         },
         {"dialect": "transformers", "index_kpool": 8, "n_group": 4, "topk_group": 2},
     ],
