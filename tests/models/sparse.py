@@ -7,8 +7,10 @@ the scores' magnitude are replaced.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper
 
 MARGIN = 2e-5
@@ -104,6 +107,32 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+
+
+Made = tuple[Path, list[int], Tensor]
+"""A checkpoint, a prompt with clear selections over pools, and transformers' logits for it."""
+
+
+def maker(kind: str, folders: pytest.TempPathFactory, draw: Callable[[], Tensor]) -> Callable[..., Made]:
+    """Makes a checkpoint of a kind by fields of config.json, each once.
+
+    Args:
+        draw: a random prompt.
+    """
+
+    @cache
+    def make(fields: str) -> Made:
+        path = make_checkpoint(kind, folders.mktemp("pools"), 3, tokenizer=False, **json.loads(fields))
+        model = load(path)
+
+        def logits() -> tuple[list[int], Tensor]:
+            tokens = draw()
+            return tokens.tolist(), model(tokens.unsqueeze(0)).logits[0]
+
+        with torch.no_grad():
+            return path, *clear_draw(logits, 5e-6)  # prompts with larger distances are rare: many pools are scored
+
+    return lambda **fields: make(json.dumps(fields))
 
 
 def logits_of(model: Any, tokens: list[int]) -> tuple[Tensor, int]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
@@ -20,41 +19,21 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import sparse, stepper
-from tests.models.checkpoints import POOLED, make_checkpoint
+from tests.models.checkpoints import POOLED
 from tests.models.parameters import num_active_parameters
 from tests.models.published import GLM_5_3_FLASH
 from tests.models.rows import all_rows
+from tests.models.sparse import Made
 from tests.models.test_config import parse
 from tests.models.test_parity import assert_close, whole
 
-Made = tuple[Path, list[int], Tensor]
 every_row = pytest.mark.parametrize("row", all_rows())
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
-    """A checkpoint, a prompt with clear selections, and transformers' logits for it, by fields of config.json."""
-    cached: dict[str, Made] = {}
-
-    def make(**fields: Any) -> Made:
-        key = repr(fields)
-        if key not in cached:
-            path = make_checkpoint(POOLED, tmp_path_factory.mktemp("glm"), 3, tokenizer=False, **fields)
-            cached[key] = (path, *expected(path))
-        return cached[key]
-
-    return make
-
-
-@torch.no_grad()
-def expected(path: Path) -> tuple[list[int], Tensor]:
-    model = sparse.load(path)
-
-    def draw() -> tuple[list[int], Tensor]:
-        tokens = torch.randint(0, 256, (sparse.PROMPT_LENGTH,)).tolist()
-        return tokens, model(torch.tensor([tokens])).logits[0]
-
-    return sparse.clear_draw(draw, 5e-6)  # prompts with larger distances are rare: many pools are scored
+    """By fields of config.json."""
+    return sparse.maker(POOLED, tmp_path_factory, lambda: torch.randint(0, 256, (sparse.PROMPT_LENGTH,)))
 
 
 @every_row

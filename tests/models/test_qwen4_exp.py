@@ -23,41 +23,26 @@ from moe_engine.models.header_check import check_headers
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import sparse, stepper
 from tests.models.byte_tokenizer import EOS
-from tests.models.checkpoints import GATED_STREAMS, hub_fields, make_checkpoint
+from tests.models.checkpoints import GATED_STREAMS, hub_fields
 from tests.models.rows import all_rows
+from tests.models.sparse import Made
 from tests.models.test_config import parse
 from tests.models.test_parity import assert_close, whole
 
-Made = tuple[Path, list[int], Tensor]
 every_row = pytest.mark.parametrize("row", all_rows())
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
-    """A checkpoint, a prompt with clear selections, and transformers' logits for it, by fields of config.json."""
-    cached: dict[str, Made] = {}
-
-    def make(**fields: Any) -> Made:
-        key = repr(fields)
-        if key not in cached:
-            path = make_checkpoint(GATED_STREAMS, tmp_path_factory.mktemp("qwen"), 3, tokenizer=False, **fields)
-            cached[key] = (path, *expected(path))
-        return cached[key]
-
-    return make
+    """By fields of config.json."""
+    return sparse.maker(GATED_STREAMS, tmp_path_factory, drawn_prompt)
 
 
-@torch.no_grad()
-def expected(path: Path) -> tuple[list[int], Tensor]:
-    """The prompt has ends of texts, over which no n-gram reaches."""
-    model = sparse.load(path)
-
-    def draw() -> tuple[list[int], Tensor]:
-        tokens = torch.randint(0, 256, (sparse.PROMPT_LENGTH,))
-        tokens[torch.randint(0, sparse.PROMPT_LENGTH, (5,))] = EOS
-        return tokens.tolist(), model(tokens.unsqueeze(0)).logits[0]
-
-    return sparse.clear_draw(draw, 5e-6)  # prompts with larger distances are rare: many pools are scored
+def drawn_prompt() -> Tensor:
+    """With ends of texts, over which no n-gram reaches."""
+    tokens = torch.randint(0, 256, (sparse.PROMPT_LENGTH,))
+    tokens[torch.randint(0, sparse.PROMPT_LENGTH, (5,))] = EOS
+    return tokens
 
 
 @every_row
