@@ -22,6 +22,7 @@ from moe_engine.kernels.experts.shapes import (
 from moe_engine.kernels.experts.triton_experts import PAIRS, TritonExperts
 from moe_engine.kernels.linear import triton_four_bits_gemm
 from moe_engine.kernels.linear.shapes import FOUR_BIT_PRODUCTS, LinearShape
+from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FEW_ROWS
 from moe_engine.kernels.linear.triton_block_gemm import cases_of
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.permutation import triton_permute
@@ -90,7 +91,8 @@ def expected(tokens: int, capacity: int) -> list[AotCase]:
     named = {case.name: case for module in MODULES for case in module.aot_cases()}
     pairs = tokens * 6 <= PAIRS
     mean = 1 if pairs else -(-tokens * 6 // 64)
-    found = cases_of(LinearShape("gate_up", tokens, 2 * WIDTH, HIDDEN, True))
+    tiles = FEW_BLOCK_FP8 if tokens <= FEW_ROWS else None
+    found = cases_of(LinearShape("gate_up", tokens, 2 * WIDTH, HIDDEN, True), tiles=tiles)
     found += triton_expert_cases.cases_of(DEEPSEEK_V3, RANK, capacity, True)
     found += triton_expert_cases.cases_of(DEEPSEEK_V2_LITE, 64, mean, False, pairs=pairs)
     if capacity <= FEW:
