@@ -103,9 +103,12 @@ class Paged:
 
     @cached_property
     def flat(self) -> Tensor:
-        """[sum of num_pages] int32: the page numbers of all requests, concatenated."""
+        """[sum of num_pages] int32: the page numbers of all requests, concatenated.
+
+        By the lengths on the host, as the libraries' offsets are: those on the device may not be set yet.
+        """
         table, total = self.table, sum(self.num_pages)
-        count = self.kv_lens_device.add(self.page_size - 1).div(self.page_size, rounding_mode="floor").long()
+        count = upload(np.asarray(self.num_pages), self.rows.device)
         request = torch.repeat_interleave(torch.arange(len(count), device=count.device), count, output_size=total)
         column = torch.arange(total, device=count.device) - (count.cumsum(0) - count)[request]
         return table[request, column]
