@@ -108,7 +108,7 @@ class SparseRun(Protocol):
 
 
 class PlansSelected(Protocol):
-    """The plans of attention over selected tokens: of `SparseAttention`, or of `selected_gqa.SelectedGQA`."""
+    """The plans of attention over selected tokens: of `SparseAttention`, or of `sparse.PlansOwnRequests`."""
 
     @property
     def plan(self) -> Callable[[Selected], Any]:

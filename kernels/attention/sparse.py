@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.attention.selected import Selected, SparseAttention, Turn
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
@@ -34,6 +34,24 @@ class OwnRequests:
         self.own.renew()
 
 
+class PlansOwnRequests:
+    """`PlansSelected` of a backend that attends to slots in any order, in pages of one token."""
+
+    def __init__(self, backend: MLABackend | GQABackend) -> None:
+        self._backend = backend
+
+    def plan(self, selected: Selected) -> OwnRequests:
+        """See `SparseAttention`."""
+        queries = selected.queries()
+        return OwnRequests(queries, self._backend.plan(AttentionBatch(queries, None)))
+
+    def plan_in_place(self, selected: Selected) -> OwnRequests | None:
+        """See `SparseAttention`."""
+        queries, planner = selected.queries(), self._backend.capabilities.plan_in_place
+        own = None if planner is None else planner(AttentionBatch(queries, None))
+        return None if own is None else OwnRequests(queries, own)
+
+
 class AbsorbsSinks(MLABackend, Protocol):
     """An `MLABackend` whose absorbed form has sinks, and no rotary channels where `value_width` is the whole width."""
 
@@ -52,14 +70,7 @@ def over_absorbed(backend: AbsorbsSinks, shifts: bool = False, turns: bool = Fal
         shifts: `absorbed` takes a `Shift` too. turns: a `Turn` too.
     """
 
-    def plan(selected: Selected) -> OwnRequests:
-        queries = selected.queries()
-        return OwnRequests(queries, backend.plan(AttentionBatch(queries, None)))
-
-    def plan_in_place(selected: Selected) -> OwnRequests | None:
-        queries, planner = selected.queries(), backend.capabilities.plan_in_place
-        own = None if planner is None else planner(AttentionBatch(queries, None))
-        return None if own is None else OwnRequests(queries, own)
+    planner = PlansOwnRequests(backend)
 
     def run(
         q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: OwnRequests, value_width: int,
@@ -69,4 +80,6 @@ def over_absorbed(backend: AbsorbsSinks, shifts: bool = False, turns: bool = Fal
         more: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return backend.absorbed(q, cache, plan.queries, scale, plan.own, value_width, sinks, **more)
 
-    return SparseAttention(plan, run, plan_in_place, shifts=shifts, turned=run if turns else None, sinks=True)
+    return SparseAttention(
+        planner.plan, run, planner.plan_in_place, shifts=shifts, turned=run if turns else None, sinks=True
+    )

@@ -54,10 +54,6 @@ class BlockSparseGQAttention(GQAttention):
     def input_format(self) -> ActivationFormat:
         return common_format(super().input_format, self._index.input_format)
 
-    def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        keys, values, _ = batch.kv[self._layer_index]
-        return keys, values
-
     def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
         assert groups is not None
         inputs, cache = groups[self._group], self.cache_of(batch)

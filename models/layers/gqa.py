@@ -215,8 +215,9 @@ class GQAttention:
         self._ops.write_kv(k, parts.v, batch.slots, *self.cache_of(batch))
 
     def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """This layer's caches, [num_slots, G, Dh] and [num_slots, G, V]."""
-        return batch.kv[self._layer_index]
+        """This layer's caches, [num_slots, G, Dh] and [num_slots, G, V]; index keys may follow them."""
+        keys, values, *_ = batch.kv[self._layer_index]
+        return keys, values
 
     def slots_of(self, batch: ForwardBatch, groups: Groups) -> Tensor:
         """The slots [T] of the step's tokens in this layer's caches."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_engine.kernels.attention.protocol import GQABackend
-from moe_engine.kernels.attention.selected_gqa import SelectedGQA
+from moe_engine.kernels.attention.sparse import PlansOwnRequests
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
@@ -23,7 +23,7 @@ class GroupedPoolSteps(PoolSteps):
     """`PoolSteps` for grouped-query attention. Chunks without `selected` attend to their whole context."""
 
     def __init__(self, config: IndexerConfig, backend: GQABackend, kernel: IndexerKernel) -> None:
-        super().__init__(config, SelectedGQA(backend), kernel)
+        super().__init__(config, PlansOwnRequests(backend), kernel)
         self._backend, (size, most) = backend, self.rule
         self._seen = (most + 1) * size - 1
         """Context tokens of which a query token sees all: the pools that it selects, and those behind the last."""

@@ -95,10 +95,6 @@ class PooledGQAttention(GatedGQAttention):
     def input_format(self) -> ActivationFormat:
         return common_format(super().input_format, self._indexer.input_format)
 
-    def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        keys, values, _ = batch.kv[self._layer_index]
-        return keys, values
-
     def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
         assert groups is not None
         inputs, cache = groups[self._group], self.cache_of(batch)
@@ -113,4 +109,4 @@ class PooledGQAttention(GatedGQAttention):
         """q [t, H, Dh] of the chunk's tokens -> the same shape."""
         if chunk.selected is None:
             return self._paged(q, *cache, chunk.queries, self._scale, chunk.plan)
-        return self._paged(q, *cache, chunk.plan.rows, self._scale, chunk.plan.plan)
+        return self._paged(q, *cache, chunk.plan.queries, self._scale, chunk.plan.own)
