@@ -117,31 +117,24 @@ static void flat(const char* a, int64_t lda, const uint32_t* b, int64_t panel, i
   if (width > 3) amx_store<3>(c + 3 * LANES, ldc * 4);
 }
 
-// Steps of K at a time where several blocks of rows share the panels: 32 rows of A and two panels of B stay in the L1
-// cache, which delivers what the tiles consume; the L2 cache does not.
-constexpr int64_t DEPTH = 128;
-
 static void gemm_tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
                        int64_t steps, float* c, int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr) {
   if (ahead && m <= 2 * TILE) ahead = b + 4 * TILE * LANES;  // one pass over B, which prefetches itself
   const int64_t full = m / (2 * TILE) * (2 * TILE), rest = m - full;
-  auto block = [&](int64_t row, int64_t n, int64_t wide, int64_t from, int64_t count) {
-    const bool first = row == 0 && ahead;
-    auto run = wide == 2 ? tall : flat;
-    run(a + row * lda + 4 * from, lda, b + n * panel + from * LANES, panel, std::min(wide, np - n), count,
-        c + row * ldc + n * LANES, ldc, accumulate || from > 0, first ? ahead + n * panel + from * LANES : nullptr);
+  auto rows = [&](int64_t row, int64_t upper, int64_t lower) {
+    const int64_t wide = lower > 0 ? 2 : 4;
+    for (int64_t n = 0; n < np; n += wide) {
+      auto run = lower > 0 ? tall : flat;
+      run(a + row * lda, lda, b + n * panel, panel, std::min(wide, np - n), steps, c + row * ldc + n * LANES, ldc,
+          accumulate, ahead && row == 0 ? ahead + n * panel : nullptr);
+    }
   };
-  if (full > 0) {
-    configure_tiles(TILE, TILE, TILE_BYTES);
-    const int64_t depth = full > 2 * TILE ? DEPTH : steps;
-    for (int64_t k = 0; k < steps; k += depth)
-      for (int64_t n = 0; n < np; n += 2)
-        for (int64_t row = 0; row < full; row += 2 * TILE) block(row, n, 2, k, std::min(depth, steps - k));
-  }
+  if (full > 0) configure_tiles(TILE, TILE, TILE_BYTES);
+  for (int64_t row = 0; row < full; row += 2 * TILE) rows(row, TILE, TILE);
   if (rest > 0) {
-    const int64_t upper = std::min<int64_t>(TILE, rest), wide = rest > upper ? 2 : 4;
+    const int64_t upper = std::min<int64_t>(TILE, rest);
     configure_tiles(upper, rest - upper, TILE_BYTES);
-    for (int64_t n = 0; n < np; n += wide) block(full, n, wide, 0, steps);
+    rows(full, upper, rest - upper);
   }
   end_tiles();
 }
