@@ -17,7 +17,9 @@ from moe_engine.worker.kv_cache.static_states import StaticStates
 class StaticInputs:
     """Copies of a step's tensors. Entries after the requests of a step are neutral padding."""
 
-    def __init__(self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None) -> None:
+    def __init__(
+        self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None, pools: bool = False
+    ) -> None:
         tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
         self.neutral_context = max(settings.counts)
         """Context tokens of a padded request: its max number of query tokens."""
@@ -29,6 +31,9 @@ class StaticInputs:
         self.window_slots = torch.zeros(tokens if windows else 0, dtype=torch.int64, device=device)  # [T]
         if windows:
             self._of_tokens.append(self.window_slots)
+        self.pool_starts = torch.zeros(tokens, 4, dtype=torch.int64, device=device) if pools else None
+        if self.pool_starts is not None:
+            self._of_tokens.append(self.pool_starts)
         self.rows = torch.zeros(requests, dtype=torch.int32, device=device)  # [R]
         self.context_lens = torch.full((requests,), self.neutral_context, dtype=torch.int32, device=device)  # [R]
         self.states = None if states is None else StaticStates(states, requests, tokens, device)
@@ -52,6 +57,8 @@ class StaticInputs:
             ]
             if batch.windows is not None:
                 of_tokens.append((self.window_slots, batch.windows.slots))
+            if self.pool_starts is not None and batch.pool_starts is not None:
+                of_tokens.append((self.pool_starts, batch.pool_starts))
             of_requests = [(self.rows, queries.rows), (self.context_lens, queries.context_lens_device)]
             for pairs, count in ((of_tokens, num_tokens), (of_requests, num_requests)):  # a launch for each dtype
                 torch._foreach_copy_([buffer[:count] for buffer, _ in pairs], [given for _, given in pairs])

@@ -114,13 +114,13 @@ def test_refused_configs(tmp_path: Path, wrong: dict[str, Any], message: str) ->
 
 
 def test_headers_and_sizes(made: Callable[..., Made], tmp_path: Path) -> None:
-    """All tensors are known by the names of the files; parameters are those of transformers' text model without the
-    tables; the weights take the memory of the ledger."""
+    """All tensors are known by the names of the files; parameters are those of transformers' model without the tables;
+    the weights take the memory of the ledger."""
     path, _, _ = made()
     config = load_model_config(path)
     files = read_checkpoint(path)
     check_headers(path, files, config)
-    oracle = sparse.load(path).model.language_model
+    oracle = sparse.load(path).model
     tables = sum(table.numel() for name, table in oracle.named_parameters() if "ngram_embedding" in name)
     head = config.vocab_size * config.hidden_size
     assert sizes.num_parameters(config) == oracle.num_parameters() - tables + head
@@ -131,8 +131,7 @@ def test_headers_and_sizes(made: Callable[..., Made], tmp_path: Path) -> None:
     beside = 2 * 32 * 4 * 64  # of rows of n-grams, which the planner leaves out
     assert facts.num_parameters == pytest.approx(sizes.num_parameters(config) - head - beside, rel=0.03)
     known = {name for module in model.modules() for name in files if name.startswith(module.prefixes)}
-    unread = {name for name in files if name.startswith("visual.")}
-    assert known == files.keys() - unread
+    assert known == files.keys()
 
 
 def test_factors_of_another_config_are_refused(made: Callable[..., Made], tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.lora.protocol import AdapterTokens
@@ -48,6 +49,11 @@ class PagedRows:
     def window_slots(self, flat: Tensor) -> WindowSlots | None:
         """flat [T] int64: indices into the flat slot table."""
         return None if self.windows is None else self.windows.of(flat)
+
+    def pool_starts(self, rows: np.ndarray, places: np.ndarray, upload: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """rows and places [T] int64 of the tokens; None: no pool needs the position of its first token."""
+        images = self.rows.images
+        return None if images is None or images.pool == 1 else upload(torch.from_numpy(images.pool_starts(rows, places)))
 
     def adapters(self, rows: np.ndarray) -> AdapterTokens | None:
         """rows [T] int64: the row of each token."""

@@ -46,6 +46,8 @@ class StepBatch:
     images: StepImages | None = None
     """Image tokens; the model runner adds them to the model's input (`worker.image_encoder`)."""
 
+    pool_starts: Tensor | None = None  # [T, 4] int64, see `ForwardBatch`
+
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """The model's input, after the attention backend has planned."""
         return ForwardBatch(
@@ -60,6 +62,7 @@ class StepBatch:
             windows=self.windows,
             adapters=self.adapters,
             stored_states=self.stored_states,
+            pool_starts=self.pool_starts,
         )
 
 

@@ -148,7 +148,7 @@ def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None
 
     axes = bool(options.model.rope.axes)
     drafts = options.speculation is not None
-    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts)
+    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts, pool=options.model.attention.pool if axes else 1)
     group = model.parallel.attn_tp if options.mm_enable_dp_encoder and model.parallel.attn_tp.size > 1 else None
     runner.forward.images = ImageEncoder(model, options.image_cache_bytes, runner.stream, group)
     if runner.stream.asynchronous:
