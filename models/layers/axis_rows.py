@@ -30,7 +30,8 @@ class AxisRows:
     def rows(self, axes: Tensor) -> Tensor:
         """Rows [n, R] of positions by axis [3, n] int64; no host read."""
         axis_of = self._axis_of
-        return self._table.cos_sin[axes[axis_of].T, torch.arange(len(axis_of), device=axis_of.device)]
+        rows = self._table.cos_sin[axes[axis_of].T, torch.arange(len(axis_of), device=axis_of.device)]
+        return rows.contiguous()  # indexing keeps the order of the transposed numbers
 
     def place(self, batch: ForwardBatch) -> ForwardBatch:
         """Writes the rows of the step's image tokens, and points their positions at them."""

@@ -18,7 +18,12 @@ class StaticInputs:
     """Copies of a step's tensors. Entries after the requests of a step are neutral padding."""
 
     def __init__(
-        self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None, pools: bool = False
+        self,
+        settings: GraphSettings,
+        stream: DeviceStream,
+        windows: bool,
+        states: StatePool | None,
+        pools: bool = False,
     ) -> None:
         tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
         self.neutral_context = max(settings.counts)

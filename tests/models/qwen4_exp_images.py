@@ -16,15 +16,17 @@ from tests.models.vision_checkpoints import (
     VIDEO,
     add_images,
 )
+from tests.speculation.agreeing import agreeing_checkpoint
 
 TOKENS = {
     "vision_start_token_id": START, "image_token_id": IMAGE, "vision_end_token_id": END, "video_token_id": VIDEO,
 }  # fmt: skip
 
 
-def make_qwen4(path: Path, seed: int, **text: Any) -> Path:
-    """Writes the checkpoint and returns its path. `text`: fields of the text model."""
+def make_qwen4(path: Path, seed: int, agreeing: bool = False, **text: Any) -> Path:
+    """Writes the checkpoint and returns its path. `agreeing`: as `agreeing_checkpoint`; `text`: fields of the text
+    model."""
     vision = {"depth": 2, "patch_size": PATCH, "spatial_merge_size": MERGE}
-    make_checkpoint(GATED_STREAMS, path, seed, vision=vision, **text)
+    (agreeing_checkpoint if agreeing else make_checkpoint)(GATED_STREAMS, path, seed, vision=vision, **text)
     add_images(path, seed, TOKENS, PROCESSOR)
     return path

@@ -22,7 +22,7 @@ from moe_engine.types import NewRow
 from moe_engine.types.image_tokens import ImageTokens
 from moe_engine.worker.batch.row_images import RowImages
 from tests.engine.harness import InProcessEngine
-from tests.engine.test_image_requests import COUNT, assert_equal, scripted
+from tests.engine.test_image_requests import assert_equal, scripted
 from tests.examples import examples
 from tests.models import sparse, stepper
 from tests.models.image_parity import Prompt, check_requests
@@ -33,7 +33,7 @@ from tests.models.test_parity import assert_close
 from tests.models.vision_checkpoints import IMAGE, MERGE, Oracle, Pixels, random_pixels, with_images
 
 Made = tuple[Path, Oracle]
-POOL = 4
+POOL, LONG = 4, 16
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,7 @@ def test_logits_equal_transformers(made: Made, row: str) -> None:
     axes, _ = oracle.model.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=grids)
     ends = [9, 10, 23, *range(24, 28), 41, 60, *range(61, len(ids) + 1)]
     got = [
-        step(loaded, ids, axes[:, 0], rows, begin, end, decode=end - begin == 1)
-        for begin, end in zip([0, *ends], ends)
+        step(loaded, ids, axes[:, 0], rows, begin, end, decode=end - begin == 1) for begin, end in zip([0, *ends], ends)
     ]
     assert_close(torch.cat(got), oracle.logits(ids, images))
     with pytest.raises(ValueError, match="needs pool_starts"):
@@ -117,13 +116,13 @@ def test_retracted_requests(made: Made, tmp_path: Path) -> None:
     asked = [clear_prompt(oracle, [picture(3, 4)], (6 + i, i)) for i in range(3)]
     flags: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4}
     engine = InProcessEngine(path, tmp_path / "status", **flags)
-    script = [scripted(f"r{i}", ids, list(images), places) for i, (ids, places, images) in enumerate(asked)]
-    tight: dict[str, Any] = {"num_slots": 72, "schedule_conservativeness": 0.0, "max_consecutive_prefills": 32}
+    script = [scripted(f"r{i}", ids, list(images), places, LONG) for i, (ids, places, images) in enumerate(asked)]
+    tight: dict[str, Any] = {"num_slots": 60, "schedule_conservativeness": 0.0, "max_consecutive_prefills": 32}
     answers = engine.run(script, **tight)
     engine.close()
     assert sum(answer.retractions for answer in answers.values())
     for i, (ids, _, images) in enumerate(asked):
-        assert_equal(answers[f"r{i}"], oracle.greedy(ids, list(images), COUNT))
+        assert_equal(answers[f"r{i}"], oracle.greedy(ids, list(images), LONG), LONG)
 
 
 def test_positions_of_pools() -> None:

@@ -53,7 +53,9 @@ class PagedRows:
     def pool_starts(self, rows: np.ndarray, places: np.ndarray, upload: Callable[[Tensor], Tensor]) -> Tensor | None:
         """rows and places [T] int64 of the tokens; None: no pool needs the position of its first token."""
         images = self.rows.images
-        return None if images is None or images.pool == 1 else upload(torch.from_numpy(images.pool_starts(rows, places)))
+        if images is None or images.pool == 1:
+            return None
+        return upload(torch.from_numpy(images.pool_starts(rows, places)))
 
     def adapters(self, rows: np.ndarray) -> AdapterTokens | None:
         """rows [T] int64: the row of each token."""
