@@ -39,5 +39,5 @@ class PoolTurns:
             if batch.images is not None:
                 raise ValueError("a batch with image tokens needs pool_starts")
             return cls(batch.positions, (batch.positions + (1 - size)).clamp_(min=0), table)
-        rows, every = axes.rows(starts[:, 1:].T), torch.arange(len(starts), device=starts.device)
-        return cls(batch.places, every, RotaryTable(rows, table.interleaved))
+        rows, every = axes.rows(starts.axes.T), torch.arange(batch.num_tokens, device=starts.axes.device)
+        return cls(starts.places, every, RotaryTable(rows, table.interleaved))

@@ -250,7 +250,7 @@ class StepGraphs:
             windows=None if windows.table is None else WindowSlots(inputs.window_slots[:tokens], windows.table),
             real=inputs.real[:tokens],
             stored_states=None if inputs.states is None else inputs.states.runs(size, count),
-            pool_starts=None if inputs.pool_starts is None else inputs.pool_starts[:tokens],
+            pool_starts=inputs.pool_starts(tokens),
         )
 
     def _run(self, batch: ForwardBatch) -> None:

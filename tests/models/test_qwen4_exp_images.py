@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.models.batch import ImageRows
+from moe_engine.models.batch import ImageRows, PoolStarts
 from moe_engine.models.qwen4_exp import Qwen4ExpModel
 from moe_engine.models.vision.positions import axis_positions
 from moe_engine.types import NewRow
@@ -63,7 +63,7 @@ def step(loaded: Stepper, ids: list[int], axes: Tensor, rows: Tensor, begin: int
     """Logits of the next tokens [begin, end) of a prompt at positions `axes` [3, L]; `rows` [L, D]: of image tokens."""
     batch = loaded.batch([Chunk(0, ids[begin:end], decode)])
     places, own = torch.arange(begin, end), axes[:, begin:end]
-    starts = torch.cat((places.unsqueeze(1), axes[:, places // POOL * POOL].T), 1)
+    starts = PoolStarts(places, axes[:, places // POOL * POOL].T)
     inside = (torch.tensor(ids[begin:end]) == IMAGE).nonzero().flatten()
     batch = replace(batch, positions=own[0].clone(), pool_starts=starts)
     if len(inside):
@@ -151,7 +151,7 @@ def test_positions_of_pools() -> None:
             owner = np.repeat(list(counts), list(counts.values()))
             places = np.concatenate([np.arange(done[row], done[row] + count) for row, count in counts.items()])
             got = images.pool_starts(owner, places)
-            want = [[place, *texts[row][1][:, place // pool * pool]] for row, place in zip(owner, places)]
+            want = [texts[row][1][:, place // pool * pool] for row, place in zip(owner, places)]
             assert np.array_equal(got, np.array(want))
             images.place(owner, places)
             done = {row: min(done[row] + count, texts[row][0] + 12) for row, count in counts.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.kernels.queries import PagedQueries, SharedRun
-from moe_engine.models.batch import WindowSlots
+from moe_engine.models.batch import PoolStarts, WindowSlots
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.window_table import WindowTable
 
@@ -50,12 +50,14 @@ class PagedRows:
         """flat [T] int64: indices into the flat slot table."""
         return None if self.windows is None else self.windows.of(flat)
 
-    def pool_starts(self, rows: np.ndarray, places: np.ndarray, upload: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def pool_starts(self, rows: np.ndarray, places: np.ndarray, upload: Callable[[Tensor], Tensor]) -> PoolStarts | None:
         """rows and places [T] int64 of the tokens; None: no pool needs the position of its first token."""
         images = self.rows.images
         if images is None or images.pool == 1:
             return None
-        return upload(torch.from_numpy(images.pool_starts(rows, places)))
+        both = np.concatenate((places, images.pool_starts(rows, places).ravel()))
+        own, axes = upload(torch.from_numpy(both)).split((len(places), 3 * len(places)))
+        return PoolStarts(own, axes.view(-1, 3))
 
     def adapters(self, rows: np.ndarray) -> AdapterTokens | None:
         """rows [T] int64: the row of each token."""

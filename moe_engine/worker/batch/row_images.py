@@ -113,17 +113,15 @@ class RowImages:
         positions += self._shifts[rows]
 
     def pool_starts(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """`ForwardBatch.pool_starts` [T, 4] of tokens at places [T] of rows [T]; before `place`, which may drop a
-        prompt."""
+        """`PoolStarts.axes` [T, 3] of tokens at places [T] of rows [T]; before `place`, which may drop a prompt."""
         first = places // self.pool * self.pool
-        found = np.empty((len(places), 4), dtype=np.int64)
-        found[:, 0], found[:, 1:] = places, (first + self._shifts[rows])[:, None]
+        found = np.repeat(first + self._shifts[rows], 3).reshape(-1, 3)
         inside = first < self._lengths[rows]
-        found[inside, 1:] = self._last_pools[rows[inside]]
+        found[inside] = self._last_pools[rows[inside]]
         for row in self._with_prompts(rows[inside]):
             axes = self._prompts[row].axes
             tokens = np.flatnonzero(inside & (rows == row))
-            found[tokens, 1:] = axes[:, first[tokens]].T
+            found[tokens] = axes[:, first[tokens]].T
         return found
 
     def place(

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.kernels.queries import AttentionBatch
-from moe_engine.models.batch import ForwardBatch, WindowSlots
+from moe_engine.models.batch import ForwardBatch, PoolStarts, WindowSlots
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.sampling.sampler import SampledRows
@@ -46,7 +46,7 @@ class StepBatch:
     images: StepImages | None = None
     """Image tokens; the model runner adds them to the model's input (`worker.image_encoder`)."""
 
-    pool_starts: Tensor | None = None  # [T, 4] int64, see `ForwardBatch`
+    pool_starts: PoolStarts | None = None
 
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """The model's input, after the attention backend has planned."""
