@@ -81,10 +81,11 @@ class ForwardBatch:
     with DP attention, also by a rank without tokens. With `windows` the caches of windowed layers have slots of their
     own. `real`: 0 for tokens that pad a captured step, which choose no expert; None: all are real. `adapters`: LoRA
     adapters of the tokens; None: none has one. `images`: image tokens, whose `input_ids` are placeholders; None: there
-    are none. `next_images`: in a draft extend, the image tokens among those that follow each token. `pool_starts`: None:
-    positions are places. `other_groups`: queries and plan of cache groups with another window than `attention`, by
-    window, planned in advance; None: the model plans them. `expanded`: keys and values of prompts that are known or to be kept; None: neither.
-    `rank_tokens`: the tokens that this rank of many routes, set at the start of a forward; None: those of the batch.
+    are none. `next_images`: in a draft extend, the image tokens among those that follow each token. `pool_starts`:
+    None: positions are places. `other_groups`: queries and plan of cache groups with another window than `attention`,
+    by window, planned in advance; None: the model plans them. `expanded`: keys and values of prompts that are known or
+    to be kept; None: neither. `rank_tokens`: the tokens that this rank of many routes, set at the start of a forward;
+    None: those of the batch.
     """
 
     input_ids: Tensor  # [T] int64

@@ -113,11 +113,11 @@ def test_requests(made: Made, drafts: bool, tmp_path: Path) -> None:
 def test_retracted_requests(made: Made, tmp_path: Path) -> None:
     """Pools are completed again, by prompts with their answers."""
     path, oracle = made
-    asked = [clear_prompt(oracle, [picture(3, 4)], (6 + i, i)) for i in range(3)]
-    flags: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4}
+    asked = [clear_prompt(oracle, [picture(3, 4)], (6 + i, i)) for i in range(4)]
+    flags: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 4, "page_size": POOL}
     engine = InProcessEngine(path, tmp_path / "status", **flags)
     script = [scripted(f"r{i}", ids, list(images), places, LONG) for i, (ids, places, images) in enumerate(asked)]
-    tight: dict[str, Any] = {"num_slots": 60, "schedule_conservativeness": 0.0, "max_consecutive_prefills": 32}
+    tight: dict[str, Any] = {"num_slots": 72, "schedule_conservativeness": 0.0, "max_consecutive_prefills": 32}
     answers = engine.run(script, **tight)
     engine.close()
     assert sum(answer.retractions for answer in answers.values())

@@ -50,7 +50,9 @@ class PagedRows:
         """flat [T] int64: indices into the flat slot table."""
         return None if self.windows is None else self.windows.of(flat)
 
-    def pool_starts(self, rows: np.ndarray, places: np.ndarray, upload: Callable[[Tensor], Tensor]) -> PoolStarts | None:
+    def pool_starts(
+        self, rows: np.ndarray, places: np.ndarray, upload: Callable[[Tensor], Tensor]
+    ) -> PoolStarts | None:
         """rows and places [T] int64 of the tokens; None: no pool needs the position of its first token."""
         images = self.rows.images
         if images is None or images.pool == 1:
