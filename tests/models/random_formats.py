@@ -55,7 +55,9 @@ def draw(kind: str, rng: random.Random) -> Shape:
     shape = Shape(kind, rng.choice(("torch", "cpu")), fields, rng.choice(formats))
     if shape.format == "fp8":
         shape.options = {"scale_dtype": rng.choice(("float32", "e8m0", "uint8"))}
-    elif shape.format == "gguf":
+    elif shape.format == "gguf":  # which has neither
+        fields |= {name: False for name in ("attention_bias", "mlp_bias", "use_sliding_window") if name in fields}
+        fields |= {"sliding_window": None} if "sliding_window" in fields else {}
         shape.options = {"types": rng.sample(sorted(BLOCK), 3)}
     elif shape.format not in FLOATS:
         bits = 8 if shape.format == "int-quantized" else rng.choice((4, 8)) if shape.format != "awq" else 4

@@ -149,7 +149,9 @@ def draw(kind: str, rng: random.Random) -> Shape:
         fields["hidden_size"] = rng.choice((34, 50, 66, 100, 130))
     stored: dict[str, Any] = {"dtype": rng.choice(DTYPES), "dialect": rng.choice(("hub", "hub", "transformers"))}
     stored |= {"max_shard_bytes": rng.choice((None, None, 3000, 60000)), "eos_token_id": rng.choice((1, [1, 7]))}
-    added = _second_rope(rng, kind, stored["dialect"]) if "rope_scaling" in fields and kind not in OWN_ROPE else {}
+    added = {} if "rope_scaling" not in fields or kind in OWN_ROPE else _second_rope(rng, kind, stored["dialect"])
+    if fields.get("head_dim", 0) % 4:
+        added.get("rope_parameters", {}).pop("partial_rotary_factor", None)
     shape = Shape(kind, rng.choice(("torch", "cpu")), fields, dropped, nulled, added, stored, rng.random() < 0.5)
     shape.fused = kind in FUSED and rng.random() < 0.2
     return shape
@@ -224,7 +226,7 @@ def _second_rope(rng: random.Random, kind: str, dialect: str) -> dict[str, Any]:
     part = {"partial_rotary_factor": 0.5} if kind == "glm4_moe" and rng.random() < 0.5 else {}
     if dialect == "hub" and other is not None:
         other = other | rng.choice(({}, {"rope_theta": 5e4})) | part
-    both = {"rope_parameters" if dialect == "hub" else "rope_scaling": other}
+    both = {"rope_parameters" if dialect == "hub" else "rope_scaling": other or {}}
     return rng.choice(({}, {}, {}, both, {"original_max_position_embeddings": rng.choice((16, 48))}))
 
 
