@@ -634,6 +634,26 @@ def _beside(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
     return found
 
 
+def join_experts(path: Path) -> None:
+    """Puts the experts of each layer of a checkpoint into common tensors [E, 2I, D] and [E, D, I], in one file."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    (path / "model.safetensors.index.json").unlink(missing_ok=True)
+    first = "0.gate_proj.weight"
+    blocks = {name.removesuffix(first) for name in tensors if name.endswith(f".experts.{first}")}
+    assert blocks
+    for block in blocks:
+        count = sum(name.startswith(block) and name.endswith(".gate_proj.weight") for name in tensors)
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{block}{i}.{part}_proj.weight") for i in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{block}gate_up_proj": torch.cat((gate, up), 1), f"{block}down_proj": down}
+    write_tensors(path, tensors)
+
+
 def dequantized_copy(source: Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint directory with the FP8 weights of `source` dequantized and quantization_config dropped."""
     path = Path(directory)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_engine.models.checkpoint_files import read_checkpoint
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
-from tests.models.checkpoints import DELTA, with_mtp_beside
+from tests.models.checkpoints import DELTA, join_experts, with_mtp_beside
 
 START, IMAGE, VIDEO, END = range(270, 274)
 """Placeholder tokens: ids of the byte tokenizer's fillers."""
@@ -85,9 +85,11 @@ _FAMILY["qwen3_5_moe"] = (
 KINDS = ("qwen2_5_vl", "qwen3_vl_moe")
 
 
-def make_checkpoint(kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 0, **text: Any) -> Path:
-    """Writes a checkpoint directory in float32 and returns its path. `text`: fields of the text model.
-    `num_mtp_layers`: 0 or 1, of Qwen3.5."""
+def make_checkpoint(
+    kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 0, tower: dict[str, Any] | None = None, **text: Any
+) -> Path:
+    """Writes a checkpoint directory in float32 and returns its path. `text`: fields of the text model; `tower`: of the
+    vision tower. `num_mtp_layers`: 0 or 1, of Qwen3.5."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -96,7 +98,8 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 
         vision = vision | {"hidden_size" if kind == "qwen2_vl" else "out_hidden_size": text["hidden_size"]}
     path.mkdir(parents=True, exist_ok=True)
     config = getattr(transformers, f"{family}Config")(
-        text_config=_TEXT | more | text, vision_config=_VISION | vision, image_token_id=IMAGE, video_token_id=VIDEO,
+        text_config=_TEXT | more | text, vision_config=_VISION | vision | (tower or {}),
+        image_token_id=IMAGE, video_token_id=VIDEO,
         vision_start_token_id=START, vision_end_token_id=END, eos_token_id=EOS,
     )  # fmt: skip
     state = torch.random.get_rng_state()
@@ -122,7 +125,7 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 
     if num_mtp_layers:
         _add_mtp(path / "model.safetensors", 3, seed)
     if kind == "qwen3_5_moe":
-        _join_experts(path / "model.safetensors")
+        join_experts(path)
     torch.random.set_rng_state(state)
     write_tokenizer(path)
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
@@ -162,21 +165,6 @@ def _add_mtp(file: Path, num_layers: int, seed: int) -> None:
     text = {name.replace(inner, "model."): tensor for name, tensor in tensors.items()}
     made = with_mtp_beside(text, num_layers, torch.Generator().manual_seed(seed))
     save_file(tensors | {n: t.contiguous() for n, t in made.items() if n.startswith("mtp.")}, file, {"format": "pt"})
-
-
-def _join_experts(file: Path) -> None:
-    """As published unquantized checkpoints have them: [E, 2I, D] and [E, D, I]."""
-    tensors = load_file(file)
-    for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
-        block = first.removesuffix("0.gate_proj.weight")
-        count = sum(name.startswith(block) and name.endswith(".gate_proj.weight") for name in tensors)
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{block}{i}.{part}_proj.weight") for i in range(count)])
-            for part in ("gate", "up", "down")
-        )
-        tensors |= {f"{block}gate_up_proj": torch.cat((gate, up), 1), f"{block}down_proj": down}
-    assert any(name.endswith(".experts.gate_up_proj") for name in tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)
