@@ -11,12 +11,21 @@ from typing import Any
 import torch
 
 from benchmarks.attention_cases import attention_case, attention_cases
-from benchmarks.gpu_suite import fused_cases
+from benchmarks.gpu_suite import compressed_cases, draft_cases, fused_cases, index_cases, layer_cases
+from benchmarks.gpu_suite.launched import Counted, counted
 from benchmarks.kernel_cases import Call, KernelCase, experts_case, linear_case, load_experts, normal
+from benchmarks.step_costs.costs import Routing
 from moe_engine.kernels.attention import shapes as attention
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, QWEN3_30B_ROWS, ExpertModel, ExpertShape
-from moe_engine.kernels.linear.shapes import LLAMA_8B_ROWS, LinearShape
+from moe_engine.kernels.experts.shapes import (
+    DEEPSEEK_V3,
+    FOUR_BIT_MODELS,
+    MXFP4,
+    QWEN3_30B_ROWS,
+    ExpertModel,
+    ExpertShape,
+)
+from moe_engine.kernels.linear.shapes import AWQ, FOUR_BIT_PRODUCTS, LLAMA_8B_ROWS, LinearShape
 
 EXPERTS = 16  # per rank
 
@@ -37,7 +46,7 @@ def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = E
     moved = experts * (stored + 4 * rows * model.hidden)
     flops = 2 * experts * rows * numbers
     name = f"experts.padded{'.rows' * model.row_scales}.m{rows}"
-    return KernelCase("experts", name, moved, flops, model.fp8, prepare)
+    return KernelCase("experts", name, Counted(moved, flops), model.fp8, prepare)
 
 
 def quantize(tokens: int, width: int) -> KernelCase:
@@ -47,8 +56,7 @@ def quantize(tokens: int, width: int) -> KernelCase:
         x = normal(tokens, width, device=device)
         return lambda: kernel.quantize_rows(x).scales
 
-    moved = tokens * width * 3 + 4 * tokens * (width // 128)
-    return KernelCase("quantization", f"quantize.{width}.t{tokens}", moved, 0, False, prepare)
+    return counted("quantization", f"quantize.{width}.t{tokens}", prepare)
 
 
 def norm_quantize(tokens: int, width: int) -> KernelCase:
@@ -64,8 +72,7 @@ def norm_quantize(tokens: int, width: int) -> KernelCase:
 
         return call
 
-    moved = tokens * width * 9 + 4 * tokens * (width // 128)
-    return KernelCase("quantization", f"add_rms_norm_quantized.{width}.t{tokens}", moved, 0, False, prepare)
+    return counted("quantization", f"add_rms_norm_quantized.{width}.t{tokens}", prepare)
 
 
 def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
@@ -83,13 +90,23 @@ def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
 
         return call
 
-    moved = 2 * tokens * model.hidden * (1 + model.top_k)
-    return KernelCase("permutation", f"permute.{model.hidden}x{model.top_k}.t{tokens}", moved, 0, False, prepare)
+    name, routing = f"permute.{model.hidden}x{model.top_k}.t{tokens}", Routing(tokens, model.top_k, 1, 1)
+    return counted("permutation", name, prepare, routing=routing)
 
 
 def row_products(*rows: int) -> list[LinearShape]:
     """Products of Llama 3.1 8B in FP8 with a scale per row."""
     return [shape for count in rows for shape in LLAMA_8B_ROWS.at(count)]
+
+
+def four_bits(*rows: int) -> list[KernelCase]:
+    """A product of each form of 4 bits in bfloat16, and the experts of a rank."""
+    products = [next(form.at(count)) for form in FOUR_BIT_PRODUCTS if form.format != AWQ for count in rows]
+    experts = [model for model in FOUR_BIT_MODELS if model.format != AWQ]
+    return [
+        *map(linear_case, products),
+        *(experts_case(ExpertShape(model, count, EXPERTS)) for model in experts for count in rows),
+    ]
 
 
 def parity_cases() -> list[KernelCase]:
@@ -109,6 +126,11 @@ def parity_cases() -> list[KernelCase]:
         norm_quantize(130, DEEPSEEK_V3.hidden),
         permute(130),
         *fused_cases.parity_cases(),
+        *four_bits(3, 130),
+        *compressed_cases.cases(9, 1024, 8, 512, 4096),
+        *index_cases.cases(9, 1024, 64, 256),
+        *draft_cases.cases(5, 300, 16),
+        *layer_cases.cases(9, 2048, 32, 128, 100),
     ]
 
 
@@ -118,7 +140,18 @@ def timed_cases() -> list[KernelCase]:
     hidden = DEEPSEEK_V3.hidden
     experts += [experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, QWEN3_30B_ROWS.num_experts)) for tokens in (32, 4096)]
     experts += map(linear_case, row_products(1, 32, 256, 4096))
-    return [*attention_cases(), *experts, quantize(4096, hidden), norm_quantize(4096, hidden), permute(4096)]
+    return [
+        *attention_cases(),
+        *experts,
+        quantize(4096, hidden),
+        norm_quantize(4096, hidden),
+        permute(4096),
+        *four_bits(1, 128),
+        *compressed_cases.cases(128, 4096, 64, 512, 4096),
+        *index_cases.cases(128, 4096, 64, 512),
+        *draft_cases.cases(64, 4096, 128),
+        *layer_cases.cases(128, 4096, 32, 128, 2048),
+    ]
 
 
 def tiny_cases() -> list[KernelCase]:
@@ -130,4 +163,15 @@ def tiny_cases() -> list[KernelCase]:
     rows = [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
     rows += [experts_case(ExpertShape(fp8, 5, 4)), padded_experts(4, fp8, 4)]
     rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
-    return [*map(attention_case, shapes), *rows, *fused_cases.tiny_cases()]
+    coded = replace(model, name="tiny-mxfp4", hidden=128, width=128, format=MXFP4)
+    return [
+        *map(attention_case, shapes),
+        *rows,
+        *fused_cases.tiny_cases(),
+        linear_case(LinearShape("tiny.mxfp4", 3, 64, 128, False, MXFP4)),
+        experts_case(ExpertShape(coded, 5, 4)),
+        *compressed_cases.cases(3, 64, 4, 64, 64),
+        *index_cases.cases(3, 64, 2, 16, 32),
+        *draft_cases.cases(2, 32, 4, 64),
+        *layer_cases.cases(3, 128, 4, 32, 18),
+    ]

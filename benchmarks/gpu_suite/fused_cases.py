@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_suite.launched import counted
 from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, normal, rotary_table
+from benchmarks.step_costs.costs import Routing
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
@@ -41,10 +43,7 @@ def absorb(tokens: int, heads: int, nope: int = 128, latent: int = 512, rotary: 
 
         return apart if fused is None else together
 
-    weights = 2 * heads * latent * nope
-    moved = weights + 2 * tokens * (heads * (nope + latent + 2 * rotary) + 2 * (latent + rotary))
-    flops = 2 * tokens * heads * latent * nope
-    return KernelCase("ops", f"fused.absorb.{heads}x{latent}.t{tokens}", moved, flops, False, prepare)
+    return counted("ops", f"fused.absorb.{heads}x{latent}.t{tokens}", prepare)
 
 
 def combine_norm(tokens: int, hidden: int, top_k: int) -> KernelCase:
@@ -69,8 +68,8 @@ def combine_norm(tokens: int, hidden: int, top_k: int) -> KernelCase:
 
         return apart if fused is None else together
 
-    moved = 2 * tokens * hidden * (top_k + 4)
-    return KernelCase("ops", f"fused.combine_norm.{hidden}x{top_k}.t{tokens}", moved, 0, False, prepare)
+    routing = Routing(tokens, top_k, top_k, top_k)
+    return counted("ops", f"fused.combine_norm.{hidden}x{top_k}.t{tokens}", prepare, routing=routing)
 
 
 def heads_quantized(tokens: int, heads: int, value: int = 128, latent: int = 512) -> KernelCase:
@@ -90,9 +89,7 @@ def heads_quantized(tokens: int, heads: int, value: int = 128, latent: int = 512
 
         return apart if fused is None else together
 
-    moved = 2 * heads * value * latent + tokens * heads * (2 * latent + value)
-    flops = 2 * tokens * heads * value * latent
-    return KernelCase("linear", f"fused.heads_quantized.{heads}x{value}.t{tokens}", moved, flops, True, prepare)
+    return counted("linear", f"fused.heads_quantized.{heads}x{value}.t{tokens}", prepare, fp8=True)
 
 
 def parity_cases() -> list[KernelCase]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_suite import cases
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, load_of, model_of
 from benchmarks.gpu_suite.exchange import TINY, TINY_BESIDE, V3_BESIDE, V3_EP8, Load, RanksHere
-from benchmarks.gpu_suite.rows import FAMILIES, PARTS
+from benchmarks.gpu_suite.rows import triton_row
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.tokens import PROMPTS, SMALL
 from benchmarks.kernel_cases import all_cases
-from moe_engine.kernels.registry import Choice
 from moe_engine.planning.machine import Machine
 
 Launches = tuple[str, Callable[[], Any]]
@@ -58,15 +56,12 @@ def _engines(folder: Path, setting: Setting) -> dict[str, dict[str, Any]]:
 
 def of_kernels(asked: list[cases.KernelCase]) -> Iterator[Launches]:
     """Launches of Triton's rows on these cases."""
-    rows = {family: next(row for row in table if row.name == "triton") for family, table in FAMILIES.items()}
-    kernels = {family: Choice(family, row, "to be compiled").build() for family, row in rows.items()}
-    kernels |= {part: import_module(f"moe_engine.kernels.{modules['triton']}") for part, modules in PARTS.items()}
     for case in asked:
-        yield case.name, partial(_kernel, case, kernels[case.family])
+        yield case.name, partial(_kernel, case)
 
 
-def _kernel(case: cases.KernelCase, kernel: Any) -> None:
-    case.prepare(kernel, "meta")()
+def _kernel(case: cases.KernelCase) -> None:
+    case.prepare(triton_row(case.family), "meta")()
 
 
 def _exchange(load: Load) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,15 @@ PARTS = {"quantization": {"torch": "quantization.reference", "triton": "quantiza
 """Kernels that are parts of other families' rows: modules, used as rows."""
 
 FAMILIES = {family: rows for family, rows in tables.FAMILIES.items() if family not in PARTS}
+
+
+@cache
+def triton_row(family: str) -> Any:
+    """This project's kernel of a family, whatever this machine's device is."""
+    if family in PARTS:
+        return import_module(f"moe_engine.kernels.{PARTS[family]['triton']}")
+    row = next(row for row in FAMILIES[family] if row.name == "triton")
+    return Choice(family, row, "to be compiled").build()
 
 
 class Rows:

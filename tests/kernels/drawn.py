@@ -1,0 +1,71 @@
+"""Random inputs of kernels, for their tests and for the GPU suite, on torch's default device. Imports no pytest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights
+from moe_engine.kernels.ops.residual_blocks import BlockWeights
+from moe_engine.kernels.ops.streams import StreamWeights
+
+# -- residual streams: n streams of some channels
+
+
+def stream_weights(n: int, width: int, writes: bool = True, iterations: int = 20) -> StreamWeights:
+    numbers = n * (2 + n) if writes else n
+    fn = torch.randn(numbers, n * width) / (n * width) ** 0.5
+    return StreamWeights(fn, torch.randn(numbers), 1 + 0.3 * torch.randn(numbers), n, iterations, 1e-6, 1e-6)
+
+
+def late_weights(n: int, width: int) -> list[StreamWeights]:
+    """Of late sums, the model's head last."""
+    weights = [replace(stream_weights(n, width, iterations=k), late=True) for k in (20, 1, 3)]
+    return [*weights, without_numbers(weights[0])]
+
+
+def without_numbers(weights: StreamWeights) -> StreamWeights:
+    return replace(weights, fn=weights.fn[:0], base=weights.base[:0], scale=weights.scale[:0])
+
+
+def late_residual(n: int, width: int, tokens: int) -> Tensor:
+    """Streams, and the weights of a part before; three numbers of others stand behind them."""
+    return torch.cat((torch.randn(tokens, n * width + n + n * n), torch.rand(tokens, n), torch.ones(tokens, 3)), 1)
+
+
+# -- blocks of the residual
+
+BLOCK_EPS = 1e-5
+
+
+def block_weights(width: int, written: int, starts: bool = False) -> BlockWeights:
+    return BlockWeights(1 + 0.3 * torch.randn(width), 3 * torch.randn(width) / width**0.5, BLOCK_EPS, written, starts)
+
+
+def block_residual(count: int, width: int, tokens: int) -> Tensor:
+    """`count` rows of each token, which differ in size."""
+    return (torch.randn(tokens, count, width) * torch.rand(tokens, count, 1) * 4).flatten(1)
+
+
+# -- gated delta nets
+
+
+def delta_inputs(shape: DeltaShape, tokens: int, num_rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """`DeltaInputs`, `DeltaWeights` and `DeltaStates` of `num_rows` rows."""
+    wide = torch.randn(tokens, shape.key_heads * (shape.mixed + shape.shared * shape.value)).to(dtype)
+    inputs = DeltaInputs.adjacent(wide, torch.randn(tokens, shape.value_heads * (1 + shape.decays)).to(dtype), shape)
+    weights = DeltaWeights(
+        torch.randn(shape.key_heads, shape.taps, shape.mixed),
+        torch.empty(shape.value_heads).uniform_(0.01, 2).log(),
+        torch.randn(shape.value_heads * shape.decays),
+        1 + 0.2 * torch.randn(shape.value),
+        1e-6,
+    )
+    states = DeltaStates(
+        torch.randn(num_rows, shape.key_heads, shape.taps - 1, shape.mixed).to(dtype),
+        torch.randn(num_rows, shape.value_heads, shape.key, shape.value),
+    )
+    return inputs, weights, states
