@@ -5,6 +5,7 @@ Sizes are those of the models in the families' `shapes.py`. Legend: E experts, M
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from benchmarks.attention_cases import attention_case, attention_cases
 from benchmarks.gpu_suite import compressed_cases, draft_cases, fused_cases, index_cases, layer_cases
 from benchmarks.gpu_suite.launched import Counted, counted
-from benchmarks.kernel_cases import Call, KernelCase, experts_case, linear_case, load_experts, normal
+from benchmarks.gpu_suite.setting import Setting
+from benchmarks.kernel_cases import Call, KernelCase, all_cases, experts_case, linear_case, load_experts, normal
 from benchmarks.step_costs.costs import Routing
 from moe_engine.kernels.attention import shapes as attention
 from moe_engine.kernels.experts.protocol import ExpertBatch
@@ -28,6 +30,13 @@ from moe_engine.kernels.experts.shapes import (
 from moe_engine.kernels.linear.shapes import AWQ, FOUR_BIT_PRODUCTS, LLAMA_8B_ROWS, LinearShape
 
 EXPERTS = 16  # per rank
+_EXCHANGE = "ranks in one process: `exchange.RanksHere`"
+_ALL_REDUCE = "ranks in one process: `all_reduce.RanksOfSum`"
+ELSEWHERE = {
+    **dict.fromkeys(("send_kernel", "receive_kernel", "combine_send_kernel", "sum_kernel"), _EXCHANGE),
+    **dict.fromkeys(("one_shot_kernel", "two_shot_kernel"), _ALL_REDUCE),
+}
+"""Kernels without a case, and what runs them instead."""
 
 
 def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = EXPERTS) -> KernelCase:
@@ -152,6 +161,13 @@ def timed_cases() -> list[KernelCase]:
         *draft_cases.cases(64, 4096, 128),
         *layer_cases.cases(128, 4096, 32, 128, 2048),
     ]
+
+
+def asked(setting: Setting, own: Callable[[], list[KernelCase]]) -> list[KernelCase]:
+    """The tiny cases in a dry run, else `own` ones and those of the named shapes; without those that are not asked
+    for."""
+    found = tiny_cases() if setting.dry else [*own(), *all_cases()]
+    return [case for case in found if not setting.only or any(text in case.name for text in setting.only)]
 
 
 def tiny_cases() -> list[KernelCase]:

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_suite import cases
+from benchmarks.gpu_suite import all_reduce, cases
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, load_of, model_of
 from benchmarks.gpu_suite.exchange import TINY, TINY_BESIDE, V3_BESIDE, V3_EP8, Load, RanksHere
 from benchmarks.gpu_suite.rows import triton_row
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.tokens import PROMPTS, SMALL
-from benchmarks.kernel_cases import all_cases
 from moe_engine.planning.machine import Machine
 
 Launches = tuple[str, Callable[[], Any]]
@@ -27,11 +26,12 @@ def of_suite(folder: Path, machine: Machine, setting: Setting) -> Iterator[Launc
     if setting.kind == "cpu":
         yield from of_kernels([case for case in cases.tiny_cases() if "quantize" in case.name])
         return
-    asked = cases.tiny_cases() if dry else [*cases.parity_cases(), *cases.timed_cases(), *all_cases()]
-    yield from of_kernels(asked)
+    yield from of_kernels(cases.asked(setting, lambda: [*cases.parity_cases(), *cases.timed_cases()]))
     for load in (TINY, TINY_BESIDE) if dry else (V3_EP8, V3_BESIDE):
         for fp8 in (False, True):
             yield f"exchange of {load.num_local} experts", partial(_exchange, replace(load, fp8=fp8))
+    for rows in all_reduce.ROWS:
+        yield f"all-reduce of {rows} rows", partial(_all_reduce, *all_reduce.shape_of(dry), rows)
     for name, flags in _engines(folder, setting).items():
         yield name, partial(_engine, flags, machine)
 
@@ -66,6 +66,10 @@ def _kernel(case: cases.KernelCase) -> None:
 
 def _exchange(load: Load) -> None:
     RanksHere(load, "meta").run(0)
+
+
+def _all_reduce(num_ranks: int, width: int, rows: int) -> None:
+    all_reduce.RanksOfSum(num_ranks, rows, width, "meta").call(0)
 
 
 def _engine(flags: dict[str, Any], machine: Machine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -49,6 +50,20 @@ class Rows:
                 why = triton_why_not(device, "bfloat16") if name == "triton" else None
                 if why is None and (asked is None or name in asked):
                     self.kernels[part][name] = import_module(f"moe_engine.kernels.{module}")
+
+    def interpret_triton(self) -> None:
+        """Adds Triton's rows, whose launches run in its interpreter on a CPU, with the number formats of a GPU."""
+        os.environ["TRITON_INTERPRET"] = "1"
+        from triton import knobs
+
+        from tests.kernels.triton import interpreter
+
+        if not knobs.runtime.interpret or "TRITON_INTERPRET" not in os.environ:
+            raise RuntimeError("Triton was imported before its interpreter was asked for")
+        interpreter.install()
+        for family, kernels in self.kernels.items():
+            self.refused.pop(f"{family}.triton", None)
+            kernels["triton"] = triton_row(family)
 
     def _build(self, family: str, row: Row) -> str | None:
         """The reason why a supported row fails to load; None if it loads."""
