@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
+from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.ops.shapes import OpShape
@@ -177,17 +178,25 @@ def _sample(sampling: Any, device: str, rows: int, vocab: int) -> Call:
 
 def linear_case(shape: LinearShape) -> KernelCase:
     def prepare(kernel: Any, device: str) -> Call:
-        x, able = normal(shape.rows, shape.k, device=device), kernel.capabilities
-        weight = normal(shape.n, shape.k, device=device, scale=shape.k**-0.5)
-        if not shape.fp8 and shape.format is None:
-            prepared = kernel.prepare(weight)
-        else:
-            stored, format = _stored(weight, shape.format, shape.row_scales)
-            keep = able.quantized.get(type(format)) if able.takes is None or able.takes(format) else None
-            prepared = keep(stored, None) if keep is not None else kernel.prepare(_values(stored, x.dtype))
-        return lambda: kernel.run(x, prepared)
+        x, weight = normal(shape.rows, shape.k, device=device), linear_weight(kernel, shape, device)
+        return lambda: kernel.run(x, weight)
 
     return KernelCase("linear", shape.name, shape, shape.fp8, prepare)
+
+
+def linear_weight(kernel: Any, shape: LinearShape, device: str) -> PreparedLinear:
+    """A weight as the kernel keeps it; dequantized for kernels without its format."""
+    weight, able = normal(shape.n, shape.k, device=device, scale=shape.k**-0.5), kernel.capabilities
+    found: PreparedLinear
+    if shape.fp8 or shape.format is not None:
+        stored, format = _stored(weight, shape.format, shape.row_scales)
+        keep = able.quantized.get(type(format)) if able.takes is None or able.takes(format) else None
+        if keep is not None:
+            found = keep(stored, None)
+            return found
+        weight = _values(stored, weight.dtype)
+    found = kernel.prepare(weight)
+    return found
 
 
 def experts_case(shape: ExpertShape) -> KernelCase:

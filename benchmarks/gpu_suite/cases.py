@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.attention_cases import attention_case, attention_cases
 from benchmarks.gpu_suite import compressed_cases, draft_cases, fused_cases, index_cases, layer_cases
@@ -108,6 +109,21 @@ def row_products(*rows: int) -> list[LinearShape]:
     return [shape for count in rows for shape in LLAMA_8B_ROWS.at(count)]
 
 
+def order(tokens: int, num_experts: int = 256, top_k: int = 8) -> KernelCase:
+    """Positions of (token, choice) pairs in the order of their experts."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        ids = torch.rand(tokens, num_experts, device=device).topk(top_k).indices.int()
+
+        def call() -> tuple[Tensor, ...]:
+            found = kernel.sort_by_expert(ids, num_experts)
+            return found.offsets, found.ends, found.positions, found.source
+
+        return call
+
+    return counted("permutation", f"order.{num_experts}x{top_k}.t{tokens}", prepare)
+
+
 def four_bits(*rows: int) -> list[KernelCase]:
     """A product of each form of 4 bits in bfloat16, and the experts of a rank."""
     products = [next(form.at(count)) for form in FOUR_BIT_PRODUCTS if form.format != AWQ for count in rows]
@@ -134,6 +150,7 @@ def parity_cases() -> list[KernelCase]:
         quantize(130, DEEPSEEK_V3.hidden),
         norm_quantize(130, DEEPSEEK_V3.hidden),
         permute(130),
+        order(130),
         *fused_cases.parity_cases(),
         *four_bits(3, 130),
         *compressed_cases.cases(9, 1024, 8, 512, 4096),
@@ -155,6 +172,8 @@ def timed_cases() -> list[KernelCase]:
         quantize(4096, hidden),
         norm_quantize(4096, hidden),
         permute(4096),
+        order(4096),
+        *fused_cases.timed_cases(8, DEEPSEEK_V3.hidden, 8, 4096),
         *four_bits(1, 128),
         *compressed_cases.cases(128, 4096, 64, 512, 4096),
         *index_cases.cases(128, 4096, 64, 512),
@@ -178,7 +197,7 @@ def tiny_cases() -> list[KernelCase]:
     fp8 = replace(model, name="tiny-fp8-rows", hidden=128, width=128, fp8=True, row_scales=True)
     rows = [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
     rows += [experts_case(ExpertShape(fp8, 5, 4)), padded_experts(4, fp8, 4)]
-    rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
+    rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model), order(64)]
     coded = replace(model, name="tiny-mxfp4", hidden=128, width=128, format=MXFP4)
     return [
         *map(attention_case, shapes),

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.attention_cases import PAGE, paged_queries, pool_size
 from benchmarks.gpu_suite.launched import counted
 from benchmarks.kernel_cases import Call, KernelCase, NotServed, normal
+from moe_engine.kernels.attention.vendors.trees import TreeMask
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.speculation.choice import chain_kernels, tree_kernels
@@ -41,9 +42,9 @@ def _tensors(*buffers: Any) -> tuple[Tensor, ...]:
     return tuple(value for value in values if isinstance(value, Tensor))
 
 
-def _refuse_others(sampling: Any) -> None:
-    if sampling.name not in ("torch", "triton"):
-        raise NotServed("has torch's chains")
+def _refuse_others(kernel: Any) -> None:
+    if kernel.name not in ("torch", "triton"):
+        raise NotServed("has torch's work around drafts")
 
 
 def chains(requests: int, drafts: int, width: int) -> KernelCase:
@@ -141,10 +142,37 @@ def tree_paged(requests: int, nodes: int, context: int, heads: int, groups: int,
     return counted("gqa", f"tree.{heads}x{groups}.n{nodes}.r{requests}.s{context}", prepare, context)
 
 
+def tree_merge(requests: int, nodes: int, context: int, heads: int, latent: int = 512) -> KernelCase:
+    """Attention within trees, merged into that over their contexts, which a library has computed."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        asked = _tree_queries(requests, nodes, context, device)
+        q, tokens, scale = normal(requests * nodes, heads, latent + 64, device=device), requests * nodes, latent**-0.5
+        cache = normal(pool_size(asked), 1, latent + 64, device=device)
+        out, lse = normal(tokens, heads, latent, device=device), torch.randn(tokens, heads, device=device)
+        mask = TreeMask.of(asked)
+
+        def in_torch() -> Tensor:
+            return mask.merge(out, lse, *mask.attend(q, cache, cache[..., :latent], scale))
+
+        def in_triton() -> Tensor:
+            from moe_engine.kernels.attention.triton.tree import add_tree
+
+            merged = out.clone()
+            add_tree(merged, lse, q, cache, cache[..., :latent], asked, scale)
+            return merged
+
+        _refuse_others(kernel)
+        return in_triton if kernel.name == "triton" else in_torch
+
+    return counted("mla", f"tree_merge.{latent}x{heads}.n{nodes}.r{requests}.s{context}", prepare, context)
+
+
 def cases(requests: int, context: int, heads: int, latent: int = 512) -> list[KernelCase]:
     """Of a step that verifies drafts."""
     width = context + REPEATS * 8
     return [
         chains(requests, 3, width), lookups(requests, 3, width), trees(requests, 3, 2, width),
         tree_latent(requests, 8, context, heads, latent), tree_paged(requests, 8, context, heads, max(1, heads // 4)),
+        tree_merge(requests, 8, context, heads, latent),
     ]  # fmt: skip

@@ -98,7 +98,9 @@ def main() -> None:
     from moe_engine.kernels.triton import modules
 
     found: dict[str, list[str]] = {case.kernel.fn.__name__: [] for case in modules.all_cases()}
-    for case in {case.name: case for case in [*cases.parity_cases(), *cases.timed_cases(), *cases.all_cases()]}.values():
+    for case in {
+        case.name: case for case in [*cases.parity_cases(), *cases.timed_cases(), *cases.all_cases()]
+    }.values():
         for kernel in {launch.kernel for launch in launches_of(case)}:
             found[kernel].append(case.name)
     rows = [

@@ -145,7 +145,9 @@ def grouped_rows(tokens: int, heads: int, groups: int, width: int) -> KernelCase
     return counted("ops", f"grouped_rows.{heads}x{groups}x{width}.t{tokens}", prepare)
 
 
-def _cache(tokens: int, groups: int, width: int, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Any]:
+def _cache(
+    tokens: int, groups: int, width: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, list[Tensor]]:
     """Slots of tokens, and zeroed caches of keys and values."""
     slots = torch.randperm(2 * tokens, device=device)[:tokens]
     return slots, [torch.zeros(2 * tokens, groups, width, dtype=dtype, device=device) for _ in "kv"]

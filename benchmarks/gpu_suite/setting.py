@@ -34,9 +34,7 @@ class Setting:
     only: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, dry: str | None, seconds: float, output: Path | None = None, only: Sequence[str] = ()
-    ) -> Setting:
+    def of(cls, dry: str | None, seconds: float, output: Path | None = None, only: Sequence[str] = ()) -> Setting:
         """`dry`: the device kind of a dry run; None: a real run on a GPU."""
         return cls(dry or "cuda", dry is not None, time.monotonic() + seconds, output, tuple(only))
 

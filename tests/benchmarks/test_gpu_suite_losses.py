@@ -56,9 +56,7 @@ def test_what_a_part_has_when_its_time_is_over_is_kept(monkeypatch):
 
     def once(part, seconds, setting, log):
         log.write_text("")
-        setting.save(
-            {"lines": [{"us": 1.0}] * (3 - len(codes)), "at": {"kernel": "k", "row": "r"}}
-        )
+        setting.save({"lines": [{"us": 1.0}] * (3 - len(codes)), "at": {"kernel": "k", "row": "r"}})
         return codes.pop(0)
 
     monkeypatch.setattr(parts, "_run_once", once)
