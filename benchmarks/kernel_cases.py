@@ -33,6 +33,7 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
 from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
+from tests.kernels.drawn import coded_weight
 
 Call = Callable[[], Any]
 POSITIONS = 4096
@@ -219,9 +220,9 @@ def load_experts(kernel: Any, count: int, model: ExpertModel, device: str) -> An
     format."""
     hidden, width = model.hidden, model.width
     parts = [normal(*shape, device=device, scale=0.02) for shape in ((width, hidden), (width, hidden), (hidden, width))]
-    stored, format = list[Stored](), None
-    if model.fp8 or model.format is not None:
-        stored, (format, *_) = zip(*(_stored(part, model.format, model.row_scales) for part in parts))
+    quantized = model.fp8 or model.format is not None
+    found = [_stored(part, model.format, model.row_scales) for part in parts if quantized]
+    stored, format = [part for part, _ in found], found[0][1] if found else None
     keeps = kernel.capabilities.quantized.get(type(format))
     if keeps is None or (keeps.takes is not None and not keeps.takes(format)):
         parts = [_values(part, torch.bfloat16) for part in stored] or parts
@@ -242,9 +243,8 @@ Stored = BlockWeight | RowWeight | CodedWeight
 def _stored(weight: Tensor, codes: GroupCodes | None, row_scales: bool) -> tuple[Stored, KernelFormat]:
     """The weight in FP8, in blocks or with a scale per row, and its format; with `codes` another one of its size."""
     if codes is not None:
-        coded = CodedWeight.empty(codes, *weight.shape, weight.device)
-        coded.randomize(weight.shape[1] ** -0.5, lambda x, deviation: x.normal_(0, deviation))
-        return coded, codes
+        with weight.device:
+            return coded_weight(codes, *weight.shape), codes
     if not row_scales:
         return quantize_weight(weight), BLOCK_FP8
     scales = weight.float().abs().amax(1).div_(FP8_MAX)

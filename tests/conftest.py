@@ -125,8 +125,8 @@ INTERPRETED = Path(__file__).parent / "kernels" / "triton"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m gpu` reads only files with such tests. The folder of interpreted kernels would import Triton's interpreter, in
-    which the kernels of these tests would run, too, on the CPU."""
+    """`-m gpu` reads only files with such tests. The folder of interpreted kernels would import Triton's interpreter,
+    in which the kernels of these tests would run, too, on the CPU."""
     if config.getoption("markexpr") != "gpu":
         return None
     if collection_path.is_dir():

@@ -40,10 +40,8 @@ class RanksOfSum:
             for rank, own in enumerate(self._memory)
         ]  # fmt: skip
         self.x = torch.randn(num_ranks, rows, width, device=device).bfloat16()
-        self.residual, self.weight = (
-            torch.randn(rows, width, device=device).bfloat16(),
-            torch.rand(width, device=device),
-        )
+        self.residual = torch.randn(rows, width, device=device).bfloat16()
+        self.weight = torch.rand(width, device=device)
         self._streams = [torch.cuda.Stream() for _ in self.ranks] if device == "cuda" else []
         for stream in self._streams:  # memory of each stream: while a kernel waits nothing may be allocated
             with torch.cuda.stream(stream):

@@ -16,7 +16,16 @@ from benchmarks.attention_cases import attention_case, attention_cases
 from benchmarks.gpu_suite import compressed_cases, draft_cases, fused_cases, index_cases, layer_cases
 from benchmarks.gpu_suite.launched import Counted, counted
 from benchmarks.gpu_suite.setting import Setting
-from benchmarks.kernel_cases import Call, KernelCase, all_cases, experts_case, linear_case, load_experts, normal
+from benchmarks.kernel_cases import (
+    Call,
+    KernelCase,
+    all_cases,
+    experts_case,
+    linear_case,
+    load_experts,
+    normal,
+    op_case,
+)
 from benchmarks.step_costs.costs import Routing
 from moe_engine.kernels.attention import shapes as attention
 from moe_engine.kernels.experts.protocol import ExpertBatch
@@ -29,6 +38,7 @@ from moe_engine.kernels.experts.shapes import (
     ExpertShape,
 )
 from moe_engine.kernels.linear.shapes import AWQ, FOUR_BIT_PRODUCTS, LLAMA_8B_ROWS, LinearShape
+from moe_engine.kernels.ops.shapes import ModelOps
 
 EXPERTS = 16  # per rank
 _EXCHANGE = "ranks in one process: `exchange.RanksHere`"
@@ -182,6 +192,9 @@ def timed_cases() -> list[KernelCase]:
     ]
 
 
+TINY_OPS = ModelOps("tiny", 96, 300, 4, 16, 32, 48, 64, 24, 16, 3)
+
+
 def asked(setting: Setting, own: Callable[[], list[KernelCase]]) -> list[KernelCase]:
     """The tiny cases in a dry run, else `own` ones and those of the named shapes; without those that are not asked
     for."""
@@ -193,14 +206,24 @@ def tiny_cases() -> list[KernelCase]:
     """Every kind of case in CPU sizes."""
     latent, grouped = attention.LatentModel("tiny", 2, 128, 64, 32, 32), attention.GroupedModel("tiny", 4, 2, 64)
     model = ExpertModel("tiny", 8, 2, 64, 48, fp8=False)
-    shapes = [latent.absorbed(3, 2, 70), latent.expanded(2, 5, 9), grouped.paged(3, 1, 70), grouped.paged(1, 8, 8)]
+    shapes = [
+        latent.absorbed(3, 2, 70),
+        latent.absorbed(1, 1, 600),
+        latent.expanded(2, 5, 9),
+        grouped.paged(3, 1, 70),
+        grouped.paged(1, 8, 8),
+    ]
     fp8 = replace(model, name="tiny-fp8-rows", hidden=128, width=128, fp8=True, row_scales=True)
-    rows = [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
+    rows = [linear_case(LinearShape("tiny.product", 3, 64, 128, False))]
+    rows += [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
+    rows += [linear_case(LinearShape("tiny.split", 40, 64, 1024, True))]
     rows += [experts_case(ExpertShape(fp8, 5, 4)), padded_experts(4, fp8, 4)]
     rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model), order(64)]
     coded = replace(model, name="tiny-mxfp4", hidden=128, width=128, format=MXFP4)
     return [
         *map(attention_case, shapes),
+        *map(op_case, TINY_OPS.at(5)),
+        *(op_case(shape) for shape in TINY_OPS.at(300) if shape.operation == "route"),
         *rows,
         *fused_cases.tiny_cases(),
         linear_case(LinearShape("tiny.mxfp4", 3, 64, 128, False, MXFP4)),

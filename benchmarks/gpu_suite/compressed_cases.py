@@ -257,7 +257,7 @@ def cases(requests: int, context: int, heads: int, width: int, hidden: int) -> l
     rates = (4, 2), (min(128, context // 4), 1)
     return [
         *(compress(requests, context, *rate, width, rotary) for rate in rates),
-        compress(requests, context, 4, 2, min(128, width), rotary),
+        compress(requests, context, 4, 2, width // 2, rotary),
         pairs(requests, context, width),
         plan_rows(requests, context, min(128, context // 2), 4, min(512, context // 4)),
         plan_rows(requests, context, min(128, context // 2), rates[1][0]),

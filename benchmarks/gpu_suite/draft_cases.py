@@ -1,5 +1,5 @@
-"""Cases of speculation: chains and trees of drafts, prompt lookup, attention within trees. The kernels belong to the rows
-of sampling.
+"""Cases of speculation: chains and trees of drafts, prompt lookup, attention within trees. The kernels of the
+bookkeeping belong to the rows of sampling.
 
 Legend: R requests, S drafts of each, N nodes of a tree.
 """

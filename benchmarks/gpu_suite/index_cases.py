@@ -1,5 +1,5 @@
-"""Cases of indexers: keys and queries, selections of tokens, of blocks, and of pools (DeepSeek V3.2, V4.1, GLM-5.3-Flash,
-MiniMax-M3).
+"""Cases of indexers: keys and queries, selections of tokens, of blocks, and of pools (DeepSeek V3.2 and V4.1,
+GLM-5.3-Flash, MiniMax-M3).
 
 Queries and keys are small integers: scores are exact, and all rows select the same.
 Legend: R requests of one token each, I channels of an index head.
@@ -67,12 +67,12 @@ def selected(
         asked = Decodes.of(requests, context, device).queries
         keys = exact(asked.slot_table.numel(), 1, width, device=device)
         q = exact(requests, heads, width, device=device)
-        if fp8:
-            if kernel.name not in ("torch", "triton"):
-                raise NotServed("has pages of another layout")
+        if fp8 and kernel.name == "triton":
             ones = torch.ones(len(keys), 1, 1, device=device)
             keys = torch.cat((keys.to(torch.float8_e4m3fn).view(torch.uint8), ones.view(torch.uint8)), 2)
             q = q.to(torch.float8_e4m3fn)
+        elif fp8 and kernel.name != "torch":  # torch's reads the same numbers unquantized
+            raise NotServed("has pages of another layout")
         weights = exact(requests, heads, device=device, dtype=torch.float32)
         found, plan = Selected.empty(asked, top_k), kernel.plan(asked)
         chosen = torch.empty(requests, blocks, dtype=torch.int32, device=device)

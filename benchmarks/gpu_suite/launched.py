@@ -1,5 +1,5 @@
-"""The Triton launches of a case, recorded on meta tensors without a device: the kernels that it reaches, and its work by
-the cost functions of `step_costs`.
+"""The Triton launches of a case, recorded on meta tensors without a device: the kernels that it reaches, and its work
+by the cost functions of `step_costs`.
 
 Bytes between two launches of a case count: a floor is that of its launches, not of a fused kernel.
 

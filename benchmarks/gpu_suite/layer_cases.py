@@ -59,7 +59,7 @@ def lora(tokens: int, k: int, columns: tuple[int, ...], rank: int, slots: int = 
 
 def _adapters(tokens: int, slots: int, device: str) -> AdapterTokens:
     """Of each slot equally many tokens, and as many without."""
-    numbers = torch.arange(tokens).remainder(slots + 1).sub(1).neg().add(slots - 1)
+    numbers = torch.arange(tokens).remainder(slots + 1).sub(1)
     found = AdapterTokens.of(numbers.numpy(), lambda x: x.to(device))
     assert found is not None
     return found
@@ -227,10 +227,10 @@ def probabilities(rows: int, vocab: int, tokens: int = 4) -> KernelCase:
     def prepare(sampling: Any, device: str) -> Call:
         logits = normal(rows, vocab, device=device, dtype=torch.float32, scale=3.0)
         ids = torch.randint(vocab, (rows, tokens), device=device)
-        columns = [torch.full((rows,), value, device=device) for value in (0.7, 0.95, 0.0)]
+        temperature, top_p, min_p = (torch.full((rows,), value, device=device) for value in (0.7, 0.95, 0.0))
         top_k = torch.full((rows,), vocab, dtype=torch.int64, device=device)
         draws = torch.full((rows,), Draw.NUCLEUS, dtype=torch.uint8).numpy()
-        parameters = SamplingParameters(draws, *columns, top_k, device != "cpu")
+        parameters = SamplingParameters(draws, temperature, top_p, min_p, top_k, device != "cpu")
         return lambda: sampling.probabilities(logits, parameters, ids)
 
     return counted("sampling", f"probabilities.{vocab}x{tokens}.r{rows}", prepare)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights
 from moe_engine.kernels.ops.residual_blocks import BlockWeights
 from moe_engine.kernels.ops.streams import StreamWeights
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 
 # -- residual streams: n streams of some channels
 
@@ -48,6 +49,23 @@ def block_weights(width: int, written: int, starts: bool = False) -> BlockWeight
 def block_residual(count: int, width: int, tokens: int) -> Tensor:
     """`count` rows of each token, which differ in size."""
     return (torch.randn(tokens, count, width) * torch.rand(tokens, count, 1) * 4).flatten(1)
+
+
+# -- weights of 4 bits
+
+
+def coded_weight(form: GroupCodes, n: int, k: int) -> CodedWeight:
+    """Random codes, all of them, with scales of several powers of two."""
+    codes, groups = torch.randint(16, (n, k), dtype=torch.uint8), (n, k // form.group)
+    powers = torch.exp2(torch.randint(-7, -2, groups).float())
+    if form.mxfp4:
+        return CodedWeight(codes, powers.bfloat16(), None, form)
+    if form.nvfp4:
+        scales, whole = (powers * torch.randint(8, 16, groups)).to(torch.float8_e4m3fn), torch.rand(1) + 0.5
+        return CodedWeight(codes, (scales.double() * whole.double()).bfloat16(), None, form, whole=whole.expand(n))
+    scales = (powers * (1 + torch.rand(groups)) / 4).to(getattr(torch, form.scales))
+    zeros = torch.randint(16, groups, dtype=torch.uint8) if form.zeros else None
+    return CodedWeight(codes, scales, zeros, form)
 
 
 # -- gated delta nets
