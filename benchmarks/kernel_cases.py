@@ -243,8 +243,7 @@ Stored = BlockWeight | RowWeight | CodedWeight
 def _stored(weight: Tensor, codes: GroupCodes | None, row_scales: bool) -> tuple[Stored, KernelFormat]:
     """The weight in FP8, in blocks or with a scale per row, and its format; with `codes` another one of its size."""
     if codes is not None:
-        with weight.device:
-            return coded_weight(codes, *weight.shape), codes
+        return coded_weight(codes, *weight.shape, weight.device), codes
     if not row_scales:
         return quantize_weight(weight), BLOCK_FP8
     scales = weight.float().abs().amax(1).div_(FP8_MAX)

@@ -44,6 +44,7 @@ class RanksOfSum:
         self.weight = torch.rand(width, device=device)
         self._streams = [torch.cuda.Stream() for _ in self.ranks] if device == "cuda" else []
         for stream in self._streams:  # memory of each stream: while a kernel waits nothing may be allocated
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 kept = [self.residual.clone() for _ in range(3)]
             del kept

@@ -138,10 +138,9 @@ def streams(tokens: int, width: int, late: bool = False, head: bool = False, nor
     """Residual streams between two parts of a layer, or before the model's head; with the next norm."""
 
     def prepare(ops: Any, device: str) -> Call:
-        with torch.device(device):
-            residual = late_residual(STREAMS, width, tokens).bfloat16()
-            weights = late_weights(STREAMS, width)[0] if late else stream_weights(STREAMS, width)
-            weights, factors = without_numbers(weights) if head else weights, torch.rand(width) + 0.5
+        residual = late_residual(STREAMS, width, tokens, device).bfloat16()
+        every = late_weights(STREAMS, width, device)[0] if late else stream_weights(STREAMS, width, device=device)
+        weights, factors = without_numbers(every) if head else every, torch.rand(width, device=device) + 0.5
         x, given = normal(tokens, width, device=device), ops.capabilities
         mix, mix_norm = given.mix_streams or mix_streams, given.mix_norm_streams
 
@@ -197,9 +196,9 @@ def ngram_add(tokens: int, width: int) -> KernelCase:
     """A token's rows added to the streams, behind the result of the part before."""
 
     def prepare(ops: Any, device: str) -> Call:
-        with torch.device(device):
-            residual, streams = late_residual(STREAMS, width, tokens).bfloat16(), late_weights(STREAMS, width)[0]
-            weights, ids = torch.rand(STREAMS, width) + 0.5, torch.randint(99, (tokens, 4), dtype=torch.int32)
+        residual = late_residual(STREAMS, width, tokens, device).bfloat16()
+        streams, weights = late_weights(STREAMS, width, device)[0], torch.rand(STREAMS, width, device=device) + 0.5
+        ids = torch.randint(99, (tokens, 4), dtype=torch.int32, device=device)
         found, x = normal(tokens, (STREAMS + 1) * width, device=device), normal(tokens, width, device=device)
         kernels = ops.capabilities.ngrams or ngram_rows.IN_TORCH
 

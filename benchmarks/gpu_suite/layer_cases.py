@@ -31,8 +31,7 @@ def delta(label: str, shape: DeltaShape, lens: list[int]) -> KernelCase:
     """A delta net's runs of tokens: decodes, or prompts in chunks."""
 
     def prepare(kernel: Any, device: str) -> Call:
-        with torch.device(device):
-            inputs, weights, states = delta_inputs(shape, sum(lens), len(lens), torch.bfloat16)
+        inputs, weights, states = delta_inputs(shape, sum(lens), len(lens), torch.bfloat16, device)
         runs = StateRuns.plain(lens, torch.arange(len(lens), device=device))
         return lambda: (kernel.run(inputs, weights, states, runs, shape), *states)
 
@@ -69,9 +68,8 @@ def residual_blocks(tokens: int, rows: int, width: int) -> KernelCase:
     """A part in the last block reads all rows of the residual, and their norm follows."""
 
     def prepare(ops: Any, device: str) -> Call:
-        with torch.device(device):
-            residual, weights = block_residual(rows, width, tokens).bfloat16(), block_weights(width, rows - 1)
-            norm = torch.rand(width) + 0.5
+        residual = block_residual(rows, width, tokens, device).bfloat16()
+        weights, norm = block_weights(width, rows - 1, device=device), torch.rand(width, device=device) + 0.5
         x, mix = normal(tokens, width, device=device), ops.capabilities.mix_blocks or mix_blocks
         return lambda: (mix(x, residual, weights, norm), residual)
 

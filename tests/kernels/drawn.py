@@ -1,4 +1,4 @@
-"""Random inputs of kernels, for their tests and for the GPU suite, on torch's default device. Imports no pytest."""
+"""Random inputs of kernels, for their tests and for the GPU suite, on any device. Imports no pytest."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from moe_engine.kernels.ops.residual_blocks import BlockWeights
 from moe_engine.kernels.ops.streams import StreamWeights
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 
+Device = str | torch.device
+
 # -- residual streams: n streams of some channels
 
 
-def stream_weights(n: int, width: int, writes: bool = True, iterations: int = 20) -> StreamWeights:
+def stream_weights(
+    n: int, width: int, writes: bool = True, iterations: int = 20, device: Device = "cpu"
+) -> StreamWeights:
     numbers = n * (2 + n) if writes else n
-    fn = torch.randn(numbers, n * width) / (n * width) ** 0.5
-    return StreamWeights(fn, torch.randn(numbers), 1 + 0.3 * torch.randn(numbers), n, iterations, 1e-6, 1e-6)
+    fn = torch.randn(numbers, n * width, device=device) / (n * width) ** 0.5
+    base, scale = torch.randn(numbers, device=device), 1 + 0.3 * torch.randn(numbers, device=device)
+    return StreamWeights(fn, base, scale, n, iterations, 1e-6, 1e-6)
 
 
-def late_weights(n: int, width: int) -> list[StreamWeights]:
+def late_weights(n: int, width: int, device: Device = "cpu") -> list[StreamWeights]:
     """Of late sums, the model's head last."""
-    weights = [replace(stream_weights(n, width, iterations=k), late=True) for k in (20, 1, 3)]
+    weights = [replace(stream_weights(n, width, iterations=k, device=device), late=True) for k in (20, 1, 3)]
     return [*weights, without_numbers(weights[0])]
 
 
@@ -32,9 +37,10 @@ def without_numbers(weights: StreamWeights) -> StreamWeights:
     return replace(weights, fn=weights.fn[:0], base=weights.base[:0], scale=weights.scale[:0])
 
 
-def late_residual(n: int, width: int, tokens: int) -> Tensor:
+def late_residual(n: int, width: int, tokens: int, device: Device = "cpu") -> Tensor:
     """Streams, and the weights of a part before; three numbers of others stand behind them."""
-    return torch.cat((torch.randn(tokens, n * width + n + n * n), torch.rand(tokens, n), torch.ones(tokens, 3)), 1)
+    streams, weights = torch.randn(tokens, n * width + n + n * n, device=device), torch.rand(tokens, n, device=device)
+    return torch.cat((streams, weights, torch.ones(tokens, 3, device=device)), 1)
 
 
 # -- blocks of the residual
@@ -42,48 +48,55 @@ def late_residual(n: int, width: int, tokens: int) -> Tensor:
 BLOCK_EPS = 1e-5
 
 
-def block_weights(width: int, written: int, starts: bool = False) -> BlockWeights:
-    return BlockWeights(1 + 0.3 * torch.randn(width), 3 * torch.randn(width) / width**0.5, BLOCK_EPS, written, starts)
+def block_weights(width: int, written: int, starts: bool = False, device: Device = "cpu") -> BlockWeights:
+    norm, proj = 1 + 0.3 * torch.randn(width, device=device), 3 * torch.randn(width, device=device) / width**0.5
+    return BlockWeights(norm, proj, BLOCK_EPS, written, starts)
 
 
-def block_residual(count: int, width: int, tokens: int) -> Tensor:
+def block_residual(count: int, width: int, tokens: int, device: Device = "cpu") -> Tensor:
     """`count` rows of each token, which differ in size."""
-    return (torch.randn(tokens, count, width) * torch.rand(tokens, count, 1) * 4).flatten(1)
+    sizes = 4 * torch.rand(tokens, count, 1, device=device)
+    return (torch.randn(tokens, count, width, device=device) * sizes).flatten(1)
 
 
 # -- weights of 4 bits
 
 
-def coded_weight(form: GroupCodes, n: int, k: int) -> CodedWeight:
+def coded_weight(form: GroupCodes, n: int, k: int, device: Device = "cpu") -> CodedWeight:
     """Random codes, all of them, with scales of several powers of two."""
-    codes, groups = torch.randint(16, (n, k), dtype=torch.uint8), (n, k // form.group)
-    powers = torch.exp2(torch.randint(-7, -2, groups).float())
+    codes, groups = torch.randint(16, (n, k), dtype=torch.uint8, device=device), (n, k // form.group)
+    powers = torch.exp2(torch.randint(-7, -2, groups, device=device).float())
     if form.mxfp4:
         return CodedWeight(codes, powers.bfloat16(), None, form)
     if form.nvfp4:
-        scales, whole = (powers * torch.randint(8, 16, groups)).to(torch.float8_e4m3fn), torch.rand(1) + 0.5
+        scales = (powers * torch.randint(8, 16, groups, device=device)).to(torch.float8_e4m3fn)
+        whole = torch.rand(1, device=device) + 0.5
         return CodedWeight(codes, (scales.double() * whole.double()).bfloat16(), None, form, whole=whole.expand(n))
-    scales = (powers * (1 + torch.rand(groups)) / 4).to(getattr(torch, form.scales))
-    zeros = torch.randint(16, groups, dtype=torch.uint8) if form.zeros else None
+    scales = (powers * (1 + torch.rand(groups, device=device)) / 4).to(getattr(torch, form.scales))
+    zeros = torch.randint(16, groups, dtype=torch.uint8, device=device) if form.zeros else None
     return CodedWeight(codes, scales, zeros, form)
 
 
 # -- gated delta nets
 
 
-def delta_inputs(shape: DeltaShape, tokens: int, num_rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def delta_inputs(
+    shape: DeltaShape, tokens: int, num_rows: int, dtype: torch.dtype, device: Device = "cpu"
+) -> tuple[Any, ...]:
     """`DeltaInputs`, `DeltaWeights` and `DeltaStates` of `num_rows` rows."""
-    wide = torch.randn(tokens, shape.key_heads * (shape.mixed + shape.shared * shape.value)).to(dtype)
-    inputs = DeltaInputs.adjacent(wide, torch.randn(tokens, shape.value_heads * (1 + shape.decays)).to(dtype), shape)
+    wide = torch.randn(tokens, shape.key_heads * (shape.mixed + shape.shared * shape.value), device=device).to(dtype)
+    inputs = DeltaInputs.adjacent(
+        wide, torch.randn(tokens, shape.value_heads * (1 + shape.decays), device=device).to(dtype), shape
+    )
     weights = DeltaWeights(
-        torch.randn(shape.key_heads, shape.taps, shape.mixed),
-        torch.empty(shape.value_heads).uniform_(0.01, 2).log(),
-        torch.randn(shape.value_heads * shape.decays),
-        1 + 0.2 * torch.randn(shape.value),
+        torch.randn(shape.key_heads, shape.taps, shape.mixed, device=device),
+        torch.empty(shape.value_heads, device=device).uniform_(0.01, 2).log(),
+        torch.randn(shape.value_heads * shape.decays, device=device),
+        1 + 0.2 * torch.randn(shape.value, device=device),
         1e-6,
     )
     states = DeltaStates(
-        torch.randn(num_rows, shape.key_heads, shape.taps - 1, shape.mixed).to(dtype),
-        torch.randn(num_rows, shape.value_heads, shape.key, shape.value),
+        torch.randn(num_rows, shape.key_heads, shape.taps - 1, shape.mixed, device=device).to(dtype),
+        torch.randn(num_rows, shape.value_heads, shape.key, shape.value, device=device),
     )
     return inputs, weights, states
