@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections import deque
@@ -125,6 +126,12 @@ class Parts:
         used = [results[part] for part in range(len(firsts))]
         if self._log_file is not None:
             self._join_logs([Path(logs, str(part)) for part in range(len(firsts))], used, firsts)
+        if len(firsts) < len(self._division.firsts):
+            print(
+                f"note: --processes {len(self._division.firsts)}: the later parts never agreed with process "
+                f"{len(firsts)}, which simulated the rest alone: the load has no steady state, or needs older prefixes",
+                file=sys.stderr,
+            )
         outcome = merged(used, firsts)
         outcome.seams = seams.report
         return outcome

@@ -25,8 +25,8 @@ from moe_engine.tuning.simulator.recorder import Recorder
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Workload
 
 LATENCY, TTFT, CACHED = 0.01, 0.02, 0.005
-"""Largest distance of two parts over a window: of the mean latency and the mean time to first token, over their size; of
-the cached tokens, over the prompt tokens."""
+"""Largest distance of two parts over a window: of the mean latency and the mean time to first token, over their size;
+of the cached tokens, over the prompt tokens."""
 FIRST_TOKENS = 1e-3
 """Seconds of the mean time to first token that always count as equal."""
 WINDOWS = 128

@@ -68,8 +68,8 @@ def remarks(values: dict[str, Any], outcome: Outcome) -> str:
 def _seam_line(seam: dict[str, Any]) -> str:
     """Where the results of a process begin (`parts.Seams.report`)."""
     return (
-        f"process {seam['part'] + 1}: warm-up of {seam['requests_twice']} requests; over the last of them its mean latency "
-        f"is {seam['latency']:+.2%}, its mean TTFT {seam['ttft']:+.2%} of that of process {seam['part']}"
+        f"process {seam['part'] + 1}: warm-up of {seam['requests_twice']} requests, over the last of which it differs from "
+        f"process {seam['part']} by {seam['latency']:+.2%} in mean latency, {seam['ttft']:+.2%} in mean TTFT"
     )
 
 
