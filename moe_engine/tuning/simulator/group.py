@@ -235,16 +235,26 @@ class Group:
     def end_chunks(self, runs: Runs, index: int, in_flight: str, launched: float) -> None:
         """Applies the steps of a run with chunks to the scheduler, as group `index`; see `ChunkRun`."""
         decodes = runs.step - self.run_from if self.run_rows else 0
-        if decodes or self.chunk_times:
+        times, last = self.chunk_times, None
+        if index in runs.joined:
+            *times, last = times
+        if decodes or self.chunk_times or in_flight == "last":
             run = ChunkRun(
-                self.chunk_size, decodes, self.chunk_times, self._run_began, runs.sums.mark(), self._contended,
-                in_flight, launched, runs.chunks_in_a_row(index),
+                self.chunk_size, decodes, times, self._run_began, runs.sums.mark(), self._contended, in_flight,
+                launched, runs.chunks_in_a_row(index), runs.last_size(index), last,
             )  # fmt: skip
             plan = run_chunks(self.scheduler, run, _answer)
             self.load_tokens += self.run_rows * decodes
             self._plans = [] if plan is None else [(plan.number, plan, self.scheduler.last_sampled)]
         self.run_rows = self.chunk_size = 0
         self.chunk_times = []
+
+    def first_token(self) -> RequestEvent:
+        """The first token of the prompt whose last chunk has been computed in its run."""
+        chunked = self.scheduler.table.chunked
+        assert chunked is not None
+        request = chunked.request
+        return RequestEvent(request.rid, _answer(request, 1), None, request.cached_tokens, request.retractions)
 
     def _remaining(self, request: Request) -> int:
         return self.running[request.rid].arrival.output_len - len(request.output_ids)
