@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -175,7 +176,9 @@ class Parts:
 
         later = firsts[part + 1] if part + 1 < len(firsts) else None
         run = PartRun(fleet, begins, later, complete, lambda: 0 if log is None else log.position)
-        return run.run(lambda count: connection.send(("ended", count)), self._interval)
+        result = run.run(lambda count: connection.send(("ended", count)), self._interval)
+        result.cpu_seconds = time.process_time()
+        return result
 
     def _join_logs(self, paths: Sequence[Path], results: Sequence[PartResult], firsts: Sequence[int]) -> None:
         assert self._log_file is not None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.admission import expected_growth
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.decode_run import decode_plan
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.step_sums import Steps, between
@@ -276,10 +277,10 @@ def _replace_record(scheduler: Scheduler, run: ChunkRun, prompt: Request, number
     flights, decodes = scheduler.in_flight, scheduler.table.decodes
     flights.clear()
     if run.in_flight == "decode":
-        rows, count = [request.row for request in decodes], len(decodes)
-        flights.append(StepRecord(number, decodes.copy(), rows, num_decodes=count, launched=run.launched))
-        starts = [request.num_computed - 1 for request in decodes]
-        return StepPlan(number, rows, starts, [1] * count, [True] * count, num_decodes=count)
+        plan = decode_plan(number, decodes)
+        record = StepRecord(number, decodes.copy(), plan.rows, num_decodes=len(decodes), launched=run.launched)
+        flights.append(record)
+        return plan
     if run.in_flight in ("chunk", "last"):
         row, samples = prompt.row, run.in_flight == "last"
         size = run.last_size if samples else run.size

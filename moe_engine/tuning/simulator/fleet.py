@@ -92,7 +92,8 @@ class Outcome:
     missed: list[Fault] = field(default_factory=list)
     expert_load: dict[str, Any] = field(default_factory=dict)
     seams: list[dict[str, Any]] = field(default_factory=list)
-    """Of a run in several processes: `parts.Seams.report`."""
+    """Of a run in several processes: `parts.Seams.report`, and the processor time of each."""
+    process_seconds: list[float] = field(default_factory=list)
 
     def take(self, counts: Counts) -> None:
         """Sets the counts of the whole run."""

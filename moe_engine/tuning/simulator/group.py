@@ -13,7 +13,7 @@ from dataclasses import replace
 from moe_engine.errors import InputError
 from moe_engine.scheduler.chunk_run import ChunkLimits, ChunkRun, ChunkTimes, chunk_limits, has_chunk_runs, run_chunks
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.decode_run import decode_run_limit, decodes_after, run_decodes
+from moe_engine.scheduler.decode_run import decode_plan, decode_run_limit, decodes_after, decodes_beyond, run_decodes
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
 from moe_engine.scheduler.step_sums import Steps, StepSums
@@ -221,16 +221,38 @@ class Group:
         if self._contended is None:
             self._contended = sums.mark()
 
-    def end_run(self, sums: StepSums) -> None:
-        """Applies the steps of a run to the scheduler."""
-        taken = sums.since(self._run_began)
+    def beyond_end(self, runs: Runs) -> tuple[int, int, int] | None:
+        """How its run goes on behind the last step of some requests, which is in flight: the requests of the next step,
+        their context tokens, and the number of those that decode behind it; None if the scheduler must plan."""
+        steps, scheduler = runs.step - self.run_from, self.scheduler
+        if self.chunk_size or scheduler.num_waiting:
+            return None
+        rest = decodes_beyond(scheduler, self._remaining, steps)
+        if rest is None:
+            return None
+        context = sum([request.num_computed + steps + 1 for request in rest])
+        return len(rest), context, len(decodes_after(rest, steps + 1))
+
+    def end_run(self, sums: StepSums) -> list[RequestEvent]:
+        """Applies the steps of a run to the scheduler. Returns the ends of requests; their tokens count as those of the
+        run."""
+        taken, events = sums.since(self._run_began), list[RequestEvent]()
         if steps := taken.count:
             waits = Steps() if self._contended is None else sums.since(self._contended)
-            run_decodes(self.scheduler, taken, waits, _answer)
+            ended = run_decodes(self.scheduler, taken, waits, _answer)
             self.load_tokens += self.run_rows * steps
             number, plan, sampled = self._plans[0]
             self._plans[0] = (number + steps, plan, sampled)
+            if ended:
+                self._plans = self._planned_behind(number + steps)
+                events = [RequestEvent(r.rid, [], r.finish_reason, r.cached_tokens, r.retractions) for r in ended]
         self.run_rows = 0
+        return events
+
+    def _planned_behind(self, number: int) -> list[tuple[int, StepPlan, list[Request]]]:
+        """The step in flight behind the end of requests, if others decode."""
+        sampled = self.scheduler.last_sampled
+        return [(number, decode_plan(number, sampled), sampled)] if sampled else []
 
     def end_chunks(self, runs: Runs, index: int, in_flight: str, launched: float) -> None:
         """Applies the steps of a run with chunks to the scheduler, as group `index`; see `ChunkRun`."""

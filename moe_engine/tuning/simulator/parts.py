@@ -83,11 +83,12 @@ class Window:
 
 @dataclass(slots=True)
 class PartResult:
-    """All that a part has simulated, also before its seam and behind the next one."""
+    """All that a part has simulated, also before its seam and behind the next one. `cpu_seconds`: of its process."""
 
     windows: list[Window]
     outcome: Outcome
     counts: Counts
+    cpu_seconds: float = 0.0
 
 
 def requests_from(workload: Workload, size: int, first: int, begins: deque[tuple[int, float]]) -> Fixed:
@@ -296,6 +297,7 @@ def merged(results: Sequence[PartResult], firsts: Sequence[int]) -> Outcome:
     missed, load = results[-1].outcome.missed, results[-1].outcome.expert_load
     outcome = Outcome(recorder, samples, faults=faults, missed=missed, expert_load=load)
     outcome.take(counts)
+    outcome.process_seconds = [result.cpu_seconds for result in results]
     return outcome
 
 

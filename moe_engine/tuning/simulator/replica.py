@@ -169,7 +169,11 @@ class Replica:
         """Groups whose run ends, and held groups when their turn comes, plan the next step."""
         if self._runs.members:
             for index in self._runs.leaving(hold):
-                self._leave_run(index)
+                beyond = self.groups[index].beyond_end(self._runs)
+                if beyond is None:
+                    self._leave_run(index)
+                else:
+                    self._runs.end_rows(index, *beyond)
             for index in list(self._runs.finishing):
                 self._runs.join_prompt(index)
         if not hold and self._held:
@@ -268,6 +272,9 @@ class Replica:
                 self._changed.update([index for index in self._flight.chunks if self.groups[index].run_rows])
                 for index in self._runs.joined:
                     self._tell(index, self.groups[index], self.groups[index].first_token())
+                for index in sorted(self._runs.ending):
+                    for event in self._leave_run(index, behind):
+                        self._tell(index, self.groups[index], event)
         self._flight, ends, self._ends = behind, self._ends, 0
         if behind is None:
             return
@@ -358,10 +365,15 @@ class Replica:
             flight.chunks.add(index)
         return True
 
-    def _leave_run(self, index: int) -> None:
+    def _leave_run(self, index: int, flight: Flight | None = None) -> list[RequestEvent]:
         """Applies the steps of the run to the scheduler; the newest step is in flight, if the group has a part in
-        it."""
-        group, runs, flight = self.groups[index], self._runs, self._flight
+        it. Returns the ends of requests.
+
+        Args:
+            flight: that step, if the result of the step before it is being applied.
+        """
+        group, runs = self.groups[index], self._runs
+        flight, events = flight or self._flight, list[RequestEvent]()
         chunking, in_flight = group.chunk_size > 0, "decode"
         if runs.step > group.run_from and index not in runs.fresh:
             last = self._counts.held_at if chunking else self._collected
@@ -374,13 +386,14 @@ class Replica:
                 in_flight = ""
             group.end_chunks(runs, index, in_flight, flight.launched_by(index) if flight is not None else 0.0)
         else:
-            group.end_run(runs.sums)
+            events = group.end_run(runs.sums)
         runs.leave(index)
         self._awake.add(index)
         self._changed.add(index)
-        if flight is not None and in_flight:
+        if flight is not None and in_flight and group.scheduler.in_flight:
             flight.pending.add(index)
             flight.chunks.discard(index)
+        return events
 
     def _jump(self, until: float) -> bool:
         """Takes several decode steps at once, if all groups are in a run and no prompt waits for its turn."""

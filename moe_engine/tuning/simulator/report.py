@@ -20,7 +20,8 @@ def figures(outcome: Outcome, goodput: dict[str, float], wall_seconds: float) ->
     values = serving_report.figures(
         recorder.answers, duration, goodput=goodput, accept_length=outcome.accept_length, gaps=recorder.gaps
     )
-    of_parts = {"seams": outcome.seams} if outcome.seams else {}
+    seconds = outcome.process_seconds
+    of_parts = {"seams": outcome.seams, "process_seconds": seconds} if seconds else {}
     return values | {
         "retractions": outcome.retractions,
         "cache_hit_rate": outcome.cached_tokens / max(outcome.prompt_tokens, 1),

@@ -34,8 +34,10 @@ class Runs:
     holding: members with waiting prompts, except these; they leave when prompts may be computed.
     waiting: all members with waiting prompts.
     finishing: chunking members whose last chunk is in flight.
-    joined: members whose next step is the first decode of the prompt of that chunk, with its tokens; they leave with
-    its result.
+    joined: members whose next step is the first decode of the prompt of that chunk, with its tokens.
+    ending: members whose next step is without the requests that end with the step in flight.
+    Joined and ending members leave with the result of the step in flight. `rows_ahead`: requests that they have more in
+    their next step than in that one.
     total_rows: requests that decode, of all members.
     """
 
@@ -49,6 +51,9 @@ class Runs:
         self.chunking: set[int] = set()
         self.finishing: set[int] = set()
         self.joined: dict[int, int] = {}
+        self.ending: set[int] = set()
+        self.rows_ahead = 0
+        self._ahead: dict[int, int] = {}
         self._rows = np.zeros(num_groups, np.int64)
         self._rows_after = np.zeros(num_groups, np.int64)
         """Requests that still decode after the run."""
@@ -99,10 +104,22 @@ class Runs:
         chunks.leave(group, rows)
         self.finishing.remove(group)
         self.chunking.remove(group)
-        self.total_rows += 1
-        self._rows[group] = rows + 1
-        self._context[group] = context - (rows + 1) * self.step
-        self._ends[group] = NEVER
+        self._change(group, rows + 1, context, rows + 1)
+
+    def end_rows(self, group: int, rows: int, context: int, rows_after: int) -> None:
+        """Requests of a member end with the step in flight; the next step has `rows`, with so many context tokens; of
+        them `rows_after` decode behind it."""
+        self.ending.add(group)
+        self._change(group, rows, context, rows_after)
+
+    def _change(self, group: int, rows: int, context: int, rows_after: int) -> None:
+        """A member's next step, with which its run ends, has other requests than the step in flight."""
+        more = self._ahead[group] = rows - self._rows.item(group)
+        self.rows_ahead += more
+        self.total_rows += more
+        self._rows[group], self._rows_after[group] = rows, rows_after
+        self._context[group] = context - rows * self.step
+        self._ends[group] = self.step + 1
         self._is_stale = True
 
     def leave(self, group: int) -> None:
@@ -111,6 +128,8 @@ class Runs:
             self._chunks.leave(group, self._rows.item(group))
         self.finishing.discard(group)
         self.joined.pop(group, None)
+        self.ending.discard(group)
+        self.rows_ahead -= self._ahead.pop(group, 0)
         self.fresh.discard(group)
         self.holding.discard(group)
         self.waiting.discard(group)
