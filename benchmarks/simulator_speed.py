@@ -2,9 +2,9 @@
 
 DeepSeek V3 with DP attention and expert parallelism over all ranks, from a bare config.json. Each case is simulated
 several times, in turn with the others; the figure is the median of simulated seconds over seconds of one core, with
-`--processes` over those of the core that computes longest. The speed depends on the requests: `request_ms` is the core's
-time for one. `launch_seconds`, the planning of the launch, is measured by a simulation of a single request. A day is not
-simulated but extrapolated, the launch counted once: `day_minutes`.
+`--processes` over those of the core that computes longest. The speed depends on the requests: `request_ms` is that
+core's time for one. `launch_seconds`, the planning of the launch, is measured by a simulation of a single request. A
+day is not simulated but extrapolated, the launch counted once: `day_minutes`.
 """
 
 from __future__ import annotations

@@ -136,9 +136,7 @@ def _simulated_in_parts(
         return outcome(advance)
 
 
-def _fleet(
-    own: argparse.Namespace, source: _Source, spec: FleetSpec, workload: Workload, log: RankLog | None
-) -> Fleet:
+def _fleet(own: argparse.Namespace, source: _Source, spec: FleetSpec, workload: Workload, log: RankLog | None) -> Fleet:
     fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed, log=log)
     fleet.recorder.keeps_details, fleet.recorder.reply_seconds = own.output_details, source.reply_seconds
     return fleet

@@ -14,7 +14,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.planner.given_form import OURS
-from moe_engine.tuning.simulator.parts import LEAST_WINDOW
+from moe_engine.tuning.simulator.parts import LEAST_PART
 from moe_engine.tuning.simulator.sessions import Recorded
 from moe_engine.tuning.simulator.workload import Workload
 
@@ -29,8 +29,6 @@ LENGTHS = {
     "random_input_len": 1, "random_output_len": 1, "agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0,
     "gsp_system_prompt_len": 0, "gsp_question_len": 1, "gsp_output_len": 1, "sharegpt_output_len": 1,
 }  # fmt: skip
-LEAST_WINDOWS = 4
-"""Of a part of a load: with fewer its warm-up would be most of it."""
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -82,7 +80,7 @@ def check_launch(args: EngineArgs) -> None:
 
 def check_parts(own: argparse.Namespace, config: ResolvedConfig, workload: Workload) -> None:
     """Raises ConfigError: the load cannot be simulated in `--processes` parts."""
-    option, least = f"--processes {own.processes}", own.processes * LEAST_WINDOWS * LEAST_WINDOW
+    option, least = f"--processes {own.processes}", own.processes * LEAST_PART
     reason = None
     if own.max_concurrency or own.dataset_name == "agentic" or (isinstance(workload, Recorded) and workload.waits):
         reason = "requests wait for answers, so that a part of them does not begin before the part before it has ended"

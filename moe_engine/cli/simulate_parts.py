@@ -107,7 +107,9 @@ class Parts:
                 for part in range(len(self._division.firsts)):
                     ours, theirs = FORK.Pipe()
                     others = [ours, *[connection for _, connection in started]]
-                    process = FORK.Process(target=self._child, args=(part, theirs, others, logs), daemon=True)
+                    process: BaseProcess = FORK.Process(
+                        target=self._child, args=(part, theirs, others, logs), daemon=True
+                    )
                     process.start()
                     started.append((process, ours))
                     theirs.close()
@@ -225,7 +227,8 @@ class _Exchange:
             kind, value = connection.recv()
         except (EOFError, ConnectionResetError):
             process.join()
-            how = f"signal {-process.exitcode}" if (process.exitcode or 0) < 0 else f"exit code {process.exitcode}"
+            code = process.exitcode or 0
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise MoeEngineError(
                 f"--processes: {self._division.name(part)} ended with {how}; each process has caches of its own, so "
                 "memory may be short: use fewer"

@@ -3,8 +3,8 @@ decode of all running requests, as the turns of the attention groups have it.
 
 The last chunk samples and lets other prompts join. While none waits, the run has it too, with the first decode step
 behind it; otherwise the run ends before it. The result equals that of the same steps by `Scheduler.schedule` and
-`Scheduler.update` (tests/tuning/test_simulator.py compares them); the radix cache gets the chunks at the end of the run,
-because no other prompt is matched before.
+`Scheduler.update` (tests/tuning/test_simulator.py compares them); the radix cache gets the chunks at the end of the
+run, because no other prompt is matched before.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def run_chunks(scheduler: Scheduler, run: ChunkRun, answer: Callable[[Request, i
     if kv_cache.retire(record.number + results - 1):
         scheduler.backoff.retry_now()
     added = num_chunks * run.size + run.last_size
-    needed = kv_cache.decode_need(decodes, num_decodes) + added + kv_cache.page_size * (run.last is not None)
+    needed = kv_cache.decode_need(decodes, num_decodes) + kv_cache.reserve_need(
+        [prompt], [added + (run.last is not None)]
+    )
     if not kv_cache.make_room(needed):
         raise MoeEngineError(f"no room for {num_chunks} chunks and {num_decodes} decodes; ask chunk_limits first")
     for request in decodes:

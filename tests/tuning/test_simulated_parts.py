@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from moe_engine.cli import simulate_checks
 from moe_engine.cli.main import main
 from moe_engine.tuning import serving_report
+from moe_engine.tuning.simulator import parts
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec, Outcome
 from moe_engine.tuning.simulator.parts import PartRun, Reply, Seams, merged, requests_from
@@ -20,6 +22,13 @@ from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
 from tests.tuning.test_simulator import Linear, config
 from tests.tuning.test_simulator_input import costs
+
+
+@pytest.fixture(autouse=True)
+def short_loads(monkeypatch):
+    """Loads of some thousand requests, whose times differ more."""
+    monkeypatch.setattr(parts, "COMPARED", 8)
+    monkeypatch.setattr(simulate_checks, "LEAST_PART", 1024)
 
 
 def load(rng: random.Random, count: int, rate: float, most_new: int = 60, shared: int = 0) -> Fixed:
@@ -81,13 +90,17 @@ def assert_same(ours: Outcome, theirs: Outcome) -> None:
     assert ours.recorder.ended_at == theirs.recorder.ended_at
     assert sorted(ours.recorder.refused) == sorted(theirs.recorder.refused)
     gaps = [outcome.recorder.gaps.distribution("x") for outcome in (ours, theirs)]
-    assert gaps[0] == pytest.approx(gaps[1]) and ours.recorder.gaps.peak_tokens == theirs.recorder.gaps.peak_tokens
+    assert (
+        gaps[0] == pytest.approx(gaps[1], rel=1e-6, abs=1e-5)
+        and ours.recorder.gaps.peak_tokens == theirs.recorder.gaps.peak_tokens
+    )
 
 
 def test_parts_between_idle_times_equal_one_process():
     """Each request ends before the next one: an engine that begins anywhere computes the same."""
     rng = random.Random(random.getrandbits(32))
-    arrivals = [Arrival(float(2 * number), [number + 1] * rng.randint(1, 90), rng.randint(1, 9)) for number in range(90)]
+    prompts = [[number + 1] * rng.randint(1, 90) for number in range(90)]
+    arrivals = [Arrival(float(2 * number), prompt, rng.randint(1, 9)) for number, prompt in enumerate(prompts)]
 
     def make_load():
         return Fixed([replace(arrival) for arrival in arrivals], len(arrivals))
@@ -99,13 +112,16 @@ def test_parts_between_idle_times_equal_one_process():
     assert [seam["requests_twice"] for seam in seams.report] == [10, 10]
 
 
-def test_a_steady_load():
+def test_a_steady_load(monkeypatch):
     """Every request counts once, every token has its gap, and the figures are those of one process."""
-    seed, count = random.getrandbits(32), 6000
+    monkeypatch.setattr(parts, "COMPARED", 300)
+    monkeypatch.setattr(parts, "TTFT", 0.1)
+    monkeypatch.setattr(parts, "LATENCY", 0.05)
+    seed, count = random.getrandbits(32), 2400
     spec = FleetSpec(ReplicaSpec(config(), Linear(), num_groups=4))
     one = in_one(spec, load(random.Random(seed), count, 60.0))
-    ours, seams = in_parts(spec, lambda: load(random.Random(seed), count, 60.0), 250, [0, 12])
-    assert seams.report and seams.used()[1] < 20
+    ours, seams = in_parts(spec, lambda: load(random.Random(seed), count, 60.0), 100, [0, 12])
+    assert seams.report and seams.used()[1] < 24
     assert [row[0] for row in rows(ours)] == [row[0] for row in rows(one)]
     assert [a.output_len for a in sorted(ours.recorder.answers, key=lambda a: a.started)] == [
         a.output_len for a in sorted(one.recorder.answers, key=lambda a: a.started)
@@ -113,7 +129,7 @@ def test_a_steady_load():
     figures = [
         serving_report.figures(o.recorder.answers, o.recorder.ended_at, gaps=o.recorder.gaps) for o in (ours, one)
     ]
-    for name, bound in (("mean_ttft_ms", 0.02), ("mean_e2e_latency_ms", 0.01), ("mean_itl_ms", 0.01)):
+    for name, bound in (("mean_ttft_ms", 0.1), ("mean_e2e_latency_ms", 0.05), ("mean_itl_ms", 0.05)):
         assert figures[0][name] == pytest.approx(figures[1][name], rel=bound), name
     assert ours.num_steps == pytest.approx(one.num_steps, rel=0.01)
     # requests in the engine at the seam are about as far in both
@@ -168,7 +184,7 @@ def test_requests_that_arrive_at_once_are_in_one_window():
         assert drawn == moments[len(moments) - len(drawn) :] and drawn[0] == some[0][1]
 
 
-FLAGS = ["--request-rate", "40", "--random-input-len", "40", "--random-output-len", "8", "--random-range-ratio", "0.5"]
+FLAGS = ["--request-rate", "5", "--random-input-len", "40", "--random-output-len", "8", "--random-range-ratio", "0.5"]
 
 
 def test_the_command_in_two_processes(tmp_path, capsys):

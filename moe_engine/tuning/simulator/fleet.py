@@ -323,6 +323,8 @@ class Fleet:
     # -- results
 
     def _sample(self, now: float) -> Sample:
+        for replica in self.replicas:
+            replica.settle()
         groups = [group for replica in self.replicas for group in replica.groups]
         schedulers = [group.scheduler for group in groups]
         return Sample(

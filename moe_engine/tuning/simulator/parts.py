@@ -2,9 +2,9 @@
 
 The load is cut into windows of some hundred requests or more; a part begins with the first request of a window, in an
 empty engine. The part before it goes on over the same requests until both agree on them: requests from before the cut
-have ended, and the times and cache hits of two successive windows are equal within `LATENCY`, `TTFT` and `CACHED`. At
-this seam the results of the earlier part end and those of the later part begin. What a part computes before its seam is
-its warm-up. A part that never agrees with the next one simulates the rest of the load alone: a queue that grows, or
+have ended, and times and cache hits of the last `COMPARED` requests are equal within `LATENCY`, `TTFT` and `CACHED`.
+At this seam the results of the earlier part end and those of the later part begin. What a part computes before its seam
+is its warm-up. A part that never agrees with the next one simulates the rest of the load alone: a queue that grows, or
 prefixes from long ago, then take the time of one process and are not wrong.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -25,14 +25,18 @@ from moe_engine.tuning.simulator.recorder import Recorder
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Workload
 
 LATENCY, TTFT, CACHED = 0.01, 0.02, 0.005
-"""Largest distance of two parts over a window: of the mean latency and the mean time to first token, over their size;
-of the cached tokens, over the prompt tokens."""
+"""Largest distance of two parts over these requests: of the mean latency and the mean time to first token, over their
+size; of the cached tokens, over the prompt tokens."""
 FIRST_TOKENS = 1e-3
 """Seconds of the mean time to first token that always count as equal."""
+COMPARED = 1024
+"""Requests that are compared, and two windows at least. The mean times of fewer differ more by chance."""
 WINDOWS = 128
 """Windows of a part."""
 LEAST_WINDOW = 256
 """Least requests of a window."""
+LEAST_PART = 4096
+"""Least requests of a part: with fewer its warm-up would be most of it."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,9 @@ class Tally:
         self.latency += answer.latency
         self.prompt_tokens += answer.prompt_len
         self.cached_tokens += answer.cached_tokens
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*[getattr(self, field.name) + getattr(other, field.name) for field in fields(self)])
 
     def agrees(self, other: Tally) -> bool:
         """Whether two simulations of the same requests are equal within the bounds of this module."""
@@ -197,8 +204,8 @@ class Seams:
     def __init__(self, firsts: Sequence[int]) -> None:
         self._firsts = list(firsts)
         self.report: list[dict[str, Any]] = []
-        """Of each seam: requests before it that two parts have simulated, and the distances of the later part over the
-        last two windows."""
+        """Of each seam: requests before it that two parts have simulated, and the distances of the later part from the
+        earlier one over the last of them."""
         self._tallies: list[dict[int, Tally]] = [{} for _ in firsts]
         self._waiting: dict[int, tuple[int, int]] = {}
         self._found: dict[int, int] = {}
@@ -221,9 +228,9 @@ class Seams:
             if number not in self._tallies[part + 1]:
                 continue
             del self._waiting[part]
-            last = [seen for seen in sorted(self._tallies[part + 1]) if seen <= number][-2:]
-            if older == 0 and len(last) == 2 and all(self._agree(part, seen) for seen in last):
-                self._note(part, number, last)
+            pair = self._compared(part, number)
+            if older == 0 and pair is not None and pair[0].agrees(pair[1]):
+                self._note(part, number, *pair)
                 yield part, Reply.END
             elif self.is_shared(part + 1, number + 1):
                 self._stays_alone(part)
@@ -244,24 +251,29 @@ class Seams:
         parts = len(self._firsts) if self.alone is None else self.alone + 1
         return [self._firsts[0], *[self._found[part] for part in range(parts - 1)]]
 
-    def _agree(self, part: int, number: int) -> bool:
-        return self._tallies[part][number].agrees(self._tallies[part + 1][number])
+    def _compared(self, part: int, number: int) -> tuple[Tally, Tally] | None:
+        """The last windows up to `number`, by a part and by the next one; None if these have too few requests."""
+        ours, theirs, count = Tally(), Tally(), 0
+        for seen in sorted(self._tallies[part + 1], reverse=True):
+            if seen <= number:
+                ours, theirs, count = (
+                    ours + self._tallies[part][seen],
+                    theirs + self._tallies[part + 1][seen],
+                    count + 1,
+                )
+            if count >= 2 and ours.num >= COMPARED:
+                return ours, theirs
+        return None
 
-    def _note(self, part: int, number: int, last: Sequence[int]) -> None:
+    def _note(self, part: int, number: int, ours: Tally, theirs: Tally) -> None:
         self._found[part] = number + 1
-        ours, theirs = self._tallies[part], self._tallies[part + 1]
-
-        def distance(name: str, over: str) -> float:
-            one, other = (sum(getattr(tallies[seen], name) for seen in last) for tallies in (ours, theirs))
-            return (other - one) / max(sum(getattr(ours[seen], over) for seen in last), 1e-9)
-
         self.report.append(
             {
                 "part": part + 1,
-                "requests_twice": sum(theirs[seen].num for seen in theirs if seen <= number),
-                "latency": distance("latency", "latency"),
-                "ttft": distance("ttft", "ttft"),
-                "cached_tokens": distance("cached_tokens", "prompt_tokens"),
+                "requests_twice": sum(tally.num for seen, tally in self._tallies[part + 1].items() if seen <= number),
+                "latency": theirs.latency / ours.latency - 1 if ours.latency else 0.0,
+                "ttft": theirs.ttft / ours.ttft - 1 if ours.ttft else 0.0,
+                "cached_tokens": (theirs.cached_tokens - ours.cached_tokens) / max(ours.prompt_tokens, 1),
             }
         )
 
@@ -284,7 +296,8 @@ def merged(results: Sequence[PartResult], firsts: Sequence[int]) -> Outcome:
             recorder.gaps.add_all(window.gaps)
         last = windows[end] if end < len(windows) else None
         offset = counts.generated - windows[begin].counts.generated
-        for sample in result.outcome.samples[windows[begin].num_samples : last.num_samples if last else None]:
+        first_sample = windows[begin].num_samples if index else 0  # one comes before the first request
+        for sample in result.outcome.samples[first_sample : last.num_samples if last else None]:
             samples.append(replace(sample, generated_tokens=sample.generated_tokens + offset))
         recorder.steps += theirs.steps[windows[begin].num_details : last.num_details if last else None]
         counts = _added(counts, windows[begin].counts, last.counts if last else result.counts)

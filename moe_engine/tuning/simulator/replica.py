@@ -112,6 +112,11 @@ class Replica:
         known = sum(group.scheduler.totals.generated_tokens for group in self.groups)
         return known + sum(group.run_rows * (step - group.run_from) for group in self.groups)
 
+    def settle(self) -> None:
+        """Brings the counts of waiting and computed prompts in the schedulers up to date, as single steps have them."""
+        for index in list(self._runs.finishing):
+            self._leave_run(index)
+
     def add(self, index: int, running: Running, rid: str, output_ids: list[int] | None = None) -> str | None:
         """Gives a request to a scheduler. Returns the reason if it is refused, or None."""
         if not self.is_active:

@@ -69,8 +69,8 @@ def remarks(values: dict[str, Any], outcome: Outcome) -> str:
 def _seam_line(seam: dict[str, Any]) -> str:
     """Where the results of a process begin (`parts.Seams.report`)."""
     return (
-        f"process {seam['part'] + 1}: warm-up of {seam['requests_twice']} requests, over the last of which it differs from "
-        f"process {seam['part']} by {seam['latency']:+.2%} in mean latency, {seam['ttft']:+.2%} in mean TTFT"
+        f"process {seam['part'] + 1}: warm-up of {seam['requests_twice']} requests, over the last of which it differs "
+        f"from process {seam['part']} by {seam['latency']:+.2%} in mean latency, {seam['ttft']:+.2%} in mean TTFT"
     )
 
 
