@@ -117,11 +117,11 @@ def test_a_steady_load(monkeypatch):
     monkeypatch.setattr(parts, "COMPARED", 300)
     monkeypatch.setattr(parts, "TTFT", 0.1)
     monkeypatch.setattr(parts, "LATENCY", 0.05)
-    seed, count = random.getrandbits(32), 2400
+    seed, count = random.getrandbits(32), 1500
     spec = FleetSpec(ReplicaSpec(config(), Linear(), num_groups=4))
     one = in_one(spec, load(random.Random(seed), count, 60.0))
-    ours, seams = in_parts(spec, lambda: load(random.Random(seed), count, 60.0), 100, [0, 12])
-    assert seams.report and seams.used()[1] < 24
+    ours, seams = in_parts(spec, lambda: load(random.Random(seed), count, 60.0), 50, [0, 12])
+    assert seams.report and seams.used()[1] < 30
     assert [row[0] for row in rows(ours)] == [row[0] for row in rows(one)]
     assert [a.output_len for a in sorted(ours.recorder.answers, key=lambda a: a.started)] == [
         a.output_len for a in sorted(one.recorder.answers, key=lambda a: a.started)
@@ -141,7 +141,7 @@ def test_parts_that_never_agree_equal_one_process(kind: str):
     """A queue that grows; a prefix that came once, long ago; a restart whose queue does not end."""
     seed = random.getrandbits(32)
     replica = ReplicaSpec(config(max_rows=4, num_slots=4096 * 4, session_hold=0.0), Linear())
-    spec, count, rate = FleetSpec(replica), 1200, 30.0
+    spec, count, rate = FleetSpec(replica), 600, 30.0
     if kind == "restart":
         spec = FleetSpec(replace(replica, num_groups=2), faults=(Fault(0, 1.0, 2),), restart_seconds=500.0)
 
@@ -158,7 +158,7 @@ def test_parts_that_never_agree_equal_one_process(kind: str):
             arrivals.append(Arrival(2.0 * number, prompt, 2))
         return Fixed(arrivals, len(arrivals))
 
-    size, firsts = (4, [0, 50]) if kind == "old prefixes" else (50, [0, 12])
+    size, firsts = (4, [0, 50]) if kind == "old prefixes" else (25, [0, 12])
     ours, seams = in_parts(spec, make_load, size, firsts, interval=2.0)
     if kind == "old prefixes":  # the parts agree behind the requests whose prefix the later one does not have
         assert seams.used()[1] >= 54 and not seams.report[0]["cached_tokens"]
@@ -185,6 +185,7 @@ def test_requests_that_arrive_at_once_are_in_one_window():
 
 
 FLAGS = ["--request-rate", "5", "--random-input-len", "40", "--random-output-len", "8", "--random-range-ratio", "0.5"]
+FLAGS += ["--disable-radix-cache"]  # prompts of a small vocabulary have first tokens in common, more with time
 
 
 def test_the_command_in_two_processes(tmp_path, capsys):
