@@ -126,23 +126,32 @@ def pool_keys(requests: int, context: int, size: int = 4, width: int = 128) -> K
 
 
 def pool_means(requests: int, context: int, size: int = 4, width: int = 128) -> KernelCase:
-    """Keys of tokens, and the normed and rotated means of the pools that they complete."""
+    """Keys of tokens, and the normed and rotated means of the pools that they complete. A row without them: apart."""
     rotary = width // 2
 
     def prepare(kernel: Any, device: str) -> Call:
-        if kernel.pools.write_means is None:
-            raise NotServed("has no means of pools")
         step, weight = Decodes.of(requests, context, device), torch.rand(width, device=device) + 0.5
         keys = normal(requests, width, device=device)
         cache = normal(step.num_slots, 1, width, device=device)
         rows = step.positions // size * size
         turns = PoolTurns(step.positions, rows, rotary_table(rotary, device), size)
 
-        def call() -> Tensor:
+        def together() -> Tensor:
             kernel.pools.write_means(keys, weight, EPS, turns, step.slots, cache)
             return cache
 
-        return call
+        def apart() -> Tensor:
+            stored, ops, slots = cache.squeeze(1), TorchOps(), step.slots
+            stored.index_copy_(0, slots, keys)
+            places = slots.unsqueeze(1) + torch.arange(1 - size, 1, device=device)
+            pooled = stored[places.clamp_(min=0)].float().mean(1).to(stored.dtype).unsqueeze(1)
+            pooled = ops.rms_norm(pooled, weight, EPS)
+            ops.rotate_leading(pooled, rows, turns.table)
+            completes = ((step.positions + 1) % size == 0).unsqueeze(1)
+            stored.index_copy_(0, slots, torch.where(completes, pooled.squeeze(1), keys))
+            return cache
+
+        return apart if kernel.pools.write_means is None else together
 
     return counted("indexer", f"pool_means.{size}x{width}.r{requests}", prepare, context)
 
