@@ -78,12 +78,12 @@ def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
     return dataclasses.replace(next(iter(found.values())), **room)
 
 
-def stop_cores(cores: Sequence[CoreProcess]) -> None:
+def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
     """Stops the cores that still run."""
     for core in cores:
         core.expect_exit()
     for core in cores:
-        core.stop(0.0)
+        core.stop(grace)
 
 
 def kill_cores(cores: Sequence[CoreProcess]) -> None:
