@@ -25,6 +25,11 @@ PATCH, MERGE = 14, 2
 TIE = 1e-3
 """Best two log-probabilities that are closer than this: rounding decides between them."""
 TOKEN_PIXELS = PATCH * MERGE
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "temporal_patch_size": 2,
+    "merge_size": MERGE, "min_pixels": TOKEN_PIXELS**2, "max_pixels": 60 * TOKEN_PIXELS**2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]"
@@ -125,15 +130,25 @@ def make_checkpoint(
     write_tokenizer(path)
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": TEMPLATE}))
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "temporal_patch_size": 2,
-        "merge_size": MERGE, "min_pixels": TOKEN_PIXELS**2, "max_pixels": 60 * TOKEN_PIXELS**2,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
-    }  # fmt: skip
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
     assert read_checkpoint(path)
     return path
+
+
+def add_images(path: Path, seed: int, tokens: dict[str, int], processor: dict[str, Any]) -> None:
+    """Draws the tower of a checkpoint again, and adds the ids of image tokens, a chat template and the processor."""
+    tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if "visual" in name:
+            drawn = torch.randn(tensor.shape, generator=generator)
+            tensors[name] = 1 + 0.2 * drawn if "norm" in name and name.endswith("weight") else 0.2 * drawn
+    tensors["lm_head.weight"][START : END + 1] = 0  # no answer has a placeholder
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | tokens))
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
 
 
 def _transpose_experts(file: Path) -> None:
