@@ -3,11 +3,12 @@
     python -m benchmarks.gpu_suite [--parts parity kernels ...] [--only TEXT ...] [--seconds 590] [--output FILE]
                                    [--dry-run [cpu|cuda]]
 
-Takes less than ten minutes on one H200; `--parts aot parity exchange kernels`, every kernel alone, about seven. Writes
-benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to it, updated after every part, and prints tables. A
-failed part is reported and the others continue; a kernel that crashes or hangs costs its own line. A file that exists
-is continued: its other parts of this commit and GPU stay, so that several short runs (`--parts`) make one result. Exit
-code: 0; 1 if a part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
+Takes less than ten minutes on one H200: cases without time are left out and counted. `--parts aot parity exchange
+kernels` leaves their time to the kernels. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to
+it, updated after every part, and prints tables. A failed part is reported and the others continue; a kernel that
+crashes or hangs costs its own line. A file that exists is continued: its other parts of this commit and GPU stay, so
+that several short runs (`--parts`) make one result. Exit code: 0; 1 if a part failed or a row is wrong; 2 without a
+CUDA device. Missed targets do not change it.
 `--dry-run` runs everything in tiny sizes, on the CPU or with `--dry-run cuda` on a GPU, into a temporary folder unless
 `--output` is given: its numbers are meaningless, but it detects errors before a real run.
 """

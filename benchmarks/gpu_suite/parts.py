@@ -106,11 +106,11 @@ OWN_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Kernels that wait for each other must not share a queue."""
 
 PARTS = (
-    Part("aot", 30, 60, _aot, forks=True),
-    Part("parity", 85, 140, _parity),
+    Part("aot", 30, 100, _aot, forks=True),
+    Part("parity", 85, 200, _parity),
     Part("tokens", 40, 75, _tokens),
-    Part("exchange", 20, 60, _exchange, OWN_QUEUES),
-    Part("kernels", 105, 165, _kernels),
+    Part("exchange", 20, 75, _exchange, OWN_QUEUES),
+    Part("kernels", 105, 240, _kernels),
     Part("decode", 90, 120, _decode),
     Part("profile", 55, 80, _profile),
     Part("fp8_layers", 65, 100, _fp8_layers),

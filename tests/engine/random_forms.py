@@ -66,6 +66,12 @@ def draw(kind: str, rng: random.Random) -> Form:
     if kind in random_sparse_shapes.KINDS:
         form.flags["page_size"] = rng.choice((None, 16, 32))
         form.flags["chunked_prefill_size"] = rng.choice((-1, 16, 48))
+    if form.flags["chunked_prefill_size"] > 0 and form.flags["page_size"]:
+        page = form.flags["page_size"]
+        form.flags["chunked_prefill_size"] = -(-form.flags["chunked_prefill_size"] // page) * page
+    form.flags["enable_mixed_chunk"] &= form.flags["chunked_prefill_size"] > 0
+    if form.flags["disable_radix_cache"]:
+        form.flags["schedule_policy"] = "fcfs"
     if rng.random() < 0.4 and not form.flags["disable_radix_cache"]:
         form.flags |= {"enable_hierarchical_cache": True, "hicache_ratio": rng.choice((2.0, 6.0))}
     drafts: list[dict[str, Any]] = [{}, {}, {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}]
@@ -76,6 +82,7 @@ def draw(kind: str, rng: random.Random) -> Form:
     form.flags |= rng.choice(drafts)
     if rng.random() < 0.5:
         form.scheduling = {"retract_decode_steps": 1, "schedule_conservativeness": 0.0, "clip_max_new_tokens": 2}
+        form.scheduling |= {"num_slots": rng.choice((144, 160, 192))}
     if rng.random() < 0.25:
         form.adapters = tuple(rng.sample(("q_proj", "o_proj", "kv_b_proj", "gate_proj", "up_proj", "down_proj"), 3))
     form.constrained = rng.choice((0.0, 0.0, 0.3))

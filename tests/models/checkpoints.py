@@ -654,14 +654,14 @@ def join_experts(path: Path) -> None:
     write_tensors(path, tensors)
 
 
-def dequantized_copy(source: Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
+def dequantized_copy(source: Path, directory: str | Path) -> Path:
     """A checkpoint directory with the FP8 weights of `source` dequantized and quantization_config dropped."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         tensors |= load_file(file)
-    write_tensors(path, dequantize_fp8(tensors, dtype=dtype))
+    write_tensors(path, dequantize_fp8(tensors, dtype=torch.float32))
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)
     (path / "config.json").write_text(json.dumps(config, indent=1))
