@@ -20,7 +20,7 @@ from moe_engine.models.layers.gated_streams import GatedStreamNorm, StreamAdder
 from moe_engine.models.layers.gqa import group_inputs
 from moe_engine.models.layers.grouped_pools import GroupedPoolSteps
 from moe_engine.models.layers.ngram_input import NgramInput
-from moe_engine.models.layers.pool_turns import PoolTurns
+from moe_engine.models.layers.pool_turns import turns_of
 from moe_engine.models.layers.pooled_gqa import PooledGQAttention, PooledInputs
 from moe_engine.models.layers.pools_in_place import PoolsInPlace
 from moe_engine.models.qwen3_next import Qwen3NextModel
@@ -75,7 +75,7 @@ class Qwen4ExpModel(StreamResidual, ImageInputs, Qwen3NextModel):
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         given, batch = batch, self.place(batch)
         (inputs,) = group_inputs(batch, self.config.cache_groups, self.backends.attention)  # type: ignore[arg-type]
-        turns = PoolTurns.of(given, self.rotary, self._steps.rule.size, self._axis_rows)
+        turns = turns_of(given, self.rotary, self._steps.rule.size, self._axis_rows)
         return batch, [PooledInputs.of(inputs, self._steps.of(batch), turns)]
 
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
@@ -94,7 +94,7 @@ class Qwen4ExpModel(StreamResidual, ImageInputs, Qwen3NextModel):
 
     def _gates(self, reader: WeightSource, norm: str) -> GatedStreamNorm:
         is_last = norm.endswith(".norm")
-        return GatedStreamNorm(self.backends.linear, reader, _gates_of(norm), self.config, is_last)
+        return GatedStreamNorm(self.backends.ops, self.backends.linear, reader, _gates_of(norm), self.config, is_last)
 
     def _ngrams(self, reader: WeightSource, layer_index: int) -> NgramInput:
         norm = self._gates(reader, f"model.layers.{layer_index}.input_layernorm")

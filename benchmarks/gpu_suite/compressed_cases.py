@@ -25,7 +25,7 @@ from moe_engine.kernels.compression.protocol import (
     PlannedRows,
     SelectedEntries,
 )
-from moe_engine.kernels.ops import ngram_rows
+from moe_engine.kernels.ops import gated_streams, ngram_rows
 from moe_engine.kernels.ops.block_rounding import E4M3, round_rows
 from moe_engine.kernels.ops.ngram_rows import SCALED, NgramTokens
 from moe_engine.kernels.ops.protocol import CacheRows, RotaryTable
@@ -157,6 +157,25 @@ def streams(tokens: int, width: int, late: bool = False, head: bool = False, nor
     return counted("ops", f"streams.{width}{form}.t{tokens}", prepare)
 
 
+def gated(tokens: int, width: int, rank: int = 320) -> KernelCase:
+    """Residual streams with gates of low rank: all but the products."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        kernels = ops.capabilities.gated_streams or gated_streams.IN_TORCH
+        residual, x = normal(tokens, STREAMS * (width + 1), device=device), normal(tokens, width, device=device)
+        projected, gates = normal(tokens, rank + STREAMS, device=device), normal(tokens, STREAMS * width, device=device)
+        weight = torch.rand(STREAMS, width, device=device) + 0.5
+
+        def call() -> tuple[Tensor, ...]:
+            normed = kernels.norm(x, residual, weight, EPS)
+            ranks = kernels.gate(projected, rank, STREAMS, residual)
+            return kernels.read(gates, normed, STREAMS), ranks, residual
+
+        return call
+
+    return counted("ops", f"gated_streams.{width}.t{tokens}", prepare)
+
+
 def ngram_ids(requests: int, context: int, vocab: int = 129280, count: int = 4) -> KernelCase:
     """Ids of the n-grams that end at each token."""
 
@@ -257,6 +276,7 @@ def cases(requests: int, context: int, heads: int, width: int, hidden: int) -> l
     return [
         *(compress(requests, context, *rate, width, rotary) for rate in rates),
         compress(requests, context, 4, 2, width // 2, rotary),
+        gated(requests, hidden),
         pairs(requests, context, width),
         plan_rows(requests, context, min(128, context // 2), 4, min(512, context // 4)),
         plan_rows(requests, context, min(128, context // 2), rates[1][0]),

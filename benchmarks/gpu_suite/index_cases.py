@@ -19,7 +19,7 @@ from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.block_index import selection
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.indexer.key_norm import KeyNorm
-from moe_engine.kernels.indexer.pools import PooledTokens, PoolRule
+from moe_engine.kernels.indexer.pools import PooledTokens, PoolRule, PoolTurns
 from moe_engine.kernels.indexer.protocol import BlockChoice
 from moe_engine.kernels.ops.reference import TorchOps
 
@@ -125,6 +125,37 @@ def pool_keys(requests: int, context: int, size: int = 4, width: int = 128) -> K
     return counted("indexer", f"pool_keys.{size}x{width}.r{requests}", prepare, context)
 
 
+def pool_means(requests: int, context: int, size: int = 4, width: int = 128) -> KernelCase:
+    """Keys of tokens, and the normed and rotated means of the pools that they complete. A row without them: apart."""
+    rotary = width // 2
+
+    def prepare(kernel: Any, device: str) -> Call:
+        step, weight = Decodes.of(requests, context, device), torch.rand(width, device=device) + 0.5
+        keys = normal(requests, width, device=device)
+        cache = normal(step.num_slots, 1, width, device=device)
+        rows = step.positions // size * size
+        turns = PoolTurns(step.positions, rows, rotary_table(rotary, device), size)
+
+        def together() -> Tensor:
+            kernel.pools.write_means(keys, weight, EPS, turns, step.slots, cache)
+            return cache
+
+        def apart() -> Tensor:
+            stored, ops, slots = cache.squeeze(1), TorchOps(), step.slots
+            stored.index_copy_(0, slots, keys)
+            places = slots.unsqueeze(1) + torch.arange(1 - size, 1, device=device)
+            pooled = stored[places.clamp_(min=0)].float().mean(1).to(stored.dtype).unsqueeze(1)
+            pooled = ops.rms_norm(pooled, weight, EPS)
+            ops.rotate_leading(pooled, rows, turns.table)
+            completes = ((step.positions + 1) % size == 0).unsqueeze(1)
+            stored.index_copy_(0, slots, torch.where(completes, pooled.squeeze(1), keys))
+            return cache
+
+        return apart if kernel.pools.write_means is None else together
+
+    return counted("indexer", f"pool_means.{size}x{width}.r{requests}", prepare, context)
+
+
 def pool_slots(requests: int, context: int, rule: PoolRule, chosen: bool) -> KernelCase:
     """How many pools each token sees, and the slots of the chosen ones' tokens."""
     width = rule.size * rule.most + rule.size - 1 if chosen else context
@@ -156,6 +187,7 @@ def cases(requests: int, context: int, heads: int, top_k: int, width: int = 128)
         selected(requests, context, top_k, heads, blocks=min(128, context // 16), width=width),
         selected_blocks(requests, context, 4, rule, width),
         pool_keys(requests, context, width=width),
+        pool_means(requests, context, width=width),
         pool_slots(requests, context, PoolRule(4, top_k // 4), chosen=True),
         pool_slots(requests, context, PoolRule(4, context // 4), chosen=False),
     ]

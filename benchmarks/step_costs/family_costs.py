@@ -114,6 +114,26 @@ def gate_rows(a: Any, s: Setting) -> Cost:
     return Cost(size(a.rows, a.x, a.weight), size(a.rows))
 
 
+# -- residual streams with gates of low rank
+
+
+@cost_of("norm_gated_kernel")
+def norm_gated(a: Any, s: Setting) -> Cost:
+    """With a result, the streams are written too."""
+    adds = a.x is not None
+    return Cost(size(a.out, a.weight, given(a.x)), size(a.out) * (1 + adds), programs=a.grid[0] * a.STREAMS)
+
+
+@cost_of("rank_gates_kernel")
+def rank_gates(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.projected), size(a.out), programs=a.grid[0])
+
+
+@cost_of("read_gated_kernel")
+def read_gated(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.gates, a.normed), size(a.out))
+
+
 # -- blocks of the residual
 
 
@@ -255,6 +275,15 @@ def pool_keys(a: Any, s: Setting) -> Cost:
     pools = tokens / a.SIZE
     numbers = size(a.norm_weight, a.norm_bias, a.positions, a.slots) + min(1.0, pools) * size(a.bias)
     return Cost(size(a.keys, a.gates) + numbers + pools * (a.SIZE - 1) * record, tokens * record)
+
+
+@cost_of("mean_keys_kernel")
+def mean_keys(a: Any, s: Setting) -> Cost:
+    """As `pool_keys`, without gates."""
+    tokens, record = len(a.keys), a.WIDTH * a.cache.element_size()
+    pools = tokens / a.SIZE
+    numbers = size(a.weight, a.places, a.slots) + pools * (8 + a.ROTARY * 4)
+    return Cost(size(a.keys) + numbers + pools * (a.SIZE - 1) * record, tokens * record)
 
 
 @cost_of("count_pools_kernel")

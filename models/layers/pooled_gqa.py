@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.indexer.pools import PoolTurns
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
@@ -27,7 +28,6 @@ from moe_engine.models.layers.gqa import GroupInputs, Groups
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.pool_turns import PoolTurns
 from moe_engine.models.layers.pools_in_place import PoolChoice
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -70,7 +70,11 @@ class MeanPoolIndexer:
         """Writes the index keys of tokens, hidden [T, D] -> cache[slots], [N, 1, I], and those of the pools that they
         complete; sets the slots of the chunks with a selection."""
         q, k = self._project(hidden).split((self._heads * self._width, self._width), 1)
-        self._write(k, inputs.turns, batch.slots, cache.squeeze(1))
+        write_means, norm = self._kernel.pools.write_means, self._k_norm
+        if write_means is None:
+            self._write(k, inputs.turns, batch.slots, cache.squeeze(1))
+        else:
+            write_means(k, norm.weight, norm.eps, inputs.turns, batch.slots, cache)
         selecting = [chunk for chunk in inputs.chunks if isinstance(chunk.index_plan, PoolChoice)]
         if not selecting:
             return

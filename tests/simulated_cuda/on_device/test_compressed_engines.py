@@ -23,7 +23,7 @@ from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
 from tests.examples import FACTOR
-from tests.models.checkpoints import POOLED
+from tests.models.checkpoints import GATED_STREAMS, POOLED, make_checkpoint
 from tests.models.deepseek_v41 import make_v41
 from tests.models.qwen4_exp_images import make_qwen4
 from tests.models.stepper import Chunk, Stepper
@@ -209,13 +209,31 @@ LAUNCHES = {SLIDING: 16, HCA: 18, CSA: 24}
 
 
 def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton, with unquantized experts: a captured decode of two requests, whose kernels compute nothing."""
-    monkeypatch.setattr(kernels, "_call", lambda *args, **options: None)
+    """In Triton, with unquantized experts."""
     fields = {"num_hidden_layers": 3, "layer_types": list(LAUNCHES), "num_hash_layers": 0, "index_n_heads": 4}
     path = make_v4(tmp_path, dtype=torch.bfloat16, tokenizer=False, **fields)
+    assert dict(zip(LAUNCHES, launches_of(path, monkeypatch), strict=True)) == LAUNCHES
+
+
+GATED_LAUNCHES = {"linear attention": 23, "selected pools": 36}
+
+
+def test_launches_of_a_layer_with_gated_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3.8-Flash-Next. Operations of torch are launches too; one is left, in the layer with pools."""
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    fields = {"num_hidden_layers": 3, "layer_types": kinds, "ple_layer_ids": []}
+    path = make_checkpoint(GATED_STREAMS, tmp_path, dtype=torch.bfloat16, tokenizer=False, **fields)
+    _, *counts = launches_of(path, monkeypatch)  # the first layer has the work of a step on states too
+    assert dict(zip(GATED_LAUNCHES, counts, strict=True)) == GATED_LAUNCHES
+
+
+def launches_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Launches of each layer in a captured decode of two requests, whose kernels compute nothing."""
+    monkeypatch.setattr(kernels, "_call", lambda *args, **options: None)
     config = load_model_config(path)
-    asked = dict.fromkeys(("attention", "experts", "ops", "indexer", "compression"), "triton")
+    families = ("attention", "experts", "ops", "indexer", "compression", "delta")
     need = need_of_model(config, "bfloat16", page_size=16)
+    asked = dict.fromkeys(families, "triton")
     backends = build_backends(plan_kernels(Device("cuda", "a GPU", (9, 0)), need, asked))
     model: Any = load_model(path, config, LoadOptions("bfloat16", device="cuda"), backends)
     stepper = Stepper(model, config, backends, torch.bfloat16, page_size=16, device="cuda")
@@ -233,5 +251,4 @@ def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         model._calls = [marked(call) for call in model._calls]
         with torch.cuda.graph(graph):
             model.forward(batch)
-    counts = [end - begin for begin, end in pairwise([*begins, len(names)])]
-    assert dict(zip(LAUNCHES, counts, strict=True)) == LAUNCHES, names
+    return [end - begin for begin, end in pairwise([*begins, len(names)])]
