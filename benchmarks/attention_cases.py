@@ -26,9 +26,13 @@ NO_RECORDS = ("flashinfer", "fa3")
 """Rows without FP8 record support."""
 
 
-def queries(shape: AttentionShape, device: str, page_size: int = PAGE) -> PagedQueries:
-    """The shape's requests; the pages of their contexts are scattered over the pool."""
-    requests, count, context = shape.requests, shape.query_tokens, shape.context
+def queries(shape: AttentionShape, device: str) -> PagedQueries:
+    """The shape's requests."""
+    return paged_queries(shape.requests, shape.query_tokens, shape.context, device)
+
+
+def paged_queries(requests: int, count: int, context: int, device: str, page_size: int = PAGE) -> PagedQueries:
+    """Requests with `count` query tokens each, at the end of contexts whose pages are scattered over the pool."""
     pages = -(-context // page_size)
     order = torch.randperm(requests * pages, device=device).view(requests, pages)
     slots = order[..., None] * page_size + torch.arange(page_size, device=device)
@@ -50,9 +54,7 @@ def attention_case(shape: AttentionShape) -> KernelCase:
         "absorbed": _absorbed, "expanded": _expanded, "paged": _paged,
     }  # fmt: skip
     make, family = makers[shape.form], "gqa" if shape.form == "paged" else "mla"
-    return KernelCase(
-        family, shape.name, shape.bytes, shape.flops, False, lambda kernel, device: make(shape, kernel, device)
-    )
+    return KernelCase(family, shape.name, shape, False, lambda kernel, device: make(shape, kernel, device))
 
 
 def attention_cases() -> list[KernelCase]:

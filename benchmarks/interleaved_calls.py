@@ -11,14 +11,14 @@ import torch
 Call = Callable[[], Any]
 
 
-def alternate(calls: list[Call], seconds: float, at_least: int = 5) -> list[float]:
+def alternate(calls: list[Call], seconds: float) -> list[float]:
     """Seconds of one call of each, the lower quartile of interleaved repetitions. With one thread: its CPU time."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
     stop = time.perf_counter() + seconds
-    while len(times[0]) < at_least or (time.perf_counter() < stop and len(times[0]) < 300):
+    while len(times[0]) < 5 or (time.perf_counter() < stop and len(times[0]) < 300):
         for own, call in zip(times, calls):
             start = clock()
             call()

@@ -10,27 +10,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
+from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.ops.shapes import OpShape
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.protocol import (
     BLOCK_FP8,
     FP8,
     FP8_MAX,
     ROW_FP8,
-    BlockFP8,
     BlockWeight,
-    RowFP8,
+    KernelFormat,
     RowWeight,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
 from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
+from tests.kernels.drawn import coded_weight
 
 Call = Callable[[], Any]
 POSITIONS = 4096
@@ -40,19 +43,46 @@ class NotServed(Exception):
     """This row does not support this shape; the message has the reason."""
 
 
+class Work(Protocol):
+    """What a call cannot do without: bytes of device memory and operations; any named shape."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def flops(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class KernelCase:
-    """A shape of a family with its floors; `prepare(kernel, device)` makes inputs and returns the call to time.
+    """A shape of a family; `prepare(kernel, device)` makes inputs and returns the call to time.
 
     All kernels get the same seeded inputs; the call returns its result.
+
+    Attributes:
+        work: of the call, or a function of the case that counts it when it is first asked for.
+        fp8: the products are in FP8, or the result is: parity has a wider bound.
+        compared: the call's result -> the tensors that parity compares.
     """
 
     family: str
     name: str
-    bytes: int
-    flops: int
+    work: Work | Callable[[KernelCase], Work]
     fp8: bool
     prepare: Callable[[Any, str], Call]
+    compared: Callable[[Any], Any] = lambda found: found
+
+    @cached_property
+    def _work(self) -> Work:
+        return self.work(self) if callable(self.work) else self.work
+
+    @property
+    def bytes(self) -> int:
+        return self._work.bytes
+
+    @property
+    def flops(self) -> int:
+        return self._work.flops
 
     def floor_seconds(self, bytes_per_s: float, flops_per_s: float) -> float:
         """Lower bound of any kernel's time on such a device."""
@@ -71,7 +101,7 @@ def op_case(shape: OpShape) -> KernelCase:
     }  # fmt: skip
     make = makers[shape.operation]
     return KernelCase(
-        family, shape.name, shape.bytes, shape.flops, False,
+        family, shape.name, shape, False,
         lambda kernel, device: make(kernel, device, shape.tokens, *shape.widths),
     )  # fmt: skip
 
@@ -149,17 +179,25 @@ def _sample(sampling: Any, device: str, rows: int, vocab: int) -> Call:
 
 def linear_case(shape: LinearShape) -> KernelCase:
     def prepare(kernel: Any, device: str) -> Call:
-        x = normal(shape.rows, shape.k, device=device)
-        weight = normal(shape.n, shape.k, device=device, scale=shape.k**-0.5)
-        if not shape.fp8:
-            prepared = kernel.prepare(weight)
-        else:
-            stored, format = _stored(weight, shape.row_scales)
-            keep = kernel.capabilities.quantized.get(type(format))
-            prepared = keep(stored, None) if keep is not None else kernel.prepare(dequantize_weight(stored, x.dtype))
-        return lambda: kernel.run(x, prepared)
+        x, weight = normal(shape.rows, shape.k, device=device), linear_weight(kernel, shape, device)
+        return lambda: kernel.run(x, weight)
 
-    return KernelCase("linear", shape.name, shape.bytes, shape.flops, shape.fp8, prepare)
+    return KernelCase("linear", shape.name, shape, shape.fp8, prepare)
+
+
+def linear_weight(kernel: Any, shape: LinearShape, device: str) -> PreparedLinear:
+    """A weight as the kernel keeps it; dequantized for kernels without its format."""
+    weight, able = normal(shape.n, shape.k, device=device, scale=shape.k**-0.5), kernel.capabilities
+    found: PreparedLinear
+    if shape.fp8 or shape.format is not None:
+        stored, format = _stored(weight, shape.format, shape.row_scales)
+        keep = able.quantized.get(type(format)) if able.takes is None or able.takes(format) else None
+        if keep is not None:
+            found = keep(stored, None)
+            return found
+        weight = _values(stored, weight.dtype)
+    found = kernel.prepare(weight)
+    return found
 
 
 def experts_case(shape: ExpertShape) -> KernelCase:
@@ -174,18 +212,20 @@ def experts_case(shape: ExpertShape) -> KernelCase:
         shares = torch.rand(shape.tokens, model.top_k, device=device)
         return lambda: kernel.run_routed(x, shares, ids, weights, None)
 
-    return KernelCase("experts", shape.name, shape.bytes, shape.flops, model.fp8, prepare)
+    return KernelCase("experts", shape.name, shape, model.fp8, prepare)
 
 
 def load_experts(kernel: Any, count: int, model: ExpertModel, device: str) -> Any:
-    """Weights of `count` identical experts of a model, each in its own memory; dequantized for kernels without FP8."""
+    """Weights of `count` identical experts of a model, each in its own memory; dequantized for kernels without their
+    format."""
     hidden, width = model.hidden, model.width
     parts = [normal(*shape, device=device, scale=0.02) for shape in ((width, hidden), (width, hidden), (hidden, width))]
-    stored = [_stored(part, model.row_scales)[0] for part in parts] if model.fp8 else []
-    format = ROW_FP8 if model.row_scales else BLOCK_FP8
+    quantized = model.fp8 or model.format is not None
+    found = [_stored(part, model.format, model.row_scales) for part in parts if quantized]
+    stored, format = [part for part, _ in found], found[0][1] if found else None
     keeps = kernel.capabilities.quantized.get(type(format))
-    if keeps is None or not model.fp8:
-        parts = [dequantize_weight(part, torch.bfloat16) for part in stored] or parts
+    if keeps is None or (keeps.takes is not None and not keeps.takes(format)):
+        parts = [_values(part, torch.bfloat16) for part in stored] or parts
         weights = kernel.allocate(count, hidden, width, torch.bfloat16, device)
         for expert in range(count):
             kernel.load_expert(weights, expert, *parts)
@@ -196,12 +236,22 @@ def load_experts(kernel: Any, count: int, model: ExpertModel, device: str) -> An
     return weights
 
 
-def _stored(weight: Tensor, row_scales: bool) -> tuple[BlockWeight | RowWeight, BlockFP8 | RowFP8]:
-    """The weight in FP8, in blocks or with a scale per row, and its format."""
+Stored = BlockWeight | RowWeight | CodedWeight
+"""A weight in FP8 or in 4 bits."""
+
+
+def _stored(weight: Tensor, codes: GroupCodes | None, row_scales: bool) -> tuple[Stored, KernelFormat]:
+    """The weight in FP8, in blocks or with a scale per row, and its format; with `codes` another one of its size."""
+    if codes is not None:
+        return coded_weight(codes, *weight.shape, weight.device), codes
     if not row_scales:
         return quantize_weight(weight), BLOCK_FP8
     scales = weight.float().abs().amax(1).div_(FP8_MAX)
     return RowWeight((weight.float() / scales[:, None]).to(FP8), scales), ROW_FP8
+
+
+def _values(stored: Stored, dtype: torch.dtype) -> Tensor:
+    return (stored.dequantized() if isinstance(stored, CodedWeight) else dequantize_weight(stored, dtype)).to(dtype)
 
 
 def all_cases(text: str = "") -> list[KernelCase]:

@@ -1,4 +1,4 @@
-"""Our engine against transformers and against this machine's limits: ``python -m benchmarks.side_by_side [options]``.
+"""This engine against transformers and against this machine's limits: ``python -m benchmarks.side_by_side [options]``.
 
 Four workloads on a generated checkpoint (390 M parameters, V3-shaped, bf16): W1 one stream, W2 sixteen, W3 thirty-two
 with a shared prefix, W4 one long prompt. The sides alternate in every round, with new prompts outside all caches;
@@ -136,7 +136,7 @@ def workload_result(
 
 
 def in_turn(theirs: list[Run], ours: list[Run]) -> list[float]:
-    """Our speed-up in each round with both sides: the machine's speed varies between rounds."""
+    """The speed-up in each round with both sides: the machine's speed varies between rounds."""
     return [peer.seconds / engine.seconds for peer, engine in zip(theirs, ours)]
 
 

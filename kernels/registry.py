@@ -126,34 +126,55 @@ def select(
     """
     failed = failed or {}
     refusals = {row.name: failed.get(row.name) or _refusal(family, row, device, need) for row in rows}
-    able = [row for row in rows if refusals[row.name] is None]
-    if asked != "auto":
-        if asked not in refusals:
-            raise ValueError(f"unknown {family} backend {asked!r}; known: {', '.join(refusals)}")
-        if refusals[asked]:
-            raise ValueError(f"{family} backend {asked!r} cannot run here: {refusals[asked]}")
-        best, reason = next(row for row in able if row.name == asked), "asked for"
-        others = {n: why or "not asked for" for n, why in refusals.items() if n != asked}
+    if asked == "auto":
+        best, reason, refused = _preferred(family, rows, refusals, device, need, captured)
     else:
-        if not able:
-            listed = "; ".join(f"{name}: {why}" for name, why in refusals.items())
-            raise ValueError(f"no {family} backend can run here: {listed}")
-        uncaptured = {row.name: row.refuses_capture(device, need) for row in able} if captured else {}
-        best = max(able, key=lambda row: (uncaptured.get(row.name) is None, row.score(device, need)))
-        reason = f"most preferred of {len(able)} that can run on {device.kind}"
-        if any(row.score(device, need) > best.score(device, need) for row in able):
-            reason += " and be captured as CUDA graphs"
-        others = {
-            name: why or uncaptured.get(name) or _waits(rows, name, need) or f"less preferred than {best.name}"
-            for name, why in refusals.items()
-            if name != best.name
-        }
+        best, reason, refused = _asked_for(family, rows, refusals, asked)
     options: dict[str, Any] = {name: getattr(need, name) for name in best.takes}
-    if best.lacks_expanded:
-        options["expanded"] = _expanded(family, [row for row in rows if row is not best], device, need)
+    others = [row for row in rows if row is not best]
+    if best.lacks_expanded:  # the expanded form reads keys in the activation dtype whatever the cache holds
+        options["expanded"] = select(family, others, "auto", device, replace(need, kv_dtype="auto"))
     if best.lacks_plain:
-        options["plain"] = select(family, [row for row in rows if row is not best], "auto", device, need)
-    return Choice(family, best, reason, others, options)
+        options["plain"] = select(family, others, "auto", device, need)
+    return Choice(family, best, reason, refused, options)
+
+
+Refusals = Mapping[str, str | None]
+"""Why a row cannot run here, by its name; None: it can."""
+
+
+def _asked_for(family: str, rows: list[Row], refusals: Refusals, asked: str) -> tuple[Row, str, dict[str, str]]:
+    """Row, reason and refusals of a `Choice`. Raises ValueError as `select` does."""
+    if asked not in refusals:
+        raise ValueError(f"unknown {family} backend {asked!r}; known: {', '.join(refusals)}")
+    if refusals[asked]:
+        raise ValueError(f"{family} backend {asked!r} cannot run here: {refusals[asked]}")
+    best = next(row for row in rows if row.name == asked)
+    return best, "asked for", {name: why or "not asked for" for name, why in refusals.items() if name != asked}
+
+
+def _preferred(
+    family: str, rows: list[Row], refusals: Refusals, device: Device, need: Need, captured: bool
+) -> tuple[Row, str, dict[str, str]]:
+    """As `_asked_for`, of the most preferred row."""
+    able = [row for row in rows if refusals[row.name] is None]
+    if not able:
+        listed = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+        raise ValueError(f"no {family} backend can run here: {listed}")
+    uncaptured = {row.name: row.refuses_capture(device, need) for row in able} if captured else {}
+    best = max(able, key=lambda row: (uncaptured.get(row.name) is None, row.score(device, need)))
+    reason = f"most preferred of {len(able)} that can run on {device.kind}"
+    if any(row.score(device, need) > best.score(device, need) for row in able):
+        reason += " and be captured as CUDA graphs"
+    refused = {
+        row.name: refusals[row.name]
+        or uncaptured.get(row.name)
+        or _waits(row, need)
+        or f"less preferred than {best.name}"
+        for row in rows
+        if row is not best
+    }
+    return best, reason, refused
 
 
 def build(family: str, rows: list[Row], asked: str, device: Device, need: Need) -> Any:
@@ -176,8 +197,8 @@ def build(family: str, rows: list[Row], asked: str, device: Device, need: Need) 
             failed[name] = f"failed to load: {error}"
 
 
-def _waits(rows: list[Row], name: str, need: Need) -> str | None:
-    waits = need.chains and any(row.exact_lengths for row in rows if row.name == name)
+def _waits(row: Row, need: Need) -> str | None:
+    waits = need.chains and row.exact_lengths
     return "plans by exact lengths, for which every step with drafts would wait" if waits else None
 
 
@@ -197,8 +218,3 @@ def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
         alone = "runs only with --moe-a2a-backend megamoe"
         return alone if row.fused else "does not run with --moe-a2a-backend megamoe"
     return row.why_not(device, need)
-
-
-def _expanded(family: str, rows: list[Row], device: Device, need: Need) -> Choice:
-    """The row of the expanded form, which reads keys in the activation dtype whatever the cache holds."""
-    return select(family, rows, "auto", device, replace(need, kv_dtype="auto"))

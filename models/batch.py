@@ -40,6 +40,15 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolStarts:
+    """Where pools begin whose keys are rotated as their first token: the place of each token of a step in its sequence,
+    and the position by axis (as in `ImageRows`) of the first token of its pool."""
+
+    places: Tensor  # [T] int64
+    axes: Tensor  # [T, 3] int64
+
+
+@dataclass(frozen=True, slots=True)
 class ExpandedContext:
     """Keys and values that MLA expands from context tokens of a step's prompts, kept for other steps.
 
@@ -72,10 +81,11 @@ class ForwardBatch:
     with DP attention, also by a rank without tokens. With `windows` the caches of windowed layers have slots of their
     own. `real`: 0 for tokens that pad a captured step, which choose no expert; None: all are real. `adapters`: LoRA
     adapters of the tokens; None: none has one. `images`: image tokens, whose `input_ids` are placeholders; None: there
-    are none. `next_images`: in a draft extend, the image tokens among those that follow each token. `other_groups`:
-    queries and plan of cache groups with another window than `attention`, by window, planned in advance; None: the
-    model plans them. `expanded`: keys and values of prompts that are known or to be kept; None: neither.
-    `rank_tokens`: the tokens that this rank of many routes, set at the start of a forward; None: those of the batch.
+    are none. `next_images`: in a draft extend, the image tokens among those that follow each token. `pool_starts`:
+    None: positions are places. `other_groups`: queries and plan of cache groups with another window than `attention`,
+    by window, planned in advance; None: the model plans them. `expanded`: keys and values of prompts that are known or
+    to be kept; None: neither. `rank_tokens`: the tokens that this rank of many routes, set at the start of a forward;
+    None: those of the batch.
     """
 
     input_ids: Tensor  # [T] int64
@@ -92,6 +102,7 @@ class ForwardBatch:
     stored_states: StateRuns | None = None
     images: ImageRows | None = None
     next_images: ImageRows | None = None
+    pool_starts: PoolStarts | None = None
     other_groups: Mapping[int | None, tuple[AttentionBatch, Any]] | None = None
     expanded: ExpandedContext | None = None
     rank_tokens: RoutedTokens | None = None
@@ -105,6 +116,11 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
+
+    @property
+    def places(self) -> Tensor:
+        """The place of each token in its sequence, [T] int64; behind an image with axes, positions are smaller."""
+        return self.positions if self.pool_starts is None else self.pool_starts.places
 
     @cached_property
     def routed(self) -> RoutedTokens:

@@ -162,7 +162,7 @@ def _with_parts(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     """Parts of layers with names of one family, under the model's."""
     names = {name: _DENSE_AS_MOE.sub(".mlp.", _STREAMS.sub(r".hc_\1.", name)) for name in files}
     names = {name: new for name, new in names.items() if new != name}
-    return _renamed(files, names) if names else files
+    return _renamed(files, names)
 
 
 def _with_ling(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
@@ -234,7 +234,10 @@ def _with_ernies(files: dict[str, WeightFile], first: int) -> dict[str, WeightFi
 
 def _renamed(files: dict[str, WeightFile], names: Mapping[str, str]) -> dict[str, WeightFile]:
     """The same tensors with new `names`, old -> new."""
-    changed = {id(file): _with_names(file, names) for file in files.values()}
+    if not names:
+        return files
+    each = {id(file): file for file in files.values()}  # once, not for each of its tensors
+    changed = {key: _with_names(file, names) for key, file in each.items()}
     return {names.get(name, name): changed[id(file)] for name, file in files.items()}
 
 

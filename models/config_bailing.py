@@ -13,7 +13,7 @@ from typing import Any
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds, decay_bound
+from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds, decay_bound, renamed
 from moe_engine.models.ling_names import quantization_names
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
@@ -32,7 +32,7 @@ _SERVED = {
 def bailing_fields(fields: Fields) -> Fields:
     """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
     names = PUBLISHED | {"num_mtp_layers": "num_nextn_predict_layers", "score_function": "scoring_func"}
-    raw = {names.get(name, name): value for name, value in fields.present().items()}
+    raw = renamed(fields, names)
     heads = fields.integer("linear_num_heads", None) or fields.integer("num_attention_heads")
     # transformers saves the rotary width as head_dim
     width = fields.integer("linear_head_dim", None) or fields.integer("head_dim", 128)

@@ -14,7 +14,7 @@ from moe_engine.models.block_config import own_block
 from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
 from moe_engine.models.config import ModelConfig, OtherLayers
 from moe_engine.models.config_families import build_config, check_moe
-from moe_engine.models.config_fields import Fields, parse_rope
+from moe_engine.models.config_fields import Fields, parse_rope, rope_section
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.fp4_experts import with_fp4_experts
 from moe_engine.models.formats.protocol import WeightFormat
@@ -137,19 +137,18 @@ def _rates(fields: Fields, selected_rate: int) -> tuple[int, ...]:
 
 def parse_rope_of(fields: Fields, kind: str, width: int) -> RopeConfig:
     """The rotary embedding of layers with entries (``compress``) or of the others (``main``)."""
-    section = fields.section("rope_parameters")
+    section = rope_section(fields)
     own = None if section is None else section.section(kind)
     if own is not None:
         values = dict(own.raw)
     elif kind == "main":
         values = {"rope_theta": fields.number("rope_theta", 10000.0, above=0)}
     else:
-        scaling = section or fields.section("rope_scaling")
-        values = {} if scaling is None else {key: value for key, value in scaling.raw.items() if key != "rope_theta"}
+        values = {} if section is None else {key: value for key, value in section.raw.items() if key != "rope_theta"}
         values["rope_theta"] = fields.number("compress_rope_theta", 160000.0, above=0)
     if values.get("rope_type", values.get("type")) == "yarn" and values.get("attention_factor") is None:
         values["attention_factor"] = 1.0  # the reference does not scale cosines and sines
-    read = Fields({**fields.raw, "rope_parameters": values}, fields.source)
+    read = Fields({**fields.raw, "rope_scaling": values}, fields.source)
     return parse_rope(read, width, interleaved=True, scales_softmax=False)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.config_fields import Fields, parse_context_length, parse_eos, parse_rope
+from moe_engine.models.config_fields import Fields, parse_context_length, parse_eos, parse_rope, rope_section
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
 from moe_engine.models.moe_config import MoEConfig
@@ -199,13 +199,16 @@ def parse_gqa(
 
 
 def rotary_width(fields: Fields, head_dim: int, default: float) -> int:
-    """Rotated channels of a head: `rotary_dim`, or a part of them in either dialect."""
-    section = fields.section("rope_parameters")
+    """Rotated channels of a head: a part of them in either dialect, or `rotary_dim`."""
+    section = rope_section(fields)
     part = None if section is None else section.number("partial_rotary_factor", None, above=0)
     if part is None:
+        part = fields.number("partial_rotary_factor", None, above=0)
+    if part is None:
         null = 1.0 if "partial_rotary_factor" in fields.raw else default
-        part = fields.number("partial_rotary_factor", null, above=0)
-    width = fields.integer("rotary_dim", int(head_dim * part))
+        width = fields.integer("rotary_dim", int(head_dim * null))
+    else:
+        width = int(head_dim * part)
     if width > head_dim:
         fields.fail("rotary_dim", f"{width} is more than head_dim {head_dim}")
     return int(width)

@@ -16,6 +16,7 @@ _MISSING: Any = object()
 _JSON_KINDS: Mapping[type, str] = {dict: "object", list: "list"}
 MAX_INTEGER = 2**53
 _TIED = "tie_word_embeddings"
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 LARGEST = {"num_hidden_layers": 65536, "n_routed_experts": 65536, "num_experts": 65536, "num_local_experts": 65536}
 """Count fields that determine list lengths."""
 
@@ -161,13 +162,13 @@ class Fields:
 
 
 def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bool) -> RopeConfig:
-    """Rotary settings in either format: `rope_parameters`, or `rope_theta` with `rope_scaling`.
+    """Rotary settings in either format: `rope_scaling` with `rope_theta`, or `rope_parameters`.
 
     Args:
         width: rotated channels of a head.
         scales_softmax: True if mscale_all_dim multiplies the softmax scale (DeepSeek).
     """
-    section = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
+    section = rope_section(fields) or Fields({}, fields.source)
     theta = section.number("rope_theta", None, above=0) or fields.number("rope_theta", 10000.0, above=0)
     kind = section.text("rope_type", None) or section.text("type", None) or "default"
     if width % 2:
@@ -177,7 +178,7 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
     if kind == "dynamic":  # beyond max_position_embeddings, which no request exceeds; Hunyuan: always, by alpha
         alpha = section.number("alpha", None, above=0)
         return RopeConfig(theta if alpha is None else theta * alpha ** (width / (width - 2)), width, interleaved)
-    original = section.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
+    original = _original_length(fields, section)
     if kind == "linear":
         factor = section.number("factor", above=0)
         return RopeConfig(theta, width, interleaved, kind, factor=factor, max_position=int(factor * original))
@@ -198,12 +199,25 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
     section.fail("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic")
 
 
+def rope_section(fields: Fields) -> Fields | None:
+    """`rope_scaling`, or `rope_parameters`: the first that has fields, as transformers reads files with both."""
+    found = (fields.section(name) for name in ("rope_scaling", "rope_parameters"))
+    return next((section for section in found if section is not None and section.raw), None)
+
+
+def _original_length(fields: Fields, section: Fields) -> int:
+    """Positions before scaling. A field beside the section comes first, as in transformers."""
+    own = (part.integer(_ORIGINAL_LENGTH, None) for part in (fields, section))
+    length: int = next(filter(None, own), None) or fields.integer("max_position_embeddings")
+    return length
+
+
 def parse_context_length(fields: Fields, rope: RopeConfig) -> int:
     """Max sequence length as SGLang derives it: `max_position_embeddings`, multiplied by the factor of the rotary
     scaling unless the file states the length before scaling."""
     positions = fields.integer("max_position_embeddings")
-    section = fields.section("rope_parameters") or fields.section("rope_scaling")
-    if section is None or section.has("original_max_position_embeddings"):
+    section = rope_section(fields)
+    if section is None or any(part.has(_ORIGINAL_LENGTH) for part in (section, fields)):
         return int(positions)
     return max(positions, rope.max_position)
 

@@ -15,7 +15,7 @@ from moe_engine.models.config_compressed import parse_streams
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_indexer import parse_indexer
-from moe_engine.models.config_kimi_linear import FULL, LINEAR, checked_kinds, decay_bound, delta_fields
+from moe_engine.models.config_kimi_linear import FULL, LINEAR, checked_kinds, decay_bound, delta_fields, renamed
 from moe_engine.models.config_vision import glm5_next_vision
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
@@ -32,7 +32,7 @@ _WIDTH_FOR_ROPE = 2
 
 def glm5_next_fields(fields: Fields) -> Fields:
     """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
-    raw, layers = fields.present(), fields.integer("num_hidden_layers")
+    raw, layers = renamed(fields, {}), fields.integer("num_hidden_layers")
     own = fields.section("linear_attn_config") or Fields({}, fields.source)
     raw |= delta_fields(fields, own, heads=64)
     kinds = fields.raw.get("layer_types") or [FULL if i % 4 == 3 else LINEAR for i in range(layers)]

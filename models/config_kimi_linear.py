@@ -23,17 +23,26 @@ PUBLISHED = {
     "moe_router_activation_func": "scoring_func",
 }  # fmt: skip
 """Fields under DeepSeek's names."""
+_RENORMALIZED = ("moe_renormalize", "norm_topk_prob")
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def kimi_linear_fields(fields: Fields) -> Fields:
     """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
-    raw = {PUBLISHED.get(name, name): value for name, value in fields.present().items()}
+    raw = renamed(fields, PUBLISHED)
     own = fields.section("linear_attn_config") or Fields({}, fields.source)
     raw |= delta_fields(fields, own, heads=32)
     raw["layer_types"] = _kinds(fields, own, fields.integer("num_hidden_layers"))
     raw["use_full_rank_gate"] = own.flag("use_full_rank_gate")
     return Fields(raw, fields.source)
+
+
+def renamed(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that have a value, under other names; the flag of renormalized weights is false if it is null."""
+    raw = {names.get(name, name): value for name, value in fields.present().items()}
+    if any(name in fields.raw for name in _RENORMALIZED):
+        raw.setdefault(_RENORMALIZED[1], False)
+    return raw
 
 
 def delta_fields(fields: Fields, own: Fields, heads: int) -> dict[str, Any]:

@@ -52,14 +52,14 @@ def parse_mimo_v2_flash(fields: Fields, generation: Mapping[str, Any]) -> ModelC
     if whole.num_heads % heads:
         read.fail("swa_num_key_value_heads", f"{heads} does not divide num_attention_heads {whole.num_heads}")
     attention = replace(whole, num_kv_heads=heads, sinks=sinks)
-    own = Fields({**read.raw, "rope_parameters": _rope(fields, _WINDOW)}, fields.source)
+    own = Fields({**read.raw, "rope_scaling": _rope(fields, _WINDOW)}, fields.source)
     rope = parse_rope(own, rotary_width(own, whole.head_dim, 1.0), interleaved=False, scales_softmax=False)
     return replace(config, other_layers=OtherLayers(config.windowed_layers, attention, rope))
 
 
 def mimo_fields(fields: Fields) -> Fields:
     """The fields of either dialect under transformers' names, with its defaults; `sliding_window` counts the query
-    token, and `rope_parameters` is that of layers without a window."""
+    token, and `rope_scaling` has the rotary settings of layers without one."""
     raw = dict(fields.raw)
     layers = fields.integer("num_hidden_layers")
     defaults = {
@@ -78,7 +78,7 @@ def mimo_fields(fields: Fields) -> Fields:
         "swa_num_key_value_heads": fields.integer("swa_num_key_value_heads", 2 * fields.integer("num_key_value_heads")),
         "topk_method": fields.text("topk_method", "noaux_tc"),
         "scoring_func": fields.text("scoring_func", "sigmoid"),
-        "rope_parameters": _rope(fields, _FULL),
+        "rope_scaling": _rope(fields, _FULL),
     }
     return Fields(raw, fields.source)
 

@@ -14,7 +14,7 @@ from typing import Any
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.models.config import BlockSelection, GQAConfig, ModelConfig
 from moe_engine.models.config_families import check_moe, parse_gqa
-from moe_engine.models.config_fields import Fields, added_tokens
+from moe_engine.models.config_fields import Fields, added_tokens, rope_section
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.vision_config import MINIMAX_M3, VisionConfig
 
@@ -66,12 +66,21 @@ def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     dense = Fields({**read.raw, "layer_types": None, "intermediate_size": _dense_width(read)}, fields.source)
     config = parse_gqa(dense, generation, moe, moe_layers, partial_rotary=1.0, qk_norm="head")
     assert isinstance(config.attention, GQAConfig)
+    _check_rotary(read, config.attention.head_dim)
     if any(sparse):
         blocks = _selection(read, config, tuple(i for i, own in enumerate(sparse) if not own))
         config = replace(config, attention=replace(config.attention, blocks=blocks))
     section, mtp = fields.section("vision_config"), fields.integer("num_mtp_modules", 0, minimum=0)
     vision = None if section is None else _tower(fields, section, config.hidden_size)
     return replace(config, norm_plus=1.0, num_nextn_predict_layers=mtp, raw=fields.raw, vision=vision)
+
+
+def _check_rotary(fields: Fields, head_dim: int) -> None:
+    """Raises ConfigError for `rotary_dim` alone: transformers does not read it, and other engines do."""
+    section, part = rope_section(fields), "partial_rotary_factor"
+    width = fields.integer("rotary_dim", None)
+    if width not in (None, head_dim) and not any(own is not None and own.has(part) for own in (section, fields)):
+        fields.fail("rotary_dim", f"{width} has no {part} beside it; add {part}: {width / head_dim:g}")
 
 
 def _tower(fields: Fields, section: Fields, hidden: int) -> VisionConfig:

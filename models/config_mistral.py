@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_deepseek, parse_dense, parse_gqa
-from moe_engine.models.config_fields import Fields, added_tokens
+from moe_engine.models.config_fields import Fields, added_tokens, rope_section
 from moe_engine.models.formats.float8 import Float8
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
@@ -122,7 +122,7 @@ def _row_ends(folder: Path, image_token: int) -> tuple[int, int]:
 
 def _scaled(config: ModelConfig, fields: Fields) -> ModelConfig:
     """The config with `llama_4_scaling_beta` of the rotary fields."""
-    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    section = rope_section(fields)
     beta = None if section is None else section.number("llama_4_scaling_beta", None)
     if section is None or not beta:
         return replace(config, raw=fields.raw)

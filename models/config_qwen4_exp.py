@@ -31,12 +31,10 @@ def qwen4_exp_fields(fields: Fields) -> Fields:
 
 
 def parse_qwen4_exp(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """Qwen3.8-Flash-Next: Qwen3.5-MoE's layers with a selection of pools, gated streams and n-gram tables. The text
-    model alone: the tower is not read."""
+    """Qwen3.8-Flash-Next: Qwen3.5-MoE's layers and tower with a selection of pools, gated streams and n-gram tables."""
     fields.check_served(_SERVED)
-    text = {name: value for name, value in fields.raw.items() if name != "vision_config"}
-    text |= {"mtp_num_hidden_layers": 0}
-    config = parse_qwen3_5_moe(qwen4_exp_fields(Fields(text, fields.source)), generation)
+    without_mtp = {**fields.raw, "mtp_num_hidden_layers": 0}
+    config = parse_qwen3_5_moe(qwen4_exp_fields(Fields(without_mtp, fields.source)), generation)
     delta, attention = config.delta, config.attention
     assert delta is not None and isinstance(attention, GQAConfig)
     if len(config.state_layers) == config.num_layers:

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_gqa, parse_qwen3_moe
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_fields import Fields, rope_section
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.vision_config import GLM5_NEXT, QWEN2, QWEN2_5, QWEN3, VisionConfig
@@ -82,7 +82,7 @@ def with_qwen3_tower(
     """A text model with the tower of Qwen3-VL. `sections`, `deepstack`: values of absent fields."""
     section, half = _vision(fields), config.rope.width // 2
     sections, layers = _sections(fields, half, sections), section.integer("depth")
-    axes = _in_turns(fields, sections)
+    axes = _in_turns(sections)
     deepstack = _layers(section, "deepstack_visual_indexes", deepstack, layers)
     if len(deepstack) > config.num_layers or sorted(set(deepstack)) != list(deepstack):
         section.fail("deepstack_visual_indexes", f"{list(deepstack)} must ascend, at most {config.num_layers} layers")
@@ -149,7 +149,7 @@ def _vision(fields: Fields) -> Fields:
 
 def _sections(fields: Fields, half: int, default: tuple[int, int, int]) -> tuple[int, int, int]:
     """`mrope_section`: rotary pairs of the frame, the row and the column."""
-    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    section = rope_section(fields)
     found = list(default) if section is None else section.raw.get("mrope_section") or list(default)
     counts = isinstance(found, list) and len(found) == 3 and all(isinstance(n, int) and n >= 0 for n in found)
     if not counts or sum(found) != half:
@@ -161,24 +161,22 @@ def _in_sections(sections: tuple[int, int, int]) -> tuple[int, ...]:
     return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
-def _in_turns(fields: Fields, sections: tuple[int, int, int]) -> tuple[int, ...]:
-    half = sum(sections)
-    axes = [0] * half
+def _in_turns(sections: tuple[int, int, int]) -> tuple[int, ...]:
+    """Pairs that a section would have behind the last one stay the frame's, as in transformers."""
+    axes = [0] * sum(sections)
     for axis in (1, 2):
-        for pair in range(axis, 3 * sections[axis], 3):
-            if pair >= half:
-                fields.fail("mrope_section", f"{list(sections)} leaves no pairs for axis {axis} of {half} in turns")
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[pair] = axis
     return tuple(axes)
 
 
 def rotary_axes(fields: Fields, half: int) -> tuple[int, ...]:
     """`RopeConfig.axes` of a draft head, whose config.json has `mrope_section` if it was trained with several axes."""
-    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    section = rope_section(fields)
     if section is None or not section.has("mrope_section"):
         return ()
     sections = _sections(fields, half, (0, 0, 0))
-    return _in_turns(fields, sections) if section.flag("mrope_interleaved") else _in_sections(sections)
+    return _in_turns(sections) if section.flag("mrope_interleaved") else _in_sections(sections)
 
 
 def _layers(section: Fields, name: str, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

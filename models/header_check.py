@@ -15,7 +15,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig, head_tensors, names_outside_head
 from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
-from moe_engine.models.formats.table import format_in_files, hint_for
+from moe_engine.models.formats.table import format_in_headers, hint_for
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import (
     Kind,
@@ -44,7 +44,7 @@ def check_headers(
     """
     if not registry.is_built_in(config.architecture):
         return
-    check = _Check(files, format_in_files(config.weight_format, files))
+    check = _Check(files, format_in_headers(config.weight_format, files))
     problems = [problem for spec in model_tensors(config, include_mtp) for problem in check.problems(spec)]
     problems += _unexpected(files, config, include_mtp, check.known)
     _raise(directory, problems)
@@ -57,7 +57,7 @@ def check_nextn_headers(directory: str | Path, files: Mapping[str, WeightFile], 
         files: from `read_nextn`.
         config: of the model.
     """
-    check = _Check(files, format_in_files(config.weight_format, files))
+    check = _Check(files, format_in_headers(config.weight_format, files))
     specs = (spec.within(f"model.layers.{config.num_layers}") for spec in mtp_tensors(config))
     problems = [problem for spec in specs for problem in check.problems(spec)]
     outside = names_outside_mtp(config, files)
@@ -71,7 +71,7 @@ def check_head_headers(directory: str | Path, files: Mapping[str, WeightFile], h
     Args:
         files: from `read_head`.
     """
-    check = _Check(files, format_in_files(head.layer.weight_format, files))
+    check = _Check(files, format_in_headers(head.layer.weight_format, files))
     problems = [problem for spec in head_tensors(head) for problem in check.problems(spec)]
     if head.has_ids:
         problems += check.compare(integer_tensor("d2t", (head.own_head,)))

@@ -27,6 +27,7 @@ from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.formats.table import format_in_headers
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.quantization_section import quantization_config
 from moe_engine.models.quantization_target import Target, select
@@ -64,8 +65,11 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
         raise CheckpointError(f"{source}: holds no *.safetensors file")
     check_headers(source, files, config)
     selection = select(source, config, target)
-    experts = config.weight_format if isinstance(config.weight_format, FusedExpertsFormat) else None
-    common = target.format == "mxfp4" or (target.format == "fp8" and config.architecture not in QWEN3_5_MOE)
+    stored = format_in_headers(config.weight_format, files)
+    experts = stored if isinstance(stored, FusedExpertsFormat) else None
+    published = isinstance(config.weight_format, FusedExpertsFormat)
+    common = published and (target.format == "mxfp4" or config.architecture not in QWEN3_5_MOE)
+    common = common and target.format in ("mxfp4", "fp8")
     conversion = Conversion(target, selection.quantized, experts, common)
     _prepare(source, output, target)
     weight_map: dict[str, str] = {}

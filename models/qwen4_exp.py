@@ -1,10 +1,9 @@
 """Qwen3.8-Flash-Next: gated delta nets, gated attention over pools of tokens in every fourth layer, residual streams
-with gates of low rank, rows of n-gram tables."""
+with gates of low rank, rows of n-gram tables; images."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig
+from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Reloadable
 from moe_engine.models.layers.gated_delta_net import GatedDeltaNet
@@ -20,7 +20,8 @@ from moe_engine.models.layers.gated_streams import GatedStreamNorm, StreamAdder
 from moe_engine.models.layers.gqa import group_inputs
 from moe_engine.models.layers.grouped_pools import GroupedPoolSteps
 from moe_engine.models.layers.ngram_input import NgramInput
-from moe_engine.models.layers.pooled_gqa import PooledGQAttention
+from moe_engine.models.layers.pool_turns import turns_of
+from moe_engine.models.layers.pooled_gqa import PooledGQAttention, PooledInputs
 from moe_engine.models.layers.pools_in_place import PoolsInPlace
 from moe_engine.models.qwen3_next import Qwen3NextModel
 from moe_engine.models.stream_residual import StreamResidual
@@ -29,9 +30,10 @@ from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
 
 
-class Qwen4ExpModel(StreamResidual, Qwen3NextModel):
+class Qwen4ExpModel(StreamResidual, ImageInputs, Qwen3NextModel):
     """`Model` of the family. `batch.kv[layer]` is (keys, values, index keys); for a gated delta net its state tensors,
-    and those of `NgramInput` if rows of a table are added before it."""
+    and those of `NgramInput` if rows of a table are added before it. An image token has its embedding in all streams,
+    and the n-grams of its placeholder."""
 
     has_mtp = False
 
@@ -71,8 +73,10 @@ class Qwen4ExpModel(StreamResidual, Qwen3NextModel):
             yield Reloadable(prefixes, layer.ngrams, partial(self._ngrams, layer_index=layer_index))
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        given, batch = batch, self.place(batch)
         (inputs,) = group_inputs(batch, self.config.cache_groups, self.backends.attention)  # type: ignore[arg-type]
-        return batch, [replace(inputs, chunks=self._steps.of(batch))]
+        turns = turns_of(given, self.rotary, self._steps.rule.size, self._axis_rows)
+        return batch, [PooledInputs.of(inputs, self._steps.of(batch), turns)]
 
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
         return self._plan_in_place
@@ -90,7 +94,7 @@ class Qwen4ExpModel(StreamResidual, Qwen3NextModel):
 
     def _gates(self, reader: WeightSource, norm: str) -> GatedStreamNorm:
         is_last = norm.endswith(".norm")
-        return GatedStreamNorm(self.backends.linear, reader, _gates_of(norm), self.config, is_last)
+        return GatedStreamNorm(self.backends.ops, self.backends.linear, reader, _gates_of(norm), self.config, is_last)
 
     def _ngrams(self, reader: WeightSource, layer_index: int) -> NgramInput:
         norm = self._gates(reader, f"model.layers.{layer_index}.input_layernorm")

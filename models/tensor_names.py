@@ -10,7 +10,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.block_fp8 import SCALE_ENDS
 from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor
-from moe_engine.models.formats.table import format_in_files, hint_for
+from moe_engine.models.formats.table import format_in_headers, hint_for
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import EMBEDDING, MTP_COPIES, Kind, layer_index, model_tensors
 
@@ -49,7 +49,7 @@ class TensorNames:
         Raises:
             CheckpointError: names the tensors at fault.
         """
-        found = format_in_files(self._config.weight_format, files)
+        found = format_in_headers(self._config.weight_format, files)
         problems, read = [], set()
         for name in sorted(files):
             if self._is_outside(name):

@@ -161,7 +161,7 @@ class WeightReader:
         self._reads = PartReads(max(torch.get_num_threads(), least))
         weakref.finalize(self, self._reads.close)
         self._files = _open_files(directory, read, self._reads)
-        self.format = format_in_files(format, self._files)
+        self.format = format_in_files(format, self._files, lambda name: self._entry(name).shape)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
         total = sum(self._entry(name).num_bytes for name in self._unread)

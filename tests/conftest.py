@@ -121,6 +121,19 @@ LONG = (
 first, so that no long file runs alone at the end."""
 
 
+INTERPRETED = Path(__file__).parent / "kernels" / "triton"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m gpu` reads only files with such tests. The folder of interpreted kernels would import Triton's interpreter,
+    in which the kernels of these tests would run, too, on the CPU."""
+    if config.getoption("markexpr") != "gpu":
+        return None
+    if collection_path.is_dir():
+        return True if collection_path == INTERPRETED else None
+    return True if "mark.gpu" not in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Orders the files. Tests marked `gpu` are skipped, with the reason, without a CUDA device."""
     if leaving := left_out(items):

@@ -1,11 +1,14 @@
 """Runs every part on this machine's GPU: compilation, parity, kernels against their floors, the engine, a profile.
 
-    python -m benchmarks.gpu_suite [--parts parity kernels ...] [--seconds 590] [--output FILE] [--dry-run [cpu|cuda]]
+    python -m benchmarks.gpu_suite [--parts parity kernels ...] [--only TEXT ...] [--seconds 590] [--output FILE]
+                                   [--dry-run [cpu|cuda]]
 
-Takes less than ten minutes on one H200. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to it,
-updated after every part, and prints tables. A failed part is reported and the others continue. A file that exists is
-continued: its other parts of this commit and GPU stay, so that several short runs (`--parts`) make one result. Exit
-code: 0; 1 if a part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
+Takes less than ten minutes on one H200: cases without time are left out and counted. `--parts aot parity exchange
+kernels` leaves their time to the kernels. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to
+it, updated after every part, and prints tables. A failed part is reported and the others continue; a kernel that
+crashes or hangs costs its own line. A file that exists is continued: its other parts of this commit and GPU stay, so
+that several short runs (`--parts`) make one result. Exit code: 0; 1 if a part failed or a row is wrong; 2 without a
+CUDA device. Missed targets do not change it.
 `--dry-run` runs everything in tiny sizes, on the CPU or with `--dry-run cuda` on a GPU, into a temporary folder unless
 `--output` is given: its numbers are meaningless, but it detects errors before a real run.
 """
@@ -31,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--seconds", type=float, default=590.0, help="time limit of the whole run")
     parser.add_argument("--output", type=Path, metavar="FILE")
+    parser.add_argument("--only", nargs="+", default=(), metavar="TEXT", help="cases of kernels with one in their name")
     parser.add_argument("--run-part", choices=names, help="run one part in this process and write its result")
     parser.add_argument(
         "--dry-run",
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     dry = options.dry_run
-    setting = Setting.of(dry, options.seconds, options.output)
+    setting = Setting.of(dry, options.seconds, options.output, options.only)
     if options.run_part:
         return run_part(options.run_part, setting)
     if not setting.has_device():
@@ -50,10 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = options.output
     if output is None:
         output = Path(tempfile.mkdtemp(), "dry_run.json") if dry else result_path("gpu_suite", "cuda")
-    return run_all(options.parts, options.seconds, output, dry)
+    return run_all(options.parts, options.seconds, output, dry, options.only)
 
 
-def run_all(names: Sequence[str], seconds: float, output: Path, dry: str | None = None) -> int:
+def run_all(
+    names: Sequence[str], seconds: float, output: Path, dry: str | None = None, only: Sequence[str] = ()
+) -> int:
     """Runs the parts in order, within `seconds`; the file is written after each, with the other parts it had."""
     from benchmarks.gpu_suite.picture import draw
     from benchmarks.gpu_suite.texts import part_text, summary
@@ -63,7 +69,7 @@ def run_all(names: Sequence[str], seconds: float, output: Path, dry: str | None 
     parts = [part for part in PARTS if part.name in names]
     for place, part in enumerate(parts):
         limit = shares(parts[place:], ends - time.monotonic())
-        values = run_apart(part, limit, dry) if limit > 5 else {"failed": "no time left"}
+        values = run_apart(part, limit, dry, only) if limit > 5 else {"failed": "no time left"}
         result[part.name] = ran[part.name] = values
         print(f"\n== {part.name} ({values.get('seconds', 0)} s)\n{part_text(part.name, values)}", flush=True)
         write_result("gpu_suite", result, device=dry or "cuda", path=output)

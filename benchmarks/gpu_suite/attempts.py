@@ -18,9 +18,15 @@ DEVICE_LOST = 3
 """Exit code of a part that must be restarted."""
 
 MOST_LOSSES = 2
-"""Max device losses of a family's row; then its other cases are skipped, since each costs a process start."""
+"""Max device losses of a row in the cases of one model or kind; then the others of these are skipped, since each
+costs a process start."""
 
 Line = dict[str, Any]
+
+
+def _group(kernel: str, row: str) -> tuple[str, str]:
+    """The model or kind of a case, and the row."""
+    return kernel.partition(".")[0], row
 
 
 class DeviceLost(Exception):
@@ -38,16 +44,17 @@ class Attempts:
         saved = setting.saved()
         self.lines: list[Line] = saved.get("lines", [])
         if at := saved.get("at"):
-            self.lines.append(at | {"failed": "the process ended during this line", "ok": False, "lost": True})
+            failed = {"failed": "the process ended during this line", "ok": False, "lost": True}
+            self.lines.append(failed | at)
         self._setting, self._values = setting, values
         self._known = {(line["kernel"], line["row"]) for line in self.lines}
-        self._losses = Counter((line["family"], line["row"]) for line in self.lines if "lost" in line)
+        self._losses = Counter(_group(line["kernel"], line["row"]) for line in self.lines if "lost" in line)
 
     def rows(self, case: KernelCase, rows: dict[str, Any]) -> dict[str, Any]:
         """The rows to try on a case: not tried yet, and not known to lose the device."""
         return {
             name: row for name, row in rows.items()
-            if (case.name, name) not in self._known and self._losses[case.family, name] < MOST_LOSSES
+            if (case.name, name) not in self._known and self._losses[_group(case.name, name)] < MOST_LOSSES
         }  # fmt: skip
 
     def run(self, case: KernelCase, row: str, attempt: Callable[[], Line]) -> None:

@@ -5,20 +5,49 @@ Sizes are those of the models in the families' `shapes.py`. Legend: E experts, M
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.attention_cases import attention_case, attention_cases
-from benchmarks.gpu_suite import fused_cases
-from benchmarks.kernel_cases import Call, KernelCase, experts_case, linear_case, load_experts, normal
+from benchmarks.gpu_suite import compressed_cases, draft_cases, fused_cases, index_cases, layer_cases
+from benchmarks.gpu_suite.launched import Counted, counted
+from benchmarks.gpu_suite.setting import Setting
+from benchmarks.kernel_cases import (
+    Call,
+    KernelCase,
+    all_cases,
+    experts_case,
+    linear_case,
+    load_experts,
+    normal,
+    op_case,
+)
+from benchmarks.step_costs.costs import Routing
 from moe_engine.kernels.attention import shapes as attention
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, QWEN3_30B_ROWS, ExpertModel, ExpertShape
-from moe_engine.kernels.linear.shapes import LLAMA_8B_ROWS, LinearShape
+from moe_engine.kernels.experts.shapes import (
+    DEEPSEEK_V3,
+    FOUR_BIT_MODELS,
+    MXFP4,
+    QWEN3_30B_ROWS,
+    ExpertModel,
+    ExpertShape,
+)
+from moe_engine.kernels.linear.shapes import AWQ, FOUR_BIT_PRODUCTS, LLAMA_8B_ROWS, LinearShape
+from moe_engine.kernels.ops.shapes import ModelOps
 
 EXPERTS = 16  # per rank
+_EXCHANGE = "ranks in one process: `exchange.RanksHere`"
+_ALL_REDUCE = "ranks in one process: `all_reduce.RanksOfSum`"
+ELSEWHERE = {
+    **dict.fromkeys(("send_kernel", "receive_kernel", "combine_send_kernel", "sum_kernel"), _EXCHANGE),
+    **dict.fromkeys(("one_shot_kernel", "two_shot_kernel"), _ALL_REDUCE),
+}
+"""Kernels without a case, and what runs them instead."""
 
 
 def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = EXPERTS) -> KernelCase:
@@ -37,7 +66,7 @@ def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = E
     moved = experts * (stored + 4 * rows * model.hidden)
     flops = 2 * experts * rows * numbers
     name = f"experts.padded{'.rows' * model.row_scales}.m{rows}"
-    return KernelCase("experts", name, moved, flops, model.fp8, prepare)
+    return KernelCase("experts", name, Counted(moved, flops), model.fp8, prepare)
 
 
 def quantize(tokens: int, width: int) -> KernelCase:
@@ -47,8 +76,7 @@ def quantize(tokens: int, width: int) -> KernelCase:
         x = normal(tokens, width, device=device)
         return lambda: kernel.quantize_rows(x).scales
 
-    moved = tokens * width * 3 + 4 * tokens * (width // 128)
-    return KernelCase("quantization", f"quantize.{width}.t{tokens}", moved, 0, False, prepare)
+    return counted("quantization", f"quantize.{width}.t{tokens}", prepare)
 
 
 def norm_quantize(tokens: int, width: int) -> KernelCase:
@@ -64,8 +92,7 @@ def norm_quantize(tokens: int, width: int) -> KernelCase:
 
         return call
 
-    moved = tokens * width * 9 + 4 * tokens * (width // 128)
-    return KernelCase("quantization", f"add_rms_norm_quantized.{width}.t{tokens}", moved, 0, False, prepare)
+    return counted("quantization", f"add_rms_norm_quantized.{width}.t{tokens}", prepare)
 
 
 def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
@@ -83,13 +110,38 @@ def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
 
         return call
 
-    moved = 2 * tokens * model.hidden * (1 + model.top_k)
-    return KernelCase("permutation", f"permute.{model.hidden}x{model.top_k}.t{tokens}", moved, 0, False, prepare)
+    name, routing = f"permute.{model.hidden}x{model.top_k}.t{tokens}", Routing(tokens, model.top_k, 1, 1)
+    return counted("permutation", name, prepare, routing=routing)
 
 
 def row_products(*rows: int) -> list[LinearShape]:
     """Products of Llama 3.1 8B in FP8 with a scale per row."""
     return [shape for count in rows for shape in LLAMA_8B_ROWS.at(count)]
+
+
+def order(tokens: int, num_experts: int = 256, top_k: int = 8) -> KernelCase:
+    """Positions of (token, choice) pairs in the order of their experts."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        ids = torch.rand(tokens, num_experts, device=device).topk(top_k).indices.int()
+
+        def call() -> tuple[Tensor, ...]:
+            found = kernel.sort_by_expert(ids, num_experts)
+            return found.offsets, found.ends, found.positions, found.source
+
+        return call
+
+    return counted("permutation", f"order.{num_experts}x{top_k}.t{tokens}", prepare)
+
+
+def four_bits(*rows: int) -> list[KernelCase]:
+    """A product of each form of 4 bits in bfloat16, and the experts of a rank."""
+    products = [next(form.at(count)) for form in FOUR_BIT_PRODUCTS if form.format != AWQ for count in rows]
+    experts = [model for model in FOUR_BIT_MODELS if model.format != AWQ]
+    return [
+        *map(linear_case, products),
+        *(experts_case(ExpertShape(model, count, EXPERTS)) for model in experts for count in rows),
+    ]
 
 
 def parity_cases() -> list[KernelCase]:
@@ -108,7 +160,13 @@ def parity_cases() -> list[KernelCase]:
         quantize(130, DEEPSEEK_V3.hidden),
         norm_quantize(130, DEEPSEEK_V3.hidden),
         permute(130),
+        order(130),
         *fused_cases.parity_cases(),
+        *four_bits(3, 130),
+        *compressed_cases.cases(9, 1024, 8, 512, 4096),
+        *index_cases.cases(9, 1024, 64, 256),
+        *draft_cases.cases(5, 300, 16),
+        *layer_cases.cases(9, 2048, 32, 128, 100),
     ]
 
 
@@ -118,16 +176,60 @@ def timed_cases() -> list[KernelCase]:
     hidden = DEEPSEEK_V3.hidden
     experts += [experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, QWEN3_30B_ROWS.num_experts)) for tokens in (32, 4096)]
     experts += map(linear_case, row_products(1, 32, 256, 4096))
-    return [*attention_cases(), *experts, quantize(4096, hidden), norm_quantize(4096, hidden), permute(4096)]
+    return [
+        *attention_cases(),
+        *experts,
+        quantize(4096, hidden),
+        norm_quantize(4096, hidden),
+        permute(4096),
+        order(4096),
+        *fused_cases.timed_cases(8, DEEPSEEK_V3.hidden, 8, 4096),
+        *four_bits(1, 128),
+        *compressed_cases.cases(128, 4096, 64, 512, 4096),
+        *index_cases.cases(128, 4096, 64, 512),
+        *draft_cases.cases(64, 4096, 128),
+        *layer_cases.cases(128, 4096, 32, 128, 2048),
+    ]
+
+
+TINY_OPS = ModelOps("tiny", 96, 300, 4, 16, 32, 48, 64, 24, 16, 3)
+
+
+def asked(setting: Setting, own: Callable[[], list[KernelCase]]) -> list[KernelCase]:
+    """The tiny cases in a dry run, else `own` ones and those of the named shapes; without those that are not asked
+    for."""
+    found = tiny_cases() if setting.dry else [*own(), *all_cases()]
+    return [case for case in found if not setting.only or any(text in case.name for text in setting.only)]
 
 
 def tiny_cases() -> list[KernelCase]:
     """Every kind of case in CPU sizes."""
     latent, grouped = attention.LatentModel("tiny", 2, 128, 64, 32, 32), attention.GroupedModel("tiny", 4, 2, 64)
     model = ExpertModel("tiny", 8, 2, 64, 48, fp8=False)
-    shapes = [latent.absorbed(3, 2, 70), latent.expanded(2, 5, 9), grouped.paged(3, 1, 70), grouped.paged(1, 8, 8)]
+    shapes = [
+        latent.absorbed(3, 2, 70),
+        latent.absorbed(1, 1, 600),
+        latent.expanded(2, 5, 9),
+        grouped.paged(3, 1, 70),
+        grouped.paged(1, 8, 8),
+    ]
     fp8 = replace(model, name="tiny-fp8-rows", hidden=128, width=128, fp8=True, row_scales=True)
-    rows = [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
+    rows = [linear_case(LinearShape("tiny.product", 3, 64, 128, False))]
+    rows += [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
+    rows += [linear_case(LinearShape("tiny.split", 40, 64, 1024, True))]
     rows += [experts_case(ExpertShape(fp8, 5, 4)), padded_experts(4, fp8, 4)]
-    rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
-    return [*map(attention_case, shapes), *rows, *fused_cases.tiny_cases()]
+    rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model), order(64)]
+    coded = replace(model, name="tiny-mxfp4", hidden=128, width=128, format=MXFP4)
+    return [
+        *map(attention_case, shapes),
+        *map(op_case, TINY_OPS.at(5)),
+        *(op_case(shape) for shape in TINY_OPS.at(300) if shape.operation == "route"),
+        *rows,
+        *fused_cases.tiny_cases(),
+        linear_case(LinearShape("tiny.mxfp4", 3, 64, 128, False, MXFP4)),
+        experts_case(ExpertShape(coded, 5, 4)),
+        *compressed_cases.cases(3, 64, 4, 64, 64),
+        *index_cases.cases(3, 64, 2, 16, 32),
+        *draft_cases.cases(2, 32, 4, 64),
+        *layer_cases.cases(3, 128, 4, 32, 18),
+    ]

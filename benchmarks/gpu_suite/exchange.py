@@ -151,9 +151,10 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 def measure(setting: Setting) -> dict[str, Any]:
     """DeepSeek V3's experts on 8 ranks, 128 tokens each, rows in bf16 and in FP8: error and microseconds per rank; and
-    with few programs on separate streams."""
+    with few programs on separate streams, as are those of all-reduces."""
     if setting.kind == "cpu":
         return {"skipped": "needs the memory of a GPU"}
+    from benchmarks.gpu_suite import all_reduce
     from benchmarks.gpu_suite.clock import Clock
 
     clock, lines = Clock(setting.kind, setting.dry), []
@@ -167,9 +168,16 @@ def measure(setting: Setting) -> dict[str, Any]:
         line["ok"] = max(line["error"], line["error_beside"]) <= bound and not line["lost"]
         line["us"] = _times(ranks, clock, load.num_ranks)
         lines.append(line)
-        setting.save({"lines": lines, "wrong": sum(not line["ok"] for line in lines)})
+        setting.save(_values(lines))
         del ranks
         torch.cuda.empty_cache()
+    for rows in all_reduce.ROWS:
+        lines.append(all_reduce.measure(*all_reduce.shape_of(setting.dry), rows, clock))
+        setting.save(_values(lines))
+    return _values(lines)
+
+
+def _values(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return {"lines": lines, "wrong": sum(not line["ok"] for line in lines)}
 
 
@@ -203,6 +211,6 @@ def as_text(values: dict[str, Any]) -> str:
     cells = []
     for line in values["lines"]:
         times = [f"{name} {us:.1f}" for name, us in line["us"].items()]
-        cells.append((line["name"], f"{max(line['error'], line['error_beside']):.1e}", "yes" if line["ok"] else "NO",
-                      ", ".join(times)))  # fmt: skip
+        error = max(line["error"], line.get("error_beside", 0.0))
+        cells.append((line["name"], f"{error:.1e}", "yes" if line["ok"] else "NO", ", ".join(times)))
     return table(("exchange, all ranks on this GPU", "error", "ok", "us per rank"), cells)

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, normal, rotary_table
+from benchmarks.attention_cases import paged_queries, pool_size
+from benchmarks.gpu_suite.launched import counted
+from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, linear_weight, normal, rotary_table
+from benchmarks.step_costs.costs import Routing
+from moe_engine.kernels.linear.shapes import LinearShape
+from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
-from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.reference import dequantize_rows, quantize_rows
+from moe_engine.kernels.queries import AttentionBatch
 
 
 def absorb(tokens: int, heads: int, nope: int = 128, latent: int = 512, rotary: int = 64) -> KernelCase:
@@ -41,10 +48,7 @@ def absorb(tokens: int, heads: int, nope: int = 128, latent: int = 512, rotary: 
 
         return apart if fused is None else together
 
-    weights = 2 * heads * latent * nope
-    moved = weights + 2 * tokens * (heads * (nope + latent + 2 * rotary) + 2 * (latent + rotary))
-    flops = 2 * tokens * heads * latent * nope
-    return KernelCase("ops", f"fused.absorb.{heads}x{latent}.t{tokens}", moved, flops, False, prepare)
+    return counted("ops", f"fused.absorb.{heads}x{latent}.t{tokens}", prepare)
 
 
 def combine_norm(tokens: int, hidden: int, top_k: int) -> KernelCase:
@@ -69,8 +73,8 @@ def combine_norm(tokens: int, hidden: int, top_k: int) -> KernelCase:
 
         return apart if fused is None else together
 
-    moved = 2 * tokens * hidden * (top_k + 4)
-    return KernelCase("ops", f"fused.combine_norm.{hidden}x{top_k}.t{tokens}", moved, 0, False, prepare)
+    routing = Routing(tokens, top_k, top_k, top_k)
+    return counted("ops", f"fused.combine_norm.{hidden}x{top_k}.t{tokens}", prepare, routing=routing)
 
 
 def heads_quantized(tokens: int, heads: int, value: int = 128, latent: int = 512) -> KernelCase:
@@ -90,16 +94,83 @@ def heads_quantized(tokens: int, heads: int, value: int = 128, latent: int = 512
 
         return apart if fused is None else together
 
-    moved = 2 * heads * value * latent + tokens * heads * (2 * latent + value)
-    flops = 2 * tokens * heads * value * latent
-    return KernelCase("linear", f"fused.heads_quantized.{heads}x{value}.t{tokens}", moved, flops, True, prepare)
+    return counted("linear", f"fused.heads_quantized.{heads}x{value}.t{tokens}", prepare, fp8=True)
+
+
+def norm_route(tokens: int, hidden: int, experts: int, top_k: int) -> KernelCase:
+    """A part's result, the residual stream, its norm, and the router."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        x, residual = (normal(tokens, hidden, device=device) for _ in range(2))
+        weight, spec = 1 + 0.1 * normal(hidden, device=device), RouterSpec(experts, top_k, "softmax")
+        gate = ops.prepare_gate(normal(experts, hidden, device=device, dtype=torch.float32, scale=hidden**-0.5))
+        fused = ops.capabilities.add_norm_route
+
+        def apart() -> tuple[Tensor, ...]:
+            stream = residual.clone()
+            normed = ops.add_rms_norm(x, stream, weight, 1e-6)
+            return normed, *ops.route(normed, gate, None, spec), stream
+
+        def together() -> tuple[Tensor, ...]:
+            stream = residual.clone()
+            return *fused(UNQUANTIZED, x, stream, weight, 1e-6, gate, None, spec, None, False), stream
+
+        return apart if fused is None else together
+
+    return counted("ops", f"fused.norm_route.{hidden}x{experts}x{top_k}.t{tokens}", prepare)
+
+
+def attention_values(requests: int, context: int, heads: int, latent: int = 512, value: int = 128) -> KernelCase:
+    """MLA's absorbed decode and the product of its results with W_UV."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        asked, width = paged_queries(requests, 1, context, device), latent + 64
+        q, cache = normal(requests, heads, width, device=device), normal(pool_size(asked), width, device=device)
+        weight, plan = normal(heads, value, latent, device=device), kernel.plan(AttentionBatch(asked, None))
+        given, fused = (q, cache, asked, width**-0.5, plan), kernel.capabilities.absorbed_values
+
+        def apart() -> Tensor:
+            mixed = kernel.absorbed(*given, latent).float()
+            return torch.einsum("thc,hvc->thv", mixed, weight.float()).to(q.dtype)
+
+        return apart if fused is None else lambda: fused.run(*given, weight)
+
+    return counted("mla", f"fused.values.{heads}x{latent}.r{requests}.s{context}", prepare, context)
+
+
+def mlp(tokens: int, hidden: int, width: int) -> KernelCase:
+    """A gated MLP in FP8: the activation between its products is quantized as it is computed."""
+
+    def prepare(linear: Any, device: str) -> Call:
+        shapes = (2 * width, hidden), (hidden, width)
+        gate_up, down = (linear_weight(linear, LinearShape("", tokens, *shape, True), device) for shape in shapes)
+        x, fused = normal(tokens, hidden, device=device), linear.fuse_mlp(gate_up, down)
+        apart = lambda: linear.run(TorchOps().silu_and_mul(linear.run(x, gate_up)), down)  # noqa: E731
+        return apart if fused is None else lambda: fused(x)
+
+    return counted("linear", f"fused.mlp.{hidden}x{width}.t{tokens}", prepare, fp8=True)
 
 
 def parity_cases() -> list[KernelCase]:
     """Few and many tokens: both tilings."""
-    cases = [make(tokens, 128) for make in (absorb, heads_quantized) for tokens in (3, 130)]
-    return [*cases, combine_norm(5, 2048, 6), combine_norm(130, 7168, 8)]
+    many = [absorb(130, 128), heads_quantized(130, 128), combine_norm(130, 7168, 8)]
+    return [*timed_cases(5, 2048, 6, 300), *many]
+
+
+def timed_cases(tokens: int, hidden: int, top_k: int, context: int) -> list[KernelCase]:
+    """Of a decode step of few tokens."""
+    return [
+        absorb(tokens, 128),
+        heads_quantized(tokens, 128),
+        combine_norm(tokens, hidden, top_k),
+        norm_route(tokens, hidden, 256, top_k),
+        attention_values(tokens, context, 16),
+        mlp(tokens, hidden, 2048),
+    ]
 
 
 def tiny_cases() -> list[KernelCase]:
-    return [absorb(3, 2, 32, 64, 16), combine_norm(5, 256, 2), heads_quantized(3, 2, 128, 64)]
+    return [
+        absorb(3, 2, 32, 64, 16), combine_norm(5, 256, 2), heads_quantized(3, 2, 128, 64), norm_route(3, 64, 16, 2),
+        attention_values(2, 400, 4, 64, 32), mlp(3, 128, 128),
+    ]  # fmt: skip

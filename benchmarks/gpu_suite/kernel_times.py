@@ -49,9 +49,10 @@ def measure(
 def time_row(case: KernelCase, kernel: Any, clock: Clock, limits: Limits, setting: Setting) -> dict[str, Any]:
     """Time of a case with a row, or the refusal reason, or the failure."""
     peak = limits.fp8_flops_per_s if case.fp8 and limits.fp8_flops_per_s else limits.bf16_flops_per_s
-    floor = case.floor_seconds(limits.copy_bytes_per_s, peak)
-    line: dict[str, Any] = {"floor_us": floor * 1e6}
+    line: dict[str, Any] = {}
     try:
+        floor = case.floor_seconds(limits.copy_bytes_per_s, peak)
+        line["floor_us"] = floor * 1e6
         torch.manual_seed(0)
         seconds = clock.seconds(case.prepare(kernel, setting.kind))
     except NotServed as why:

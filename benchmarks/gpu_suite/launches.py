@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_suite import cases
+from benchmarks.gpu_suite import all_reduce, cases
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, load_of, model_of
 from benchmarks.gpu_suite.exchange import TINY, TINY_BESIDE, V3_BESIDE, V3_EP8, Load, RanksHere
-from benchmarks.gpu_suite.rows import FAMILIES, PARTS
+from benchmarks.gpu_suite.rows import triton_row
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.tokens import PROMPTS, SMALL
-from benchmarks.kernel_cases import all_cases
-from moe_engine.kernels.registry import Choice
 from moe_engine.planning.machine import Machine
 
 Launches = tuple[str, Callable[[], Any]]
@@ -29,11 +26,12 @@ def of_suite(folder: Path, machine: Machine, setting: Setting) -> Iterator[Launc
     if setting.kind == "cpu":
         yield from of_kernels([case for case in cases.tiny_cases() if "quantize" in case.name])
         return
-    asked = cases.tiny_cases() if dry else [*cases.parity_cases(), *cases.timed_cases(), *all_cases()]
-    yield from of_kernels(asked)
+    yield from of_kernels(cases.asked(setting, lambda: [*cases.parity_cases(), *cases.timed_cases()]))
     for load in (TINY, TINY_BESIDE) if dry else (V3_EP8, V3_BESIDE):
         for fp8 in (False, True):
             yield f"exchange of {load.num_local} experts", partial(_exchange, replace(load, fp8=fp8))
+    for rows in all_reduce.ROWS:
+        yield f"all-reduce of {rows} rows", partial(_all_reduce, *all_reduce.shape_of(dry), rows)
     for name, flags in _engines(folder, setting).items():
         yield name, partial(_engine, flags, machine)
 
@@ -58,19 +56,20 @@ def _engines(folder: Path, setting: Setting) -> dict[str, dict[str, Any]]:
 
 def of_kernels(asked: list[cases.KernelCase]) -> Iterator[Launches]:
     """Launches of Triton's rows on these cases."""
-    rows = {family: next(row for row in table if row.name == "triton") for family, table in FAMILIES.items()}
-    kernels = {family: Choice(family, row, "to be compiled").build() for family, row in rows.items()}
-    kernels |= {part: import_module(f"moe_engine.kernels.{modules['triton']}") for part, modules in PARTS.items()}
     for case in asked:
-        yield case.name, partial(_kernel, case, kernels[case.family])
+        yield case.name, partial(_kernel, case)
 
 
-def _kernel(case: cases.KernelCase, kernel: Any) -> None:
-    case.prepare(kernel, "meta")()
+def _kernel(case: cases.KernelCase) -> None:
+    case.prepare(triton_row(case.family), "meta")()
 
 
 def _exchange(load: Load) -> None:
     RanksHere(load, "meta").run(0)
+
+
+def _all_reduce(num_ranks: int, width: int, rows: int) -> None:
+    all_reduce.RanksOfSum(num_ranks, rows, width, "meta").call(0)
 
 
 def _engine(flags: dict[str, Any], machine: Machine) -> None:

@@ -21,6 +21,8 @@ from benchmarks.gpu_suite.setting import Setting
 
 NO_DEVICE = 2
 """Exit code without a CUDA device."""
+LINE_S = 40.0
+"""Seconds of a line, its compilation included, after which its kernel hangs: the part goes on behind it."""
 MISSING = "benchmarks.gpu_suite: needs a CUDA device; torch sees none (--dry-run)"
 
 
@@ -51,18 +53,17 @@ def _aot(folder: Path, setting: Setting) -> dict[str, Any]:
 def _parity(folder: Path, setting: Setting) -> dict[str, Any]:
     from benchmarks.gpu_suite import cases, parity
     from benchmarks.gpu_suite.rows import Rows
-    from benchmarks.kernel_cases import all_cases
 
-    asked = cases.tiny_cases() if setting.dry else [*cases.parity_cases(), *all_cases()]
-    return parity.compare(asked, Rows(setting.device), setting)
+    rows = Rows(setting.device)
+    if setting.kind == "cpu":
+        rows.interpret_triton()
+    return parity.compare(cases.asked(setting, cases.parity_cases), rows, setting)
 
 
 def _kernels(folder: Path, setting: Setting) -> dict[str, Any]:
     from benchmarks.gpu_suite import cases, kernel_times
-    from benchmarks.kernel_cases import all_cases
 
-    asked = cases.tiny_cases() if setting.dry else [*cases.timed_cases(), *all_cases()]
-    return kernel_times.measure(asked, setting=setting)
+    return kernel_times.measure(cases.asked(setting, cases.timed_cases), setting=setting)
 
 
 def _tokens(folder: Path, setting: Setting) -> dict[str, Any]:
@@ -105,11 +106,11 @@ OWN_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Kernels that wait for each other must not share a queue."""
 
 PARTS = (
-    Part("aot", 30, 60, _aot, forks=True),
-    Part("parity", 85, 140, _parity),
+    Part("aot", 30, 100, _aot, forks=True),
+    Part("parity", 85, 200, _parity),
     Part("tokens", 40, 75, _tokens),
-    Part("exchange", 20, 60, _exchange, OWN_QUEUES),
-    Part("kernels", 105, 165, _kernels),
+    Part("exchange", 20, 75, _exchange, OWN_QUEUES),
+    Part("kernels", 105, 240, _kernels),
     Part("decode", 90, 120, _decode),
     Part("profile", 55, 80, _profile),
     Part("fp8_layers", 65, 100, _fp8_layers),
@@ -140,16 +141,16 @@ def run_part(name: str, setting: Setting) -> int:
     return 0
 
 
-def run_apart(part: Part, seconds: float, dry: str | None = None) -> dict[str, Any]:
-    """Runs a part in a separate process, restarting it if it lost the device or died at a case that can be skipped, and
-    ends all its processes. ``failed`` has the error; partial results are kept."""
+def run_apart(part: Part, seconds: float, dry: str | None = None, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Runs a part in a separate process, restarting it if it lost the device, or if it died or hangs at a case that can
+    be skipped, and ends all its processes. ``failed`` has the error; partial results are kept."""
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "part.json"), Path(folder, "stderr")
         began, failed = time.monotonic(), None
-        setting, restarts = Setting.of(dry, seconds, output), 0
+        setting, restarts = Setting.of(dry, seconds, output, only), 0
         while True:
             left = max(0.0, setting.ends - time.monotonic())
-            code = _run_once(part, left, dry, output, log)
+            code = _run_once(part, left, setting, log)
             at = setting.saved().get("at")
             if code is not None and (code == DEVICE_LOST or (code < 0 and at)) and not setting.is_over:
                 restarts += 1
@@ -173,16 +174,21 @@ def start_process(arguments: list[str], errors: IO[Any]) -> subprocess.Popen[Any
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
 
 
-def _run_once(part: Part, seconds: float, dry: str | None, output: Path, log: Path) -> int | None:
-    """The exit code; None after the time limit."""
-    arguments = ["--run-part", part.name, "--output", str(output)]
-    arguments += ["--seconds", str(seconds), *(["--dry-run", dry] if dry else [])]
+def _run_once(part: Part, seconds: float, setting: Setting, log: Path) -> int | None:
+    """The exit code, that of a killed process if a line hangs; None after the time limit."""
+    arguments, ends = ["--run-part", part.name, "--output", str(setting.output)], time.monotonic() + seconds
+    arguments += ["--seconds", str(seconds), *(["--dry-run", setting.kind] if setting.dry else [])]
+    arguments += ["--only", *setting.only] if setting.only else []
     with log.open("w") as errors:
         process = start_process(arguments, errors)
         try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(max(0.0, min(1.0, ends - time.monotonic())))
+                if time.monotonic() >= ends:
+                    return None
+                if setting.give_up(LINE_S):
+                    return -signal.SIGKILL
         finally:
             _end_group(process)
 

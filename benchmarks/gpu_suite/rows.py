@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +17,15 @@ PARTS = {"quantization": {"torch": "quantization.reference", "triton": "quantiza
 """Kernels that are parts of other families' rows: modules, used as rows."""
 
 FAMILIES = {family: rows for family, rows in tables.FAMILIES.items() if family not in PARTS}
+
+
+@cache
+def triton_row(family: str) -> Any:
+    """This project's kernel of a family, whatever this machine's device is."""
+    if family in PARTS:
+        return import_module(f"moe_engine.kernels.{PARTS[family]['triton']}")
+    row = next(row for row in FAMILIES[family] if row.name == "triton")
+    return Choice(family, row, "to be compiled").build()
 
 
 class Rows:
@@ -39,6 +50,20 @@ class Rows:
                 why = triton_why_not(device, "bfloat16") if name == "triton" else None
                 if why is None and (asked is None or name in asked):
                     self.kernels[part][name] = import_module(f"moe_engine.kernels.{module}")
+
+    def interpret_triton(self) -> None:
+        """Adds Triton's rows, whose launches run in its interpreter on a CPU, with the number formats of a GPU."""
+        os.environ["TRITON_INTERPRET"] = "1"
+        from triton import knobs
+
+        from tests.kernels.triton import interpreter
+
+        if not knobs.runtime.interpret or "TRITON_INTERPRET" not in os.environ:
+            raise RuntimeError("Triton was imported before its interpreter was asked for")
+        interpreter.install()
+        for family, kernels in self.kernels.items():
+            self.refused.pop(f"{family}.triton", None)
+            kernels["triton"] = triton_row(family)
 
     def _build(self, family: str, row: Row) -> str | None:
         """The reason why a supported row fails to load; None if it loads."""

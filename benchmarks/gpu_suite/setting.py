@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,19 @@ class Setting:
         dry: tiny sizes; the numbers are meaningless.
         ends: in `time.monotonic`'s seconds.
         output: file of a part's partial results, or None.
+        only: texts, one of which the name of a case has to contain; empty: all cases.
     """
 
     kind: str
     dry: bool
     ends: float
     output: Path | None = None
+    only: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, dry: str | None, seconds: float, output: Path | None = None) -> Setting:
+    def of(cls, dry: str | None, seconds: float, output: Path | None = None, only: Sequence[str] = ()) -> Setting:
         """`dry`: the device kind of a dry run; None: a real run on a GPU."""
-        return cls(dry or "cuda", dry is not None, time.monotonic() + seconds, output)
+        return cls(dry or "cuda", dry is not None, time.monotonic() + seconds, output, tuple(only))
 
     @property
     def device(self) -> Device:
@@ -77,3 +80,12 @@ class Setting:
             return {}
         found: dict[str, Any] = json.loads(self.output.read_text())
         return found
+
+    def give_up(self, seconds: float) -> bool:
+        """Whether the part's current line has taken longer; then it is marked as failed."""
+        if self.output is None or not self.output.exists() or time.time() - self.output.stat().st_mtime < seconds:
+            return False
+        values = self.saved()
+        if "at" in values:
+            self.save(values | {"at": values["at"] | {"failed": f"no result after {seconds:.0f} s"}})
+        return "at" in values

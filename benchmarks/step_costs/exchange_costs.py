@@ -72,3 +72,9 @@ def sums(a: Any, s: Setting) -> Cost:
     stream = size(a.residual)
     read = rows + stream + size(a.other, a.weight)
     return Cost(read, stream + size(a.out, a.quantized, a.scales), awaits=True)
+
+
+@cost_of("copy_rows_kernel")
+def copy_rows(a: Any, s: Setting) -> Cost:
+    """Rows up to a number on the device: all of them."""
+    return Cost(size(a.rows), size(a.out))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
-from benchmarks.step_costs.triton_costs import FP32, NAMES, given, pieces_of
+from benchmarks.step_costs.triton_costs import FP32, NAMES, SECTOR, given, pieces_of
 
 
 def _records(heads: int, width: int, kind: int) -> int:
@@ -79,6 +79,26 @@ def delta(a: Any, s: Setting) -> Cost:
     return Cost(size(a.taken) + gates + requests * state, size(a.out) + tokens * state, flops)
 
 
+@cost_of("system_kernel")
+def delta_system(a: Any, s: Setting) -> Cost:
+    """The part of each chunk that does not depend on its first state: products of keys with keys and with queries."""
+    tokens, heads, gates = len(a.taken), a.KEY_HEADS * a.SHARED, (1 + a.DECAYS) * a.b.element_size()
+    scaled = size(a.scaled) if a.DECAYS > 1 else 0
+    flops = {NAMES[a.taken.dtype]: 4.0 * tokens * heads * a.CHUNK * a.KEY}
+    keys = size(a.taken) * 2 * a.KEY / a.MIXED
+    return Cost(keys + tokens * heads * gates, size(a.solve, a.scores, a.scales) + scaled, flops)
+
+
+@cost_of("states_kernel")
+def delta_states(a: Any, s: Setting) -> Cost:
+    """Five products of a chunk; a run's state is read once and written at its end."""
+    tokens, heads, requests = len(a.taken), a.KEY_HEADS * a.SHARED, len(a.reads)
+    states = requests * heads * a.KEY * a.VALUE * FP32
+    scaled = size(a.scaled) if a.DECAYS > 1 else 0
+    flops = {NAMES[a.taken.dtype]: 2.0 * tokens * heads * a.VALUE * (3 * a.KEY + 2 * a.CHUNK)}
+    return Cost(size(a.taken, a.solve, a.scores, a.scales) + scaled + states, size(a.out) + states, flops)
+
+
 @cost_of("gated_norm_kernel")
 def gated_norm(a: Any, s: Setting) -> Cost:
     return Cost(2 * size(a.x) + size(a.weight), size(a.x))
@@ -92,6 +112,38 @@ def gate_heads(a: Any, s: Setting) -> Cost:
 @cost_of("gate_rows_kernel")
 def gate_rows(a: Any, s: Setting) -> Cost:
     return Cost(size(a.rows, a.x, a.weight), size(a.rows))
+
+
+# -- residual streams with gates of low rank
+
+
+@cost_of("norm_gated_kernel")
+def norm_gated(a: Any, s: Setting) -> Cost:
+    """With a result, the streams are written too."""
+    adds = a.x is not None
+    return Cost(size(a.out, a.weight, given(a.x)), size(a.out) * (1 + adds), programs=a.grid[0] * a.STREAMS)
+
+
+@cost_of("rank_gates_kernel")
+def rank_gates(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.projected), size(a.out), programs=a.grid[0])
+
+
+@cost_of("read_gated_kernel")
+def read_gated(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.gates, a.normed), size(a.out))
+
+
+# -- blocks of the residual
+
+
+@cost_of("mix_blocks_kernel")
+def mix_blocks(a: Any, s: Setting) -> Cost:
+    """The rows once from memory, then from L2."""
+    tokens = a.grid[0]
+    row = tokens * a.WIDTH * a.out.element_size()
+    held = a.WRITTEN + (not a.STARTS)
+    return Cost(row * (held + a.ADD) + size(a.norm, a.proj, given(a.out_norm)), row * (1 + a.ADD), programs=tokens)
 
 
 # -- DeepSeek V4
@@ -110,10 +162,6 @@ def compress(a: Any, s: Setting) -> Cost:
     read += size(a.positions, a.starts, a.rows, a.slots, given(a.places))
     alone_us = some * (values + constants) / s.hardware["program_bytes_per_s"] * 1e6
     return Cost(read, entries * a.WIDTH * a.out.element_size() + copied, link_us=alone_us)
-
-
-SECTOR = 32
-"""Bytes that a read of one number takes."""
 
 
 @cost_of("rows_kernel")
@@ -227,6 +275,15 @@ def pool_keys(a: Any, s: Setting) -> Cost:
     pools = tokens / a.SIZE
     numbers = size(a.norm_weight, a.norm_bias, a.positions, a.slots) + min(1.0, pools) * size(a.bias)
     return Cost(size(a.keys, a.gates) + numbers + pools * (a.SIZE - 1) * record, tokens * record)
+
+
+@cost_of("mean_keys_kernel")
+def mean_keys(a: Any, s: Setting) -> Cost:
+    """As `pool_keys`, without gates."""
+    tokens, record = len(a.keys), a.WIDTH * a.cache.element_size()
+    pools = tokens / a.SIZE
+    numbers = size(a.weight, a.places, a.slots) + pools * (8 + a.ROTARY * 4)
+    return Cost(size(a.keys) + numbers + pools * (a.SIZE - 1) * record, tokens * record)
 
 
 @cost_of("count_pools_kernel")

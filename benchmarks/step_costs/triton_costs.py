@@ -18,6 +18,8 @@ from benchmarks.step_costs.costs import Cost, Setting, cost_of, memory_of, size
 
 FP32 = 4
 BF16 = 2
+SECTOR = 32
+"""Bytes that a read of one number takes."""
 NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32"}
 
 
@@ -253,6 +255,25 @@ def heads_quantize(a: Any, s: Setting) -> Cost:
     return Cost(size(a.x, a.weight), size(a.out, a.scales), product(a.x, a.num_tokens * a.HEADS, a.N, a.K))
 
 
+# -- LoRA
+
+
+@cost_of("shrink_kernel")
+def lora_shrink(a: Any, s: Setting) -> Cost:
+    """The first matrix of each adapter once."""
+    rows = len(a.order)
+    read = rows * a.HEADS * a.K * a.x.element_size()
+    return Cost(read + size(a.a), size(a.inner), product(a.x, rows * a.HEADS, a.RANKS, a.K))
+
+
+@cost_of("expand_kernel")
+def lora_expand(a: Any, s: Setting) -> Cost:
+    """The second matrix of each adapter once; the results are added in place."""
+    rows = len(a.order)
+    added = rows * a.HEADS * a.N * a.y.element_size()
+    return Cost(size(a.inner, a.b) + added, added, product(a.y, rows * a.HEADS, a.N, a.RANK))
+
+
 # -- experts
 
 
@@ -452,3 +473,9 @@ def draw(a: Any, s: Setting) -> Cost:
     """Greedy rows only: reads the limits."""
     read = size(a.best_in, a.limit_in, a.last_in, a.total_in)
     return Cost(read, size(a.tokens), programs=a.grid[0] * a.grid[1])
+
+
+@cost_of("look_up_kernel")
+def look_up(a: Any, s: Setting) -> Cost:
+    """A logit of each queried token, in a sector of its own."""
+    return Cost(size(a.tokens) + a.tokens.numel() * SECTOR, size(a.found))

@@ -209,7 +209,7 @@ def cache_folder() -> Path:
 
 
 def openmp_runtime() -> Path:
-    """The OpenMP library that torch uses. We link the same file: two runtimes would spin two thread pools."""
+    """The OpenMP library that torch uses. The library links the same file: two runtimes would spin two thread pools."""
     names = ("libgomp", "libomp", "libiomp5")
     found: list[Path] = []
     try:

@@ -151,17 +151,17 @@ def system_kernel(
     bias = tl.load(dt_bias + head * DECAYS + channel, channel < DECAYS, 0.0)[None, :]
     decay = log_decay(tl.load(gate, held, 0.0).to(tl.float32) + bias, tl.exp(tl.load(a_log + head)), BOUND)
     decay = tl.where(held, decay, 0.0)
-    total = tl.cumsum(decay, 0)  # G
-    last = tl.sum(decay, 0)
     rows, columns = at[:, None], at[None, :]
     target = (chunk * HEADS + head) * CHUNK
     if DECAYS == 1:
-        sums = tl.sum(total, 1)
+        decay = tl.sum(decay, 1)  # Triton 3.6 cannot scan a tile of one column
+        sums, final = tl.cumsum(decay, 0), tl.sum(decay, 0)  # G
         between = tl.exp(tl.where(columns <= rows, sums[:, None] - sums[None, :], float("-inf")))
         turned = tl.trans(k)
         queries = tl.dot(q, turned, input_precision=PRECISION) * between
         keys = tl.dot(k, turned, input_precision=PRECISION) * between
     else:
+        total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
         cell = scaled + (3 * target + rows) * KEY + key[None, :]
         store_scaled(cell, CHUNK * KEY, (key < KEY)[None, :], q, k, of_q[:, None], of_k[:, None], total, last[None, :])
         tl.store(scales + (chunk * HEADS + head) * KEY + key, tl.exp(last), key < KEY)
@@ -174,7 +174,6 @@ def system_kernel(
     products = queries * of_q[:, None] * of_k[None, :]
     tl.store(scores + square, products.to(scores.dtype.element_ty))
     if DECAYS == 1:
-        sums, final = tl.sum(total, 1), tl.sum(last, 0)
         factor = scales + 4 * target + at
         tl.store(factor, of_q * tl.exp(sums))
         tl.store(factor + CHUNK, of_k * tl.exp(sums))

@@ -1,6 +1,7 @@
-"""Pools of adjacent tokens: their keys for an indexer, and the slots of their tokens (GLM-5.3-Flash).
+"""Pools of adjacent tokens: their keys for an indexer, and the slots of their tokens.
 
-    key of a pool = sum over its tokens of softmax over them (gate + position bias) * key
+    GLM-5.3-Flash: key of a pool = sum over its tokens of softmax over them (gate + position bias) * key
+    Qwen3.8-Flash-Next: key of a pool = the norm of its tokens' mean, rotated as the first
 
 A pool of P tokens begins at a position that is a multiple of P. A page has whole pools, so that the tokens of a pool
 have adjacent slots. The number of a pool is the slot of its first token, divided by P. Its key takes the place of its
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.indexer.key_norm import KeyNorm
+from moe_engine.kernels.ops.protocol import RotaryTable
 
 
 class PoolRule(NamedTuple):
@@ -28,6 +30,15 @@ class PoolRule(NamedTuple):
 
     size: int
     most: int
+
+
+class PoolTurns(NamedTuple):
+    """Rotations of the keys of the pools that tokens complete: those of the pools' first tokens."""
+
+    places: Tensor  # [T] int64: of the tokens in their sequences
+    rows: Tensor  # [T] int64: rows of the table; any row where no pool is completed
+    table: RotaryTable
+    size: int  # P
 
 
 class PooledTokens(NamedTuple):
@@ -54,6 +65,16 @@ class WritePools(Protocol):
         """
 
 
+class WriteMeans(Protocol):
+    """Writes keys of tokens, and the normed and rotated means of the pools that they complete."""
+
+    def __call__(
+        self, keys: Tensor, weight: Tensor, eps: float, turns: PoolTurns, slots: Tensor, cache: Tensor
+    ) -> None:
+        """keys [T, I] -> cache[slots], [N, 1, I]. weight [I]: of the norm. Mean, norm and rotation round to the cache's
+        dtype each. As with `WritePools`, tokens of a pool before those of the step are read from the cache."""
+
+
 CountPools = Callable[[PooledTokens, Tensor, Tensor], None]
 """Sets pools [T] int32 to the whole pools that each token sees, 1 if it sees none, and counts [T] int32 to the slots
 that it attends to."""
@@ -70,6 +91,8 @@ class PoolKernels:
     write: WritePools
     count: CountPools
     place: PlacePools
+    write_means: WriteMeans | None = None
+    """None: by other operations (`models.layers.pooled_gqa`)."""
 
 
 def write(

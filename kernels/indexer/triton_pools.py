@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.indexer.key_norm import KeyNorm
-from moe_engine.kernels.indexer.pools import PooledTokens, PoolKernels
+from moe_engine.kernels.indexer.pools import PooledTokens, PoolKernels, PoolTurns
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import UNALIGNED, stride_of, warps_for, with_contiguous_rows
@@ -74,6 +74,75 @@ def pool_keys_kernel(
         key = tl.load(keys + token * key_stride + channel, known, 0.0)[None, :]
         key = _normed(key, inside, weight, shift, eps, WIDTH).to(stored)
         tl.store(key_cache + slot * key_cache_stride + channel[None, :], key, inside)
+
+
+@dependent_jit(do_not_specialize_on_alignment=[*UNALIGNED, "places", "rows"])
+def mean_keys_kernel(
+    keys, weight, places, rows, table, slots, cache, eps, key_stride, cache_stride,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """See `WriteMeans`. As `pool_keys_kernel`; the partner of each channel in the rotation is computed beside it.
+    Grid (T)."""
+    wait_for_inputs()
+    token, channel = tl.program_id(0).to(tl.int64), tl.arange(0, CHANNELS)
+    slot, known = tl.load(slots + token).to(tl.int64), channel < WIDTH
+    stored: tl.constexpr = cache.dtype.element_ty
+    if (tl.load(places + token) + 1) % SIZE == 0:
+        half: tl.constexpr = ROTARY // 2
+        turned = channel < ROTARY
+        if INTERLEAVED:
+            partner, pair, first = channel ^ 1, channel // 2, channel % 2 == 0
+        else:
+            first = channel < half
+            partner, pair = tl.where(first, channel + half, channel - half), channel % half
+        partner, pair = tl.where(turned, partner, channel), tl.where(turned, pair, 0)
+        own = _mean(keys, slots, cache, token, slot, channel, known, key_stride, cache_stride, SIZE, PLACES)
+        other = _mean(keys, slots, cache, token, slot, partner, known, key_stride, cache_stride, SIZE, PLACES)
+        scale = tl.rsqrt(tl.sum(own * own, 0) / WIDTH + eps)
+        own = _weighed(own * scale, weight, channel, known, stored)
+        other = _weighed(other * scale, weight, partner, known, stored)
+        line = table + tl.load(rows + token) * ROTARY + pair
+        cos, sin = tl.load(line, turned, 1.0), tl.load(line + half, turned, 0.0)
+        found = own * cos + tl.where(first, -other, other) * sin
+        tl.store(cache + slot * cache_stride + channel, found.to(stored), known)
+    else:
+        key = tl.load(keys + token * key_stride + channel, known, 0.0)
+        tl.store(cache + slot * cache_stride + channel, key.to(stored), known)
+
+
+@triton.jit
+def _mean(
+    keys, slots, cache, token, slot, channel, known, key_stride, cache_stride, SIZE: tl.constexpr, PLACES: tl.constexpr
+):  # fmt: skip
+    """The mean of channels [I] of the pool that a token completes, rounded to the cache's dtype, in float32."""
+    stored: tl.constexpr = cache.dtype.element_ty
+    place = tl.arange(0, PLACES)
+    back = SIZE - 1 - place
+    row, member = token - back, place < SIZE
+    of_step = member & (row >= 0) & (tl.load(slots + row, member & (row >= 0), -1) == slot - back)
+    here, before = of_step[:, None] & known[None, :], (member & (of_step == 0))[:, None] & known[None, :]
+    own = tl.load(keys + row[:, None] * key_stride + channel[None, :], here, 0.0).to(stored)
+    read = tl.load(cache + (slot - back)[:, None] * cache_stride + channel[None, :], before, 0.0)
+    return (tl.sum(tl.where(here, own, read).to(tl.float32), 0) / SIZE).to(stored).to(tl.float32)
+
+
+@triton.jit
+def _weighed(x, weight, channel, known, dtype: tl.constexpr):
+    """x, rounded, times the weight of its channel, rounded, in float32."""
+    weights = tl.load(weight + channel, known, 0.0)
+    return (x.to(dtype).to(tl.float32) * weights.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+def write_means(keys: Tensor, weight: Tensor, eps: float, turns: PoolTurns, slots: Tensor, cache: Tensor) -> None:
+    """`WriteMeans` in one launch."""
+    if not len(keys):
+        return
+    keys, (places, rows, table, size) = with_contiguous_rows(keys), turns
+    mean_keys_kernel[(len(keys),)](
+        keys, weight, places, rows, table.cos_sin, slots, cache, eps, stride_of(keys, 0), cache.stride(0),
+        **_constants(keys.shape[1], size), ROTARY=table.width, INTERLEAVED=table.interleaved, num_warps=4,
+    )  # fmt: skip
 
 
 def write(
@@ -150,7 +219,7 @@ def place(chosen: Tensor | None, tokens: PooledTokens, out: Tensor) -> None:
     )  # fmt: skip
 
 
-TRITON = PoolKernels(write, count, place)
+TRITON = PoolKernels(write, count, place, write_means)
 
 
 def aot_cases() -> list[AotCase]:
@@ -163,6 +232,11 @@ def aot_cases() -> list[AotCase]:
         strides = ("key_stride", "gate_stride", "key_cache_stride", "gate_cache_stride")
         signature |= dict.fromkeys(strides, "i32:16")
         cases.append(AotCase(f"keys of pools, {kind}", pool_keys_kernel, signature, _constants(128, 4), 4, 3, False))
+        signature = {"keys": f"*{kind}", "cache": f"*{kind}", "weight": "*fp32", "table": "*fp32", "eps": "fp32"}
+        signature |= dict.fromkeys(("places", "rows", "slots"), "*i64:1")
+        signature |= {"key_stride": "i32:16", "cache_stride": "i32:16"}
+        constants = _constants(128, 4) | {"ROTARY": 64, "INTERLEAVED": False}
+        cases.append(AotCase(f"means of pools, {kind}", mean_keys_kernel, signature, constants, 4, 3, False))
     rule: dict[str, object] = {"SIZE": 4, "MOST": 512}
     signature = {"positions": "*i64:1", "pools": "*i32:1", "counts": "*i32:1", "tokens": "i32"}
     constants = rule | {"TOKENS": _TOKENS}

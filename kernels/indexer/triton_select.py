@@ -21,7 +21,7 @@ from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
-BLOCK = 4096
+BLOCK = 2048
 """Scores of a loop iteration."""
 
 

@@ -13,9 +13,27 @@ Source: transformers (qwen4_exp).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class GatedStreams:
+    """The work of a read beside its products."""
+
+    norm: Callable[[Tensor | None, Tensor, Tensor, float], Tensor]
+    """(x, residual, weight, eps): `write_gated` of x, if there is one, then `norm_streams`."""
+
+    gate: Callable[[Tensor, int, int, Tensor | None], Tensor]
+    """(projected, r, n, residual): `rank_gates` of the first r numbers [T, >= r], and with a residual `set_weights` by
+    the n numbers behind them."""
+
+    read: Callable[[Tensor, Tensor, int], Tensor]
+    """`read_streams`."""
 
 
 def norm_streams(residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,3 +65,21 @@ def write_gated(x: Tensor, residual: Tensor, count: int) -> None:
     width = count * x.shape[1]
     streams = residual[:, :width].unflatten(1, (count, x.shape[1]))
     streams += residual[:, width : width + count].unsqueeze(2) * x.unsqueeze(1)
+
+
+def norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`GatedStreams.norm` in torch."""
+    if x is not None:
+        write_gated(x, residual, len(weight))
+    return norm_streams(residual, weight, eps)
+
+
+def gate(projected: Tensor, rank: int, count: int, residual: Tensor | None) -> Tensor:
+    """`GatedStreams.gate` in torch."""
+    if residual is not None:
+        set_weights(projected[:, rank:], residual)
+    return rank_gates(projected[:, :rank], count)
+
+
+IN_TORCH = GatedStreams(norm, gate, read_streams)
+"""For any device."""

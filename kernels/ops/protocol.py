@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.ops.gated_streams import GatedStreams
 from moe_engine.kernels.ops.ngram_rows import Ngrams
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
 from moe_engine.kernels.ops.streams import MixNormStreams, MixStreams
@@ -229,6 +230,9 @@ class OpsCapabilities:
 
     mix_streams: MixStreams | None = None
     """None: in torch, `kernels.ops.streams`."""
+
+    gated_streams: GatedStreams | None = None
+    """None: in torch, `kernels.ops.gated_streams`."""
 
     ngrams: Ngrams | None = None
     """None: in torch, `kernels.ops.ngram_rows`."""

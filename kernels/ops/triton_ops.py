@@ -22,6 +22,7 @@ from moe_engine.kernels.ops import (
 from moe_engine.kernels.ops.protocol import Gates, OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.triton_block_rounding import round_rows
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
+from moe_engine.kernels.ops.triton_gated_streams import TRITON as GATED_STREAMS
 from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
 from moe_engine.kernels.ops.triton_grouped import grouped_rows
 from moe_engine.kernels.ops.triton_lookup import lookup
@@ -61,6 +62,7 @@ class TritonOps:
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
             grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), lookup=lookup,
             mix_streams=triton_streams.mix, mix_norm_streams=triton_streams.mix_norm, ngrams=NGRAMS,
+            gated_streams=GATED_STREAMS,
             round_rows=round_rows, mix_blocks=triton_residual_blocks.mix,
         )  # fmt: skip
 

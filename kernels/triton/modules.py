@@ -42,6 +42,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_block_rounding",
     f"{_FAMILIES}.ops.triton_combine_norm",
     f"{_FAMILIES}.ops.triton_fp8_cache",
+    f"{_FAMILIES}.ops.triton_gated_streams",
     f"{_FAMILIES}.ops.triton_gates",
     f"{_FAMILIES}.ops.triton_grouped",
     f"{_FAMILIES}.ops.triton_lookup",

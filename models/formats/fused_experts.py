@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
+FUSED = ".experts.gate_up_proj"
+"""End of the name of a common tensor."""
 MXFP4 = "mxfp4"
 GROUP = 32
 """Numbers with a common scale."""

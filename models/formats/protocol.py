@@ -2,7 +2,7 @@
 
 A format is a frozen dataclass, made from config.json's `quantization_config`. It provides names and shapes of tensors
 to the header check, bytes to the memory ledger, loading to weight sources, and the form that kernels multiply to
-layers. docs/architecture.md has the steps to add a format.
+layers. docs/extending.md has the steps to add a format.
 """
 
 from __future__ import annotations

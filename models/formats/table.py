@@ -5,7 +5,7 @@ The format of a model comes from `quantization_config`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from moe_engine.models.config_fields import Fields
@@ -15,11 +15,13 @@ from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
 from moe_engine.models.formats.float8_checkpoints import MXFP8, FP8Format, ModelOpt, RowFP8
+from moe_engine.models.formats.fused_experts import FUSED, FusedExpertsFormat
 from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.protocol import Shape, WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.tensor_header import WeightFile
 
 FORMATS: dict[str, type[Any]] = {
     "fp8": FP8Format,
@@ -52,9 +54,28 @@ def parse_format(fields: Fields) -> WeightFormat:
     return found.of_dtype(dtype) if isinstance(found, SchemeFormat) and isinstance(dtype, str) else found
 
 
-def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFormat:
-    """The format of the files: block FP8 also if config.json does not name it but weights have scales."""
-    return BlockFP8Format() if declared == PLAIN and has_scales(names) else declared
+def format_in_files(
+    declared: WeightFormat, names: Collection[str], shape_of: Callable[[str], Shape] | None = None
+) -> WeightFormat:
+    """The format of the files, also if config.json does not name it: block FP8 if weights have scales; experts in
+    common tensors [E, 2I, D] and [E, D, I], which transformers writes without the published names.
+
+    Args:
+        shape_of: of a tensor; None: experts in common tensors are not looked for.
+    """
+    if declared != PLAIN:
+        return declared
+    if has_scales(names):
+        return BlockFP8Format()
+    fused = None if shape_of is None else next((name for name in names if name.endswith(FUSED)), None)
+    if fused is None or shape_of is None:
+        return declared
+    return FusedExpertsFormat(shape_of(fused)[0], alternating=False, transposed=False, optional=True)
+
+
+def format_in_headers(declared: WeightFormat, files: Mapping[str, WeightFile]) -> WeightFormat:
+    """`format_in_files` of files by tensor."""
+    return format_in_files(declared, files, lambda name: files[name].tensors[name].shape)
 
 
 def hint_for(dtype: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
@@ -26,6 +27,12 @@ class AxisRows:
         self._table, self._first = table, first
         self._axis_of = torch.tensor([*axes, *axes], device=table.cos_sin.device)  # [R]: of cosines, then of sines
 
+    def rows(self, axes: Tensor) -> Tensor:
+        """Rows [n, R] of positions by axis [3, n] int64; no host read."""
+        axis_of = self._axis_of
+        rows = self._table.cos_sin[axes[axis_of].T, torch.arange(len(axis_of), device=axis_of.device)]
+        return rows.contiguous()  # indexing keeps the order of the transposed numbers
+
     def place(self, batch: ForwardBatch) -> ForwardBatch:
         """Writes the rows of the step's image tokens, and points their positions at them."""
         images, axis_of, table = batch.images, self._axis_of, self._table.cos_sin
@@ -36,7 +43,6 @@ class AxisRows:
         if last > len(table):
             total, room = images.before + len(images.tokens), len(table) - self._first
             raise ValueError(f"{total} image tokens in a step, room for {room}")
-        columns = torch.arange(len(axis_of), device=axis_of.device)
-        table[first:last] = table[images.axes[axis_of].T, columns]  # [n, R]
+        table[first:last] = self.rows(images.axes)
         places = torch.arange(first, last, device=axis_of.device)
         return replace(batch, positions=batch.positions.index_copy(0, images.tokens, places))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel
-from moe_engine.kernels.ops.gated_streams import norm_streams, rank_gates, read_streams, set_weights, write_gated
+from moe_engine.kernels.ops.gated_streams import IN_TORCH, write_gated
+from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.linear import load_linear
@@ -72,11 +73,13 @@ class GatedStreamNorm(StreamAdder):
     """
 
     def __init__(
-        self, linear: LinearKernel, reader: WeightSource, prefix: str, config: ModelConfig, is_last: bool = False
-    ) -> None:
+        self, ops: Ops, linear: LinearKernel, reader: WeightSource, prefix: str, config: ModelConfig,
+        is_last: bool = False,
+    ) -> None:  # fmt: skip
         streams = config.streams
         assert streams is not None and streams.rank
         super().__init__(streams.count, config.hidden_size)
+        self._ops = ops.capabilities.gated_streams or IN_TORCH
         self._rank, self._eps, wide = streams.rank, config.norm_eps, streams.count * config.hidden_size
         weight = reader.tensor(f"{prefix}.hc_norm.weight", (wide,), dtype=torch.float32)
         if not reader.made_up:
@@ -90,11 +93,18 @@ class GatedStreamNorm(StreamAdder):
         self._writes = not is_last
 
     def __call__(self, residual: Tensor) -> Tensor:
+        return self._read(None, residual)
+
+    def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Tensor:
+        assert other is None
+        if not len(residual):
+            return self(residual)
+        return self._read(x if self._all_reduce is None else self._all_reduce.sum(x), residual)
+
+    def _read(self, x: Tensor | None, residual: Tensor) -> Tensor:
         if not len(residual):
             return residual[:, : self.width]
-        normed = norm_streams(residual, self._weight, self._eps)
+        normed = self._ops.norm(x, residual, self._weight, self._eps)
         projected = self._down(normed)
-        if self._writes:
-            set_weights(projected[:, self._rank :], residual)
-        gates = self._up(rank_gates(projected[:, : self._rank], self.count))
-        return read_streams(gates, normed, self.count)
+        gates = self._up(self._ops.gate(projected, self._rank, self.count, residual if self._writes else None))
+        return self._ops.read(gates, normed, self.count)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from moe_engine.errors import CheckpointError
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.ops.gated_streams import norm_streams
+from moe_engine.kernels.ops.gated_streams import IN_TORCH as STREAMS_IN_TORCH
 from moe_engine.kernels.ops.hashed_rows import HashedRows
 from moe_engine.kernels.ops.ngram_rows import IN_TORCH, stream_gates
 from moe_engine.kernels.ops.state_tails import Tails
@@ -46,7 +46,7 @@ class NgramInput:
         engram, count, name = streams.engram, streams.count, f"model.layers.{layer_index}.ple"
         self._engram, self._layer_index, self._eps = engram, layer_index, config.norm_eps
         self._shape, wide = (count, hidden), count * hidden
-        self.norm = norm
+        self.norm, self._streams = norm, backends.ops.capabilities.gated_streams or STREAMS_IN_TORCH
         self.rows = _table(engram, layer_index, reader, backends, f"{name}.ple_embedding")
         self._project = load_linear(
             backends.linear, reader, [f"{name}.key_proj", f"{name}.value_proj"], [wide, hidden],
@@ -70,7 +70,7 @@ class NgramInput:
         keys, value = found[:, : streams.shape[1]].unflatten(1, self._shape), found[:, streams.shape[1] :]
         gates = stream_gates(streams.float().unflatten(1, self._shape), keys, self._products, self._eps)
         gated = (gates.unsqueeze(2) * value.unsqueeze(1)).flatten(1).to(streams.dtype)
-        tails = Tails(norm_streams(gated, self._conv_norm, self._eps), products, batch.state_runs)
+        tails = Tails(self._streams.norm(None, gated, self._conv_norm, self._eps), products, batch.state_runs)
         mixed = torch.zeros(gated.shape, device=gated.device)
         for tap, weights in enumerate(self._taps.T):
             back = (self._engram.taps - 1 - tap) * self._engram.longest

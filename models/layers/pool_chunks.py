@@ -63,7 +63,7 @@ class PoolSteps:
         """The chunks of a step, in token order, each of tokens of one group. `index_plan` is a `PoolChoice`; None where
         the tokens see no more pools than are selected."""
         if isinstance(batch.attention_plan, PoolsInPlace):
-            return [batch.attention_plan.chunk(batch.positions)]
+            return [batch.attention_plan.chunk(batch.places)]
         chunks: list[AttentionChunk] = []
         start = 0
         for group in (batch.attention.decode, batch.attention.prefill):
@@ -79,7 +79,7 @@ class PoolSteps:
         chunks = []
         for part in self._parts(group):
             tokens = slice(start + part.tokens.start, start + part.tokens.stop)
-            chunks.append(self._chunk(group, tokens, batch.positions[tokens], part))
+            chunks.append(self._chunk(group, tokens, batch.places[tokens], part))
         return chunks
 
     def _parts(self, group: PagedQueries) -> Iterator[_Part]:

@@ -18,7 +18,8 @@ from typing import Any
 
 from moe_engine.cli.experts_report.dumps import read_dumps
 from moe_engine.cli.output_file import writing
-from moe_engine.cli.simulate_checks import check, check_launch, left_out, parsed_goodput
+from moe_engine.cli.simulate_checks import check, check_launch, check_parts, left_out, parsed_goodput
+from moe_engine.cli.simulate_parts import Parts
 from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, known_options, parse_flags
@@ -42,8 +43,8 @@ from moe_engine.tuning.simulator.agents import add_agent_arguments, agents_of
 from moe_engine.tuning.simulator.arrivals import NAMES, arrival_times
 from moe_engine.tuning.simulator.expert_load import ExpertLoad, check_counts, zipf_counts
 from moe_engine.tuning.simulator.faults import Fault
-from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
-from moe_engine.tuning.simulator.rank_log import messages_to
+from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec, Outcome
+from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.sessions import Recorded
 from moe_engine.tuning.simulator.traces import read_trace
@@ -88,14 +89,9 @@ def _simulate(own: argparse.Namespace, config: ResolvedConfig, source: _Source, 
     """Runs the simulation and writes its results. Returns the exit status."""
     spec = fleet_spec(own, config, source)
     workload = _workload(own, config)
-    with simulated_log(own.log_file, config) as log:
-        fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed, log=log)
-        fleet.recorder.keeps_details, fleet.recorder.reply_seconds = own.output_details, source.reply_seconds
-        began = time.perf_counter()
-        shown = report.progress(workload.total, not own.disable_tqdm)
-        with shown as advance, _shown_changes(lambda: fleet.now):
-            outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
-    fleet.discard()
+    began = time.perf_counter()
+    simulated = _simulated_in_parts if own.processes > 1 else _simulated
+    outcome = simulated(own, config, source, spec, workload)
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
     sent = "trace" if own.dataset_name == "trace" else str(rate)
@@ -110,6 +106,45 @@ def _simulate(own: argparse.Namespace, config: ResolvedConfig, source: _Source, 
         with writing("--plot", own.plot):
             report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
     return 1 if values["failed"] else 0
+
+
+def _simulated(
+    own: argparse.Namespace, config: ResolvedConfig, source: _Source, spec: FleetSpec, workload: Workload
+) -> Outcome:
+    with simulated_log(own.log_file, config) as log:
+        fleet = _fleet(own, source, spec, workload, log)
+        shown = report.progress(workload.total, not own.disable_tqdm)
+        with shown as advance, _shown_changes(lambda: fleet.now):
+            outcome = fleet.run(advance, interval=_interval(own))
+    fleet.discard()
+    return outcome
+
+
+def _simulated_in_parts(
+    own: argparse.Namespace, config: ResolvedConfig, source: _Source, spec: FleetSpec, workload: Workload
+) -> Outcome:
+    check_parts(own, config, workload)
+    parts = Parts(
+        workload,
+        own.processes,
+        lambda load, log: _fleet(own, source, spec, load, log),
+        lambda path: simulated_log(path, config),
+        own.log_file,
+        _interval(own),
+    )
+    with parts.started() as outcome, report.progress(workload.total, not own.disable_tqdm) as advance:
+        return outcome(advance)
+
+
+def _fleet(own: argparse.Namespace, source: _Source, spec: FleetSpec, workload: Workload, log: RankLog | None) -> Fleet:
+    fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed, log=log)
+    fleet.recorder.keeps_details, fleet.recorder.reply_seconds = own.output_details, source.reply_seconds
+    return fleet
+
+
+def _interval(own: argparse.Namespace) -> float:
+    """Simulated seconds between samples."""
+    return own.sample_seconds if own.plot else 0.0
 
 
 @contextmanager
@@ -193,6 +228,14 @@ def own_parser() -> Parser:
         "--sample-seconds", type=float, default=1.0, help="simulated seconds between points of the plot"
     )
     output.add_argument("--exact", action="store_true", help="plan every step, also where nothing changes; slow")
+    output.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="simulate a long load in N parts at the same time, with a warm-up of each; needs N times the memory "
+        "(default: %(default)s)",
+    )
     output.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     return parser
 

@@ -14,13 +14,16 @@ from moe_engine.errors import ConfigError
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.planner.given_form import OURS
+from moe_engine.tuning.simulator.parts import LEAST_PART
+from moe_engine.tuning.simulator.sessions import Recorded
+from moe_engine.tuning.simulator.workload import Workload
 
 MOST_TOKENS = 1 << 24
 """Max length of a prompt or an answer."""
 LEAST = {
     "num_prompts": 1, "gsp_num_groups": 1, "gsp_prompts_per_group": 1, "agent_turns": 1, "agent_groups": 1,
     "agent_pause": 0, "recovery_seconds": 0, "restart_seconds": 0, "max_concurrency": 1, "expert_skew": 1,
-    "expert_zipf": 0,
+    "expert_zipf": 0, "processes": 1,
 }  # fmt: skip
 LENGTHS = {
     "random_input_len": 1, "random_output_len": 1, "agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0,
@@ -73,6 +76,24 @@ def check_launch(args: EngineArgs) -> None:
     ):
         if given:
             raise ConfigError(f"{flag}: a simulation {reason}; leave it out")
+
+
+def check_parts(own: argparse.Namespace, config: ResolvedConfig, workload: Workload) -> None:
+    """Raises ConfigError: the load cannot be simulated in `--processes` parts."""
+    option, least = f"--processes {own.processes}", own.processes * LEAST_PART
+    reason = None
+    if own.max_concurrency or own.dataset_name == "agentic" or (isinstance(workload, Recorded) and workload.waits):
+        reason = "requests wait for answers, so that a part of them does not begin before the part before it has ended"
+    elif own.dataset_name != "trace" and math.isinf(own.request_rate):
+        reason = "all requests arrive at once; give a --request-rate"
+    elif config.scheduling.autopilot:
+        reason = "--autopilot changes limits by all that it has seen"
+    elif config.args.experts.enable_eplb and (own.expert_load is not None or own.expert_zipf is not None):
+        reason = "--enable-eplb moves experts once, for the rest of the load"
+    elif workload.total < least:
+        reason = f"{workload.total} requests are too few, it takes {least}"
+    if reason is not None:
+        raise ConfigError(f"{option}: {reason}; leave it out")
 
 
 def left_out(own: argparse.Namespace, config: ResolvedConfig) -> list[str]:

@@ -36,7 +36,7 @@ logger = logging.getLogger("moe_engine")
 
 
 def main() -> NoReturn:
-    # torch's OpenMP threads would spin for milliseconds after each operator and take the CPU cores from our own
+    # torch's OpenMP threads would spin for milliseconds after each operator and take the CPU cores from the engine's
     # threads, the frontend and other processes. Read at torch's import, so it must be set before.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     spec: CoreSpec = read_spec()

@@ -8,6 +8,8 @@ from moe_engine.config.field import flag
 from moe_engine.config.values import parse_json_object
 
 MORE_PARSERS = "more output parsers"
+SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+"""Fields that no log and no response shows."""
 
 
 def _reasoning_parsers() -> tuple[str, ...]:

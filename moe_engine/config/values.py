@@ -57,28 +57,40 @@ def to_field_value(info: FieldInfo, value: Any) -> Any:
 
 def _convert(info: FieldInfo, value: Any) -> Any:
     if info.type is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        raise ConfigError(f"{info.option}: a switch is true or false, not {value!r}")
+        return _switch(info, value)
+    text = _text_of(info, value)
+    return _number(info, value) if text is None else _parse(info, text)
+
+
+def _switch(info: FieldInfo, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ConfigError(f"{info.option}: a switch is true or false, not {value!r}")
+
+
+def _text_of(info: FieldInfo, value: Any) -> str | None:
+    """The value as the command line's text; None for a number of a field of numbers."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, dict) and info.flag.parse is parse_json_object:
         return json.dumps(value)
     if info.flag.many and info.type is str and isinstance(value, dict):
-        value = [f"{name}={item}" for name, item in value.items()]
+        return " ".join(f"{name}={item}" for name, item in value.items())
     if info.flag.many and isinstance(value, (list, tuple)):
-        value = " ".join(json.dumps(item) if isinstance(item, dict) else str(item) for item in value)
-    wrong_bool = isinstance(value, bool)
-    if info.type is str and info.flag.parse is not None and isinstance(value, int) and not wrong_bool:
-        return _parse(info, str(value))  # text that may be a number
-    if info.type is str and not isinstance(value, str):
-        raise ConfigError(f"{info.option}: expected text, not {value!r}")
-    if isinstance(value, str):
-        return _parse(info, value)
+        return " ".join(json.dumps(item) if isinstance(item, dict) else str(item) for item in value)
+    if info.type is not str:
+        return None
+    if info.flag.parse is not None and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)  # text that may be a number
+    raise ConfigError(f"{info.option}: expected text, not {value!r}")
+
+
+def _number(info: FieldInfo, value: Any) -> int | float:
     if info.type is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    allowed = (int,) if info.type is int else (int, float)
-    if wrong_bool or not isinstance(value, allowed):
+    if isinstance(value, bool) or not isinstance(value, int if info.type is int else (int, float)):
         raise ConfigError(f"{info.option}: expected {_noun(info)}, not {value!r}")
     return info.type(value)
 

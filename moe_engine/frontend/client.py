@@ -61,7 +61,7 @@ class CoreClient:
     """Implements `client_api.EngineClient` over the ready cores of one or several replicas. Bound to one event loop.
 
     When a replica dies, its requests fail; the other replicas continue. When only an attention group is lost, its
-    requests migrate to another group, which gets the prompt and the tokens generated so far; readers just wait.
+    requests migrate to another group, which gets the prompt and the tokens generated so far; readers wait.
 
     Args:
         by_room: on a prefill server: choose the data-parallel rank by the bootstrap room, as its decode servers do.

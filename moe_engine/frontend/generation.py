@@ -71,51 +71,75 @@ class PieceBuffer:
         return piece
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A sequence among those of its request.
+
+    Attributes:
+        rid: the client's id, used by aborts, logs and responses.
+        index: position among the sequences, prompt-major.
+        prompt_index: index of its prompt.
+    """
+
+    rid: str
+    index: int = 0
+    prompt_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """How an output is detokenized and divided into pieces.
+
+    Attributes:
+        live: detokenize incrementally (a stream, or stop strings); otherwise once, at the end.
+        interval: tokens between two pieces of a stream.
+        no_output: nothing is generated: the request is for its prompt's log-probabilities.
+        keep_special: special tokens that are text even if others are skipped.
+        keep_logprobs: accumulate log-probabilities of the whole output; otherwise each piece holds only its own.
+    """
+
+    live: bool = True
+    interval: int = 1
+    no_output: bool = False
+    keep_special: frozenset[int] = frozenset()
+    keep_logprobs: bool = True
+
+
+STREAM = OutputForm()
+
+
 class Generation:
     """Collects the output of a sequence. Fed by `Frontend`, read by the API handlers.
 
     Args:
-        rid: the client's id, used by aborts, logs and responses; `request.rid` is the engine's.
-        index: position among the sequences of the request, prompt-major.
-        prompt_index: index of its prompt in the request.
+        request: its `rid` is the engine's.
         prompt_ids: of the client's prompt, if the engine has others instead of image tokens.
-        live: detokenize incrementally (a stream, or stop strings); otherwise once, at the end.
-        interval: tokens between two pieces of a stream.
         observed: report it to metrics and request log.
         logprobs: format of log-probabilities in the response; None: not requested.
-        keep_logprobs: accumulate log-probabilities of the whole output; otherwise each piece holds only its own.
     """
 
     def __init__(
         self,
         request: AddRequest,
         sampling: SamplingParams,
+        place: Place,
         *,
-        rid: str = "",
-        index: int = 0,
-        prompt_index: int = 0,
-        logprobs: LogprobFormat | None = None,
-        keep_logprobs: bool = True,
         tokenizer: Tokenizer | None = None,
-        keep_special: frozenset[int] = frozenset(),
-        live: bool = True,
-        interval: int = 1,
+        form: OutputForm = STREAM,
+        logprobs: LogprobFormat | None = None,
         prompt_text: str | None = None,
         prompt_ids: list[int] | None = None,
-        no_output: bool = False,
         observed: bool = True,
-        weight_version: str = "default",
     ) -> None:
         self.request = request
-        self.rid = rid or request.rid
+        self.rid, self.index, self.prompt_index = place.rid, place.index, place.prompt_index
         self.prompt_ids = request.prompt_ids if prompt_ids is None else prompt_ids
         self.prompt_text = prompt_text
         self.sampling = sampling
-        self.index = index
-        self.prompt_index = prompt_index
         self.logprob_format = logprobs
         self.observed = observed
-        self.weight_version = weight_version
+        self.weight_version = "default"
+        """Of the weights that generate it, from its start."""
         self.lora: str | None = None
         """Name of its LoRA adapter."""
         self.hidden: HiddenStates | None = None
@@ -130,7 +154,7 @@ class Generation:
         self.output_ids: list[int] = []
         self.output_logprobs: Columns = []
         self.prompt_logprobs: Columns = []
-        self._keep_logprobs = keep_logprobs
+        self._keep_logprobs = form.keep_logprobs
         self._num_logprobs = 0
         self.finish: dict[str, Any] | None = None
         self.cached_tokens = 0
@@ -142,12 +166,13 @@ class Generation:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.finished_at: float | None = None
-        self._no_output = no_output
-        self._live = live or bool(sampling.stop or sampling.stop_regex)
-        plain = not (sampling.stop or sampling.stop_regex or no_output) and logprobs is None
-        self.streams_plainly = live and interval == 1 and plain and tokenizer is not None
+        self._no_output = form.no_output
+        has_stops = bool(sampling.stop or sampling.stop_regex)
+        self._live = form.live or has_stops
+        plain = not (has_stops or form.no_output) and logprobs is None
+        self.streams_plainly = form.live and form.interval == 1 and plain and tokenizer is not None
         """True if every token is a separate piece, which is only text."""
-        self._pieces = PieceBuffer(interval)
+        self._pieces = PieceBuffer(form.interval)
         self._assembler: TextAssembler | None = None
         if tokenizer is not None:
             self._assembler = TextAssembler(
@@ -156,7 +181,7 @@ class Generation:
                 patterns=sampling.stop_regex,
                 trim=not sampling.no_stop_trim,
                 skip_special_tokens=sampling.skip_special_tokens,
-                keep=keep_special,
+                keep=form.keep_special,
                 prompt_ids=self.prompt_ids,
             )
 

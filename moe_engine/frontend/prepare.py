@@ -19,7 +19,7 @@ from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.disaggregated import apply_mode
 from moe_engine.frontend.encoding import Encoding, check_dimensions, check_kind
 from moe_engine.frontend.generate_input import GenerateInput
-from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.generation import Generation, OutputForm, Place
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
 from moe_engine.frontend.image_prompts import ImagePrompts, engine_ids
@@ -33,7 +33,6 @@ from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.structured_output.check_process import CheckSpec
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
 from moe_engine.tokenizer.tokenizer import Tokenizer
-from moe_engine.types import SamplingParams
 from moe_engine.types.constraint import Constraint, FreeReasoning
 
 BULK = (
@@ -154,7 +153,9 @@ class Preparer:
             adapter = self._choose(read.inp.model, prompt.lora)
             for copy in range(prompt.sampling.n):
                 index = len(generations)
-                one = self._generation(read.inp, prompt, prompt_index, copy, index, seeds[index], formats)
+                rid = prompt.rid if prompt.sampling.n == 1 else f"{prompt.rid}_{copy}"
+                request = self._request(read.inp, prompt, rid, copy, seeds[index])
+                one = self._generation(read.inp, prompt, request, Place(rid, index, prompt_index), formats)
                 one.lora, one.session = adapter, prompt.joined
                 one.shows_prompt = bool(read.inp.return_prompt_token_ids)
                 if prompt.hidden:
@@ -236,23 +237,13 @@ class Preparer:
                 raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
             prompt.ids = ids
 
-    def _generation(
-        self,
-        inp: GenerateInput,
-        prompt: Prompt,
-        prompt_index: int,
-        copy: int,
-        index: int,
-        seed: int,
-        formats: FormatOf,
-    ) -> Generation:
-        sampling, options = prompt.sampling, prompt.logprobs
-        rid = prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}"
+    def _request(self, inp: GenerateInput, prompt: Prompt, rid: str, copy: int, seed: int) -> AddRequest:
+        """The engine's request of a copy of a prompt."""
         request = AddRequest(
             rid=f"{rid}-{next(self._numbers)}",  # unlike the client's id, never reused
             prompt_ids=engine_ids(prompt.ids, prompt.images),
             images=prompt.images,
-            sampling=msgspec.to_builtins(sampling),
+            sampling=msgspec.to_builtins(prompt.sampling),
             max_new_tokens=0 if inp.pooled else max(1, prompt.max_new_tokens),
             seed=seed,
             priority=inp.priority,
@@ -263,47 +254,40 @@ class Preparer:
         )
         if prompt.prepared is not None:
             request.sampling["constraint"] = msgspec.to_builtins(prompt.prepared)
-        if options is not None:
+        if (options := prompt.logprobs) is not None:
             request.return_logprob = True
             request.logprob_start = options.start
             request.top_logprobs = options.top
             request.token_ids_logprob = list(options.token_ids)
+        return request
+
+    def _generation(
+        self, inp: GenerateInput, prompt: Prompt, request: AddRequest, place: Place, formats: FormatOf
+    ) -> Generation:
+        sampling, observed = prompt.sampling, inp.log_metrics is not False
         if inp.pooled:
-            return self._encoding(inp, request, sampling, rid, index, prompt_index)
+            encoding = Encoding(request, sampling, place, observed=observed)
+            encoding.dimensions = inp.dimensions
+            encoding.normalizes = self._info.pooling is not None and self._info.pooling.normalizes
+            return encoding
+        form = OutputForm(
+            live=bool(inp.stream),
+            interval=sampling.stream_interval or self._settings.stream_interval,
+            no_output=prompt.max_new_tokens == 0,
+            keep_special=inp.keep_special,
+            keep_logprobs=not inp.stream or (inp.cumulative and not self._settings.incremental_streaming_output),
+        )
         return Generation(
             request,
             sampling,
-            rid=rid,
-            index=index,
-            prompt_index=prompt_index,
-            logprobs=None if options is None else formats(options),
-            keep_logprobs=not inp.stream or (inp.cumulative and not self._settings.incremental_streaming_output),
+            place,
             tokenizer=self._tokenizer,
-            keep_special=inp.keep_special,
-            live=bool(inp.stream),
-            interval=sampling.stream_interval or self._settings.stream_interval,
+            form=form,
+            logprobs=None if prompt.logprobs is None else formats(prompt.logprobs),
             prompt_text=prompt.text,
             prompt_ids=prompt.ids,
-            no_output=prompt.max_new_tokens == 0,
-            observed=inp.log_metrics is not False,
-            weight_version=self._settings.weight_version,
+            observed=observed,
         )
-
-    def _encoding(
-        self, inp: GenerateInput, request: AddRequest, sampling: SamplingParams, rid: str, index: int, prompt_index: int
-    ) -> Encoding:
-        encoding = Encoding(
-            request,
-            sampling,
-            rid=rid,
-            index=index,
-            prompt_index=prompt_index,
-            observed=inp.log_metrics is not False,
-            weight_version=self._settings.weight_version,
-        )
-        encoding.dimensions = inp.dimensions
-        encoding.normalizes = self._info.pooling is not None and self._info.pooling.normalizes
-        return encoding
 
     def _python_logprobs(self, options: LogprobOptions) -> LogprobFormat:
         return PythonLogprobs(options, self._tokenizer.token_text if self._tokenizer is not None else None)

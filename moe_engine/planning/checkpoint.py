@@ -14,7 +14,7 @@ from pathlib import Path
 from moe_engine.errors import ConfigError
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.formats.table import format_in_files
+from moe_engine.models.formats.table import format_in_headers
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import LATENT_SCALES, ROUTERS, layer_index, mtp_layers
 
@@ -93,7 +93,7 @@ def sums(
         declared: the weight format in config.json.
         without: beginning of the names of tensors that are not loaded.
     """
-    format = format_in_files(declared, files)
+    format = format_in_headers(declared, files)
     num_elements = stored = 0
     gates = [0, 0]  # of the model, of MTP layers
     mtp = mtp_layers(files)

@@ -10,7 +10,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.scheduling import SchedulingArgs
-from moe_engine.config.server import ServerArgs
+from moe_engine.config.server import SECRETS, ServerArgs
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
@@ -29,8 +29,6 @@ from moe_engine.types.step_settings import CompileSettings, GraphSettings, LoraS
 T = TypeVar("T")
 INPUT_MARGIN = 5
 """Tokens that a prompt must leave free (SGLang's margin)."""
-
-SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ class AdmissionBackoff:
         self.decode_steps += steps
         self.prefills_in_a_row = 0
 
-    def count_run(self, decodes: int, in_a_row: int) -> None:
+    def count_run(self, decodes: int, in_a_row: int, left_waiting: bool) -> None:
         """Counts the plans of a run of chunks and decodes (`chunk_run.py`), of which the last `in_a_row` have no
-        decodes."""
+        decodes; `left_waiting`: of the last one."""
         self.decode_steps += decodes
-        self.prefills_in_a_row = in_a_row
+        self.prefills_in_a_row, self._left_waiting = in_a_row, left_waiting
 
     def is_decode_turn(self, most: int) -> bool:
         """Whether running requests come before prompts: after `most` plans of prompts, or after a plan that took all

@@ -1,9 +1,10 @@
 """Several steps of a scheduler at once, while one long prompt is computed in equal chunks: each step is a chunk, or a
 decode of all running requests, as the turns of the attention groups have it.
 
-The run ends before the last chunk, which samples and lets other prompts join. The result equals that of the same steps
-by `Scheduler.schedule` and `Scheduler.update` (tests/tuning/test_simulator.py compares them); the radix cache gets the
-chunks at the end of the run, because no other prompt is matched before.
+The last chunk samples and lets other prompts join. While none waits, the run has it too, with the first decode step
+behind it; otherwise the run ends before it. The result equals that of the same steps by `Scheduler.schedule` and
+`Scheduler.update` (tests/tuning/test_simulator.py compares them); the radix cache gets the chunks at the end of the
+run, because no other prompt is matched before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.admission import expected_growth
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.decode_run import decode_plan
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.step_sums import Steps, between
@@ -33,6 +35,8 @@ class ChunkLimits:
         chunks, decodes: max number of steps of each kind.
         in_a_row: chunks since the last decode.
         begins_with_chunk: whether the step in flight is a chunk of this prompt; else it is a decode.
+        last: tokens of the last chunk, which may follow the others and one decode step behind it; 0: the run ends
+        before.
     """
 
     size: int
@@ -41,6 +45,7 @@ class ChunkLimits:
     decodes: int
     in_a_row: int
     begins_with_chunk: bool
+    last: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +73,11 @@ class ChunkRun:
         chunks: times of the chunks; the decode steps before and between them are in the sums of their times.
         begin, end: sums of all steps at the begin and the end of the run.
         contended: sums from which on requests waited; None: none waited.
-        in_flight: kind of the step in flight: "decode", "chunk" or "" without one.
+        in_flight: kind of the step in flight: "decode", "chunk", "last" or "" without one.
         launched: time of planning of that step.
         in_a_row: chunks since the last decode.
+        last_size: tokens of the last chunk, if it is in flight or its result has been applied. last: its times in the
+        second case; a decode step is in flight then.
     """
 
     size: int
@@ -82,6 +89,8 @@ class ChunkRun:
     in_flight: str
     launched: float
     in_a_row: int
+    last_size: int = 0
+    last: ChunkTimes | None = None
 
 
 def has_chunk_runs(config: SchedulerConfig) -> bool:
@@ -121,16 +130,21 @@ def chunk_limits(scheduler: Scheduler, remaining: Callable[[Request], int]) -> C
     reserved = scheduler.ratio.value * sum([expected_growth(other, clip) for other in decodes])
     room = int(min(kv_cache.slots.num_free + kv_cache.tree.num_evictable, kv_cache.available - reserved)) - size
     left = len(entry.tokens) - request.num_computed
-    chunks = max(min((left - most - 1) // size + 1, room // (2 if decodes else 1) // size), 0)
-    limit, chunk_first = UNLIMITED, bool(scheduler.in_flight[0].prefilled)
+    before_last = max((left - most - 1) // size + 1, 0)
+    chunks = max(min(before_last, room // (2 if decodes else 1) // size), 0)
+    limit, chunk_first, page = UNLIMITED, bool(scheduler.in_flight[0].prefilled), kv_cache.page_size
+    last = left - chunks * size
+    behind = last + 2 * page * (len(decodes) + 1)
+    goes_on = min(remaining(request), request.max_new_tokens - len(request.output_ids)) > 2
+    if chunks < before_last or table.queue.entries or not goes_on or room < chunks * size + behind:
+        last = behind = 0
     if decodes:
         limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes]) - 1 + chunk_first
-        page = kv_cache.page_size
-        limit = min(limit, ((room - chunks * size) // page // len(decodes)) * page - page + 1)
-    elif not chunks:
+        limit = min(limit, ((room - chunks * size - behind) // page // len(decodes)) * page - page + 1)
+    elif not (chunks or last):
         return None
     in_a_row = scheduler.backoff.prefills_in_a_row
-    return ChunkLimits(size, request.num_computed, chunks, max(limit, 0), in_a_row, chunk_first)
+    return ChunkLimits(size, request.num_computed, chunks, max(limit, 0), in_a_row, chunk_first, last)
 
 
 def _is_of_run(scheduler: Scheduler, request: Request) -> bool:
@@ -172,10 +186,14 @@ def run_chunks(scheduler: Scheduler, run: ChunkRun, answer: Callable[[Request, i
     began_with_chunk = bool(record.prefilled)
     num_decodes = run.decodes + (run.in_flight == "decode") - (not began_with_chunk)
     num_chunks = len(run.chunks) + (run.in_flight == "chunk") - began_with_chunk
-    results = run.decodes + len(run.chunks)
+    results = run.decodes + len(run.chunks) + (run.last is not None)
     if kv_cache.retire(record.number + results - 1):
         scheduler.backoff.retry_now()
-    if not kv_cache.make_room(kv_cache.decode_need(decodes, num_decodes) + num_chunks * run.size):
+    added = num_chunks * run.size + run.last_size
+    needed = kv_cache.decode_need(decodes, num_decodes) + kv_cache.reserve_need(
+        [prompt], [added + (run.last is not None)]
+    )
+    if not kv_cache.make_room(needed):
         raise MoeEngineError(f"no room for {num_chunks} chunks and {num_decodes} decodes; ask chunk_limits first")
     for request in decodes:
         slots = kv_cache.slots.alloc(num_decodes, request.slots[-1], len(request.slots))
@@ -184,19 +202,41 @@ def run_chunks(scheduler: Scheduler, run: ChunkRun, answer: Callable[[Request, i
         request.output_ids += answer(request, run.decodes)
         request.num_computed += num_decodes
         request.num_in_flight = int(run.in_flight == "decode")
-    if num_chunks:
-        kv_cache.extend(prompt, num_chunks * run.size)
-        prompt.num_computed += num_chunks * run.size
+    if added:
+        kv_cache.extend(prompt, added)
+        prompt.num_computed += added
         scheduler.prefills.to_cache = [prompt]
         scheduler.totals.hit_rate = 0.0
-    if num_chunks or num_decodes:
+    if added or num_decodes:
         table.row_writes.clear()
         table.finished_rows.clear()
-    kv_cache.step += num_decodes + num_chunks
+    kv_cache.step += num_decodes + num_chunks + (run.last_size > 0)
     scheduler.totals.generated_tokens += run.decodes * len(decodes)
-    scheduler.backoff.count_run(num_decodes, run.in_a_row)
+    if run.last_size:
+        _complete(scheduler, run, prompt, answer)
+    scheduler.backoff.count_run(num_decodes, run.in_a_row, left_waiting=not run.last_size)
     scheduler.ratio.decay(num_decodes)
     return _replace_record(scheduler, run, prompt, record.number + results)
+
+
+def _complete(
+    scheduler: Scheduler, run: ChunkRun, prompt: Request, answer: Callable[[Request, int], list[int]]
+) -> None:
+    """The last chunk is planned; with its result the prompt has its first token, and decodes in the step in flight."""
+    table, kv_cache = scheduler.table, scheduler.kv_cache
+    table.chunked = None
+    table.decodes.append(prompt)
+    prompt.num_in_flight = 1
+    if run.last is None:
+        return
+    scheduler.prefills.cache_prefills()
+    table.row_writes.clear()
+    if prompt.first_token_at is None:
+        prompt.first_token_at = run.last.ended
+    prompt.output_ids += answer(prompt, 1)
+    kv_cache.extend(prompt, 1)
+    prompt.num_computed += 1
+    scheduler.totals.generated_tokens += 1
 
 
 def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
@@ -216,9 +256,15 @@ def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
         contended += waits < chunk.after.count
         mark = chunk.after
     times.add_prompts(run.size, spans, contended)
+    if run.last is None:
+        if running:
+            steps = between(mark, run.end)
+            sessions.decoded(running, steps, _part(run, mark, run.end, steps))
+        return
     if running:
-        steps = between(mark, run.end)
-        sessions.decoded(running, steps, _part(run, mark, run.end, steps))
+        steps = between(mark, run.last.before)
+        times.add_decodes(running, steps, _part(run, mark, run.last.before, steps), run.last.began)
+    times.add(run.last.launched, run.last.ended, run.last_size, 0, waits < run.last.after.count)
 
 
 def _part(run: ChunkRun, begin: Steps, end: Steps, steps: Steps) -> Steps:
@@ -233,14 +279,16 @@ def _replace_record(scheduler: Scheduler, run: ChunkRun, prompt: Request, number
     flights, decodes = scheduler.in_flight, scheduler.table.decodes
     flights.clear()
     if run.in_flight == "decode":
-        rows, count = [request.row for request in decodes], len(decodes)
-        flights.append(StepRecord(number, decodes.copy(), rows, num_decodes=count, launched=run.launched))
-        starts = [request.num_computed - 1 for request in decodes]
-        return StepPlan(number, rows, starts, [1] * count, [True] * count, num_decodes=count)
-    if run.in_flight == "chunk":
-        start, row = prompt.num_computed - run.size, prompt.row
-        record = StepRecord(number, [], [], {row: prompt}, launched=run.launched)
+        plan = decode_plan(number, decodes)
+        record = StepRecord(number, decodes.copy(), plan.rows, num_decodes=len(decodes), launched=run.launched)
+        flights.append(record)
+        return plan
+    if run.in_flight in ("chunk", "last"):
+        row, samples = prompt.row, run.in_flight == "last"
+        size = run.last_size if samples else run.size
+        start = prompt.num_computed - size
+        record = StepRecord(number, [prompt] * samples, [row] * samples, {row: prompt}, launched=run.launched)
         record.prompt_spans = {row: (start, prompt.num_computed)}
         flights.append(record)
-        return StepPlan(number, [row], [start], [run.size], [False])
+        return StepPlan(number, [row], [start], [size], [samples])
     return None

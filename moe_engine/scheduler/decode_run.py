@@ -1,6 +1,7 @@
-"""Several decode steps of a scheduler at once, while nothing else can happen: no request ends, joins or is retracted.
+"""Several decode steps of a scheduler at once, while nothing else can happen: no request joins or is retracted.
 
-The step in flight at the end may be the last one of a request, which is then known to need no further step.
+The step in flight at the end may be the last one of a request, which is then known to need no further step. With one
+further step the result of that one is applied too: the request ends.
 Most steps of a simulation are of this kind. The result equals that of the same number of calls of `Scheduler.schedule`
 and `Scheduler.update` (tests/tuning/test_simulator.py compares them).
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.step_sums import Steps
-from moe_engine.types import Request
+from moe_engine.types import FinishReason, Request, StepPlan
 
 
 def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], hold_prefill: bool) -> int:
@@ -33,8 +35,31 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
     if table.queue.entries and not hold_prefill:
         kept = scheduler.delays.kept_steps(len(decodes)) if scheduler.delays is not None else 0
         limit = min(limit, max(scheduler.backoff.steps_left(table.num_released), kept))
-    pages = (slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
-    return max(min(limit, pages * page - page + 1), 0)
+    return max(min(limit, _steps_with_room(scheduler)), 0)
+
+
+def _steps_with_room(scheduler: Scheduler) -> int:
+    """Decode steps of all running requests for which the pool has room."""
+    kv_cache, page = scheduler.kv_cache, scheduler.kv_cache.page_size
+    pages = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // page // len(scheduler.table.decodes)
+    return pages * page - page + 1
+
+
+def decodes_beyond(scheduler: Scheduler, remaining: Callable[[Request], int], steps: int) -> list[Request] | None:
+    """Requests that still decode behind the last step of the others, which is in flight after `steps` steps of a run;
+    None if the next plan may be of another kind, or if a request may end that the scheduler does not know of.
+
+    Args:
+        remaining: of `decode_run_limit`. No prompt waits.
+    """
+    decodes, found = scheduler.table.decodes, list[Request]()
+    for request in decodes:
+        if request.max_new_tokens - len(request.output_ids) - steps == 1:
+            continue
+        if remaining(request) - steps <= 1:
+            return None
+        found.append(request)
+    return found if len(found) < len(decodes) and _steps_with_room(scheduler) > steps else None
 
 
 def _only_decodes(scheduler: Scheduler, hold_prefill: bool) -> bool:
@@ -60,33 +85,65 @@ def decodes_after(decodes: list[Request], steps: int) -> list[Request]:
 
 def run_decodes(
     scheduler: Scheduler, taken: Steps, contended: Steps, answer: Callable[[Request, int], list[int]]
-) -> None:
-    """Plans decode steps, and applies the results of as many steps, the oldest of which is already in flight.
+) -> list[Request]:
+    """Plans decode steps, and applies the results of as many steps, the oldest of which is already in flight. No step
+    is planned behind the end of all requests.
 
     Args:
         taken: the steps, with their seconds; the scheduler's clock shows the end of the last one.
         contended: the last of them, during which requests waited.
         answer: the next tokens of a request, so many.
+
+    Returns:
+        The requests that have ended, by their length (`decodes_beyond`).
     """
     table, kv_cache, steps = scheduler.table, scheduler.kv_cache, taken.count
     record, decodes = scheduler.in_flight[0], table.decodes
+    ended = [request for request in decodes if request.max_new_tokens - len(request.output_ids) <= steps]
+    rest = [request for request in decodes if request not in ended] if ended else decodes
     table.sessions.decoded(len(decodes), taken, contended)
     kv_cache.retire(record.number + steps - 1)
-    if not kv_cache.make_room(kv_cache.decode_need(decodes, steps)):
+    needed = kv_cache.decode_need(rest, steps) + (kv_cache.decode_need(ended, steps - 1) if ended else 0)
+    if not kv_cache.make_room(needed):
         raise MoeEngineError(f"no room for {steps} decode steps; ask decode_run_limit first")
-    for request in decodes:
-        slots = kv_cache.slots.alloc(steps, request.slots[-1], len(request.slots))
-        assert slots is not None
-        request.slots += slots
-        request.output_ids += answer(request, steps)
-        request.num_computed += steps
+    for requests, planned in ((rest, steps), (ended, steps - 1)):
+        for request in requests:
+            slots = kv_cache.slots.alloc(planned, request.slots[-1], len(request.slots))
+            assert slots is not None
+            request.slots += slots
+            request.output_ids += answer(request, steps)
+            request.num_computed += planned
     table.row_writes.clear()
     table.finished_rows.clear()
+    planned = steps if rest else steps - 1
     record.number += steps
-    kv_cache.step += steps
+    kv_cache.step += planned
     scheduler.totals.generated_tokens += steps * len(decodes)
-    scheduler.backoff.count_decodes(steps)
+    scheduler.backoff.count_decodes(planned)
     if scheduler.delays is not None:
-        scheduler.delays.decoded(steps)
-    scheduler.ratio.decay(steps)
-    table.decodes = decodes_after(decodes, 0)
+        scheduler.delays.decoded(planned)
+    scheduler.ratio.decay(planned)
+    table.decodes = decodes_after(rest, 0)
+    if ended:
+        _end(scheduler, record, rest, ended)
+    return ended
+
+
+def _end(scheduler: Scheduler, record: StepRecord, rest: list[Request], ended: list[Request]) -> None:
+    """Ends requests with the last of the results; the step in flight is that of the `rest`."""
+    if rest:
+        record.sampled, record.sampled_rows = rest, [request.row for request in rest]
+        record.num_decodes = len(rest)
+    else:
+        scheduler.in_flight.clear()
+    for request in ended:
+        request.num_in_flight = 0
+        scheduler.table.end_running(request, FinishReason("length", length=len(request.output_ids)))
+    scheduler.rows_released()
+
+
+def decode_plan(number: int, requests: list[Request]) -> StepPlan:
+    """The plan of a step in flight in which these requests decode."""
+    rows, count = [request.row for request in requests], len(requests)
+    starts = [request.num_computed - 1 for request in requests]
+    return StepPlan(number, rows, starts, [1] * count, [True] * count, num_decodes=count)

@@ -343,9 +343,13 @@ class Scheduler:
             blocked, steps = self.prefills.is_out_of_memory, self.backoff.decode_steps
             self.autopilot.after_step(events, now, steps, blocked, bool(record.prefilled))
         if self.table.num_released != released:
-            self.backoff.retry_now()
-            self._reset_if_idle()
+            self.rows_released()
         return self.suspects.without_probe(events)
+
+    def rows_released(self) -> None:
+        """Requests have ended: there may be room for others, or no request is left."""
+        self.backoff.retry_now()
+        self._reset_if_idle()
 
     def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport] = ()) -> None:
         """Applies loads that the worker has completed, and progress of the storage (the minimum over all ranks)."""

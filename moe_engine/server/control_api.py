@@ -6,17 +6,18 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moe_engine.config.server import SECRETS
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend.client_api import Health, kernel_flags
 from moe_engine.frontend.encoding import encode_input
 from moe_engine.frontend.generate_input import GenerateInput
-from moe_engine.planning.resolved_config import SECRETS
 from moe_engine.server.http_io import cancel_on_disconnect, json_response, plain_floats, read_query
 from moe_engine.server.native_types import Loads, LoadsQuery, ModelInfo, OldLoad, RankLoad, TotalLoad
 from moe_engine.server.state import ServerState, health_problem
@@ -215,6 +216,7 @@ async def internal_states(state: ServerState) -> list[dict[str, Any]]:
         return []
 
 
+@cache
 def version() -> str:
     try:
         return metadata.version("moe-engine")

@@ -35,7 +35,7 @@ _EFFORTS_NAME, _FIRST_EFFORT_NAME = "REASONING_EFFORT_PROMPTS", "REASONING_EFFOR
 """Texts of all efforts, by effort; the first release has one text, of the effort max."""
 _SYNONYMS = {"xhigh": "max"}
 # for folders without the vendor's file: the same facts in other words
-_OWN_TOOLS_TEXT = """## Tools
+OWN_TOOLS_TEXT = """## Tools
 
 These functions can be called. A call is written in this form, several calls stand in one block:
 <{dsml_token}tool_calls>
@@ -60,7 +60,7 @@ class DeepseekV4Chat(DeepseekChat):
         `reasoning_effort` names one of them, others have no text.
     """
 
-    tools_text: str = _OWN_TOOLS_TEXT
+    tools_text: str = OWN_TOOLS_TEXT
     efforts: Mapping[str, str] = field(default_factory=lambda: _OWN_EFFORTS)
     model = "DeepSeek V4"
     parsers = ("deepseek-v4", "deepseekv4")

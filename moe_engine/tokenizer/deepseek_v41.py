@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_engine.errors import InputError
 from moe_engine.tokenizer.deepseek_messages import BOS, EOS, vendor_texts
-from moe_engine.tokenizer.deepseek_v4 import DeepseekV4Chat
+from moe_engine.tokenizer.deepseek_v4 import OWN_TOOLS_TEXT, DeepseekV4Chat
 from moe_engine.tokenizer.tool_calls.tagged import DSML
 
 SYSTEM = "<｜System｜>"
@@ -34,20 +34,7 @@ _NAMES = {
 }  # fmt: skip
 """Placeholders of the vendor's text for the names of tags."""
 # for folders without the vendor's file: the same facts in other words
-_OWN_TOOLS_TEXT = """## Tools
-
-These functions can be called. A call is written in this form, several calls stand in one block:
-<{dsml_token} calls>
-<{dsml_token} invoke name="$TOOL_NAME">
-<{dsml_token} parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{dsml_token} parameter>
-</{dsml_token} invoke>
-</{dsml_token} calls>
-A value of type string is plain text, with string="true". Any other value is JSON, with string="false".
-Reasoning stands in {thinking_start_token}...{thinking_end_token}, before calls. Results follow in <tool_result>.
-
-JSON schemas of the functions:
-{tool_schemas}
-"""
+_OWN_TOOLS_TEXT = OWN_TOOLS_TEXT.replace("}tool_calls", "}calls").replace("{dsml_token}", "{dsml_token} ")
 _OWN_EFFORT = f"Reasoning Effort: {_BUDGET} (of {_MOST})\n\n"
 _OWN_EFFORTS = {"low": 50, "high": 75, "max": 100}
 _OWN_DEFAULT = "high"

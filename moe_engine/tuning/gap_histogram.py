@@ -36,6 +36,14 @@ class GapHistogram:
         for number in range(1, steps + 1):
             self.add_tokens(begin + number * gap, rows)
 
+    def add_all(self, other: GapHistogram) -> None:
+        """Adds the gaps and tokens of another part of the run."""
+        for ours, theirs in ((self._counts, other._counts), (self._tokens, other._tokens)):
+            for key, count in theirs.items():
+                ours[key] += count
+        self._sum += other._sum
+        self._squares += other._squares
+
     @property
     def num_gaps(self) -> int:
         return sum(self._counts.values())

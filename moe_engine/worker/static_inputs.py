@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_engine.models.batch import PoolStarts
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.device_stream import DeviceStream
@@ -15,9 +16,16 @@ from moe_engine.worker.kv_cache.static_states import StaticStates
 
 
 class StaticInputs:
-    """Copies of a step's tensors. Entries after the requests of a step are neutral padding."""
+    """Copies of a step's tensors. Entries after the requests of a step are neutral padding.
 
-    def __init__(self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None) -> None:
+    Args:
+        windows, pools: steps have `windows`, `pool_starts`.
+    """
+
+    def __init__(
+        self, settings: GraphSettings, stream: DeviceStream, windows: bool, states: StatePool | None,
+        pools: bool = False,
+    ) -> None:  # fmt: skip
         tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
         self.neutral_context = max(settings.counts)
         """Context tokens of a padded request: its max number of query tokens."""
@@ -29,10 +37,18 @@ class StaticInputs:
         self.window_slots = torch.zeros(tokens if windows else 0, dtype=torch.int64, device=device)  # [T]
         if windows:
             self._of_tokens.append(self.window_slots)
+        self.pool_places = torch.zeros(tokens if pools else 0, dtype=torch.int64, device=device)  # [T]
+        self.pool_axes = torch.zeros(len(self.pool_places), 3, dtype=torch.int64, device=device)  # [T, 3]
+        if pools:
+            self._of_tokens += [self.pool_places, self.pool_axes]
         self.rows = torch.zeros(requests, dtype=torch.int32, device=device)  # [R]
         self.context_lens = torch.full((requests,), self.neutral_context, dtype=torch.int32, device=device)  # [R]
         self.states = None if states is None else StaticStates(states, requests, tokens, device)
         self._used = (0, 0)  # requests and tokens of the step before
+
+    def pool_starts(self, tokens: int) -> PoolStarts | None:
+        """Of the first tokens; None: steps have none."""
+        return PoolStarts(self.pool_places[:tokens], self.pool_axes[:tokens]) if len(self.pool_places) else None
 
     def fill(self, batch: StepBatch | None) -> None:
         """Copies a step's tensors to the buffers; None: padding only."""
@@ -52,6 +68,8 @@ class StaticInputs:
             ]
             if batch.windows is not None:
                 of_tokens.append((self.window_slots, batch.windows.slots))
+            if (starts := batch.pool_starts) is not None:
+                of_tokens += [(self.pool_places, starts.places), (self.pool_axes, starts.axes)]
             of_requests = [(self.rows, queries.rows), (self.context_lens, queries.context_lens_device)]
             for pairs, count in ((of_tokens, num_tokens), (of_requests, num_requests)):  # a launch for each dtype
                 torch._foreach_copy_([buffer[:count] for buffer, _ in pairs], [given for _, given in pairs])

@@ -162,7 +162,8 @@ class StepGraphs:
         self._backend = backend
         self._outputs = outputs
         self._windows = windows
-        self._inputs = StaticInputs(settings, stream, windows.table is not None, rows.states)
+        pools = rows.images is not None and rows.images.pool > 1
+        self._inputs = StaticInputs(settings, stream, windows.table is not None, rows.states, pools)
         self._graphs: dict[StepShape, _GraphEntry] = {}
 
     # -- before READY
@@ -249,6 +250,7 @@ class StepGraphs:
             windows=None if windows.table is None else WindowSlots(inputs.window_slots[:tokens], windows.table),
             real=inputs.real[:tokens],
             stored_states=None if inputs.states is None else inputs.states.runs(size, count),
+            pool_starts=inputs.pool_starts(tokens),
         )
 
     def _run(self, batch: ForwardBatch) -> None:

@@ -3,6 +3,8 @@ runs it on simulated devices."""
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,15 +38,14 @@ def test_a_process_that_died_at_a_line_goes_on_behind_it(tmp_path):
 def test_a_row_that_loses_the_device_again_and_again_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(Setting, "device_works", lambda self: False)
     setting = Setting.of("cpu", 60, tmp_path / "part.json")
-    of_family = [case for case in cases.tiny_cases() if case.family == "mla"]
-    assert len(of_family) == MOST_LOSSES
-    for case in of_family:
+    of_model = [case for case in cases.tiny_cases() if case.name.startswith("tiny.")]
+    for case in of_model[:MOST_LOSSES]:
         attempts = Attempts(setting, lambda lines: {"lines": lines})
         with pytest.raises(DeviceLost):
             attempts.run(case, "a", lambda: {"failed": "lost"})
     left = Attempts(setting, lambda lines: {"lines": lines})
-    other = next(case for case in cases.tiny_cases() if case.family != "mla")
-    third = cases.attention_case(cases.attention.DEEPSEEK_V3.absorbed(1, 1, 9))
+    other = next(case for case in cases.tiny_cases() if not case.name.startswith("tiny."))
+    third = of_model[MOST_LOSSES]
     assert set(left.rows(third, {"a": None, "b": None})) == {"b"} and set(left.rows(other, {"a": None})) == {"a"}
 
 
@@ -53,17 +54,41 @@ def test_what_a_part_has_when_its_time_is_over_is_kept(monkeypatch):
 
     codes = [DEVICE_LOST, -11, None]
 
-    def once(part, seconds, dry, output, log):
+    def once(part, seconds, setting, log):
         log.write_text("")
-        Setting.of("cpu", 1, output).save(
-            {"lines": [{"us": 1.0}] * (3 - len(codes)), "at": {"kernel": "k", "row": "r"}}
-        )
+        setting.save({"lines": [{"us": 1.0}] * (3 - len(codes)), "at": {"kernel": "k", "row": "r"}})
         return codes.pop(0)
 
     monkeypatch.setattr(parts, "_run_once", once)
     values = run_apart(PARTS[0], 60, "cpu")
     assert values["restarts"] == 2 and len(values["lines"]) == 2
     assert values["failed"].startswith("not done after 60 s, at k with r")
+
+
+def test_a_line_that_hangs_is_ended_and_the_part_goes_on_behind_it(monkeypatch):
+    from benchmarks.gpu_suite import parts
+
+    processes = []
+
+    def start_process(arguments, errors):
+        """The first process hangs at a line; the next one finds its reason."""
+        output = Path(arguments[arguments.index("--output") + 1])
+        setting = Setting.of("cpu", 60, output)
+        attempts = Attempts(setting, lambda lines: {"lines": lines})
+        if not processes:
+            setting.save({"lines": [], "at": {"kernel": "tree.k", "family": "mla", "row": "triton"}})
+        else:
+            setting.save({"lines": attempts.lines})
+        command = ["sleep", "60"] if not processes else ["true"]
+        processes.append(subprocess.Popen(command, start_new_session=True))
+        return processes[-1]
+
+    monkeypatch.setattr(parts, "start_process", start_process)
+    monkeypatch.setattr(parts, "LINE_S", 0.2)
+    values = run_apart(PARTS[1], 60, "cpu")
+    assert values["restarts"] == 1 and "failed" not in values and processes[0].returncode == -9
+    (line,) = values["lines"]
+    assert line["failed"] == "no result after 0 s" and line["lost"] and not line["ok"]
 
 
 def test_summary_names_what_was_missed_and_what_failed():

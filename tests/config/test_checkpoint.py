@@ -10,6 +10,7 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models import checkpoint_files
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.prepare import prepare
@@ -30,6 +31,23 @@ def test_headers_are_summed(tmp_path):
     assert facts.num_files == 1
     assert facts.num_elements == 32 + 16 and facts.stored_bytes == 64 + 16 + 4 + 64
     assert not read_checkpoint(tmp_path / "nothing")
+
+
+def test_the_names_of_a_file_are_changed_once(tmp_path, monkeypatch):
+    """Published checkpoints have 90,000 tensors: a second loop over those of a file would take minutes."""
+    changed = []
+    with_names = checkpoint_files._with_names
+    monkeypatch.setattr(
+        checkpoint_files, "_with_names", lambda file, names: changed.append(file.path.name) or with_names(file, names)
+    )
+    for number in range(3):
+        names = [f"language_model.model.layers.{number}.self_attn.{name}_proj.weight" for name in "qkvo"]
+        write_safetensors(tmp_path / f"{number}.safetensors", dict.fromkeys(names, ([2, 2], "BF16", 2)))
+    files = read_checkpoint(tmp_path)
+    assert sorted(changed) == ["0.safetensors", "1.safetensors", "2.safetensors"]
+    assert files["model.layers.2.self_attn.o_proj.weight"].tensors.keys() == {
+        f"model.layers.2.self_attn.{name}_proj.weight" for name in "qkvo"
+    }
 
 
 def test_missing_truncated_and_damaged_files(tmp_path):

@@ -87,10 +87,10 @@ class ServerProcess:
         (core,) = [child for child in self.children() if runs(child, "core_main")]
         return core
 
-    def terminate(self, timeout: float = START_SECONDS) -> int:
+    def terminate(self) -> int:
         """Sends SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout)
+        return self.process.wait(START_SECONDS)
 
     def client(self, **options: object) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=START_SECONDS, **options)  # type: ignore[arg-type]

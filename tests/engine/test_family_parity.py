@@ -54,7 +54,7 @@ from tests.models.family_parity import IMAGE_KINDS, run_family
 )
 def test_tokens_equal_transformers(kind: str, form: str, tmp_path: Path) -> None:
     seed = random.randrange(2**31)
-    if kind in (*IMAGE_KINDS, "kimi_k25", "minimax_m3"):
+    if kind in (*IMAGE_KINDS, "kimi_k25", "minimax_m3", "qwen4_exp"):
         pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
     for result in run_family(kind, tmp_path, seed, [form], count=6, longest=150).values():
         assert result.tokens and not result.wrong and result.error < 3e-4, (kind, form, seed, result)

@@ -87,8 +87,8 @@ def test_foreign_folders_are_kept(tmp_path: Path) -> None:
     assert unlocked.is_dir() and file.is_file() and other.is_dir()
 
 
-def long_folder(tmp_path: Path, length: int = 120) -> Path:
-    made = tmp_path / "t" / ("x" * (length - len(str(tmp_path)) - 3))
+def long_folder(tmp_path: Path) -> Path:
+    made = tmp_path / "t" / ("x" * (120 - len(str(tmp_path)) - 3))
     made.mkdir(parents=True)
     return made
 

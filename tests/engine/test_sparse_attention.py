@@ -15,7 +15,7 @@ import torch
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.models import sparse
 from tests.models.checkpoints import SPARSE_KINDS, make_checkpoint
-from tests.models.routing import num_clearly_routed
+from tests.models.routing import num_clear, observed_routers
 from tests.speculation.agreeing import agreeing_checkpoint
 
 pytestmark = pytest.mark.drawn(2)
@@ -77,9 +77,9 @@ def check(model: torch.nn.Module, script: list[Scripted], answers: dict[str, Ans
     for item in script:
         tokens, logprobs = answers[item.rid].token_ids, answers[item.rid].logprobs
         ids = item.prompt_ids + tokens[:-1]
-        logits, clear = sparse.logits_of(model, ids)
-        clear = min(clear, num_clearly_routed(model, ids))
-        count = max(0, clear - len(item.prompt_ids) + 1)
+        with observed_routers(model, len(ids)) as routed:
+            logits, selected = sparse.logits_of(model, ids)
+        count = max(0, min(selected, num_clear(routed)) - len(item.prompt_ids) + 1)
         scores = logits[len(item.prompt_ids) - 1 :].log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:count, 0]
         assert chosen.tolist() == pytest.approx(scores[:count].max(-1).values.tolist(), abs=1e-5), item.rid

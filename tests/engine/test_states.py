@@ -14,7 +14,7 @@ from moe_engine.models import registry
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.engine.test_failed_steps import Poisoned
 from tests.models import ema
-from tests.models.routing import num_clearly_routed
+from tests.models.routing import routed_logits
 
 VOCAB = 250
 ROWS = 6
@@ -70,10 +70,9 @@ def check(
     tolerance: float = TOLERANCE,
 ) -> None:  # fmt: skip
     """Each token is the reference's best one, with its log-probability."""
-    ids = prompt + tokens[:-1]
-    count = max(0, num_clearly_routed(model, ids) - len(prompt) + 1)
-    with torch.inference_mode():
-        scores = model(torch.tensor([ids])).logits[0, len(prompt) - 1 :].log_softmax(-1)
+    logits, clear = routed_logits(model, prompt + tokens[:-1])
+    count = max(0, clear - len(prompt) + 1)
+    scores = logits[len(prompt) - 1 :].log_softmax(-1)
     chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:count, 0]
     assert chosen.tolist() == pytest.approx(scores[:count].max(-1).values.tolist(), abs=1e-5), where
     assert logprobs[:count] == pytest.approx(chosen.tolist(), abs=tolerance), where
@@ -83,13 +82,10 @@ def check_answer(model: torch.nn.Module, item: Scripted, answer: Answer) -> None
     if answer.token_ids:
         check(model, item.prompt_ids, answer.token_ids, [entry.logprob for entry in answer.logprobs], item.rid)
     if item.logprob_start == 0 and item.aborted_at is None:
-        with torch.inference_mode():
-            scores = model(torch.tensor([item.prompt_ids])).logits[0].log_softmax(-1)
+        logits, count = routed_logits(model, item.prompt_ids)
+        scores = logits.log_softmax(-1)
         wanted = [float(scores[i, token]) for i, token in enumerate(item.prompt_ids[1:])]
-        found, count = (
-            [entry.logprob for entry in answer.prompt_logprobs[1:]],
-            num_clearly_routed(model, item.prompt_ids),
-        )
+        found = [entry.logprob for entry in answer.prompt_logprobs[1:]]
         assert len(found) == len(wanted)
         assert found[:count] == pytest.approx(wanted[:count], abs=TOLERANCE), item.rid
 

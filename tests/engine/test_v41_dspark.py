@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from moe_engine import Engine
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
-from tests.engine.test_v4_dspark import FLAGS, FORMS, GREEDY
+from tests.engine.test_v4_dspark import FORMS, check_acceptance
 from tests.models.v41_dspark import V41DSparkReference, make_v41_dspark
-from tests.speculation.eagle_heads import chain_counts
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -33,21 +31,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, V41DSpark
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("form", FORMS | MORE)
 def test_acceptance(reference: tuple[Path, V41DSparkReference], form: str) -> None:
-    path, layers = reference
-    flags = (FORMS | MORE)[form]
-    depth = flags.get("speculative_num_steps", 4)
-    prompts = [[random.randrange(250) for _ in range(length)] for length in (1, 7, 40, 90)]
-    with Engine(str(path), **FLAGS | flags) as engine:
-        outputs: Any = engine.generate(input_ids=prompts, sampling_params=GREEDY)
-        again: Any = engine.generate(input_ids=prompts, sampling_params=GREEDY)
-    counts, wanted = [], []
-    for prompt, output, cached in zip(prompts, outputs, again):
-        tokens = output["output_ids"]
-        assert cached["output_ids"] == tokens
-        assert tokens == layers.logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
-        wanted.append(sum(chain_counts(layers.chain, layers.states(prompt + tokens), prompt, tokens, depth)[1]))
-        counts.append(output["meta_info"]["spec_num_correct_drafts"])
-    assert counts == wanted and sum(counts) > 0
+    check_acceptance(*reference, (FORMS | MORE)[form])
 
 
 def test_other_drafters(reference: tuple[Path, V41DSparkReference]) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moe_engine import Engine
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
 from tests.models.v4_dspark import DSparkOracle, make_dspark
+from tests.models.v41_dspark import V41DSparkReference
 from tests.speculation.eagle_heads import chain_counts
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -41,25 +41,27 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DSparkOracle
     return path, DSparkOracle(path, folder / "alone")
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize("form", FORMS)
-def test_acceptance(oracle: tuple[Path, DSparkOracle], form: str) -> None:
-    path, layers = oracle
-    depth = FORMS[form].get("speculative_num_steps", 4)
+def check_acceptance(path: Path, layers: DSparkOracle | V41DSparkReference, form: dict[str, Any]) -> None:
+    """The engine has the tokens of the model, again from its cache, and accepts the drafts of an offline count."""
+    depth = form.get("speculative_num_steps", 4)
     prompts = [[random.randrange(250) for _ in range(length)] for length in (1, 7, 40, 90)]
-    with Engine(str(path), **FLAGS | FORMS[form]) as engine:
+    with Engine(str(path), **FLAGS | form) as engine:
         outputs: Any = engine.generate(input_ids=prompts, sampling_params=GREEDY)
         again: Any = engine.generate(input_ids=prompts, sampling_params=GREEDY)
     counts, wanted = [], []
     for prompt, output, cached in zip(prompts, outputs, again):
         tokens = output["output_ids"]
         assert cached["output_ids"] == tokens
-        with torch.no_grad():
-            logits = layers.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        assert tokens == logits.argmax(-1).tolist()
+        assert tokens == layers.logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
         wanted.append(sum(chain_counts(layers.chain, layers.states(prompt + tokens), prompt, tokens, depth)[1]))
         counts.append(output["meta_info"]["spec_num_correct_drafts"])
     assert counts == wanted and sum(counts) > 0
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("form", FORMS)
+def test_acceptance(oracle: tuple[Path, DSparkOracle], form: str) -> None:
+    check_acceptance(*oracle, FORMS[form])
 
 
 def test_without_drafts_and_with_other_drafters(oracle: tuple[Path, DSparkOracle]) -> None:

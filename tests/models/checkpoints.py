@@ -285,7 +285,8 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"ple_layer_ids": [1, 3], "ple_embed_dim": 32, "ngram_size": 3, "heads_per_ngram": 2, "seed": 77}
         | {"ngram_vocab_size_base": 60, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 5}
         | {"indexer_n_heads": 12, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
-        | {"indexer_compress_ratio": 4},
+        | {"indexer_compress_ratio": 4}
+        | {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 2, 2], "mrope_interleaved": True}},
     ),
     "kimi_linear": (
         "KimiLinear",
@@ -530,9 +531,11 @@ def _qwen4_exp(fields: dict[str, Any]) -> Any:
     import transformers
 
     tower = {"hidden_size": 48, "intermediate_size": 64, "depth": 1, "num_heads": 2, "num_position_embeddings": 36}
+    text = copy.deepcopy(fields)
+    tower |= {"out_hidden_size": fields["hidden_size"]} | text.pop("vision", {})
     return transformers.Qwen4ExpConfig(
-        text_config=copy.deepcopy(fields),
-        vision_config=tower | {"out_hidden_size": fields["hidden_size"]},
+        text_config=text,
+        vision_config=tower,
         image_token_id=fields["vocab_size"] - 1,
         video_token_id=fields["vocab_size"] - 2,
         vision_start_token_id=fields["vocab_size"] - 3,
@@ -631,14 +634,34 @@ def _beside(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
     return found
 
 
-def dequantized_copy(source: Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
+def join_experts(path: Path) -> None:
+    """Puts the experts of each layer of a checkpoint into common tensors [E, 2I, D] and [E, D, I], in one file."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    (path / "model.safetensors.index.json").unlink(missing_ok=True)
+    first = "0.gate_proj.weight"
+    blocks = {name.removesuffix(first) for name in tensors if name.endswith(f".experts.{first}")}
+    assert blocks
+    for block in blocks:
+        count = sum(name.startswith(block) and name.endswith(".gate_proj.weight") for name in tensors)
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{block}{i}.{part}_proj.weight") for i in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{block}gate_up_proj": torch.cat((gate, up), 1), f"{block}down_proj": down}
+    write_tensors(path, tensors)
+
+
+def dequantized_copy(source: Path, directory: str | Path) -> Path:
     """A checkpoint directory with the FP8 weights of `source` dequantized and quantization_config dropped."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         tensors |= load_file(file)
-    write_tensors(path, dequantize_fp8(tensors, dtype=dtype))
+    write_tensors(path, dequantize_fp8(tensors, dtype=torch.float32))
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)
     (path / "config.json").write_text(json.dumps(config, indent=1))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import POOLED, make_checkpoint
-from tests.models.vision_checkpoints import END, IMAGE, MERGE, PATCH, START, TEMPLATE, VIDEO, Made, Pixels
+from tests.models.vision_checkpoints import END, IMAGE, MERGE, PATCH, START, VIDEO, Made, Pixels, add_images
 
 TOKENS = {
     "image_start_token_id": START, "image_token_id": IMAGE, "image_end_token_id": END, "video_token_id": VIDEO,
@@ -41,16 +39,6 @@ def make_glm(path: Path, seed: int, vision: dict[str, Any] | None = None, **text
     import transformers
 
     make_checkpoint(POOLED, path, seed, vision=vision or {}, **text)
-    tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
-    for name, tensor in tensors.items():
-        if "visual" in name:
-            drawn = torch.randn(tensor.shape, generator=generator)
-            tensors[name] = 1 + 0.2 * drawn if "norm" in name and name.endswith("weight") else 0.2 * drawn
-    tensors["lm_head.weight"][START : END + 1] = 0  # no answer has a placeholder
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | TOKENS))
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    add_images(path, seed, TOKENS, PROCESSOR)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     return GlmOracle(path, transformers.Glm5NextForConditionalGeneration.from_pretrained(path, **options).eval())

@@ -4,6 +4,7 @@ experts in compressed-tensors' layout, as published."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,30 @@ PLAIN_MODULES = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*
 
 class KimiOracle(Made):
     def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        values = torch.cat([image.values for image in images])
+        side = math.isqrt(values.shape[1] // 3)
         return {
-            "pixel_values": torch.cat([image.values for image in images]).view(-1, 3, PATCH, PATCH),
+            "pixel_values": values.view(-1, 3, side, side),
             "image_grid_thw": torch.tensor([image.grid for image in images]),
         }
 
 
-def make_kimi(path: Path, seed: int, int4: bool = False, **text: Any) -> KimiOracle:
-    """Writes the checkpoint. `int4`: routed experts have 4 bits in groups of 32, and the model has their values."""
+def make_kimi(
+    path: Path, seed: int, int4: bool = False, tower: dict[str, Any] | None = None, **text: Any
+) -> KimiOracle:
+    """Writes the checkpoint. `int4`: routed experts have 4 bits in groups of 32, and the model has their values.
+    `tower`, `text`: fields of the tower and of the text model."""
     import transformers
 
     fields = {
         key: value for key, value in hub_fields("deepseek_v3").items() if key not in ("topk_method", "scoring_func")
     }
     fields |= {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827} | text
+    vision = VISION | (tower or {})
     config = transformers.Kimi_K25Config(
-        text_config=transformers.DeepseekV3Config(**fields).to_dict(), vision_config=VISION,
-        projection_hidden_size=16, tie_word_embeddings=False, image_token_id=IMAGE, video_token_id=272,
+        text_config=transformers.DeepseekV3Config(**fields).to_dict(), vision_config=vision,
+        projection_hidden_size=vision["hidden_size"], tie_word_embeddings=False, image_token_id=IMAGE,
+        video_token_id=272,
     )  # fmt: skip
     torch.manual_seed(seed)
     model = transformers.Kimi_K25ForConditionalGeneration(config).float().eval()

@@ -4,6 +4,7 @@ or Mistral Small 4, by its text model; `LlavaForConditionalGeneration`: Pixtral 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -69,33 +70,36 @@ class Mistral3Oracle(Made):
 def whole_image(image: Pixels) -> Tensor:
     """Patches by row -> [3, height, width]."""
     rows, columns = image.grid[1:]
-    parts = image.values.view(rows, columns, 3, PATCH, PATCH)
-    return parts.permute(2, 0, 3, 1, 4).reshape(3, rows * PATCH, columns * PATCH)
+    side = math.isqrt(image.values.shape[1] // 3)
+    parts = image.values.view(rows, columns, 3, side, side)
+    return parts.permute(2, 0, 3, 1, 4).reshape(3, rows * side, columns * side)
 
 
 def make_mistral3(
-    path: Path, seed: int, text: str = "mistral", bias: bool = False, act: str = "silu", **more: Any
-) -> Mistral3Oracle:
+    path: Path, seed: int, text: str = "mistral", bias: bool = False, act: str = "silu", merge: int = MERGE,
+    tower: dict[str, Any] | None = None, **more: Any,
+) -> Mistral3Oracle:  # fmt: skip
     """Writes the checkpoint. `text`: one of `TEXTS`, with the fields `more`; `bias`: of the projector; `act`: of the
-    tower's MLP."""
+    tower's MLP; `merge`: of its patches; `tower`: more of its fields."""
     import transformers
 
     fields = hub_fields(text) | {"initializer_range": 0.15} | more
     inner = getattr(transformers, f"{_FAMILY[text][0]}Config")(**fields)
     config = transformers.Mistral3Config(
-        text_config=inner.to_dict(), vision_config=VISION | {"hidden_act": act}, image_token_index=IMAGE,
-        spatial_merge_size=MERGE, multimodal_projector_bias=bias, tie_word_embeddings=False,
+        text_config=inner.to_dict(), vision_config=VISION | {"hidden_act": act} | (tower or {}),
+        image_token_index=IMAGE, spatial_merge_size=merge, multimodal_projector_bias=bias, tie_word_embeddings=False,
     )  # fmt: skip
     return _write(path, seed, transformers.Mistral3ForConditionalGeneration, config)
 
 
-def make_pixtral(path: Path, seed: int, **more: Any) -> Mistral3Oracle:
-    """Pixtral 12B in the layout of transformers' Llava. `more`: fields of the text model."""
+def make_pixtral(path: Path, seed: int, tower: dict[str, Any] | None = None, **more: Any) -> Mistral3Oracle:
+    """Pixtral 12B in the layout of transformers' Llava. `more`: fields of the text model; `tower`: of the tower."""
     import transformers
 
     fields = hub_fields("mistral") | {"initializer_range": 0.15, "sliding_window": None} | more
     config = transformers.LlavaConfig(
-        text_config=transformers.MistralConfig(**fields).to_dict(), vision_config=VISION | {"hidden_act": "silu"},
+        text_config=transformers.MistralConfig(**fields).to_dict(),
+        vision_config=VISION | {"hidden_act": "silu"} | (tower or {}),
         image_token_index=IMAGE, vision_feature_layer=-1, vision_feature_select_strategy="full", image_seq_length=1,
         tie_word_embeddings=False,
     )  # fmt: skip

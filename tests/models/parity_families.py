@@ -24,6 +24,7 @@ from tests.models import (
     kimi_k3,
     minimax_m3_images,
     mistral3_checkpoints,
+    qwen4_exp_images,
     sparse,
     v4_checkpoints,
     v41_dspark,
@@ -32,7 +33,7 @@ from tests.models import (
     v41_tower,
     vision_checkpoints,
 )
-from tests.models.checkpoints import POOLED, make_checkpoint
+from tests.models.checkpoints import make_checkpoint
 from tests.models.vision_checkpoints import Oracle, Pixels, random_picture
 
 ORDINARY = 250
@@ -81,6 +82,14 @@ def text_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
 
 def qwen_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
     vision_checkpoints.make_checkpoint(kind, path, seed, max_position_embeddings=1024, **options)
+    return _of_qwen(path)
+
+
+def qwen4_family(kind: str, path: Path, seed: int) -> Family:
+    return _clear(_of_qwen(qwen4_exp_images.make_qwen4(path, seed, max_position_embeddings=1024)))
+
+
+def _of_qwen(path: Path) -> Family:
     processor = load_processor(str(path))
 
     def pixels(picture: Any) -> Pixels:
@@ -166,17 +175,17 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
 
 
 def pooled_family(kind: str, path: Path, seed: int) -> Family:
-    return _clear(text_family(kind, path, seed, num_hidden_layers=4, num_mtp_layers=int(kind == POOLED)))
+    return _clear(text_family(kind, path, seed, num_hidden_layers=4, num_mtp_layers=1))
 
 
 def _clear(family: Family) -> Family:
     """With prompts without near ties between pools, entries or experts: a token beyond one follows another rounding."""
 
     def is_clear(prompt: Prompt) -> bool:
-        return sparse.with_margin(lambda: family.logits(prompt.ids, []))[1] > CLEAR
+        return sparse.with_margin(lambda: family.logits(prompt.whole, prompt.images))[1] > CLEAR
 
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        found = list(islice(filter(is_clear, text_prompts(seed, 3 * count, longest)), count))
+        found = list(islice(filter(is_clear, family.prompts(seed, 3 * count, longest)), count))
         assert len(found) == count, f"{len(found)} of {3 * count} prompts have no near tie"
         return found
 
@@ -239,7 +248,7 @@ OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
     "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
-    "glm5_next": pooled_family, "qwen4_exp": pooled_family,
+    "glm5_next": pooled_family, "qwen4_exp": qwen4_family,
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.models import stepper
-from tests.models.checkpoints import KINDS, MORE_KINDS, YARN, make_checkpoint
+from tests.models.checkpoints import KINDS, MORE_KINDS, YARN, join_experts, make_checkpoint
 from tests.models.stepper import Chunk
 
 LENGTH = 60
@@ -53,6 +53,8 @@ GROUPED = (
     "bailing_hybrid",
 )
 """Routers that choose groups of experts."""
+FUSED = [kind for kind in EXPERTS if kind not in ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear")]
+"""Families whose experts are named alike in a matrix each and in common tensors."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = ("kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense")
@@ -77,16 +79,19 @@ NO_ODD_HIDDEN = ("llama", *MLA)
 
 @dataclass
 class Shape:
-    """A drawn checkpoint: overrides of `make_checkpoint`; fields that are dropped or null afterwards; further arguments
-    of `make_checkpoint`; whether several files have an index."""
+    """A drawn checkpoint: overrides of `make_checkpoint`; fields that are dropped or null afterwards, and fields that
+    are added; further arguments of `make_checkpoint`; whether several files have an index, and a layer's experts are in
+    common tensors."""
 
     kind: str
     row: str
     fields: dict[str, Any] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     nulled: list[str] = field(default_factory=list)
+    added: dict[str, Any] = field(default_factory=dict)
     stored: dict[str, Any] = field(default_factory=dict)
     has_index: bool = True
+    fused: bool = False
 
 
 def draw(kind: str, rng: random.Random) -> Shape:
@@ -144,7 +149,12 @@ def draw(kind: str, rng: random.Random) -> Shape:
         fields["hidden_size"] = rng.choice((34, 50, 66, 100, 130))
     stored: dict[str, Any] = {"dtype": rng.choice(DTYPES), "dialect": rng.choice(("hub", "hub", "transformers"))}
     stored |= {"max_shard_bytes": rng.choice((None, None, 3000, 60000)), "eos_token_id": rng.choice((1, [1, 7]))}
-    return Shape(kind, rng.choice(("torch", "cpu")), fields, dropped, nulled, stored, rng.random() < 0.5)
+    added = {} if "rope_scaling" not in fields or kind in OWN_ROPE else _second_rope(rng, kind, stored["dialect"])
+    if fields.get("head_dim", 0) % 4:
+        added.get("rope_parameters", {}).pop("partial_rotary_factor", None)
+    shape = Shape(kind, rng.choice(("torch", "cpu")), fields, dropped, nulled, added, stored, rng.random() < 0.5)
+    shape.fused = kind in FUSED and rng.random() < 0.2
+    return shape
 
 
 def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
@@ -210,6 +220,16 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
         fields["num_shared_experts"] = rng.choice((1, 2))
 
 
+def _second_rope(rng: random.Random, kind: str, dialect: str) -> dict[str, Any]:
+    """Rotary settings of the other dialect, or the length before scaling beside them."""
+    other = _rope(rng, kind)
+    part = {"partial_rotary_factor": 0.5} if kind == "glm4_moe" and rng.random() < 0.5 else {}
+    if dialect == "hub" and other is not None:
+        other = other | rng.choice(({}, {"rope_theta": 5e4})) | part
+    both = {"rope_parameters" if dialect == "hub" else "rope_scaling": other or {}}
+    return rng.choice(({}, {}, {}, both, {"original_max_position_embeddings": rng.choice((16, 48))}))
+
+
 def _rope(rng: random.Random, kind: str) -> dict[str, Any] | None:
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -229,10 +249,13 @@ def check(shape: Shape, folder: Path, seed: int) -> float:
     """The largest relative error of a token's logits. Raises Refused."""
     try:
         path = make_checkpoint(shape.kind, folder, seed, tokenizer=False, **shape.fields, **shape.stored)
+        if shape.fused:
+            join_experts(path)
         file = path / "config.json"
         config = json.loads(file.read_text())
         config |= {name: None for name in shape.nulled if name in config}
-        file.write_text(json.dumps({name: value for name, value in config.items() if name not in shape.dropped}))
+        kept = {name: value for name, value in config.items() if name not in shape.dropped}
+        file.write_text(json.dumps(kept | shape.added))
         tokens, want = _reference(path, seed, shape.fields["vocab_size"])
     except Exception as error:
         raise Refused(f"{type(error).__name__}: {error}") from error

@@ -35,9 +35,9 @@ def cpu_rows() -> list[str]:
     return [name for name in names if why_not(name, _EQUIPPED) is None]
 
 
-def cpu_rows_of(family: list[Row], dtype: str = "float32") -> list[Row]:
+def cpu_rows_of(family: list[Row]) -> list[Row]:
     """The rows of one family that can run on some CPU."""
-    return [row for row in family if row.why_not(_EQUIPPED, Need(dtype)) is None]
+    return [row for row in family if row.why_not(_EQUIPPED, Need("float32")) is None]
 
 
 def all_rows() -> list[object]:

@@ -8,6 +8,7 @@ the scores' magnitude are replaced.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -79,22 +80,24 @@ def clear_draw(draw: Callable[[], Drawn], margin: float = MARGIN) -> Drawn:
     raise AssertionError("no clear selections in 50 draws")
 
 
-def with_margin(draw: Callable[[], Drawn]) -> tuple[Drawn, float]:
-    """The result of `draw`, and the least distance that decides a `topk` in it, relative to the largest score."""
+def with_margin(draw: Callable[[], Drawn], needed: bool = True) -> tuple[Drawn, float]:
+    """The result of `draw`, and the least distance that decides a `topk` in it, relative to the largest score.
+    `needed`: there is a `topk`; else the distance may be infinite."""
     margins: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         for holder in (torch, torch.Tensor):
             patch.setattr(holder, "topk", _recording(holder.topk, margins))
         drawn = draw()
-    assert margins, "no selection was seen"
-    return drawn, min(margins)
+    assert margins or not needed, "no selection was seen"
+    return drawn, min(margins, default=math.inf)
 
 
 def _recording(topk: Any, margins: list[float]) -> Any:
     def recorded(scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
         if k < scores.shape[-1]:
             best = scores.sort(dim=-1, descending=True).values
-            gap = (best[..., k - 1] - best[..., k]) / best[..., 0].abs().clamp(min=1e-6)
+            largest = best.masked_fill(best.isposinf(), -math.inf).amax(-1)  # infinite: blocks that are always chosen
+            gap = (best[..., k - 1] - best[..., k]) / largest.abs().clamp(min=1e-6)
             gap = gap.masked_fill(best[..., k] < -1e30, 1.0)  # masked scores, which may be the least number
             margins.append(float(gap.min()))
         return topk(scores, k, *args, **kwargs)
@@ -106,7 +109,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **eager)
 
 
 Made = tuple[Path, list[int], Tensor]

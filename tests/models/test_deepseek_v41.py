@@ -22,11 +22,11 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.models import stepper
 from tests.models.deepseek_v41 import FIELDS, V41Reference, make_v41
+from tests.models.entry_steps import PAGE, check_mixed_batches, check_parts
 from tests.models.rows import all_rows
 from tests.models.test_parity import assert_close, whole
 
 every_row = pytest.mark.parametrize("row", all_rows())
-PAGE = 16
 TIE = 1e-4
 
 
@@ -52,28 +52,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @every_row
 def test_logits_equal_the_formulas(made: Made, row: str) -> None:
-    """A whole prompt; chunks that end inside of entries, decodes, several tokens of a decode."""
-    tokens = made.tokens
-    assert_close(whole(stepper.load(made.path, row, page_size=PAGE), tokens), made.logits)
-    model = stepper.load(made.path, row, seed=1, page_size=2 * PAGE)
-    got = [whole(model, tokens[:3]), whole(model, tokens[3:36]), whole(model, tokens[36:60])]
-    got += [whole(model, [token], decode=True) for token in tokens[60:80]]
-    got += [whole(model, tokens[80:85], decode=True), whole(model, tokens[85:])]
-    assert_close(torch.cat(got), made.logits)
+    check_parts(made.path, row, made.tokens, made.logits, cut=36)
 
 
 @every_row
 def test_mixed_batches(made: Made, row: str) -> None:
-    """Sequences within the window, with few entries and beyond the top-k in one step; decodes and prompts."""
-    model, tokens = stepper.load(made.path, row, seed=2, page_size=PAGE), made.tokens
-    steps = (
-        ((0, 2, False), (1, 60, False), (2, 17, False), (3, 1, False)),
-        ((0, 1, True), (1, 3, True), (2, 5, False), (3, 4, False), (4, 90, False)),
-        ((0, 1, True), (3, 1, True), (1, 45, False), (2, 9, False), (4, 5, False)),
-        ((3, 1, True), (0, 3, False)),
-    )
-    for got in model.run(tokens, steps):
-        assert_close(got, made.logits[: len(got)])
+    check_mixed_batches(made.path, row, made.tokens, made.logits, chunk=45)
 
 
 @every_row

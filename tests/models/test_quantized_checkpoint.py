@@ -8,6 +8,8 @@ import os
 import random
 import re
 import resource
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -176,23 +178,35 @@ TEXT = ("deepseek_v32", "hunyuan_v1_moe", "qwen3_next", "ernie4_5_moe")
 IMAGES = ("qwen2_5_vl", "qwen3_5", "kimi_k25", "pixtral")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, torch.nn.Module]]:
+    """Makes the checkpoint of a kind and transformers' model of it, each once."""
+
+    @cache
+    def make(kind: str) -> tuple[Path, torch.nn.Module]:
+        source = tmp_path_factory.mktemp(kind)
+        if kind in TEXT:
+            make_checkpoint(kind, source, 3, num_mtp_layers=int(kind != "hunyuan_v1_moe"), **SIZES)
+        elif kind == "kimi_k25":
+            kimi_checkpoints.make_kimi(source, 3, **WIDE)
+        elif kind == "pixtral":
+            mistral3_checkpoints.make_pixtral(source, 3, **SIZES)
+        else:
+            heads = {"num_attention_heads": 8} if kind == "qwen2_5_vl" else {}
+            vision_checkpoints.make_checkpoint(kind, source, 3, num_mtp_layers=int(kind == "qwen3_5"), **SIZES, **heads)
+        return source, _on_meta(source)
+
+    return make
+
+
 @pytest.mark.parametrize("format", ["fp8", "int4"])
 @pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
-def test_names_are_those_of_the_source(tmp_path: Path, kind: str, format: str) -> None:
+def test_names_are_those_of_the_source(made: Any, tmp_path: Path, kind: str, format: str) -> None:
     """MTP layers and prefixes of models for images keep their names. Each linear layer of transformers' model is either
     quantized or left out by name."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    source, output = tmp_path / "in", tmp_path / "out"
-    if kind in TEXT:
-        make_checkpoint(kind, source, 3, num_mtp_layers=int(kind != "hunyuan_v1_moe"), **SIZES)
-    elif kind == "kimi_k25":
-        kimi_checkpoints.make_kimi(source, 3, **WIDE)
-    elif kind == "pixtral":
-        mistral3_checkpoints.make_pixtral(source, 3, **SIZES)
-    else:
-        heads = {"num_attention_heads": 8} if kind == "qwen2_5_vl" else {}
-        vision_checkpoints.make_checkpoint(kind, source, 3, num_mtp_layers=int(kind == "qwen3_5"), **SIZES, **heads)
+    output, (source, model) = tmp_path / "out", made(kind)
     quantize_checkpoint(source, output, Target(format, 32), quiet)
     check_headers(output, read_checkpoint(output), config := load_model_config(output))
     before, after = (set(load_file(folder / "model.safetensors")) for folder in (source, output))
@@ -200,7 +214,6 @@ def test_names_are_those_of_the_source(tmp_path: Path, kind: str, format: str) -
     assert before == {next((name.removesuffix(end) for end in ends if name.endswith(end)), name) for name in after}
     quantized = {_of_layers(name.removesuffix(".weight")) for name in before if {name + end for end in ends} & after}
     section = json.loads((output / "config.json").read_text())["quantization_config"]
-    model = _on_meta(source)
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     assert config.vision is None or any("layers." not in name for name in linear if "lm_head" not in name)
     left_out = _left_out(model, section) if format == "fp8" else []

@@ -75,7 +75,7 @@ def test_blocks_behind_a_text_of_each_length(oracle: Oracle, row: str) -> None:
         blocks.step(tokens[place:stop], stop in decodes)
         blocks.step(tokens[: stop - place], sequence=1)
         count = 1 + step % DSPARK["dspark_block_size"]
-        assert_close(blocks.block(tokens[stop], count), oracle.logits(oracle.means[:stop], tokens[stop], count))
+        assert_close(blocks.block(tokens[stop], count), oracle.block_logits(oracle.means[:stop], tokens[stop], count))
         place = stop
 
 

@@ -105,6 +105,11 @@ class DSparkOracle:
         self._window, self._eps = raw["sliding_window"], raw["rms_norm_eps"]
 
     @torch.no_grad()
+    def logits(self, ids: list[int]) -> Tensor:
+        """Logits [T, V] of the model."""
+        return self.model(torch.tensor([ids])).logits[0]
+
+    @torch.no_grad()
     def states(self, ids: list[int]) -> Tensor:
         """[T, K D]: means of the streams after the tapped layers."""
         seen: list[Tensor] = []
@@ -119,7 +124,7 @@ class DSparkOracle:
         return torch.cat(seen, -1)
 
     @torch.no_grad()
-    def logits(self, states: Tensor, root: int, count: int) -> Tensor:
+    def block_logits(self, states: Tensor, root: int, count: int) -> Tensor:
         """Logits [count, V] of a block behind the tokens of states [T, K D], without the Markov head's bias."""
         main = states @ self._proj.T
         main = main * torch.rsqrt(main.square().mean(-1, keepdim=True) + self._eps) * self._norm
@@ -150,7 +155,7 @@ class DSparkOracle:
     def chain(self, states: Tensor, text: list[int], depth: int) -> list[int]:
         """Greedy drafts after `text`. states: of all its tokens but the last."""
         before, drafts = text[-1], list[int]()
-        for logits in self.logits(states, before, depth):
+        for logits in self.block_logits(states, before, depth):
             before = int((logits + self._w2 @ self._w1[before]).argmax())
             drafts.append(before)
         return drafts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_engine.models.checkpoint_files import read_checkpoint
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
-from tests.models.checkpoints import DELTA, with_mtp_beside
+from tests.models.checkpoints import DELTA, join_experts, with_mtp_beside
 
 START, IMAGE, VIDEO, END = range(270, 274)
 """Placeholder tokens: ids of the byte tokenizer's fillers."""
@@ -25,6 +25,11 @@ PATCH, MERGE = 14, 2
 TIE = 1e-3
 """Best two log-probabilities that are closer than this: rounding decides between them."""
 TOKEN_PIXELS = PATCH * MERGE
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "temporal_patch_size": 2,
+    "merge_size": MERGE, "min_pixels": TOKEN_PIXELS**2, "max_pixels": 60 * TOKEN_PIXELS**2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]"
@@ -80,9 +85,11 @@ _FAMILY["qwen3_5_moe"] = (
 KINDS = ("qwen2_5_vl", "qwen3_vl_moe")
 
 
-def make_checkpoint(kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 0, **text: Any) -> Path:
-    """Writes a checkpoint directory in float32 and returns its path. `text`: fields of the text model.
-    `num_mtp_layers`: 0 or 1, of Qwen3.5."""
+def make_checkpoint(
+    kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 0, tower: dict[str, Any] | None = None, **text: Any
+) -> Path:
+    """Writes a checkpoint directory in float32 and returns its path. `text`: fields of the text model; `tower`: of the
+    vision tower. `num_mtp_layers`: 0 or 1, of Qwen3.5."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -91,7 +98,8 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 
         vision = vision | {"hidden_size" if kind == "qwen2_vl" else "out_hidden_size": text["hidden_size"]}
     path.mkdir(parents=True, exist_ok=True)
     config = getattr(transformers, f"{family}Config")(
-        text_config=_TEXT | more | text, vision_config=_VISION | vision, image_token_id=IMAGE, video_token_id=VIDEO,
+        text_config=_TEXT | more | text, vision_config=_VISION | vision | (tower or {}),
+        image_token_id=IMAGE, video_token_id=VIDEO,
         vision_start_token_id=START, vision_end_token_id=END, eos_token_id=EOS,
     )  # fmt: skip
     state = torch.random.get_rng_state()
@@ -117,20 +125,30 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, num_mtp_layers: int = 
     if num_mtp_layers:
         _add_mtp(path / "model.safetensors", 3, seed)
     if kind == "qwen3_5_moe":
-        _join_experts(path / "model.safetensors")
+        join_experts(path)
     torch.random.set_rng_state(state)
     write_tokenizer(path)
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": TEMPLATE}))
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "temporal_patch_size": 2,
-        "merge_size": MERGE, "min_pixels": TOKEN_PIXELS**2, "max_pixels": 60 * TOKEN_PIXELS**2,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
-    }  # fmt: skip
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
     assert read_checkpoint(path)
     return path
+
+
+def add_images(path: Path, seed: int, tokens: dict[str, int], processor: dict[str, Any]) -> None:
+    """Draws the tower of a checkpoint again, and adds the ids of image tokens, a chat template and the processor."""
+    tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if "visual" in name:
+            drawn = torch.randn(tensor.shape, generator=generator)
+            tensors[name] = 1 + 0.2 * drawn if "norm" in name and name.endswith("weight") else 0.2 * drawn
+    tensors["lm_head.weight"][START : END + 1] = 0  # no answer has a placeholder
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | tokens))
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
 
 
 def _transpose_experts(file: Path) -> None:
@@ -147,21 +165,6 @@ def _add_mtp(file: Path, num_layers: int, seed: int) -> None:
     text = {name.replace(inner, "model."): tensor for name, tensor in tensors.items()}
     made = with_mtp_beside(text, num_layers, torch.Generator().manual_seed(seed))
     save_file(tensors | {n: t.contiguous() for n, t in made.items() if n.startswith("mtp.")}, file, {"format": "pt"})
-
-
-def _join_experts(file: Path) -> None:
-    """As published unquantized checkpoints have them: [E, 2I, D] and [E, D, I]."""
-    tensors = load_file(file)
-    for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
-        block = first.removesuffix("0.gate_proj.weight")
-        count = sum(name.startswith(block) and name.endswith(".gate_proj.weight") for name in tensors)
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{block}{i}.{part}_proj.weight") for i in range(count)])
-            for part in ("gate", "up", "down")
-        )
-        tensors |= {f"{block}gate_up_proj": torch.cat((gate, up), 1), f"{block}down_proj": down}
-    assert any(name.endswith(".experts.gate_up_proj") for name in tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)

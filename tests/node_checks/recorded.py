@@ -47,12 +47,12 @@ _GPU = """  <gpu id="00000000:{number:02X}:00.0">
 """
 
 
-def smi(num_gpus: int = NUM_GPUS) -> str:
-    gpus = "".join(_GPU.format(number=number + 1) for number in range(num_gpus))
+def smi() -> str:
+    gpus = "".join(_GPU.format(number=number + 1) for number in range(NUM_GPUS))
     return (
         '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n<nvidia_smi_log>\n'
         f"  <driver_version>{DRIVER}</driver_version>\n  <cuda_version>13.0</cuda_version>\n"
-        f"  <attached_gpus>{num_gpus}</attached_gpus>\n{gpus}</nvidia_smi_log>\n"
+        f"  <attached_gpus>{NUM_GPUS}</attached_gpus>\n{gpus}</nvidia_smi_log>\n"
     )
 
 

@@ -154,7 +154,7 @@ def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
     try:
         _wait(log, "READY: 2 servers", 120)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=180) as client:
-            _wait_healthy(client, 2)
+            _wait_healthy(client)
             first = client.post("/generate", json=body).raise_for_status().json()
             servers = [c for c in psutil.Process(fleet.pid).children() if "launch_server" in " ".join(c.cmdline())]
             servers[0].kill()
@@ -162,7 +162,7 @@ def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
                 again = client.post("/generate", json=body).raise_for_status().json()
                 assert again["output_ids"] == first["output_ids"]
             _wait(log, "was killed by SIGKILL; it is started again", 120)
-            _wait_healthy(client, 2)
+            _wait_healthy(client)
         fleet.send_signal(signal.SIGTERM)
         assert fleet.wait(60) == 0
     finally:
@@ -179,8 +179,9 @@ def _wait(log: Path, text: str, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _wait_healthy(client: httpx.Client, count: int) -> None:
+def _wait_healthy(client: httpx.Client) -> None:
+    """Waits for two healthy servers."""
     deadline = time.monotonic() + 120
-    while sum(w["is_healthy"] for w in client.get("/workers").json()["workers"]) != count:
+    while sum(w["is_healthy"] for w in client.get("/workers").json()["workers"]) != 2:
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -47,10 +47,10 @@ def servers(tmp_path: Path) -> Iterator[list[ServerProcess]]:
         yield [stack.enter_context(server) for server in made]
 
 
-def hit_rate(url: str, num_sessions: int = 9, num_turns: int = 6) -> float:
+def hit_rate(url: str) -> float:
     """Cached part of the prompts of sessions with new prefixes, which start together and then take turns."""
     rng = random.Random(random.getrandbits(63))
-    heads = [" ".join(str(rng.randrange(1000)) for _ in range(100)) for _ in range(num_sessions)]
+    heads = [" ".join(str(rng.randrange(1000)) for _ in range(100)) for _ in range(9)]
     counts = [0, 0]
 
     def turn(client: httpx.Client, head: str, number: int) -> None:
@@ -65,7 +65,7 @@ def hit_rate(url: str, num_sessions: int = 9, num_turns: int = 6) -> float:
             thread.start()
         for thread in threads:
             thread.join()
-        for number in range(1, num_turns):
+        for number in range(1, 6):
             for head in heads:
                 turn(client, head, number)
     return counts[0] / counts[1]

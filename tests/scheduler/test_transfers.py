@@ -34,6 +34,21 @@ def run_both(prefill: ServerSimulation, decode: ServerSimulation, network: Netwo
         network.step()
 
 
+def transfer(
+    prefill: ServerSimulation, decode: ServerSimulation, network: Network, room: int, prompt: list[int]
+) -> tuple[int, Request]:
+    """Runs a request on both servers, as from the router, until nothing moves: the tokens whose KV was transferred, and
+    the decode server's request."""
+    before = decode.tier.num_transferred_tokens
+    for server, new in ((prefill, 1), (decode, 4)):
+        request: Request = make_request(str(room), list(prompt), new, ignore_eos=True)
+        request.bootstrap = ("host", 1, room)
+        server.add(request)
+    while prefill.turn() | decode.turn() | network.step():
+        pass
+    return decode.tier.num_transferred_tokens - before, request
+
+
 def play(
     seed: int, *, num: int, page_size: int = 1, faults: float = 0.0, aborts: float = 0.0, failures: float = 0.0,
     places: int = 300, late: float = 0.3, fast: int = 0, limits: Mapping[str, float | None] = {},
@@ -124,19 +139,11 @@ def test_only_tokens_that_neither_device_nor_host_has_are_transferred() -> None:
     prefill, decode, network = pair(replace(BASE, host_tier_tokens=2000), rng, 0.3)
     session = [rng.randrange(50) for _ in range(100)]
     others = [[rng.randrange(50) for _ in range(150)] for _ in range(3)]
-    moved, asked = [], []
-    for room, prompt in enumerate([session, *others, session + [rng.randrange(50) for _ in range(30)]]):
-        for server, new in ((prefill, 1), (decode, 4)):
-            asked.append(request := make_request(str(room), prompt, new, ignore_eos=True))
-            request.bootstrap = ("host", 1, room)
-            server.add(request)
-        before = decode.tier.num_transferred_tokens
-        while prefill.turn() | decode.turn() | network.step():
-            pass
-        moved.append(decode.tier.num_transferred_tokens - before)
+    prompts = [session, *others, session + [rng.randrange(50) for _ in range(30)]]
+    moved, asked = zip(*(transfer(prefill, decode, network, room, prompt) for room, prompt in enumerate(prompts)))
     assert decode.scheduler.stats().host_hit_tokens_total >= 90  # the session had left the device
     assert moved[0] == 99 and moved[-1] <= 30, moved
-    assert asked[1].cached_tokens == 99 and asked[1].tiers == (99, 0, "")  # received KV is in the host tier
+    assert asked[0].cached_tokens == 99 and asked[0].tiers == (99, 0, "")  # received KV is in the host tier
     prefill.check_end()
     decode.check_end()
 
@@ -218,14 +225,7 @@ def test_states_travel_with_their_prompts() -> None:
     prefill, decode, network = pair(config, rng, 0.3)
     text, moved = [rng.randrange(50) for _ in range(100)], []
     for room in range(4):
-        for server, new in ((prefill, 1), (decode, 4)):
-            request = make_request(str(room), list(text), new, ignore_eos=True)
-            request.bootstrap = ("host", 1, room)
-            server.add(request)
-        before = decode.tier.num_transferred_tokens
-        while prefill.turn() | decode.turn() | network.step():
-            pass
-        moved.append(decode.tier.num_transferred_tokens - before)
+        moved.append(transfer(prefill, decode, network, room, text)[0])
         text += [rng.randrange(50) for _ in range(40)]
     assert moved == [96, 40, 40, 40] and decode.tier.num_failed_transfers == 0
     prefill.check_end()

@@ -275,7 +275,7 @@ def test_a_process_ends_if_the_server_ends_during_its_start(monkeypatch):
 
     monkeypatch.setattr(text_processes.TextProcess, "start", noted)
     with real_server(FakeClient()) as address:
-        connection = half_sent(address, "/generate", PROCESS_BYTES + 2**18)
+        connection = half_sent(address, PROCESS_BYTES + 2**18)
         until(lambda: bool(started))
     until(lambda: all(process._popen.poll() is not None for process in started))
     connection.close()
@@ -358,11 +358,11 @@ def test_out_of_memory_is_an_error_response():
     assert (problem.status, "4 GB of memory" in problem.message) == (413, True)
 
 
-def half_sent(address: str, path: str, size: int) -> socket.socket:
+def half_sent(address: str, size: int) -> socket.socket:
     """A connection whose client has sent `size` bytes of a larger body and pauses."""
     host, port = address.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=30)
-    connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), 2 * size))
+    connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (2 * size))
     connection.sendall(b" " * size)
     return connection
 
@@ -370,7 +370,7 @@ def half_sent(address: str, path: str, size: int) -> socket.socket:
 def test_queue_of_large_bodies_is_bounded(monkeypatch):
     monkeypatch.setattr(bodies, "MAX_WAITING", 3)
     with real_server(FakeClient()) as address:
-        waiting = [half_sent(address, "/generate", PROCESS_BYTES + 2**18) for _ in range(3)]
+        waiting = [half_sent(address, PROCESS_BYTES + 2**18) for _ in range(3)]
         answers = []
 
         def refused() -> bool:
@@ -399,7 +399,7 @@ def test_queue_of_large_bodies_is_bounded(monkeypatch):
 )
 def test_stalled_body_is_refused(monkeypatch, name, size, words):
     monkeypatch.setattr(http_io if name == "BODY_PAUSE_SECONDS" else bodies, name, 0.2)
-    with real_server(FakeClient()) as address, half_sent(address, "/generate", size) as connection:
+    with real_server(FakeClient()) as address, half_sent(address, size) as connection:
         answer = b""
         while data := connection.recv(65536):  # until the server closes
             answer += data

@@ -12,7 +12,7 @@ import pytest
 
 from moe_engine.core.messages import AddRequest
 from moe_engine.errors import InputError
-from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.generation import Generation, Place
 from moe_engine.frontend.session_params import SessionParams
 from moe_engine.frontend.session_turns import TURN_TOKENS
 from moe_engine.frontend.sessions import Sessions
@@ -25,7 +25,7 @@ BOS = 3
 
 def generation(rid: str, prompt: list[int]) -> Generation:
     request = AddRequest(rid + "-1", prompt, {}, 8, 0)
-    return Generation(request, SamplingParams(), rid=rid)
+    return Generation(request, SamplingParams(), Place(rid))
 
 
 class Client:

@@ -1,4 +1,5 @@
-"""Pytest on simulated devices: ``pytest -p tests.simulated_cuda.plugin -m gpu tests``."""
+"""Pytest on simulated devices: ``pytest -p tests.simulated_cuda.plugin -m gpu tests``. Ranks and engines in processes
+of their own have simulated devices only with the variables of `conftest.DEVICES`."""
 
 from __future__ import annotations
 

@@ -30,6 +30,10 @@ def why_not() -> str | None:
     return None
 
 
+LOG_SECONDS = 180.0
+"""Time limit for a line of a log."""
+
+
 class Sandbox:
     """`nodes` hosts node1, node2, ... with one fake GPU each; jobs write their logs to `folder`.
 
@@ -111,12 +115,12 @@ class Job:
     def cancel(self) -> None:
         self._sandbox.run("scancel", str(self.number))
 
-    def until_logged(self, text: str, seconds: float = 180.0, times: int = 1) -> None:
-        deadline = time.monotonic() + seconds
+    def until_logged(self, text: str, times: int = 1) -> None:
+        deadline = time.monotonic() + LOG_SECONDS
         while self.log.count(text) < times:
             state = self.facts()["JobState"]
             assert state not in ENDED, f"the job is {state}, and {text!r} was never logged:\n{self.log}"
-            assert time.monotonic() < deadline, f"{text!r} was not logged within {seconds:g} s:\n{self.log}"
+            assert time.monotonic() < deadline, f"{text!r} was not logged within {LOG_SECONDS:g} s:\n{self.log}"
             time.sleep(0.1)
 
     def until(self, seconds: float = 180.0, **expected: str) -> dict[str, str]:

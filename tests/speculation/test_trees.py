@@ -22,9 +22,9 @@ VOCAB = 7
 STREAM = DeviceStream("cpu")
 
 
-def random_forest(rng: np.random.Generator, num_trees: int, num_nodes: int, roots: bool) -> Tensor:
-    """parents [D, N]; with `roots` some further nodes also have no parent."""
-    parents = np.stack([rng.integers(-1 if roots else 0, max(node, 1), num_trees) for node in range(num_nodes)], 1)
+def random_forest(rng: np.random.Generator, num_nodes: int, roots: bool) -> Tensor:
+    """parents [9, N]; with `roots` some further nodes also have no parent."""
+    parents = np.stack([rng.integers(-1 if roots else 0, max(node, 1), 9) for node in range(num_nodes)], 1)
     parents[:, 0] = -1
     return torch.from_numpy(parents)
 
@@ -39,7 +39,7 @@ def ancestors(parents: list[int], node: int) -> list[int]:
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 13, 63])
 def test_masks_name_the_ancestors(num_nodes: int) -> None:
-    parents = random_forest(np.random.default_rng(num_nodes), 9, num_nodes, roots=True)
+    parents = random_forest(np.random.default_rng(num_nodes), num_nodes, roots=True)
     masks = ancestor_masks(parents)
     for row, mask in zip(parents.tolist(), masks.tolist()):
         assert mask == [sum(1 << a for a in ancestors(row, node)) for node in range(num_nodes)]
@@ -47,7 +47,7 @@ def test_masks_name_the_ancestors(num_nodes: int) -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 13, 63])
 def test_levels_count_the_ancestors(num_nodes: int) -> None:
-    parents = random_forest(np.random.default_rng(num_nodes), 9, num_nodes, roots=False)
+    parents = random_forest(np.random.default_rng(num_nodes), num_nodes, roots=False)
     levels = Drafts(torch.zeros_like(parents), parents).levels()
     assert levels is not None
     for row, level in zip(parents.tolist(), levels.tolist()):

@@ -197,6 +197,27 @@ def test_an_answer_takes_two_plans(monkeypatch):
         assert len(planned) == 2 * len(arrivals)
 
 
+def test_ends_of_answers_and_last_chunks_take_no_plan(monkeypatch):
+    """A prompt in chunks takes one plan with its answer, beside others too, as long as none of them arrives at the same
+    group meanwhile. An end takes none."""
+    planned, schedule = [], Scheduler.schedule
+
+    def counted(scheduler, hold_prefill=False):
+        plan = schedule(scheduler, hold_prefill)
+        planned.extend([plan] if isinstance(plan, StepPlan) else [])
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    starts = [(0.0, 90), (1.2, 20), (2.4, 60)]  # the second one ends first, beside the others
+    for num_groups, length, plans in ((1, 10, 2), (2, 300, 1)):
+        planned.clear()
+        prompts = [list(range(number << 20, (number << 20) + length)) for number in range(1, 4)]
+        arrivals = [Arrival(at, prompt, new) for prompt, (at, new) in zip(prompts, starts)]
+        spec = ReplicaSpec(config(chunked_prefill_size=100), Linear(0.05), num_groups=num_groups)
+        simulate(FleetSpec(spec, method="total_requests" if num_groups == 1 else "cache_aware"), Fixed(arrivals, 3))
+        assert len(planned) == plans * len(arrivals)
+
+
 @pytest.mark.parametrize("method", sorted(WEIGHTS))
 def test_loads_in_a_table_are_routed_as_by_the_production_router(method):
     rng = random.Random(random.getrandbits(32))

@@ -51,7 +51,7 @@ STREAMS, ENTRIES, ENTRY_INDEXER = 1, 2, 7
 their indexer."""
 
 
-GATES = 30
+GATES = 4
 """More kernels before each part of a layer of Qwen3.8-Flash-Next: gates of the residual streams."""
 
 

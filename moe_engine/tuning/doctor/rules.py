@@ -83,10 +83,10 @@ class Rule:
     severity: Literal["info", "warning", "error"] = "warning"
 
 
-def _fraction(s: Statistics, goal: float = FREE_GOAL_GB) -> Change:
-    """--mem-fraction-static that leaves `goal` GB."""
+def _fraction(s: Statistics) -> Change:
+    """--mem-fraction-static that leaves `FREE_GOAL_GB`."""
     current, total = s.launch.flag("mem_fraction_static"), s.launch.total_gb
-    spare = (s.launch.available_gb or 0.0) - goal
+    spare = (s.launch.available_gb or 0.0) - FREE_GOAL_GB
     if current is None or not total:
         return Change("--mem-fraction-static", "0.01 higher, repeatedly" if spare > 0 else "0.01 lower, repeatedly")
     return Change("--mem-fraction-static", round(math.floor((current + spare / total) * 100) / 100, 2))

@@ -62,6 +62,20 @@ class Sample:
 
 
 @dataclass
+class Counts:
+    """Counts of a simulation so far. `verified`: steps of requests with drafts; `accepted`: drafts."""
+
+    num_steps: int = 0
+    busy_seconds: float = 0.0
+    generated: int = 0
+    retractions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+
+@dataclass
 class Outcome:
     """Result of a simulation."""
 
@@ -77,11 +91,20 @@ class Outcome:
     """Faults that occurred; `missed`: faults after the last answer."""
     missed: list[Fault] = field(default_factory=list)
     expert_load: dict[str, Any] = field(default_factory=dict)
+    seams: list[dict[str, Any]] = field(default_factory=list)
+    """Of a run in several processes: `parts.Seams.report`, and the processor time of each."""
+    process_seconds: list[float] = field(default_factory=list)
+
+    def take(self, counts: Counts) -> None:
+        """Sets the counts of the whole run."""
+        self.num_steps, self.busy_seconds, self.retractions = counts.num_steps, counts.busy_seconds, counts.retractions
+        self.prompt_tokens, self.cached_tokens = counts.prompt_tokens, counts.cached_tokens
+        self.accept_length = 1 + counts.accepted / counts.verified if counts.verified else None
 
 
 class Fleet:
     """Runs a workload to its end: `run`. `now`: simulated seconds. `log`: gets the lines of the schedulers, which then
-    plan every step."""
+    plan every step. `halted`: set it to end the run before its next event."""
 
     def __init__(
         self,
@@ -94,6 +117,7 @@ class Fleet:
     ) -> None:
         self.spec = spec
         self.recorder = Recorder(answer_seconds)
+        self.samples: list[Sample] = []
         self._workload = workload
         self._is_open = isinstance(workload, Fixed)
         self._numbers = Numbers()
@@ -122,18 +146,26 @@ class Fleet:
         self._rids = itertools.count()
         self._drawn: Arrival | None = None
         self.now = 0.0
+        self.halted = False
+        self._arrived: Callable[[Arrival], None] | None = None
         self._draw()
 
-    def run(self, progress: Callable[[int], None] = lambda count: None, interval: float = 0.0) -> Outcome:
+    def run(
+        self,
+        progress: Callable[[int], None] = lambda count: None,
+        interval: float = 0.0,
+        arrived: Callable[[Arrival], None] | None = None,
+    ) -> Outcome:
         """Simulates until every request has ended.
 
         Args:
             progress: gets the number of requests that have ended since the last call.
             interval: simulated seconds between samples; 0: none.
+            arrived: gets each request when all engines have been simulated up to its arrival.
         """
-        outcome = Outcome(self.recorder)
+        outcome, self._arrived = Outcome(self.recorder, self.samples), arrived
         reported, due = 0, 0.0 if interval else NEVER
-        while True:
+        while not self.halted:
             arrival = self._arrivals[0][0] if self._arrivals else NEVER
             read = self._front.next_read if self._front is not None else NEVER
             behind = self._first_clock()
@@ -219,6 +251,8 @@ class Fleet:
         self._drawn = arrival if drawn else self._drawn
 
     def _arrive(self, arrival: Arrival) -> None:
+        if self._arrived is not None:
+            self._arrived(arrival)
         if arrival is self._drawn:
             self._draw()
         if self._front is None:
@@ -289,6 +323,8 @@ class Fleet:
     # -- results
 
     def _sample(self, now: float) -> Sample:
+        for replica in self.replicas:
+            replica.settle()
         groups = [group for replica in self.replicas for group in replica.groups]
         schedulers = [group.scheduler for group in groups]
         return Sample(
@@ -300,24 +336,30 @@ class Fleet:
             self.replicas[0].balancer.skew if self.replicas[0].balancer is not None else 0.0,
         )
 
-    def _summed(self, outcome: Outcome) -> Outcome:
-        outcome.num_steps = sum(replica.num_steps for replica in self.replicas)
-        outcome.busy_seconds = sum(replica.busy_seconds for replica in self.replicas)
-        verified = accepted = 0
+    def counts(self) -> Counts:
+        """Counts so far, of all replicas."""
+        counts = Counts(
+            sum(replica.num_steps for replica in self.replicas),
+            sum(replica.busy_seconds for replica in self.replicas),
+            sum(replica.generated for replica in self.replicas),
+        )
         for replica in self.replicas:
             for group in replica.groups:
                 totals = group.scheduler.totals
-                outcome.retractions += totals.retractions
-                outcome.prompt_tokens += totals.prompt_tokens
-                outcome.cached_tokens += totals.cached_tokens
+                counts.retractions += totals.retractions
+                counts.prompt_tokens += totals.prompt_tokens
+                counts.cached_tokens += totals.cached_tokens
                 if group.scheduler.speculator is not None:
                     stats = group.scheduler.speculator.stats()
-                    verified += stats.verify_total
-                    accepted += sum(stats.accepted)
+                    counts.verified += stats.verify_total
+                    counts.accepted += sum(stats.accepted)
+        return counts
+
+    def _summed(self, outcome: Outcome) -> Outcome:
+        outcome.take(self.counts())
         balancers = [replica.balancer for replica in self.replicas if replica.balancer is not None]
         if self.spec.replica.experts is not None:
             outcome.expert_load = expert_load.figures(self.spec.replica.experts, balancers)
-        outcome.accept_length = 1 + accepted / verified if verified else None
         return outcome
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from moe_engine.errors import InputError
 from moe_engine.scheduler.chunk_run import ChunkLimits, ChunkRun, ChunkTimes, chunk_limits, has_chunk_runs, run_chunks
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.decode_run import decode_run_limit, decodes_after, run_decodes
+from moe_engine.scheduler.decode_run import decode_plan, decode_run_limit, decodes_after, decodes_beyond, run_decodes
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
 from moe_engine.scheduler.step_sums import Steps, StepSums
@@ -221,30 +221,62 @@ class Group:
         if self._contended is None:
             self._contended = sums.mark()
 
-    def end_run(self, sums: StepSums) -> None:
-        """Applies the steps of a run to the scheduler."""
-        taken = sums.since(self._run_began)
+    def beyond_end(self, runs: Runs) -> tuple[int, int, int] | None:
+        """How its run goes on behind the last step of some requests, which is in flight: the requests of the next step,
+        their context tokens, and the number of those that decode behind it; None if the scheduler must plan."""
+        steps, scheduler = runs.step - self.run_from, self.scheduler
+        if self.chunk_size or scheduler.num_waiting:
+            return None
+        rest = decodes_beyond(scheduler, self._remaining, steps)
+        if rest is None:
+            return None
+        context = sum([request.num_computed + steps + 1 for request in rest])
+        return len(rest), context, len(decodes_after(rest, steps + 1))
+
+    def end_run(self, sums: StepSums) -> list[RequestEvent]:
+        """Applies the steps of a run to the scheduler. Returns the ends of requests; their tokens count as those of the
+        run."""
+        taken, events = sums.since(self._run_began), list[RequestEvent]()
         if steps := taken.count:
             waits = Steps() if self._contended is None else sums.since(self._contended)
-            run_decodes(self.scheduler, taken, waits, _answer)
+            ended = run_decodes(self.scheduler, taken, waits, _answer)
             self.load_tokens += self.run_rows * steps
             number, plan, sampled = self._plans[0]
             self._plans[0] = (number + steps, plan, sampled)
+            if ended:
+                self._plans = self._planned_behind(number + steps)
+                events = [RequestEvent(r.rid, [], r.finish_reason, r.cached_tokens, r.retractions) for r in ended]
         self.run_rows = 0
+        return events
+
+    def _planned_behind(self, number: int) -> list[tuple[int, StepPlan, list[Request]]]:
+        """The step in flight behind the end of requests, if others decode."""
+        sampled = self.scheduler.last_sampled
+        return [(number, decode_plan(number, sampled), sampled)] if sampled else []
 
     def end_chunks(self, runs: Runs, index: int, in_flight: str, launched: float) -> None:
         """Applies the steps of a run with chunks to the scheduler, as group `index`; see `ChunkRun`."""
         decodes = runs.step - self.run_from if self.run_rows else 0
-        if decodes or self.chunk_times:
+        times, last = self.chunk_times, None
+        if index in runs.joined:
+            *times, last = times
+        if decodes or self.chunk_times or in_flight == "last":
             run = ChunkRun(
-                self.chunk_size, decodes, self.chunk_times, self._run_began, runs.sums.mark(), self._contended,
-                in_flight, launched, runs.chunks_in_a_row(index),
+                self.chunk_size, decodes, times, self._run_began, runs.sums.mark(), self._contended, in_flight,
+                launched, runs.chunks_in_a_row(index), runs.last_size(index), last,
             )  # fmt: skip
             plan = run_chunks(self.scheduler, run, _answer)
             self.load_tokens += self.run_rows * decodes
             self._plans = [] if plan is None else [(plan.number, plan, self.scheduler.last_sampled)]
         self.run_rows = self.chunk_size = 0
         self.chunk_times = []
+
+    def first_token(self) -> RequestEvent:
+        """The first token of the prompt whose last chunk has been computed in its run."""
+        chunked = self.scheduler.table.chunked
+        assert chunked is not None
+        request = chunked.request
+        return RequestEvent(request.rid, _answer(request, 1), None, request.cached_tokens, request.retractions)
 
     def _remaining(self, request: Request) -> int:
         return self.running[request.rid].arrival.output_len - len(request.output_ids)

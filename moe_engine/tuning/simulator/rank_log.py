@@ -37,6 +37,12 @@ class RankLog(logging.Handler):
         """The log of a group among those of all replicas; `clock`: its simulated seconds."""
         return GroupLog(self, self._names[index], clock, self._interval)
 
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        self._stream.flush()
+        return self._stream.tell()
+
     def write(self, message: str) -> None:
         """Writes a line of the start."""
         self.emit(logging.makeLogRecord({"msg": message}))

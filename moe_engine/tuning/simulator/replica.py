@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_engine.core.dp_sync import PrefillTurns
 from moe_engine.scheduler.events import RequestEvent
-from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
 from moe_engine.tuning.costs.step_cost import StepCost
 from moe_engine.tuning.simulator.expert_load import Balancer
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group
+from moe_engine.tuning.simulator.group_turns import GroupTurns
 from moe_engine.tuning.simulator.joint_step import GroupPlans, busiest, joint_cost
 from moe_engine.tuning.simulator.load_table import LoadTable
 from moe_engine.tuning.simulator.rank_log import GroupLogs
@@ -24,7 +23,7 @@ from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.run_counts import Flight, RunCounts
 from moe_engine.tuning.simulator.runs import Runs, RunStep
-from moe_engine.types import StepFacts, StepPlan
+from moe_engine.types import StepPlan
 
 MAX_JUMP = 64
 """Max steps without any event that are taken at once."""
@@ -57,13 +56,9 @@ class Replica:
         self.groups = [self._new_group(i) for i in range(spec.num_groups)]
         self.lost: set[int] = set()
         self.balancer = Balancer(spec.experts) if spec.experts is not None else None
-        delays = spec.scheduler.delays_prefills and spec.num_groups > 1
-        self._has_delayer = spec.scheduler.delayer is not None and spec.num_groups > 1
-        self._exact = spec.exact or self._has_delayer or logs is not None
-        self._turns = PrefillTurns(delays=PrefillDelays(spec.scheduler, lambda: self.now) if delays else None)
-        self._turns_of: dict[int, PrefillTurns] = {}
-        """With a prefill delayer: of each group, as in production; all come to the same decisions."""
-        self._begin_turns()
+        self._turns = GroupTurns(spec.scheduler, spec.num_groups, lambda: self.now)
+        self._turns.begin(self.groups, self.lost)
+        self._exact = spec.exact or self._turns.has_delayer or logs is not None
         self._runs, self._counts = Runs(spec.num_groups), RunCounts(recorder, front)
         self._awake: set[int] = set()
         """Groups whose scheduler plans the next step: groups with requests that are not in a run."""
@@ -91,16 +86,6 @@ class Replica:
             group.scheduler.delays.shared = self.spec.num_groups > 1
         return group
 
-    def _begin_turns(self) -> None:
-        """At the start, and after a loss: no prompt has waited."""
-        if self._has_delayer:
-            delays = {i: group.scheduler.delays for i, group in enumerate(self.groups) if i not in self.lost}
-            for own in delays.values():
-                assert own is not None
-                own.forget()
-            self._turns_of = {i: PrefillTurns(delays=own) for i, own in delays.items()}
-            self._turns = next(iter(self._turns_of.values()))
-
     @property
     def is_active(self) -> bool:
         """Whether there is a step in flight or a request."""
@@ -126,6 +111,11 @@ class Replica:
         step = self._runs.step
         known = sum(group.scheduler.totals.generated_tokens for group in self.groups)
         return known + sum(group.run_rows * (step - group.run_from) for group in self.groups)
+
+    def settle(self) -> None:
+        """Brings the counts of waiting and computed prompts in the schedulers up to date, as single steps have them."""
+        for index in list(self._runs.finishing):
+            self._leave_run(index)
 
     def add(self, index: int, running: Running, rid: str, output_ids: list[int] | None = None) -> str | None:
         """Gives a request to a scheduler. Returns the reason if it is refused, or None."""
@@ -166,9 +156,9 @@ class Replica:
         is_step = bool(planned.shapes) or of_runs is not None
         if not is_step and self._flight is None and not hold and self._num_live:
             self._wait_for_sessions(until)
-        if self._has_delayer and (is_step or hold):
-            self._agree(planned.groups, prefilled)
-        elif not self._has_delayer and len(self.groups) > 1:
+        if self._turns.has_delayer and (is_step or hold):
+            self._turns.agree(self.groups, planned.groups, prefilled)
+        elif not self._turns.has_delayer and len(self.groups) > 1:
             self._take_turns(prefilled)
         if not is_step:
             self._collect(None)
@@ -184,7 +174,13 @@ class Replica:
         """Groups whose run ends, and held groups when their turn comes, plan the next step."""
         if self._runs.members:
             for index in self._runs.leaving(hold):
-                self._leave_run(index)
+                beyond = self.groups[index].beyond_end(self._runs)
+                if beyond is None:
+                    self._leave_run(index)
+                else:
+                    self._runs.end_rows(index, *beyond)
+            for index in list(self._runs.finishing):
+                self._runs.join_prompt(index)
         if not hold and self._held:
             self._awake |= self._held
             self._held.clear()
@@ -232,23 +228,7 @@ class Replica:
             most = max(most, len(scheduler.table.decodes))
         num_groups = len(self.groups) - len(self.lost)
         for planned in range(1, steps + 1):
-            self._turns.after_counts(num_groups, waiting, prefilled, max(most, self._runs.rows_after(planned)))
-
-    def _agree(self, planned: set[int], prefilled: bool) -> None:
-        """The schedulers exchange their facts for a prefill delayer; those that planned nothing join with an idle
-        batch."""
-        facts: list[StepFacts] = []
-        for index in self._turns_of:
-            scheduler = self.groups[index].scheduler
-            assert scheduler.delays is not None
-            if index not in planned:
-                scheduler.delays.planned(0)
-            own, running = scheduler.delays.facts(scheduler.table), len(scheduler.table.decodes)
-            facts.append(
-                StepFacts(prefills=prefilled, num_running=running, num_waiting=scheduler.num_waiting, delay=own)
-            )
-        for turns, of_group in zip(self._turns_of.values(), facts):
-            turns.after(tuple(facts), of_group.delay)
+            self._turns.after(num_groups, waiting, prefilled, max(most, self._runs.rows_after(planned)))
 
     def _launch(self, planned: GroupPlans, of_runs: RunStep | None) -> Flight:
         """The step of the groups that are in no run, and of those in runs."""
@@ -295,9 +275,16 @@ class Replica:
             if self._runs.members:
                 self._counts.count(self._runs, self.groups, self._flight, previous, self.now)
                 self._changed.update([index for index in self._flight.chunks if self.groups[index].run_rows])
+                for index in self._runs.joined:
+                    self._tell(index, self.groups[index], self.groups[index].first_token())
+                for index in sorted(self._runs.ending):
+                    for event in self._leave_run(index, behind):
+                        self._tell(index, self.groups[index], event)
         self._flight, ends, self._ends = behind, self._ends, 0
         if behind is None:
             return
+        for index in list(self._runs.joined):
+            self._leave_run(index)
         behind.end += ends * self.spec.end_seconds + sent
         if not self.spec.overlap:
             self._collect(None)
@@ -372,7 +359,7 @@ class Replica:
         shape, most = group.decode_shape(), group.most_in_a_row
         if holds and shape.decode_rows and not limits.decodes:
             return False
-        if not holds and (not limits.chunks or (shape.decode_rows and limits.in_a_row >= most)):
+        if not holds and (not (limits.chunks or limits.last) or (shape.decode_rows and limits.in_a_row >= most)):
             return False
         group.begin_run(shape.decode_rows, self._runs, limits.size)
         self._runs.join_chunks(index, shape, limits, most)
@@ -383,27 +370,35 @@ class Replica:
             flight.chunks.add(index)
         return True
 
-    def _leave_run(self, index: int) -> None:
+    def _leave_run(self, index: int, flight: Flight | None = None) -> list[RequestEvent]:
         """Applies the steps of the run to the scheduler; the newest step is in flight, if the group has a part in
-        it."""
-        group, runs, flight = self.groups[index], self._runs, self._flight
-        chunking, in_flight = index in runs.chunking, "decode"
+        it. Returns the ends of requests.
+
+        Args:
+            flight: that step, if the result of the step before it is being applied.
+        """
+        group, runs = self.groups[index], self._runs
+        flight, events = flight or self._flight, list[RequestEvent]()
+        chunking, in_flight = group.chunk_size > 0, "decode"
         if runs.step > group.run_from and index not in runs.fresh:
             last = self._counts.held_at if chunking else self._collected
             for request in group.scheduler.table.decodes:
                 group.running[request.rid].last = last
         if chunking:
-            computes = flight is not None and index in flight.chunks
-            in_flight = "chunk" if computes else "decode" if group.run_rows else ""
+            if flight is not None and index in flight.chunks:
+                in_flight = "last" if index in runs.finishing else "chunk"
+            elif not (group.run_rows or index in runs.joined):
+                in_flight = ""
             group.end_chunks(runs, index, in_flight, flight.launched_by(index) if flight is not None else 0.0)
         else:
-            group.end_run(runs.sums)
+            events = group.end_run(runs.sums)
         runs.leave(index)
         self._awake.add(index)
         self._changed.add(index)
-        if flight is not None and in_flight:
+        if flight is not None and in_flight and group.scheduler.in_flight:
             flight.pending.add(index)
             flight.chunks.discard(index)
+        return events
 
     def _jump(self, until: float) -> bool:
         """Takes several decode steps at once, if all groups are in a run and no prompt waits for its turn."""
@@ -469,7 +464,7 @@ class Replica:
         self._runs, self._num_live = Runs(self.spec.num_groups), 0
         for groups in (self._awake, self._held, self.lost):
             groups.clear()
-        self._begin_turns()
+        self._turns.begin(self.groups, self.lost)
         self._changed = set(range(len(self.groups)))
         self._flight = None
         self._back_at = self.now = max(self.now, moment) + seconds
@@ -489,7 +484,7 @@ class Replica:
         self.groups[index] = self._new_group(index)
         self._changed.add(index)
         self.lost.add(index)
-        self._begin_turns()
+        self._turns.begin(self.groups, self.lost)
         if self._flight is not None:
             self._flight.pending.discard(index)
             self._flight.end = max(self._flight.end, moment) + seconds

@@ -20,6 +20,8 @@ def figures(outcome: Outcome, goodput: dict[str, float], wall_seconds: float) ->
     values = serving_report.figures(
         recorder.answers, duration, goodput=goodput, accept_length=outcome.accept_length, gaps=recorder.gaps
     )
+    seconds = outcome.process_seconds
+    of_parts = {"seams": outcome.seams, "process_seconds": seconds} if seconds else {}
     return values | {
         "retractions": outcome.retractions,
         "cache_hit_rate": outcome.cached_tokens / max(outcome.prompt_tokens, 1),
@@ -29,6 +31,7 @@ def figures(outcome: Outcome, goodput: dict[str, float], wall_seconds: float) ->
         "times_real_time": duration / max(wall_seconds, 1e-9),
         "failures": sorted(set(recorder.refused)),
         "expert_load": outcome.expert_load,
+        **of_parts,
     }
 
 
@@ -57,9 +60,18 @@ def remarks(values: dict[str, Any], outcome: Outcome) -> str:
         f"--fail rank={fault.rank}@t={fault.seconds:g}s: no effect, the last answer came before"
         for fault in outcome.missed
     ]
+    lines += [_seam_line(seam) for seam in outcome.seams]
     if outcome.expert_load:
         lines.append(_expert_line(outcome.expert_load))
     return "\n".join(lines + [f"failed: {reason}" for reason in values["failures"][:5]])
+
+
+def _seam_line(seam: dict[str, Any]) -> str:
+    """Where the results of a process begin (`parts.Seams.report`)."""
+    return (
+        f"process {seam['part'] + 1}: warm-up of {seam['requests_twice']} requests, over the last of which it differs "
+        f"from process {seam['part']} by {seam['latency']:+.2%} in mean latency, {seam['ttft']:+.2%} in mean TTFT"
+    )
 
 
 def _expert_line(load: dict[str, Any]) -> str:

@@ -62,7 +62,7 @@ class RunCounts:
         Args:
             previous: end of the step before.
         """
-        gap, rows = now - previous, runs.total_rows
+        gap, rows = now - previous, runs.total_rows - runs.rows_ahead
         before = runs.sums.mark()
         runs.sums.add(gap)
         if flight.chunks:

@@ -33,6 +33,11 @@ class Runs:
     chunking: members that compute chunks of a prompt.
     holding: members with waiting prompts, except these; they leave when prompts may be computed.
     waiting: all members with waiting prompts.
+    finishing: chunking members whose last chunk is in flight.
+    joined: members whose next step is the first decode of the prompt of that chunk, with its tokens.
+    ending: members whose next step is without the requests that end with the step in flight.
+    Joined and ending members leave with the result of the step in flight. `rows_ahead`: requests that they have more in
+    their next step than in that one.
     total_rows: requests that decode, of all members.
     """
 
@@ -44,6 +49,11 @@ class Runs:
         self.holding: set[int] = set()
         self.waiting: set[int] = set()
         self.chunking: set[int] = set()
+        self.finishing: set[int] = set()
+        self.joined: dict[int, int] = {}
+        self.ending: set[int] = set()
+        self.rows_ahead = 0
+        self._ahead: dict[int, int] = {}
         self._rows = np.zeros(num_groups, np.int64)
         self._rows_after = np.zeros(num_groups, np.int64)
         """Requests that still decode after the run."""
@@ -79,15 +89,47 @@ class Runs:
         self._chunks.join(group, shape.decode_rows, limits, most_in_a_row)
 
     def wait(self, group: int, holds: bool) -> None:
-        """Marks a member as having waiting prompts."""
+        """Marks a member as having waiting prompts, which may join the last chunk of another one."""
         self.waiting.add(group)
-        if holds and group not in self.chunking:
+        if group in self.chunking:
+            self._chunks.end_before_last(group)
+        elif holds:
             self.holding.add(group)
+
+    def join_prompt(self, group: int) -> None:
+        """The prompt of a finishing member decodes in the next step, beside its other requests."""
+        chunks, rows = self._chunks, self._rows.item(group)
+        context = self._context.item(group) + rows * self.step + chunks.computed_by(group) + 1
+        self.joined[group] = self.last_size(group)
+        chunks.leave(group, rows)
+        self.finishing.remove(group)
+        self.chunking.remove(group)
+        self._change(group, rows + 1, context, rows + 1)
+
+    def end_rows(self, group: int, rows: int, context: int, rows_after: int) -> None:
+        """Requests of a member end with the step in flight; the next step has `rows`, with so many context tokens; of
+        them `rows_after` decode behind it."""
+        self.ending.add(group)
+        self._change(group, rows, context, rows_after)
+
+    def _change(self, group: int, rows: int, context: int, rows_after: int) -> None:
+        """A member's next step, with which its run ends, has other requests than the step in flight."""
+        more = self._ahead[group] = rows - self._rows.item(group)
+        self.rows_ahead += more
+        self.total_rows += more
+        self._rows[group], self._rows_after[group] = rows, rows_after
+        self._context[group] = context - rows * self.step
+        self._ends[group] = self.step + 1
+        self._is_stale = True
 
     def leave(self, group: int) -> None:
         self.members.remove(group)
         if group in self.chunking:
             self._chunks.leave(group, self._rows.item(group))
+        self.finishing.discard(group)
+        self.joined.pop(group, None)
+        self.ending.discard(group)
+        self.rows_ahead -= self._ahead.pop(group, 0)
         self.fresh.discard(group)
         self.holding.discard(group)
         self.waiting.discard(group)
@@ -110,12 +152,18 @@ class Runs:
         """Chunks of a member since its last decode step."""
         return self._chunks.in_a_row.item(group)
 
+    def last_size(self, group: int) -> int:
+        """Tokens of the last chunk of a member, if it is in flight or computed; else 0."""
+        return self._chunks.sizes.item(group) if group in self.finishing else self.joined.get(group, 0)
+
     def rows_after(self, steps: int) -> int:
         """Requests that still decode after so many further plans, in the member with most of them."""
         self._refresh()
         if self.step + steps < self._next_end:
-            return self._most_rows
-        return most_of(np.where(self._ends <= self.step + steps, self._rows_after, self._rows))
+            most = self._most_rows
+        else:
+            most = most_of(np.where(self._ends <= self.step + steps, self._rows_after, self._rows))
+        return max([most, *[self._rows.item(group) + 1 for group in self.finishing]]) if self.finishing else most
 
     @property
     def next_end(self) -> int:
@@ -132,7 +180,7 @@ class Runs:
             found |= self.holding
             if self.chunking:
                 found.update(self._chunks.over(self._rows).nonzero()[0].tolist())
-        return found
+        return found | (self.finishing & self.waiting) if self.finishing else found
 
     def shape(self, ahead: int = 0) -> StepShape:
         """The maximum over the members, with the tokens of all, of the step `ahead` steps after the next one, without
@@ -151,12 +199,15 @@ class Runs:
         rows = self._rows * chunks.others
         context = self._context + rows * self.step
         context *= chunks.others
+        last = chunks.begin_last()
         decodes, tokens = self.total_rows - chunks.num_rows, chunks.num_tokens
         most = chunks.shape()
         shapes = [StepShape(0, 0, 0, *most, tokens, prefill_cached=chunks.cached, prefill_fresh=chunks.fresh)]
         if decodes:
             shapes.append(StepShape(most_of(rows), most_of(context), 0, 0, 0, decodes))
         chunks.computed()
+        self.finishing.update(last)
+        self.waiting.difference_update(last)
         self._context -= self._rows - rows
         self._ends += chunks.mask
         self._is_stale = True
@@ -174,12 +225,13 @@ class _Chunks:
 
     def __init__(self, num_groups: int) -> None:
         self.mask, self.others = np.zeros(num_groups, np.int64), np.ones(num_groups, np.int64)
-        self.in_a_row = np.zeros(num_groups, np.int64)
+        self.in_a_row, self.sizes = np.zeros(num_groups, np.int64), np.zeros(num_groups, np.int64)
         self.num_rows = self.num_tokens = 0
         self.some_in_a_row = False
-        self._sizes = np.zeros(num_groups, np.int64)
         self._starts = np.zeros(num_groups, np.int64)
         self._left = np.full(num_groups, NEVER, np.int64)
+        self._last = np.zeros(num_groups, np.int64)
+        """Tokens of the last chunk; 0: the run ends before it."""
         self._most_in_a_row = NEVER
 
     def join(self, group: int, rows: int, limits: ChunkLimits, most_in_a_row: int) -> None:
@@ -188,18 +240,35 @@ class _Chunks:
         self.num_tokens += limits.size
         self.in_a_row[group], self._most_in_a_row = limits.in_a_row, most_in_a_row
         self.some_in_a_row |= limits.in_a_row > 0
-        self._sizes[group], self._starts[group], self._left[group] = limits.size, limits.start, limits.chunks
+        self.sizes[group], self._starts[group], self._left[group] = limits.size, limits.start, limits.chunks
+        self._last[group] = limits.last
+
+    def end_before_last(self, group: int) -> None:
+        self._last[group] = 0
 
     def leave(self, group: int, rows: int) -> None:
         self.mask[group], self.others[group] = 0, 1
         self.num_rows -= rows
-        self.num_tokens -= self._sizes.item(group)
-        self.in_a_row[group] = self._sizes[group] = self._starts[group] = 0
+        self.num_tokens -= self.sizes.item(group)
+        self.in_a_row[group] = self.sizes[group] = self._starts[group] = self._last[group] = 0
         self._left[group] = NEVER
+
+    def computed_by(self, group: int) -> int:
+        """Tokens of the prompt that are computed with the step in flight."""
+        return self._starts.item(group)
+
+    def begin_last(self) -> list[int]:
+        """Groups that compute their last chunk in the next step."""
+        found: list[int] = ((self._left <= 0) & (self._last > 0)).nonzero()[0].tolist()
+        for group in found:
+            self.num_tokens += self._last.item(group) - self.sizes.item(group)
+            self.sizes[group], self._last[group], self._left[group] = self._last[group], 0, NEVER
+        return found
 
     def over(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Groups whose next step with prompts is of another kind: the last chunk, or the turn of the decodes."""
-        found: NDArray[np.bool_] = (self._left <= 0) | ((self.in_a_row >= self._most_in_a_row) & (rows > 0))
+        found: NDArray[np.bool_] = (self._left <= 0) & (self._last == 0)
+        found |= (self.in_a_row >= self._most_in_a_row) & (rows > 0)
         return found
 
     @property
@@ -210,17 +279,17 @@ class _Chunks:
     @property
     def fresh(self) -> int:
         """Tokens of the largest chunk with less context before it."""
-        return most_of(self._sizes * (self._starts < self._sizes))
+        return most_of(self.sizes * (self._starts < self.sizes))
 
     def shape(self) -> tuple[int, int]:
         """Tokens, and pairs of tokens, of the largest chunk."""
-        sizes = self._sizes
+        sizes = self.sizes
         pairs = sizes * self._starts + sizes * (sizes + 1) // 2
         return most_of(sizes), most_of(pairs)
 
     def computed(self) -> None:
         """Each member computes a chunk."""
-        self._starts += self._sizes
+        self._starts += self.sizes
         self._left -= self.mask
         self.in_a_row += self.mask
         self.some_in_a_row = True

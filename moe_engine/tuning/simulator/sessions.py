@@ -50,6 +50,11 @@ class Recorded:
             self._rest.setdefault(session, deque()).append(turn)
         self._starts.sort(key=lambda arrival: arrival.seconds)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a request waits for the answer to another one."""
+        return bool(self._rest)
+
     def first(self) -> Iterator[Arrival]:
         return iter(self._starts)
 

@@ -134,6 +134,7 @@ class BatchBuilder:
         host32[:count] = lengths
         host32[count:] = host[count : 2 * count]
         self._rows.check_lengths(plan.rows, lengths)
+        pool_starts = self._paged.pool_starts(same.rows, starts, self._stream.upload)
         if self._rows.images is not None:
             self._rows.images.shift(same.rows, starts)
         positions, slots, flat, ints = self._stream.upload(staging).split(count)
@@ -154,6 +155,7 @@ class BatchBuilder:
             flat=flat,
             windows=self._paged.window_slots(flat),
             adapters=self._paged.adapters(same.rows),
+            pool_starts=pool_starts,
         )
 
     # -- any plan
@@ -208,6 +210,7 @@ class BatchBuilder:
         at = starts[owner] + layout.within  # [T]: column in the row's slot table
         positions = at if runs.positions is None else runs.positions[layout.plan_token]
         turned, images = positions, None
+        pool_starts = self._paged.pool_starts(rows[owner], at, self._stream.upload)
         if self._rows.images is not None:
             turned, images = self._rows.images.place(rows[owner], at, positions)
         flat, sampled = rows[owner] * self._rows.width + at, layout.step_token[runs.sampled]
@@ -244,6 +247,7 @@ class BatchBuilder:
             adapters=self._paged.adapters(rows[owner]),
             stored_states=None if not runs.stores else self._stored_states(rows[order], query_lens, runs.stores),
             images=images,
+            pool_starts=pool_starts,
         )
 
     def _to_device(

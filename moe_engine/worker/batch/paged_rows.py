@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.kernels.queries import PagedQueries, SharedRun
-from moe_engine.models.batch import WindowSlots
+from moe_engine.models.batch import PoolStarts, WindowSlots
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.window_table import WindowTable
 
@@ -48,6 +49,17 @@ class PagedRows:
     def window_slots(self, flat: Tensor) -> WindowSlots | None:
         """flat [T] int64: indices into the flat slot table."""
         return None if self.windows is None else self.windows.of(flat)
+
+    def pool_starts(
+        self, rows: np.ndarray, places: np.ndarray, upload: Callable[[Tensor], Tensor]
+    ) -> PoolStarts | None:
+        """rows and places [T] int64 of the tokens; None: no pool needs the position of its first token."""
+        images = self.rows.images
+        if images is None or images.pool == 1:
+            return None
+        both = np.concatenate((places, images.pool_starts(rows, places).ravel()))
+        own, axes = upload(torch.from_numpy(both)).split((len(places), 3 * len(places)))
+        return PoolStarts(own, axes.view(-1, 3))
 
     def adapters(self, rows: np.ndarray) -> AdapterTokens | None:
         """rows [T] int64: the row of each token."""

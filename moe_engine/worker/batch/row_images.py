@@ -72,13 +72,17 @@ class RowImages:
     Args:
         has_axes: positions of image tokens have several axes; else they are places in the sequence.
         keeps: drafters build batches of prompt tokens after the model.
+        pool: tokens of a pool whose key is rotated by the position of its first token; 1: there are no pools.
     """
 
-    def __init__(self, max_rows: int, vision: VisionConfig, has_axes: bool, keeps: bool = False) -> None:
-        self._vision, self._keeps = vision, keeps
+    def __init__(self, max_rows: int, vision: VisionConfig, has_axes: bool, keeps: bool = False, pool: int = 1) -> None:
+        self._vision, self._keeps, self.pool = vision, keeps, pool
         self.has_axes = has_axes
         self._shifts = np.zeros(max_rows, dtype=np.int64)
         self._prompts: dict[int, _Prompt] = {}
+        self._lengths = np.zeros(max_rows, dtype=np.int64)  # of prompts with images
+        self._last_pools = np.zeros((max_rows, 3), dtype=np.int64)
+        """Positions of the first token of the pool in which a prompt with images ends: later tokens complete it."""
 
     def plain(self, ids: np.ndarray) -> np.ndarray:
         """Ids with the placeholder in place of keys (`image_tokens`)."""
@@ -87,7 +91,7 @@ class RowImages:
     def enter(self, new: NewRow) -> NewRow:
         """A new row; returns it with plain token ids."""
         self._prompts.pop(new.row, None)
-        self._shifts[new.row] = 0
+        self._shifts[new.row] = self._lengths[new.row] = 0
         if not new.images:
             return new
         length, spans = new.num_prompt, [(image.start, image.grid) for image in new.images]
@@ -99,12 +103,26 @@ class RowImages:
         for i, image in enumerate(new.images):
             number[image.start : image.stop] = i
         self._shifts[new.row] = shift
+        self._lengths[new.row] = length
+        self._last_pools[new.row] = axes[:, (length - 1) // self.pool * self.pool]
         self._prompts[new.row] = _Prompt(new.images, axes, number)
         return replace(new, token_ids=self.plain(np.array(new.token_ids)).tolist())
 
     def shift(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Converts places of tokens after the prompts [..., T] to positions, in place; rows [T]: the row of each."""
         positions += self._shifts[rows]
+
+    def pool_starts(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """`PoolStarts.axes` [T, 3] of tokens at places [T] of rows [T]; before `place`, which may drop a prompt."""
+        first = places // self.pool * self.pool
+        found = np.repeat(first + self._shifts[rows], 3).reshape(-1, 3)
+        inside = first < self._lengths[rows]
+        found[inside] = self._last_pools[rows[inside]]
+        for row in self._with_prompts(rows[inside]):
+            axes = self._prompts[row].axes
+            tokens = np.flatnonzero(inside & (rows == row))
+            found[tokens] = axes[:, first[tokens]].T
+        return found
 
     def place(
         self, rows: np.ndarray, places: np.ndarray, depths: np.ndarray | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.kernels.queries import AttentionBatch
-from moe_engine.models.batch import ForwardBatch, WindowSlots
+from moe_engine.models.batch import ForwardBatch, PoolStarts, WindowSlots
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.batch.row_images import StepImages
 from moe_engine.worker.sampling.sampler import SampledRows
@@ -46,6 +46,8 @@ class StepBatch:
     images: StepImages | None = None
     """Image tokens; the model runner adds them to the model's input (`worker.image_encoder`)."""
 
+    pool_starts: PoolStarts | None = None
+
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """The model's input, after the attention backend has planned."""
         return ForwardBatch(
@@ -60,6 +62,7 @@ class StepBatch:
             windows=self.windows,
             adapters=self.adapters,
             stored_states=self.stored_states,
+            pool_starts=self.pool_starts,
         )
 
 

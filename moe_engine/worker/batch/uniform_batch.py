@@ -60,6 +60,7 @@ class UniformBatches:
         lengths32 = host[2 * total :].view(np.int32)[:num]
         lengths32[:] = lengths
         ends = host[:total] + 1
+        pool_starts = self._paged.pool_starts(shape.sampled_rows, host[:total], self._stream.upload)
         if self._rows.images is not None:
             self._rows.images.shift(shape.sampled_rows, host[:total])
         parts = [host[:total], host[total : 2 * total], lengths32]
@@ -79,6 +80,7 @@ class UniformBatches:
             flat=flat,
             windows=self._paged.window_slots(flat),
             adapters=self._paged.adapters(shape.sampled_rows),
+            pool_starts=pool_starts,
         )
 
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:

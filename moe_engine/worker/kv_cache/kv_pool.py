@@ -132,13 +132,7 @@ class KVPool:
             [stream.lazy_zeros((count, *part), spec.dtype) for count, part in self._shapes(layer, rows[layer])]
             for layer in rows
         ]
-        self._kept = [
-            tuple(
-                Kept(stream.lazy_zeros((num_kept(found, rows[layer], max_rows), width), spec.dtype), *found[:2])
-                for width in found.widths
-            ) if (found := spec.kept_of(layer)) is not None else ()
-            for layer in rows
-        ]  # fmt: skip
+        self._kept = [self._make_kept(layer, rows[layer], max_rows, stream) for layer in rows]
         if self.num_bytes <= TOUCHED_AT_ONCE_BYTES:
             for tensor in self.tensors():
                 tensor.zero_()
@@ -147,16 +141,7 @@ class KVPool:
         self.undivided: set[int] = set()
         """Numbers of the tensors of `row_widths` that all ranks have whole beside their KV heads: index keys."""
         for layer in rows:
-            parts = self._parts(layer, rows[layer])
-            own = self._raw_windows if layer in bounded else self._raw
-            num_parts = len(spec.layers[layer])
-            own += [_bytes(tensor[: rows[layer]], rows[layer]) for tensor in parts[:num_parts]]
-            if num_parts == 3:
-                self.undivided.add(len(own) - 1)
-            own += [_bytes(kept.rows, rows[layer]) for kept in self._kept[layer] if kept.block]
-            if spec.entry_of(layer)[0]:
-                entries = (parts[0][len(spec.group_of(layer)) * rows[layer] :], *parts[num_parts:])
-                self._raw += [_bytes(tensor, num_slots + page_size) for tensor in entries]
+            self._add_raw(layer, rows[layer], self._raw_windows if layer in bounded else self._raw)
         of_states = {} if states is None else states.layers
         self.layers: Sequence[Any] = tuple(of_states[i] if i in of_states else self._cache(i, rows[i]) for i in rows)
 
@@ -170,6 +155,24 @@ class KVPool:
         num_entries = (self.num_slots + self.page_size) // rate
         (_, first), *others = shapes
         return [(rows + num_entries, first), *others, *((num_entries, (1, width)) for width in widths[1:])]
+
+    def _make_kept(self, layer: int, rows: int, max_rows: int, stream: DeviceStream) -> tuple[Kept, ...]:
+        """What is kept of contributions to a layer's entries."""
+        if (found := self.spec.kept_of(layer)) is None:
+            return ()
+        count = num_kept(found, rows, max_rows)
+        return tuple(Kept(stream.lazy_zeros((count, width), self.spec.dtype), *found[:2]) for width in found.widths)
+
+    def _add_raw(self, layer: int, rows: int, own: list[Tensor]) -> None:
+        """Adds the bytes of a layer's tensors: those of tokens and kept rows to `own`, those of entries to `_raw`."""
+        parts, num_parts = self._parts(layer, rows), len(self.spec.layers[layer])
+        own += [_bytes(tensor[:rows], rows) for tensor in parts[:num_parts]]
+        if num_parts == 3:
+            self.undivided.add(len(own) - 1)
+        own += [_bytes(kept.rows, rows) for kept in self._kept[layer] if kept.block]
+        if self.spec.entry_of(layer)[0]:
+            entries = (parts[0][len(self.spec.group_of(layer)) * rows :], *parts[num_parts:])
+            self._raw += [_bytes(tensor, self.num_slots + self.page_size) for tensor in entries]
 
     def _parts(self, layer: int, rows: int) -> list[Tensor]:
         """The tensors of a layer; that of its tokens may be a part of another layer's."""

@@ -15,6 +15,7 @@ from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
 from moe_engine.models.batch import Model
+from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.loader import LoadOptions, load_model
@@ -146,9 +147,10 @@ def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None
         return
     from moe_engine.worker.image_encoder import ImageEncoder
 
-    axes = bool(options.model.rope.axes)
+    axes, attention = bool(options.model.rope.axes), options.model.attention
+    pool = 1 if isinstance(attention, CompressedConfig) or not axes else attention.pool
     drafts = options.speculation is not None
-    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts)
+    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts, pool=pool)
     group = model.parallel.attn_tp if options.mm_enable_dp_encoder and model.parallel.attn_tp.size > 1 else None
     runner.forward.images = ImageEncoder(model, options.image_cache_bytes, runner.stream, group)
     if runner.stream.asynchronous:

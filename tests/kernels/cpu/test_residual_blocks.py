@@ -11,22 +11,18 @@ from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.residual_blocks import BlockWeights, MixBlocks, mix_blocks
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import rms_norm
+from tests.kernels.drawn import BLOCK_EPS, block_residual, block_weights
 
-EPS = 1e-5
 SHAPES = [(9, 64, 5), (3, 1100, 1), (1, 40, 17), (5, 7168, 2), (17, 24, 3), (70, 16, 2)]
 """Rows of a token, channels, tokens: parts of vectors, several iterations, more rows than a kernel has."""
 
 
-def weights_of(width: int, written: int, starts: bool = False) -> BlockWeights:
-    return BlockWeights(1 + 0.3 * torch.randn(width), 3 * torch.randn(width) / width**0.5, EPS, written, starts)
-
-
 def drawn(count: int, width: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[BlockWeights]]:
     """A residual whose rows differ in size, results, and weights: the first row alone, then two results in each."""
-    residual = (torch.randn(tokens, count, width) * torch.rand(tokens, count, 1) * 4).flatten(1).to(dtype)
+    residual = block_residual(count, width, tokens).to(dtype)
     inputs = [torch.randn(tokens, width).to(dtype) for _ in range(2 * (count - 1))]
-    later = [weights_of(width, row, starts) for row in range(1, count) for starts in (True, False)]
-    return residual, inputs, [weights_of(width, 0), *later]
+    later = [block_weights(width, row, starts) for row in range(1, count) for starts in (True, False)]
+    return residual, inputs, [block_weights(width, 0), *later]
 
 
 def run(
@@ -61,7 +57,7 @@ def test_torch_equals_the_formula(shape: tuple[int, int, int]) -> None:
     for place, (x, own) in enumerate(zip([None, *inputs], weights, strict=True)):
         rows, want = wanted(None if x is None else x.double(), rows, own)
         torch.testing.assert_close(plain[place].double(), want, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found[place].double(), rms_norm(want, norm, EPS), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[place].double(), rms_norm(want, norm, BLOCK_EPS), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[-1].double(), rows.flatten(1), rtol=1e-5, atol=1e-5)
 
 
@@ -83,7 +79,7 @@ def test_strided_inputs(library: Library) -> None:
     width = 40
     wide, x = torch.randn(6, 5 * width + 7), torch.randn(6, 2 * width)[1:5, :width]
     for mix in (CpuOps(library).mix_blocks, mix_blocks):
-        own, weights = wide.clone(), weights_of(width, 2, starts=True)
+        own, weights = wide.clone(), block_weights(width, 2, starts=True)
         got = mix(x, own[1:5, : 5 * width], weights, None)
         _, want = wanted(x.double(), wide[1:5, : 5 * width].double().unflatten(1, (5, width)), weights)
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)

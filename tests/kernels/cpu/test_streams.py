@@ -13,32 +13,17 @@ from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.streams import MixStreams, StreamWeights, mix_streams
 from tests.kernels.cpu.conftest import threads
+from tests.kernels.drawn import late_residual, late_weights, stream_weights, without_numbers
 
 SHAPES = [(4, 64, 1), (4, 1100, 3), (2, 2050, 5), (3, 40, 17), (1, 16, 2), (9, 24, 2)]
 """Streams, channels, tokens: parts of vectors, several tasks of a token, more streams than the kernel has."""
-
-
-def weights_of(n: int, width: int, writes: bool = True, iterations: int = 20) -> StreamWeights:
-    numbers = n * (2 + n) if writes else n
-    fn = torch.randn(numbers, n * width) / (n * width) ** 0.5
-    return StreamWeights(fn, torch.randn(numbers), 1 + 0.3 * torch.randn(numbers), n, iterations, 1e-6, 1e-6)
-
-
-def late_weights(n: int, width: int) -> list[StreamWeights]:
-    """Of late sums, the model's head last."""
-    weights = [replace(weights_of(n, width, iterations=k), late=True) for k in (20, 1, 3)]
-    return [*weights, without_numbers(weights[0])]
-
-
-def without_numbers(weights: StreamWeights) -> StreamWeights:
-    return replace(weights, fn=weights.fn[:0], base=weights.base[:0], scale=weights.scale[:0])
 
 
 def check_mean(mix: MixStreams, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Before a head without numbers: the mean of the streams, before and after a result is added."""
     n, width, tokens = shape
     residual, x = torch.randn(tokens, n * width + n + n * n).to(dtype), torch.randn(tokens, width).to(dtype)
-    found = run(mix, [x], residual, [without_numbers(weights_of(n, width))] * 2)
+    found = run(mix, [x], residual, [without_numbers(stream_weights(n, width))] * 2)
     wide = residual.double()
     streams = wide[:, : n * width].view(tokens, n, width)
     written, mixed = wide[:, n * width :].split((n, n * n), 1)
@@ -49,11 +34,6 @@ def check_mean(mix: MixStreams, shape: tuple[int, int, int], dtype: torch.dtype)
 
 
 _BOUNDS = {torch.bfloat16: 4e-2, torch.float32: 1e-5}
-
-
-def late_residual(n: int, width: int, tokens: int) -> Tensor:
-    """Streams, and the weights of a part before; three numbers of others stand behind them."""
-    return torch.cat((torch.randn(tokens, n * width + n + n * n), torch.rand(tokens, n), torch.ones(tokens, 3)), 1)
 
 
 def run(mix: MixStreams, inputs: list[Tensor], residual: Tensor, weights: list[StreamWeights]) -> list[Tensor]:
@@ -69,7 +49,7 @@ def test_cpp_equals_torch(any_library: Library, dtype: torch.dtype, shape: tuple
     n, width, tokens = shape
     residual = torch.randn(tokens, n * width + n + n * n).to(dtype)
     inputs = [torch.randn(tokens, width).to(dtype) for _ in range(3)]
-    weights = [weights_of(n, width, iterations=k) for k in (20, 1, 3)] + [weights_of(n, width, writes=False)]
+    weights = [stream_weights(n, width, iterations=k) for k in (20, 1, 3)] + [stream_weights(n, width, writes=False)]
     with threads(2):
         found = run(CpuOps(any_library).mix_streams, inputs, residual, weights)
     wanted = run(mix_streams, inputs, residual, weights)
@@ -94,7 +74,7 @@ def test_late_sums(library: Library, dtype: torch.dtype, shape: tuple[int, int, 
 def test_a_token_does_not_depend_on_others_and_on_threads(library: Library, dtype: torch.dtype) -> None:
     n, width, tokens = 4, 1500, 9
     residual = torch.randn(tokens, n * width + n + n * n).to(dtype)
-    inputs, weights = [torch.randn(tokens, width).to(dtype)], [weights_of(n, width), weights_of(n, width)]
+    inputs, weights = [torch.randn(tokens, width).to(dtype)], [stream_weights(n, width), stream_weights(n, width)]
     mix = CpuOps(library).mix_streams
     with threads(2):
         together = run(mix, inputs, residual, weights)
@@ -115,7 +95,7 @@ def test_strided_inputs(library: Library) -> None:
     n, width = 4, 48
     wide = torch.randn(6, n * width + n + n * n + 7)
     residual, x = wide[1:5, :-7], torch.randn(6, 2 * width)[1:5, :width]
-    weights = weights_of(n, width)
+    weights = stream_weights(n, width)
     wanted = run(mix_streams, [x], residual, [weights, weights])
     before = wide.clone()
     sums = [CpuOps(library).mix_streams(None, residual, weights), CpuOps(library).mix_streams(x, residual, weights)]
@@ -134,10 +114,10 @@ def test_torch_equals_transformers() -> None:
     head = theirs.DeepseekV4HyperHead(config)
     weights = []
     for module in connections:
-        own, scale = weights_of(n, width), torch.randn(3)
+        own, scale = stream_weights(n, width), torch.randn(3)
         module.fn.data, module.base.data, module.scale.data = own.fn, own.base, scale
         weights.append(replace(own, scale=torch.cat([s.expand(c) for s, c in zip(scale, (n, n, n * n))])))
-    own, scale = weights_of(n, width, writes=False), torch.randn(1)
+    own, scale = stream_weights(n, width, writes=False), torch.randn(1)
     head.hc_fn.data, head.hc_base.data, head.hc_scale.data = own.fn, own.base, scale
     weights.append(replace(own, scale=scale.expand(n).contiguous()))
     streams = torch.randn(1, tokens, n, width)

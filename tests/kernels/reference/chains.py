@@ -1,4 +1,4 @@
-"""Random rows and chains of drafts, for tests of `ChainKernels`."""
+"""Random rows and chains of drafts, for tests of `ChainKernels` and for the GPU suite."""
 
 from __future__ import annotations
 
@@ -15,27 +15,34 @@ ROWS, WIDTH, HIDDEN = 6, 24, 40
 Buffers = TypeVar("Buffers", ChainBuffers, RunBuffers, LevelBuffers, TreeBuffers)
 
 
-def cloned(buffers: Buffers) -> Buffers:
-    """With memory of its own."""
+def cloned(buffers: Buffers, device: str = "cpu") -> Buffers:
+    """With memory of its own, on that device."""
     tensors = {field.name: getattr(buffers, field.name) for field in fields(buffers)}
-    return replace(buffers, **{name: t.clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)})
+    own = {name: t.to(device, copy=True) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    return replace(buffers, **own)
 
 
-def drawn_tables(generator: torch.Generator) -> RowTables:
+def drawn_tables(
+    generator: torch.Generator, num_rows: int = ROWS, width: int = WIDTH, hidden: int = HIDDEN
+) -> RowTables:
+    """Each row has at least 8 free positions."""
+
     def ints(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(1, high, shape, generator=generator)
 
-    slots = torch.randperm(ROWS * WIDTH, generator=generator).view(ROWS, WIDTH).int() + 1
-    states = torch.randn(ROWS, HIDDEN, generator=generator)
-    windows = ints(1000, ROWS, WIDTH).int()
-    return RowTables(slots, ints(50, ROWS, WIDTH).int(), ints(WIDTH - 8, ROWS), ints(50, ROWS), states, windows)
+    slots = torch.randperm(num_rows * width, generator=generator).view(num_rows, width).int() + 1
+    states = torch.randn(num_rows, hidden, generator=generator)
+    windows, tokens = ints(1000, num_rows, width).int(), ints(50, num_rows, width).int()
+    return RowTables(slots, tokens, ints(width - 8, num_rows), ints(50, num_rows), states, windows)
 
 
-def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int, windows: bool = True) -> ChainBuffers:
+def drawn_chain(
+    generator: torch.Generator, real: int, padded: int, drafts: int, windows: bool = True, num_rows: int = ROWS
+) -> ChainBuffers:
     """Requests of different rows, with about half of the drafts correct; -1 among the sampled tokens. Outputs of the
     kernels start with arbitrary values."""
     size, count = real + padded, drafts + 1
-    rows = torch.cat((torch.randperm(ROWS, generator=generator)[:real], torch.full((padded,), -1)))
+    rows = torch.cat((torch.randperm(num_rows, generator=generator)[:real], torch.full((padded,), -1)))
 
     def garbage(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.full(shape, 77, dtype=dtype)

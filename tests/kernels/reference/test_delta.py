@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_engine.kernels import tables
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
 from moe_engine.kernels.registry import Choice
+from tests.kernels.drawn import delta_inputs
 from tests.models.rows import cpu_rows_of
 
 ROWS = [row.name for row in cpu_rows_of(tables.DELTA)]
@@ -22,23 +23,6 @@ SHAPES = (
     DeltaShape(1, 2, 20, 12, 2, decays=20, bound=-5.0),
 )
 """With a decay for each value head, and for each channel of a key."""
-
-
-def draw(shape: DeltaShape, tokens: int, num_rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    wide = torch.randn(tokens, shape.key_heads * (shape.mixed + shape.shared * shape.value)).to(dtype)
-    inputs = DeltaInputs.adjacent(wide, torch.randn(tokens, shape.value_heads * (1 + shape.decays)).to(dtype), shape)
-    weights = DeltaWeights(
-        torch.randn(shape.key_heads, shape.taps, shape.mixed),
-        torch.empty(shape.value_heads).uniform_(0.01, 2).log(),
-        torch.randn(shape.value_heads * shape.decays),
-        1 + 0.2 * torch.randn(shape.value),
-        1e-6,
-    )
-    states = DeltaStates(
-        torch.randn(num_rows, shape.key_heads, shape.taps - 1, shape.mixed).to(dtype),
-        torch.randn(num_rows, shape.value_heads, shape.key, shape.value),
-    )
-    return inputs, weights, states
 
 
 def wide(part: Any) -> Any:
@@ -86,7 +70,7 @@ def kernel(name: str) -> Any:
 
 
 def compare(name: str, shape: DeltaShape, runs: StateRuns, num_rows: int, dtype: torch.dtype, bound: float) -> None:
-    inputs, weights, states = draw(shape, runs.num_tokens, num_rows, dtype)
+    inputs, weights, states = delta_inputs(shape, runs.num_tokens, num_rows, dtype)
     expected = wide(states)
     wanted = recurrence(wide(inputs), weights, expected, runs, shape)
     got = kernel(name).run(inputs, weights, states, runs, shape)
@@ -123,7 +107,7 @@ def test_decodes(name: str, dtype: torch.dtype, shape: DeltaShape) -> None:
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("shape", SHAPES[::3], ids=str)
 def test_a_run_does_not_depend_on_others_or_on_its_cut(name: str, shape: DeltaShape) -> None:
-    inputs, weights, states = draw(shape, 90, 4, torch.float32)
+    inputs, weights, states = delta_inputs(shape, 90, 4, torch.float32)
     whole = DeltaStates(*(x.clone() for x in states))
     together = kernel(name).run(inputs, weights, whole, StateRuns.plain([70, 20], torch.tensor([2, 0])), shape)
     pieces = []

@@ -3,8 +3,8 @@
 Triton selects the interpreter at the decoration of functions: its own during its import, kernels' during the import of
 their modules. So this file imports Triton with ``TRITON_INTERPRET=1`` before any test module does, and fails if Triton
 is already imported. The variable is removed at once: processes started by other tests must compile normally. Tests that
-need the compiler (ahead-of-time compilation) run in a separate process, `outside.py`; tests that need a GPU are run by
-``python -m benchmarks.gpu_suite``.
+need the compiler (ahead-of-time compilation) run in a separate process, `outside.py`; on a GPU the kernels are compared
+with torch's rows by ``python -m benchmarks.gpu_suite``, which has a case of each (`test_gpu_cases.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ import torch
 
 from moe_engine.kernels.delta import triton_chunks, triton_delta
 from moe_engine.kernels.delta.protocol import DeltaShape, StateRuns
-from tests.kernels.reference.test_delta import compare, draw, kernel, recurrence, wide
+from tests.kernels.drawn import delta_inputs
+from tests.kernels.reference.test_delta import compare, kernel, recurrence, wide
 
 SHAPES = (
     DeltaShape(2, 4, 8, 12, 4),
@@ -39,7 +40,7 @@ def test_chunks_of_keys_that_are_alike(size: int, decays: int, monkeypatch: pyte
     """Keys of nearly the same direction, beta near 1 and little decay: the powers of A would exceed float32."""
     shape, count = DeltaShape(1, 1, 16, 16, 2, decays), 80
     monkeypatch.setitem(triton_chunks.CHUNKS, torch.float32, size)
-    inputs, weights, states = draw(shape, count, 1, torch.float32)
+    inputs, weights, states = delta_inputs(shape, count, 1, torch.float32)
     inputs.mixed[..., :32] = 1 + 0.01 * torch.randn(count, 1, 32)
     inputs.b[:], inputs.a[:] = 6.0, -6.0
     weights.conv[:, :, :32].abs_()
@@ -57,7 +58,7 @@ def test_decodes() -> None:
 def test_channels_that_decay_quickly() -> None:
     """A product of factors exp(G_i) and exp(-G_j) would exceed float32 within a block."""
     shape, count = DeltaShape(1, 1, 16, 16, 2, decays=16), 70
-    inputs, weights, states = draw(shape, count, 1, torch.float32)
+    inputs, weights, states = delta_inputs(shape, count, 1, torch.float32)
     inputs.a[:, :, ::2] = 12.0
     expected, runs = wide(states), StateRuns.plain([count], torch.tensor([0]))
     wanted = recurrence(wide(inputs), weights, expected, runs, shape)

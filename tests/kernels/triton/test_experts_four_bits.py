@@ -18,6 +18,7 @@ from moe_engine.kernels.weight_forms import FOUR_BITS, FP8_BLOCKS
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.plain import PLAIN
 from tests.kernels.cpu.formulas import NAN, biased, gated
+from tests.kernels.drawn import coded_weight
 
 MXFP4 = GroupCodes(4, MXFP4_GROUP, values=FP4)
 FORMS = {
@@ -43,19 +44,13 @@ def sizes_of(form: GroupCodes) -> tuple[int, int]:
 
 
 def coded(form: GroupCodes, n: int, k: int) -> tuple[CodedWeight, Tensor]:
-    """Random codes, all of them, with scales of several powers of two; and their values in float64."""
-    codes, groups = torch.randint(16, (n, k), dtype=torch.uint8), (n, k // form.group)
-    powers = torch.exp2(torch.randint(-7, -2, groups).float())
-    if form.mxfp4:
-        return CodedWeight(codes, powers.bfloat16(), None, form), values_of(form, codes, powers)
-    if form.nvfp4:
-        scales, whole = (powers * torch.randint(8, 16, groups)).to(torch.float8_e4m3fn), torch.rand(1) + 0.5
-        real = scales.double() * whole.double()
-        weight = CodedWeight(codes, real.bfloat16(), None, form, whole=whole.expand(n))
-        return weight, values_of(form, codes, real)
-    scales = (powers * (1 + torch.rand(groups)) / 4).to(getattr(torch, form.scales))
-    zeros = torch.randint(16, groups, dtype=torch.uint8) if form.zeros else None
-    return CodedWeight(codes, scales, zeros, form), values_of(form, codes, scales, zeros)
+    """`coded_weight` and its values in float64."""
+    weight = coded_weight(form, n, k)
+    scales = weight.scales.double()
+    if weight.whole is not None:  # times e4m3
+        stored = (weight.scales.float() / weight.whole[:, None]).to(torch.float8_e4m3fn)
+        scales = stored.double() * weight.whole[:, None].double()
+    return weight, values_of(form, weight.codes, scales, weight.zeros)
 
 
 def values_of(form: GroupCodes, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:

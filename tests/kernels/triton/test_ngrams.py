@@ -10,7 +10,7 @@ import torch
 
 from moe_engine.kernels.ops import ngram_rows
 from moe_engine.kernels.ops.ngram_rows import IMAGE, OUTSIDE, SCALED, NgramTokens
-from tests.kernels.cpu.test_streams import late_residual, late_weights
+from tests.kernels.drawn import late_residual, late_weights
 
 triton_ngrams = pytest.importorskip("moe_engine.kernels.ops.triton_ngrams", reason="needs triton")
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe_engine.kernels.indexer import pools
 from moe_engine.kernels.indexer.key_norm import KeyNorm
-from moe_engine.kernels.indexer.pools import PooledTokens, PoolKernels, PoolRule
+from moe_engine.kernels.indexer.pools import PooledTokens, PoolKernels, PoolRule, PoolTurns
+from moe_engine.kernels.ops.protocol import RotaryTable
 
 TRITON: PoolKernels = pytest.importorskip("moe_engine.kernels.indexer.triton_pools", reason="needs triton").TRITON
 both = pytest.mark.parametrize("kernels", [pools.TORCH, TRITON], ids=["torch", "triton"])
@@ -97,3 +98,41 @@ def test_slots_without_a_selection(kernels: PoolKernels) -> None:
     kernels.place(None, tokens, found)
     for row, count, slots in zip(tokens.rows, seen.tolist(), found):
         assert torch.equal(slots[:count], tokens.table[row, :count]) and (slots[count:] == -1).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("size", "width", "dtype"), [(4, 128, torch.bfloat16), (2, 24, torch.float32), (5, 40, torch.float32)]
+)
+def test_means(size: int, width: int, dtype: torch.dtype, interleaved: bool) -> None:
+    """Texts in steps that end within pools, against the formula in float64; padding completes no pool."""
+    assert TRITON.write_means is not None
+    lens = [1, random.randint(2, 3 * size), 6 * size + 1]
+    rotary, table = width // 2 // 4 * 2, slots_of_requests(lens, size)
+    angles = torch.rand(max(lens), rotary // 2) * 6
+    turned = RotaryTable(torch.cat((angles.cos(), angles.sin()), 1), interleaved)
+    keys, weight, dummy = torch.randn(len(lens), max(lens), width).to(dtype), torch.rand(width) + 0.5, table.numel()
+    cache, done = torch.zeros(dummy + size, 1, width, dtype=dtype), [0] * len(lens)
+    while done != lens:
+        counts = [min(length - start, random.choice([1, 2, size + 1])) for start, length in zip(done, lens)]
+        where = [(r, start + i) for r, (start, n) in enumerate(zip(done, counts)) for i in range(n)]
+        request, places = torch.tensor(where).T
+        slots, none = table[request, places].long(), torch.zeros(2, dtype=torch.int64)
+        given = torch.cat((keys[request, places], keys[0, :1].repeat(2, 1)))
+        turns = PoolTurns(torch.cat((places, none)), torch.cat((places // size * size, none)), turned, size)
+        TRITON.write_means(given, weight, 1e-6, turns, torch.cat((slots, none + dummy)), cache)
+        done = [start + n for start, n in zip(done, counts)]
+    bound = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    for r, length in enumerate(lens):
+        own = keys[r, :length].double()
+        mean = own[: length // size * size].unflatten(0, (-1, size)).mean(1)
+        pooled = mean / (mean.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight
+        first, second = (0, 1) if interleaved else (0, rotary // 2)
+        step = 2 if interleaved else 1
+        left = slice(first, rotary if interleaved else rotary // 2, step)
+        right = slice(second, rotary, step)
+        cos, sin = (part(angles[: length // size * size : size].double()) for part in (torch.cos, torch.sin))
+        a, b = pooled[:, left].clone(), pooled[:, right].clone()
+        pooled[:, left], pooled[:, right] = a * cos - b * sin, b * cos + a * sin
+        own[size - 1 :: size] = pooled
+        torch.testing.assert_close(cache[table[r, :length].long(), 0].double(), own, rtol=bound, atol=bound)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moe_engine.kernels.ops.residual_blocks import mix_blocks
-from tests.kernels.cpu.test_residual_blocks import drawn, run, weights_of
+from tests.kernels.cpu.test_residual_blocks import drawn, run
+from tests.kernels.drawn import block_weights
 
 kernel = pytest.importorskip("moe_engine.kernels.ops.triton_residual_blocks", reason="needs triton")
 TritonOps = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton").TritonOps
@@ -30,7 +31,7 @@ def test_mix_blocks(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 def test_a_token_does_not_depend_on_others_and_strides() -> None:
     width, norm = 100, torch.rand(100)
     wide, x = torch.randn(6, 5 * width + 7), torch.randn(6, 2 * width)[1:5, :width]
-    weights = weights_of(width, 2, starts=True)
+    weights = block_weights(width, 2, starts=True)
     whole = wide.clone()
     together = kernel.mix(x, whole[1:5, : 5 * width], weights, norm)
     for t in range(4):

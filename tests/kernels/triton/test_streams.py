@@ -8,7 +8,8 @@ import torch
 
 from moe_engine.kernels.ops.streams import mix_streams
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
-from tests.kernels.cpu.test_streams import check_mean, late_residual, late_weights, run, weights_of
+from tests.kernels.cpu.test_streams import check_mean, run
+from tests.kernels.drawn import late_residual, late_weights, stream_weights
 
 triton_streams = pytest.importorskip("moe_engine.kernels.ops.triton_streams", reason="needs triton")
 TritonOps = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton").TritonOps
@@ -25,7 +26,7 @@ def test_streams(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     n, width, tokens = shape
     residual = torch.randn(tokens, n * width + n + n * n).to(dtype)
     inputs = [torch.randn(tokens, width).to(dtype) for _ in range(3)]
-    weights = [weights_of(n, width, iterations=k) for k in (20, 1, 3)] + [weights_of(n, width, writes=False)]
+    weights = [stream_weights(n, width, iterations=k) for k in (20, 1, 3)] + [stream_weights(n, width, writes=False)]
     mix = TritonOps().capabilities.mix_streams
     found, wanted = run(mix, inputs, residual, weights), run(mix_streams, inputs, residual, weights)
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
@@ -52,7 +53,7 @@ def test_the_norm_of_what_is_read(format: ActivationFormat, late: bool) -> None:
     """The same values as by launches of their own, for streams of several blocks; more streams than a kernel has."""
     for n, width in ((4, 300), (9, 24)):
         line = late_residual(n, width, 3) if late else torch.randn(3, n * width + n + n * n)
-        weights, norm = (late_weights if late else weights_of)(n, width), torch.rand(width) + 0.5
+        weights, norm = (late_weights if late else stream_weights)(n, width), torch.rand(width) + 0.5
         weights = weights[0] if isinstance(weights, list) else weights
         ops, x, residuals = TritonOps(), torch.randn(3, width).bfloat16(), [line.bfloat16(), line.bfloat16()]
         read = triton_streams.mix(x, residuals[0], weights)
@@ -77,7 +78,7 @@ def test_mean_of_streams(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
 def test_a_token_does_not_depend_on_others() -> None:
     n, width, tokens = 4, 100, 19
     residual = torch.randn(tokens, n * width + n + n * n).bfloat16()
-    inputs, weights = [torch.randn(tokens, width).bfloat16()], [weights_of(n, width), weights_of(n, width)]
+    inputs, weights = [torch.randn(tokens, width).bfloat16()], [stream_weights(n, width), stream_weights(n, width)]
     together = run(triton_streams.mix, inputs, residual, weights)
     for t in (0, 15, 18):
         part = slice(t, t + 1)
@@ -89,7 +90,7 @@ def test_strided_inputs_and_no_tokens() -> None:
     n, width = 4, 48
     wide = torch.randn(6, n * width + n + n * n + 7)
     residual, x, before = wide[1:5, :-7], torch.randn(6, 2 * width)[1:5, :width], wide.clone()
-    weights = weights_of(n, width)
+    weights = stream_weights(n, width)
     wanted = run(mix_streams, [x], residual, [weights, weights])
     found = [triton_streams.mix(None, residual, weights), triton_streams.mix(x, residual, weights), residual]
     for one, other in zip(found, wanted, strict=True):

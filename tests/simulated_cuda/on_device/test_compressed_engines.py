@@ -23,15 +23,16 @@ from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
 from tests.examples import FACTOR
-from tests.models.checkpoints import POOLED
+from tests.models.checkpoints import GATED_STREAMS, POOLED, make_checkpoint
 from tests.models.deepseek_v41 import make_v41
+from tests.models.qwen4_exp_images import make_qwen4
 from tests.models.stepper import Chunk, Stepper
 from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
 from tests.models.v4_dspark import make_dspark
 from tests.models.v4_mtp import make_agreeing
 from tests.models.v41_dspark import make_v41_dspark
 from tests.models.v41_tower import IMAGE, VISION, picture
-from tests.models.vision_checkpoints import Pixels
+from tests.models.vision_checkpoints import Pixels, random_pixels
 from tests.simulated_cuda import kernels, quick_start
 from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared
 from tests.speculation.agreeing import agreeing_checkpoint
@@ -170,17 +171,69 @@ def test_steps_over_pools_are_captured(form: str, tmp_path: Path) -> None:
     assert set(kernels.launches) >= wanted
 
 
+GATED_FIELDS: dict[str, Any] = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "indexer_budget": 8, "hc_count": 2,
+    "ple_layer_ids": [1], "indexer_n_heads": 4, "num_experts": 4,
+}  # fmt: skip
+GATED_FORMS: dict[str, dict[str, Any]] = {
+    "decodes": {}, "chunks": {"chunked_prefill_size": 8}, "n-gram drafts": NGRAM, "images": {},
+}  # fmt: skip
+
+
+@pytest.mark.drawn(2, group="engines on a device")
+@pytest.mark.parametrize("form", GATED_FORMS)
+def test_steps_over_grouped_pools_are_captured(form: str, tmp_path: Path) -> None:
+    """Qwen3.8-Flash-Next: as `test_steps_over_pools_are_captured`; captured decodes complete pools that begin in an
+    image."""
+    seed = random.randrange(1 << 30)
+    path = make_qwen4(tmp_path / "model", seed, agreeing=True, **GATED_FIELDS)
+    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
+    requests = [
+        Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
+        Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
+        Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
+    ]
+    if form == "images":
+        image = random_pixels(3, 2, torch.Generator().manual_seed(seed))
+        requests = [with_image(request, place, image) for request, place in zip(requests, (1, 9, 9))]
+    both = {"page_size": 4, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96}
+    found = compared(path, tmp_path, requests, both | GATED_FORMS[form], cuda_graph_bs_decode="2", **FEW)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
+    lens = {start + 1 for step in replayed for start in step.plan.starts}
+    assert min(lens) < 10 and max(lens) > 12
+    assert set(kernels.launches) >= {"scores_kernel", "select_kernel", "count_pools_kernel", "place_pools_kernel"}
+
+
 LAUNCHES = {SLIDING: 16, HCA: 18, CSA: 24}
 
 
 def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton, with unquantized experts: a captured decode of two requests, whose kernels compute nothing."""
-    monkeypatch.setattr(kernels, "_call", lambda *args, **options: None)
+    """In Triton, with unquantized experts."""
     fields = {"num_hidden_layers": 3, "layer_types": list(LAUNCHES), "num_hash_layers": 0, "index_n_heads": 4}
     path = make_v4(tmp_path, dtype=torch.bfloat16, tokenizer=False, **fields)
+    assert dict(zip(LAUNCHES, launches_of(path, monkeypatch), strict=True)) == LAUNCHES
+
+
+GATED_LAUNCHES = {"linear attention": 23, "selected pools": 36}
+
+
+def test_launches_of_a_layer_with_gated_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3.8-Flash-Next. Operations of torch are launches too; one is left, in the layer with pools."""
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    fields = {"num_hidden_layers": 3, "layer_types": kinds, "ple_layer_ids": []}
+    path = make_checkpoint(GATED_STREAMS, tmp_path, dtype=torch.bfloat16, tokenizer=False, **fields)
+    _, *counts = launches_of(path, monkeypatch)  # the first layer has the work of a step on states too
+    assert dict(zip(GATED_LAUNCHES, counts, strict=True)) == GATED_LAUNCHES
+
+
+def launches_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Launches of each layer in a captured decode of two requests, whose kernels compute nothing."""
+    monkeypatch.setattr(kernels, "_call", lambda *args, **options: None)
     config = load_model_config(path)
-    asked = dict.fromkeys(("attention", "experts", "ops", "indexer", "compression"), "triton")
+    families = ("attention", "experts", "ops", "indexer", "compression", "delta")
     need = need_of_model(config, "bfloat16", page_size=16)
+    asked = dict.fromkeys(families, "triton")
     backends = build_backends(plan_kernels(Device("cuda", "a GPU", (9, 0)), need, asked))
     model: Any = load_model(path, config, LoadOptions("bfloat16", device="cuda"), backends)
     stepper = Stepper(model, config, backends, torch.bfloat16, page_size=16, device="cuda")
@@ -198,5 +251,4 @@ def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         model._calls = [marked(call) for call in model._calls]
         with torch.cuda.graph(graph):
             model.forward(batch)
-    counts = [end - begin for begin, end in pairwise([*begins, len(names)])]
-    assert dict(zip(LAUNCHES, counts, strict=True)) == LAUNCHES, names
+    return [end - begin for begin, end in pairwise([*begins, len(names)])]

@@ -1,0 +1,114 @@
+"""The Triton launches of a case, recorded on meta tensors without a device: the kernels that it reaches, and its work
+by the cost functions of `step_costs`.
+
+Bytes between two launches of a case count: a floor is that of its launches, not of a fused kernel.
+
+``python -m benchmarks.gpu_suite.launched`` lists all kernels with the cases that launch them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.gpu_suite.rows import triton_row
+from benchmarks.kernel_cases import Call, KernelCase
+from benchmarks.step_costs.costs import Routing, Setting, kernel_cost
+from benchmarks.step_costs.hardware import Hardware
+
+HARDWARE = Hardware.named("H200")
+NO_EXPERTS = Routing(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and its arguments and options by name, with its `grid`."""
+
+    kernel: str
+    arguments: SimpleNamespace
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Work of some launches."""
+
+    bytes: int
+    flops: int
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, launches are appended to the list and do nothing else, compiled or interpreted."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    from moe_engine.kernels.triton.dependent import DependentKernel
+
+    found: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        names = inspect.getfullargspec(kernel.fn).args
+        known = {name: value for name, value in options.items() if name in names}
+        given = options | inspect.getcallargs(kernel.fn, *args, **known)
+        places = grid(given) if callable(grid) else grid
+        found.append(Launch(kernel.fn.__name__, SimpleNamespace(**given, grid=tuple(places))))
+
+    with ExitStack() as patches:
+        for kind in (JITFunction, DependentKernel, InterpretedFunction):
+            patches.enter_context(patch.object(kind, "run", run))
+        yield found
+
+
+def launches_of(case: KernelCase) -> list[Launch]:
+    """Those of a call of the case on Triton's row."""
+    with recorded() as found:
+        call = case.prepare(triton_row(case.family), "meta")
+        found.clear()
+        call()
+    return found
+
+
+def work_of(case: KernelCase, setting: Setting) -> Counted:
+    """Bytes and operations of the case's launches."""
+    from benchmarks.step_costs import exchange_costs, family_costs, triton_costs  # noqa: F401
+
+    costs = [kernel_cost(launch.kernel, launch.arguments, setting) for launch in launches_of(case)]
+    return Counted(round(sum(cost.bytes for cost in costs)), round(sum(cost.total_flops for cost in costs)))
+
+
+def counted(
+    family: str, name: str, prepare: Callable[[Any, str], Call], context: int = 0, routing: Routing = NO_EXPERTS,
+    fp8: bool = False, compared: Callable[[Any], Any] = lambda found: found,
+) -> KernelCase:  # fmt: skip
+    """A case whose work is counted. context, routing: those of the cost functions' `Setting`."""
+    work = partial(work_of, setting=Setting(context, routing, HARDWARE))
+    return KernelCase(family, name, work, fp8, prepare, compared)
+
+
+def main() -> None:
+    """Prints each kernel with the number of its cases and the first ones, or with the reason why it has none."""
+    from benchmarks.gpu_suite import cases
+    from benchmarks.report import table
+    from moe_engine.kernels.triton import modules
+
+    found: dict[str, list[str]] = {case.kernel.fn.__name__: [] for case in modules.all_cases()}
+    for case in {
+        case.name: case for case in [*cases.parity_cases(), *cases.timed_cases(), *cases.all_cases()]
+    }.values():
+        for kernel in {launch.kernel for launch in launches_of(case)}:
+            found[kernel].append(case.name)
+    rows = [
+        (kernel, str(len(names)), ", ".join(names[:3]) or cases.ELSEWHERE.get(kernel, "-"))
+        for kernel, names in sorted(found.items())
+    ]
+    print(table(("kernel", "cases", "the first ones"), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Cases of layers that DeepSeek V3 has none of, or of their less common forms: gated delta nets, LoRA, blocks of the
+residual, gates, rows of grouped attention, FP8 caches, contexts in chunks, weights of 4 bits, vision towers.
+
+Legend: T tokens, R requests, D hidden, H heads, G KV heads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention_cases import PAGE, paged_queries, pool_size
+from benchmarks.gpu_suite.launched import counted
+from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table
+from moe_engine.kernels.delta.protocol import DeltaShape, StateRuns
+from moe_engine.kernels.kv_format import head_records, latent_records
+from moe_engine.kernels.kv_format.formats import E4M3, FP8_GROUPS, head_width, latent_width
+from moe_engine.kernels.lora.protocol import AdapterTokens, LoraWeights
+from moe_engine.kernels.ops.protocol import HeadNorms
+from moe_engine.kernels.ops.residual_blocks import mix_blocks
+from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
+from tests.kernels.drawn import block_residual, block_weights, delta_inputs
+
+EPS = 1e-6
+
+
+def delta(label: str, shape: DeltaShape, lens: list[int]) -> KernelCase:
+    """A delta net's runs of tokens: decodes, or prompts in chunks."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        inputs, weights, states = delta_inputs(shape, sum(lens), len(lens), torch.bfloat16, device)
+        runs = StateRuns.plain(lens, torch.arange(len(lens), device=device))
+        return lambda: (kernel.run(inputs, weights, states, runs, shape), *states)
+
+    return counted("delta", f"delta.{label}.{len(lens)}x{lens[0]}", prepare, fp8=True)
+
+
+def lora(tokens: int, k: int, columns: tuple[int, ...], rank: int, slots: int = 4) -> KernelCase:
+    """Products of several adapters with a common input."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        parts, n = len(columns) - 1, columns[-1]
+        a, b = normal(slots, parts * rank, k, device=device), normal(slots, rank, n, device=device)
+        weights, found = LoraWeights(a, b, columns), _adapters(tokens, slots, device)
+        x, y = normal(tokens, k, device=device, scale=k**-0.5), normal(tokens, n, device=device)
+
+        def call() -> Tensor:
+            kernel.add(y, x, weights, found)
+            return y
+
+        return call
+
+    return counted("lora", f"lora.{k}x{columns[-1]}.r{rank}.t{tokens}", prepare)
+
+
+def _adapters(tokens: int, slots: int, device: str) -> AdapterTokens:
+    """Of each slot equally many tokens, and as many without."""
+    numbers = torch.arange(tokens).remainder(slots + 1).sub(1)
+    found = AdapterTokens.of(numbers.numpy(), lambda x: x.to(device))
+    assert found is not None
+    return found
+
+
+def residual_blocks(tokens: int, rows: int, width: int) -> KernelCase:
+    """A part in the last block reads all rows of the residual, and their norm follows."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        residual = block_residual(rows, width, tokens, device).bfloat16()
+        weights, norm = block_weights(width, rows - 1, device=device), torch.rand(width, device=device) + 0.5
+        x, mix = normal(tokens, width, device=device), ops.capabilities.mix_blocks or mix_blocks
+        return lambda: (mix(x, residual, weights, norm), residual)
+
+    return counted("ops", f"mix_blocks.{rows}x{width}.t{tokens}", prepare)
+
+
+def head_gates(tokens: int, heads: int, width: int, by_head: bool) -> KernelCase:
+    """Results of attention times the sigmoid of a gate."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        x, gate = (normal(tokens, heads, size, device=device) for size in (width, 1 if by_head else width))
+        gates = ops.capabilities.gates
+        return lambda: x.clone() * gate.sigmoid() if gates is None else gates.heads(x.clone(), gate)
+
+    return counted("ops", f"gate_heads.{heads}x{width}{'.by_head' * by_head}.t{tokens}", prepare)
+
+
+def row_gates(tokens: int, width: int) -> KernelCase:
+    """A shared expert's result times the sigmoid of a product."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        rows, x = (normal(tokens, width, device=device) for _ in range(2))
+        weight, gates = normal(1, width, device=device, scale=width**-0.5), ops.capabilities.gates
+        return lambda: rows * (x @ weight.T).sigmoid() if gates is None else gates.rows(rows.clone(), x, weight)
+
+    return counted("ops", f"gate_rows.{width}.t{tokens}", prepare)
+
+
+def lookup(tokens: int, vocab: int, width: int) -> KernelCase:
+    """A rank's rows of the embedding: half of the ids are another rank's."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        ids, weight = torch.randint(2 * vocab, (tokens,), device=device), normal(vocab, width, device=device)
+
+        def apart() -> Tensor:
+            own = ids - vocab
+            known = own >= 0
+            return weight[own.clamp(min=0)].masked_fill_(~known[:, None], 0)
+
+        found = ops.capabilities.lookup
+        return apart if found is None else lambda: found(ids, weight, vocab)
+
+    return counted("ops", f"lookup.{vocab}x{width}.t{tokens}", prepare)
+
+
+def grouped_rows(tokens: int, heads: int, groups: int, width: int) -> KernelCase:
+    """Bias, norms, rotation and cache rows of grouped attention."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        qkv = normal(tokens, heads + 2 * groups, width, device=device)
+        q, k, v = qkv.split((heads, groups, groups), 1)
+        bias, table = normal(qkv[0].numel(), device=device), rotary_table(width // 2, device)
+        norms = HeadNorms(torch.rand(width, device=device) + 0.5, torch.rand(width, device=device) + 0.5, EPS)
+        positions = torch.randint(POSITIONS, (tokens,), device=device)
+        slots, caches = _cache(tokens, groups, width, device)
+        given, fused = (positions, table), ops.capabilities.grouped_rows
+
+        def apart() -> tuple[Tensor, ...]:
+            added = (qkv + bias.view(-1, width)).split((heads, groups, groups), 1)
+            rows = [ops.rms_norm(x, weight, EPS) for x, weight in zip(added, (norms.q, norms.k))]
+            for x in rows:
+                ops.rotate_leading(x, *given)
+            ops.write_kv(rows[1], added[2], slots, *caches)
+            return rows[0], *caches
+
+        def together() -> tuple[Tensor, ...]:
+            return fused(q, k, v, norms, *given, slots, *caches, bias), *caches
+
+        return apart if fused is None else together
+
+    return counted("ops", f"grouped_rows.{heads}x{groups}x{width}.t{tokens}", prepare)
+
+
+def _cache(
+    tokens: int, groups: int, width: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, list[Tensor]]:
+    """Slots of tokens, and zeroed caches of keys and values."""
+    slots = torch.randperm(2 * tokens, device=device)[:tokens]
+    return slots, [torch.zeros(2 * tokens, groups, width, dtype=dtype, device=device) for _ in "kv"]
+
+
+def write_kv(tokens: int, groups: int, width: int, fp8: bool) -> KernelCase:
+    """Keys and values into the cache, fp8: as e4m3 records."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        keys, values = (normal(tokens, groups, width, device=device) for _ in "kv")
+        form = (head_width(E4M3, width), torch.uint8) if fp8 else (width, torch.bfloat16)
+        slots, caches = _cache(tokens, groups, form[0], device, form[1])
+
+        def call() -> list[Tensor]:
+            ops.write_kv(keys, values, slots, *caches)
+            return caches
+
+        return call
+
+    name = f"write_kv.{groups}x{width}{'.fp8' * fp8}.t{tokens}"
+    return counted("ops", name, prepare, fp8=fp8, compared=lambda found: _unpacked(found, width))
+
+
+def _unpacked(caches: list[Tensor], width: int) -> tuple[Tensor, ...]:
+    return tuple(head_records.unpack(cache, width) for cache in caches)
+
+
+def write_latent_records(tokens: int, latent: int, rotary: int) -> KernelCase:
+    """MLA's rows as e4m3 records."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        kv_a, weight = normal(tokens, latent + rotary, device=device), torch.rand(latent, device=device) + 0.5
+        table, positions = rotary_table(rotary, device), torch.randint(POSITIONS, (tokens,), device=device)
+        slots = torch.randperm(2 * tokens, device=device)[:tokens]
+        cache = torch.zeros(2 * tokens, latent_width(E4M3, latent, rotary), dtype=torch.uint8, device=device)
+
+        def call() -> Tensor:
+            ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
+            return cache
+
+        return call
+
+    compared = partial(latent_records.unpack, latent=latent, rotary=rotary)
+    return counted("ops", f"write_latent.{latent}x{rotary}.fp8.t{tokens}", prepare, fp8=True, compared=compared)
+
+
+def chunked_context(tokens: int, context: int, heads: int, nope: int = 128, rotary: int = 64) -> KernelCase:
+    """MLA's expanded form over a context in two chunks, whose rows are gathered from FP8 records, and their merge."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        chunks, latent = kernel.capabilities.chunks, 4 * nope
+        if chunks is None:
+            raise NotServed("has no context in chunks")
+        asked, half = paged_queries(1, tokens, context, device, PAGE), context // 2
+        cache = latent_records.pack(normal(pool_size(asked), latent + rotary, device=device), latent, FP8_GROUPS)
+        q = normal(tokens, heads, nope + rotary, device=device)
+        kv = normal(context, heads, 2 * nope, device=device)
+        plans = [chunks.plan(asked, [first], [count]) for first, count in ((0, half), (half, context - half))]
+        rooms = [q.new_empty(count, latent + rotary) for count in (half, context - half)]
+
+        def call() -> Tensor:
+            found = []
+            for part, plan, room in zip(kv.split((half, context - half)), plans, rooms):
+                rows = kernel.gather_latent(cache, asked, plan, room, latent)
+                found.append(chunks.expanded(q, part, rows[:, latent:], (nope + rotary) ** -0.5, plan))
+            chunks.merge(*found[0], *found[1])
+            return found[0][0]
+
+        return call
+
+    return counted("mla", f"chunks.{heads}x{nope}.q{tokens}.s{context}", prepare, context)
+
+
+def probabilities(rows: int, vocab: int, tokens: int = 4) -> KernelCase:
+    """The target's probabilities of drafts."""
+
+    def prepare(sampling: Any, device: str) -> Call:
+        logits = normal(rows, vocab, device=device, dtype=torch.float32, scale=3.0)
+        ids = torch.randint(vocab, (rows, tokens), device=device)
+        temperature, top_p, min_p = (torch.full((rows,), value, device=device) for value in (0.7, 0.95, 0.0))
+        top_k = torch.full((rows,), vocab, dtype=torch.int64, device=device)
+        draws = torch.full((rows,), Draw.NUCLEUS, dtype=torch.uint8).numpy()
+        parameters = SamplingParameters(draws, temperature, top_p, min_p, top_k, device != "cpu")
+        return lambda: sampling.probabilities(logits, parameters, ids)
+
+    return counted("sampling", f"probabilities.{vocab}x{tokens}.r{rows}", prepare)
+
+
+def greedy(rows: int, vocab: int) -> KernelCase:
+    """The best tokens."""
+
+    def prepare(sampling: Any, device: str) -> Call:
+        logits = normal(rows, vocab, device=device, dtype=torch.float32)
+        return lambda: sampling.greedy(logits)
+
+    return counted("sampling", f"greedy.{vocab}.r{rows}", prepare)
+
+
+def copied_rows(rows: int, width: int) -> KernelCase:
+    """The rows of experts before NVSHMEM sends them: their number is on the device."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        x, count = normal(rows, width, device=device), rows * 3 // 4
+        out, end = torch.zeros_like(x), torch.tensor([count], dtype=torch.int32, device=device)
+
+        def call() -> Tensor:
+            if kernel.name == "triton":
+                from moe_engine.kernels.symm_mem.triton_copy import copy_rows
+
+                copy_rows(x, out, end)
+            else:
+                out[:count] = x[:count]
+            return out
+
+        return call
+
+    return counted("permutation", f"copy_rows.{rows}x{width}", prepare)
+
+
+def varlen(lens: list[int], heads: int, width: int) -> KernelCase:
+    """A vision tower's attention within images."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        q, k, v = (normal(sum(lens), heads, width, device=device) for _ in "qkv")
+        return lambda: kernel.run(q, k, v, lens, width**-0.5)
+
+    return counted("varlen", f"varlen.{heads}x{width}.{len(lens)}x{lens[0]}", prepare)
+
+
+def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list[KernelCase]:
+    """Of steps of `tokens` decodes, and of prompts of `prompt` tokens."""
+    gdn = DeltaShape(heads // 2, heads, width, width, 4)
+    kda = DeltaShape(heads, heads, width, width, 4, width, sigmoid=True)
+    nets, runs, groups = {"gdn": gdn, "kda": kda}, ([1] * tokens, [prompt] * 2), heads // 4
+    return [
+        *(delta(label, shape, lens) for label, shape in nets.items() for lens in runs),
+        lora(tokens, hidden, (0, hidden, hidden * 5 // 4, hidden * 3 // 2), 16),
+        residual_blocks(tokens, 9, hidden),
+        head_gates(tokens, heads, width, by_head=False),
+        head_gates(tokens, heads, width, by_head=True),
+        row_gates(tokens, hidden),
+        lookup(tokens, 2 * hidden, hidden),
+        grouped_rows(tokens, heads, groups, width),
+        write_kv(tokens, groups, width, fp8=False),
+        write_kv(tokens, groups, width, fp8=True),
+        write_latent_records(tokens, 4 * width, width // 2),
+        chunked_context(prompt, 2 * prompt, heads, width, width // 2),
+        greedy(tokens, 32 * hidden),
+        probabilities(tokens, 32 * hidden),
+        copied_rows(8 * tokens, hidden),
+        varlen([prompt] * 2, heads, width),
+    ]

@@ -1,0 +1,71 @@
+"""The GPU suite has a case of every Triton kernel, and its cases run: in tiny sizes in the interpreter, on the inputs
+of torch's rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu_suite import cases, parity
+from benchmarks.gpu_suite.launched import launches_of
+from benchmarks.gpu_suite.rows import Rows, triton_row
+from benchmarks.gpu_suite.setting import Setting
+from benchmarks.kernel_cases import KernelCase, all_cases
+from moe_engine.kernels.device import cpu_device
+from moe_engine.kernels.triton import modules
+
+TINY = {case.name: case for case in cases.tiny_cases()}
+
+
+@pytest.fixture
+def poisoned() -> None:
+    """Not here, and memory accesses are not checked: the kernels' own tests do both."""
+
+
+@pytest.fixture
+def checked() -> None:
+    """As above."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> set[str]:
+    """All kernels but those that other parts run."""
+    return {case.kernel.fn.__name__ for case in modules.all_cases()} - cases.ELSEWHERE.keys()
+
+
+def reached(asked: list[KernelCase]) -> set[str]:
+    """The kernels that these cases launch, which all have work."""
+    found = set()
+    for case in asked:
+        launches = launches_of(case)
+        assert case.bytes > 0 or not launches, case.name
+        found |= {launch.kernel for launch in launches}
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_named_shapes() -> set[str]:
+    return reached(all_cases())
+
+
+@pytest.mark.parametrize("own", [cases.parity_cases, cases.timed_cases, cases.tiny_cases])
+def test_every_kernel_has_a_case_or_a_reason(own, kernels, by_named_shapes):
+    """A new kernel needs a case in `benchmarks/gpu_suite`, or a line in `cases.ELSEWHERE`. Tiny ones, so that a dry run
+    finds errors in each."""
+    found = reached(own()) | (set() if own is cases.tiny_cases else by_named_shapes)
+    assert (kernels - found, cases.ELSEWHERE.keys() & found) == (set(), set())
+
+
+def test_names_are_unique():
+    for own in (cases.parity_cases, cases.timed_cases):
+        names = [case.name for case in [*own(), *all_cases()]]
+        assert len(names) == len(set(names))
+    assert len(TINY) == len(cases.tiny_cases())
+
+
+@pytest.mark.drawn(12)
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_case_in_the_interpreter(name):
+    rows, case = Rows(cpu_device(), asked=("torch",)), TINY[name]
+    rows.kernels[case.family]["triton"] = triton_row(case.family)
+    (line,) = parity.compare([case], rows, Setting.of("cpu", 600))["lines"]
+    assert line["ok"] and "error" in line, line
