@@ -183,7 +183,12 @@ struct Attention {
         s = masked;
         stride = LANES;
       }
-      for (int64_t k = 0; k < count; k++) top = max(top, load(s + k * stride));
+      F16 tops[4] = {top, top, top, top};  // independent: one chain would wait for each maximum
+      int64_t row = 0;
+      for (; row + 4 <= count; row += 4)
+        for (int i = 0; i < 4; i++) tops[i] = max(tops[i], load(s + (row + i) * stride));
+      for (; row < count; row++) tops[0] = max(tops[0], load(s + row * stride));
+      top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
       store(run.high + p, top);
       top = max(top, floor);  // a column without visible keys keeps -inf without producing NaN
       const F16 factor = exp2((before - top) * scale), shift = zero() - top * scale;
@@ -451,8 +456,8 @@ struct Attention {
     count = 0;
     for (int64_t r = 0; r < queries.requests; r++) {
       const int64_t columns = queries.tokens(r) * heads.group_heads, parts = ceil_div(columns, most_columns);
-      for (int64_t part = parts - 1; part >= 0; part--)  // most context first
-        for (int64_t g = 0; g < heads.groups; g++) {
+      for (int64_t g = 0; g < heads.groups; g++)  // a group's keys and values stay in the L2 cache
+        for (int64_t part = parts - 1; part >= 0; part--) {  // most context first
           Unit u{r, g, part * most_columns, std::min(most_columns, columns - part * most_columns), 0, partial, 0};
           u.from = first_position(u, 0);
           u.splits = last_position(u, u.columns - 1) / SPLIT + 1 - u.from / SPLIT;

@@ -2,8 +2,10 @@
 //
 // Legend: T tokens, D hidden, H heads, C latent width, R rotary width, E experts, K experts per token.
 // All arithmetic in float; every reduction runs in an order that depends only on the row's length.
+#include "amx.h"
 #include "api.h"
 #include "fp8.h"
+#include "gemm.h"
 #include "rows.h"
 
 namespace moe {
@@ -228,12 +230,11 @@ static void choose(float* logits, const float* bias, const Router& r, float* roo
   }
 }
 
+// logits [T, E] = x gate^T.
 template <class T, class G>
-static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G* gate, const float* bias,
-                  const Router& r, float* weights, int32_t* ids, const int32_t* given) {
-  if (tokens == 0) return;
-  const int64_t experts = r.experts, padded = ceil_div(dim, LANES) * LANES + LANES;
-  float* logits = scratch<float>(SHARED_OUT, tokens * experts);
+static void router_logits(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G* gate, int64_t experts,
+                          float* logits) {
+  const int64_t padded = ceil_div(dim, LANES) * LANES + LANES;
   // Tasks of a few tokens each; for few tokens, tasks of some experts each, so that all threads read the gate.
   const int64_t token_block = std::min<int64_t>(tokens, 24), token_tasks = ceil_div(tokens, token_block);
   const int64_t wanted = ceil_div(4 * omp_get_max_threads(), token_tasks);
@@ -264,6 +265,57 @@ static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G*
     sweep(std::integral_constant<int, 4>());
     sweep(std::integral_constant<int, 1>());
   });
+}
+
+#if defined(MOE_AMX)
+// The same by matrix tiles. Tokens are the columns, so that the gate is read as stored. D is a multiple of 32.
+static void tile_logits(const bf16* x, int64_t ldx, int64_t tokens, int64_t dim, const bf16* gate, int64_t experts,
+                        float* logits) {
+  const int64_t token_block = std::min<int64_t>(tokens, 4 * LANES), token_tasks = ceil_div(tokens, token_block);
+  const int64_t wanted = ceil_div(4 * omp_get_max_threads(), token_tasks), steps = dim / 2;
+  const int64_t expert_block = ceil_div(ceil_div(experts, wanted), LANES) * LANES;
+  const int64_t expert_tasks = ceil_div(experts, expert_block);
+  parallel_products(token_tasks * expert_tasks, [&](int64_t task) {
+    const int64_t first = task / expert_tasks * token_block, count = std::min(token_block, tokens - first);
+    const int64_t e0 = task % expert_tasks * expert_block, here = std::min(expert_block, experts - e0);
+    const int64_t panels = panels_of(count), ldc = panels * LANES;
+    uint32_t* columns = scratch<uint32_t>(ROWS, panels * steps * LANES);
+    float* c = scratch<float>(PRODUCT, ceil_div(here, LANES) * LANES * ldc);
+    for (int64_t p = 0; p < count; p += LANES) {
+      const bf16* rows[LANES];
+      const int64_t valid = std::min<int64_t>(LANES, count - p);
+      for (int64_t i = 0; i < valid; i++) rows[i] = x + (first + p + i) * ldx;
+      pack_rows(rows, valid, dim, steps, columns + p * steps);
+    }
+    gemm<bf16>(gate + e0 * dim, dim * 2, here, columns, steps * LANES, panels, steps, c, ldc, false);
+    alignas(64) float block[LANES][LANES];
+    for (int64_t p = 0; p < count; p += LANES)
+      for (int64_t e = 0; e < here; e += LANES) {
+        const uint32_t* from[LANES];
+        for (int64_t i = 0; i < LANES; i++) from[i] = reinterpret_cast<const uint32_t*>(c + (e + i) * ldc + p);
+        transpose(reinterpret_cast<uint32_t*>(block[0]), LANES, from);
+        const size_t bytes = size_t(std::min<int64_t>(LANES, here - e)) * 4;
+        for (int64_t t = p; t < std::min(p + LANES, count); t++)
+          std::memcpy(logits + (first + t) * experts + e0 + e, block[t - p], bytes);
+      }
+  });
+}
+#endif
+
+template <class T, class G>
+static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G* gate, const float* bias,
+                  const Router& r, float* weights, int32_t* ids, const int32_t* given) {
+  if (tokens == 0) return;
+  const int64_t experts = r.experts;
+  float* logits = scratch<float>(SHARED_OUT, tokens * experts);
+  bool tiles = false;
+#if defined(MOE_AMX)
+  if constexpr (PER_UNIT<T> == 2 && PER_UNIT<G> == 2) {
+    tiles = tiles_allowed() && dim % 32 == 0;
+    if (tiles) tile_logits(x, ldx, tokens, dim, gate, experts, logits);
+  }
+#endif
+  if (!tiles) router_logits(x, ldx, tokens, dim, gate, experts, logits);
   parallel_ranges(tokens, double(experts) * 6, [&](int64_t from, int64_t to) {
     float* room = scratch<float>(SCORES, 2 * experts);
     int32_t* index = scratch<int32_t>(STATS, experts);

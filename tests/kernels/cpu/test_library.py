@@ -178,7 +178,7 @@ def test_only_changed_units_are_compiled(tmp_path: Path, monkeypatch: pytest.Mon
     assert compiled("-O1") == (set(), first)
     assert compiled("-O2")[0] == every
     tiles, emulated = compiled("-O1", "-DMOE_AMX_EMULATE")
-    assert tiles == {"gemm_bf16", "coded"}
+    assert tiles == {"gemm_bf16", "coded", "ops"}
     assert len(set(emulated.split()) - set(first.split())) == 1 + len(tiles)  # of the objects, and the library's name
     for name, users in (
         ("lora.cpp", {"lora"}),

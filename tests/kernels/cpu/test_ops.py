@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.cpu.library import PATHS, Library
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RouterSpec
 from tests.kernels import row_checks
 from tests.kernels.cpu.conftest import threads
-from tests.kernels.cpu.formulas import NAN, normal
+from tests.kernels.cpu.formulas import NAN, close, normal
 from tests.kernels.row_checks import ROUTERS
 
 EPS = 1e-5
@@ -76,24 +76,29 @@ def test_write_kv(library: Library, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS.keys())
-@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (37, 100)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (37, 100), (150, 96)])
 def test_route(any_library: Library, dtype: torch.dtype, spec: RouterSpec, tokens: int, width: int) -> None:
     ops = CpuOps(any_library)
     row_checks.check_route(ops, dtype, spec, tokens, width)
     x, gate = normal(tokens, width, dtype=dtype), torch.randn(spec.num_experts, width) / width**0.5
     bias = torch.randn(spec.num_experts) - 1.0
-    weights, ids = ops.route(x, gate, bias, spec)
-    for token in range(0, tokens, 7):
-        one = ops.route(x[token : token + 1], gate, bias, spec)
-        assert torch.equal(one[0], weights[token : token + 1])
-        assert torch.equal(one[1], ids[token : token + 1])
-    with threads(1):
-        again = ops.route(x, gate, bias, spec)
-    assert torch.equal(again[0], weights)
     narrow = ops.prepare_gate(gate.to(torch.bfloat16))
     assert narrow.dtype == torch.bfloat16, "as stored"
-    for found, wide in zip(ops.route(x, narrow, bias, spec), ops.route(x, narrow.float(), bias, spec)):
-        assert torch.equal(found, wide), "a bf16 gate has the bits of its values in float32"
+    for form in (gate, narrow):
+        weights, ids = ops.route(x, form, bias, spec)
+        for token in range(0, tokens, 7):
+            one = ops.route(x[token : token + 1], form, bias, spec)
+            assert torch.equal(one[0], weights[token : token + 1])
+            assert torch.equal(one[1], ids[token : token + 1])
+        with threads(1):
+            again = ops.route(x, form, bias, spec)
+        assert torch.equal(again[0], weights)
+    wide = ops.route(x, narrow.float(), bias, spec)
+    if any_library.path == PATHS[3] and dtype == torch.bfloat16 and width % 32 == 0:  # matrix tiles
+        dense = [torch.zeros(tokens, spec.num_experts).scatter_(-1, ids.long(), w) for w, ids in ((weights, ids), wide)]
+        close(dense[0], dense[1].double(), 4)
+    else:
+        assert torch.equal(weights, wide[0]), "a bf16 gate has the bits of its values in float32"
 
 
 def test_no_tokens(library: Library, dtype: torch.dtype) -> None:
