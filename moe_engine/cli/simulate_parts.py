@@ -241,7 +241,7 @@ class _Exchange:
             self._results[part] = value
             self._seams.ended(part)
         else:
-            self._seams.told(part, *value)
+            self._seams.completed(part, *value)
             for waiting, reply in self._seams.replies():
                 with contextlib.suppress(BrokenPipeError):  # it died: the next message is the end
                     self._processes[waiting][1].send(reply)

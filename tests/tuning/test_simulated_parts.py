@@ -53,7 +53,7 @@ def in_parts(spec: FleetSpec, make_load, size: int, firsts: list[int], interval:
         def complete(number, tally, older, part=part, alone=alone):
             if alone:
                 return False
-            seams.told(part, number, tally, older)
+            seams.completed(part, number, tally, older)
             if not seams.is_shared(part, number):
                 return False
             ((waiting, reply),) = seams.replies()

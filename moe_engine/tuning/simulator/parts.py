@@ -187,9 +187,9 @@ class PartRun:
 
 
 class Reply(Enum):
-    """To a part that has told a window of the next part."""
+    """To a part that has completed a window of the next part."""
 
-    ON = "go on and tell the next window"
+    ON = "go on to the next window"
     END = "the results of the part end with this window"
     ALONE = "go on to the end of the load"
 
@@ -216,7 +216,7 @@ class Seams:
         """Whether a window of a part is also one of the next part, and waits for a reply."""
         return part + 1 < len(self._firsts) and number >= self._firsts[part + 1]
 
-    def told(self, part: int, number: int, tally: Tally, older: int) -> None:
+    def completed(self, part: int, number: int, tally: Tally, older: int) -> None:
         """A part has completed a window; `older`: of the next window."""
         self._tallies[part][number] = tally
         if self.is_shared(part, number):
