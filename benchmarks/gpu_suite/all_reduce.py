@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_suite.exchange import LIMIT_S, error_of
+from benchmarks.gpu_suite.ranks_here import LIMIT_S, error_of
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED
 from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas
 

@@ -41,7 +41,7 @@ from moe_engine.kernels.linear.shapes import AWQ, FOUR_BIT_PRODUCTS, LLAMA_8B_RO
 from moe_engine.kernels.ops.shapes import ModelOps
 
 EXPERTS = 16  # per rank
-_EXCHANGE = "ranks in one process: `exchange.RanksHere`"
+_EXCHANGE = "ranks in one process: `ranks_here.RanksHere`"
 _ALL_REDUCE = "ranks in one process: `all_reduce.RanksOfSum`"
 ELSEWHERE = {
     **dict.fromkeys(("send_kernel", "receive_kernel", "combine_send_kernel", "sum_kernel"), _EXCHANGE),

@@ -2,8 +2,6 @@
 by the cost functions of `step_costs`.
 
 Bytes between two launches of a case count: a floor is that of its launches, not of a fused kernel.
-
-``python -m benchmarks.gpu_suite.launched`` lists all kernels with the cases that launch them.
 """
 
 from __future__ import annotations
@@ -89,26 +87,3 @@ def counted(
     """A case whose work is counted. context, routing: those of the cost functions' `Setting`."""
     work = partial(work_of, setting=Setting(context, routing, HARDWARE))
     return KernelCase(family, name, work, fp8, prepare, compared)
-
-
-def main() -> None:
-    """Prints each kernel with the number of its cases and the first ones, or with the reason why it has none."""
-    from benchmarks.gpu_suite import cases
-    from benchmarks.report import table
-    from moe_engine.kernels.triton import modules
-
-    found: dict[str, list[str]] = {case.kernel.fn.__name__: [] for case in modules.all_cases()}
-    for case in {
-        case.name: case for case in [*cases.parity_cases(), *cases.timed_cases(), *cases.all_cases()]
-    }.values():
-        for kernel in {launch.kernel for launch in launches_of(case)}:
-            found[kernel].append(case.name)
-    rows = [
-        (kernel, str(len(names)), ", ".join(names[:3]) or cases.ELSEWHERE.get(kernel, "-"))
-        for kernel, names in sorted(found.items())
-    ]
-    print(table(("kernel", "cases", "the first ones"), rows))
-
-
-if __name__ == "__main__":
-    main()

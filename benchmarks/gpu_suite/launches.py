@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu_suite import all_reduce, cases
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, load_of, model_of
-from benchmarks.gpu_suite.exchange import TINY, TINY_BESIDE, V3_BESIDE, V3_EP8, Load, RanksHere
+from benchmarks.gpu_suite.ranks_here import TINY, TINY_BESIDE, V3_BESIDE, V3_EP8, Load, RanksHere
 from benchmarks.gpu_suite.rows import triton_row
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.tokens import PROMPTS, SMALL

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.step_costs.costs import Cost, Routing, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import Routing, size
 
 FP8 = torch.float8_e4m3fn
 TILE = 8

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import Setting, cost_of, size
 from benchmarks.step_costs.libraries import targets_of
 
 CHOICE_BYTES = 8

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import Setting, cost_of, size
 from benchmarks.step_costs.triton_costs import FP32, NAMES, SECTOR, given, pieces_of
 
 

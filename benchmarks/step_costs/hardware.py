@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_costs.costs import Cost
+from benchmarks.step_costs.cost import Cost
 from moe_engine.tuning.hardware.table import GpuFacts, parse_cluster
 
 FILE = Path(__file__).with_name("hardware.json")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_costs.blackwell import FlashInfer
-from benchmarks.step_costs.costs import Cost, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import size
 from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.mega_moe import MegaMoe
 from benchmarks.step_costs.recorder import Recorder

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.step_costs.costs import Cost, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import size
 from benchmarks.step_costs.hardware import Hardware
 
 FP8 = torch.float8_e4m3fn

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import Setting, cost_of, size
 from benchmarks.step_costs.hardware import Hardware
 from tests.simulated_cuda import nccl, observer
 

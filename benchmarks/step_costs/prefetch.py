@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from benchmarks.step_costs.costs import Cost
+from benchmarks.step_costs.cost import Cost
 from benchmarks.step_costs.hardware import Announcement, Hardware
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.step_costs.costs import Cost, Setting, kernel_cost, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import Setting, kernel_cost, size
 from benchmarks.step_costs.hardware import Announcement
 
 OUTSIDE = "outside"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.step_costs.costs import Cost, Setting, cost_of, memory_of, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import Setting, cost_of, memory_of, size
 
 FP32 = 4
 BF16 = 2

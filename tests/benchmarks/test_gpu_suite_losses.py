@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_suite import cases, exchange
+from benchmarks.gpu_suite import cases, ranks_here
 from benchmarks.gpu_suite.attempts import DEVICE_LOST, MOST_LOSSES, Attempts, DeviceLost
 from benchmarks.gpu_suite.parts import PARTS, run_apart
 from benchmarks.gpu_suite.setting import Setting
@@ -108,7 +108,7 @@ def test_summary_names_what_was_missed_and_what_failed():
 def test_ranks_on_one_gpu_wait_beside_the_programs_that_they_wait_for():
     """Two programs of the waiting kernels fit on each of 132 multiprocessors, as the ahead-of-time table shows: eight
     warps of at most 128 registers a thread."""
-    load, sms = exchange.V3_BESIDE, 132
+    load, sms = ranks_here.V3_BESIDE, 132
     waiting = load.num_ranks * min(sms, load.regions.capacity)
     sending = load.num_ranks * max(load.tokens, load.regions.capacity)
     assert waiting + sending <= 2 * sms

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.step_costs import blackwell, family_costs, libraries, mega_moe, roofline, triton_costs
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
-from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
+from benchmarks.step_costs.cost import Cost
+from benchmarks.step_costs.costs import KERNELS, Routing, Setting, UnknownKernel, kernel_cost, size
 from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.layers import layers_of, names_of, num_experts
 from benchmarks.step_costs.models import MODELS, shortened

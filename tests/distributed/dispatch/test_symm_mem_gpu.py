@@ -161,7 +161,7 @@ def test_sums_of_ranks_that_share_a_gpu(num_ranks: int) -> None:
 def test_ranks_in_one_process_on_streams_of_their_own() -> None:
     from dataclasses import replace
 
-    from benchmarks.gpu_suite.exchange import V3_BESIDE, RanksHere, error_of
+    from benchmarks.gpu_suite.ranks_here import V3_BESIDE, RanksHere, error_of
 
     ranks = RanksHere(replace(V3_BESIDE, num_ranks=2), "cuda")
     expected = ranks.expected()

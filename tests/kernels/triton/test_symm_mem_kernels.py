@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_suite.exchange import Load, RanksHere, error_of
+from benchmarks.gpu_suite.ranks_here import Load, RanksHere, error_of
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 from moe_engine.kernels.symm_mem.regions import ALIGNMENT
 from tests.kernels.triton import beside
@@ -126,7 +126,7 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
     """The peers of a missing rank end after the limit with zeros, set no flag for missing rows, and do not wait
     again."""
     monkeypatch.setattr(exchange, "resident_programs", lambda device: 2)
-    monkeypatch.setattr("benchmarks.gpu_suite.exchange.LIMIT_S", 2.0)
+    monkeypatch.setattr("benchmarks.gpu_suite.ranks_here.LIMIT_S", 2.0)
     ranks = RanksHere(SMALL, "cpu")
 
     def whole(rank: int) -> tuple[list[int], torch.Tensor]:
