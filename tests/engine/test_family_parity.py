@@ -6,8 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.models.family_parity import IMAGE_KINDS, run_family
+from tests.models.family_parity import IMAGE_KINDS, compare, run_family
+from tests.models.parity_families import Family, Pixels, Prompt
 
 
 @pytest.mark.usefixtures("forked_processes")
@@ -58,3 +61,33 @@ def test_tokens_equal_transformers(kind: str, form: str, tmp_path: Path) -> None
         pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
     for result in run_family(kind, tmp_path, seed, [form], count=6, longest=150).values():
         assert result.tokens and not result.wrong and result.error < 3e-4, (kind, form, seed, result)
+
+
+def test_only_tokens_that_rounding_decides_are_left_out() -> None:
+    """An oracle with a selection in each token, which is a near tie in token 1 alone."""
+    embeddings = torch.tensor([[2.0, 0.5], [1.0, 0.7], [0.1, 0.9]], dtype=torch.float64)
+
+    def oracle(ids: list[int], images: list[Pixels]) -> Tensor:
+        score, value = embeddings[ids].unbind(1)
+        best = score >= 1.0
+        return torch.stack((value, best * 1.0, ~best * 1.0), 1)
+
+    family = Family(Path(), oracle, lambda *_: [], embeddings)
+
+    def answer(ids: list[int], wrong: int) -> tuple[list[int], list[float]]:
+        """Greedy, with the other selection for token `wrong`."""
+        logits = oracle(ids, [])
+        logits[:, 1:] = torch.where(
+            torch.tensor([id == wrong for id in ids])[:, None], logits[:, [2, 1]], logits[:, 1:]
+        )
+        return logits.argmax(-1).tolist(), logits.log_softmax(-1).amax(-1).tolist()
+
+    asked = Prompt([0], [0])
+    tokens = [1, 1]
+    assert answer([0, 1], 9)[0] == tokens
+    clear = compare(family, [asked], [answer([0, 1], 9)])
+    assert (clear.tokens, clear.wrong, clear.unsure) == (2, 0, 0)
+    tie = compare(family, [asked], [answer([0, 1], 1)])
+    assert (tie.tokens, tie.wrong, tie.unsure) == (1, 0, 1)
+    defect = compare(family, [asked], [answer([0, 1], 0)])
+    assert defect.wrong

@@ -170,8 +170,11 @@ class V41Reference:
     """The logits of a checkpoint, in float64."""
 
     def __init__(self, path: Path) -> None:
-        self.fields: dict[str, Any] = json.loads((path / "config.json").read_text())["text_config"]
+        config = json.loads((path / "config.json").read_text())
+        self.fields: dict[str, Any] = config["text_config"]
+        self._image = IMAGE if "vision_config" in config else -1  # without a tower the id is one of the text's
         self._t = {name: tensor.double() for name, tensor in load_file(path / "model.safetensors").items()}
+        self.embeddings = self._t["embed.weight"]
         self._texts = text_ids(path)
         self.margin = math.inf
         """The least relative difference of scores that decided a choice."""
@@ -201,7 +204,7 @@ class V41Reference:
 
     def _start(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         n = self.fields["hc_mult"]
-        self._is_image = torch.tensor(ids) == IMAGE
+        self._is_image = torch.tensor(ids) == self._image
         streams = self._t["embed.weight"][torch.tensor(ids)].unsqueeze(1).repeat(1, n, 1)  # [T, n, D]
         before = torch.zeros(len(ids), n, dtype=torch.float64)
         before[:, 0] = 1.0
@@ -227,7 +230,7 @@ class V41Reference:
         empty = self._texts[f["engram_pad_token_id"]]
         rows = []
         for t in range(len(ids)):
-            begin = 1 + max((i for i in range(t + 1) if ids[i] == IMAGE), default=-1)  # behind the last image
+            begin = 1 + max((i for i in range(t + 1) if ids[i] == self._image), default=-1)  # behind the last image
             texts = [empty] * (longest - 1 + begin) + [self._texts[id] for id in ids[begin:]]
             mixed, own = texts[t + longest - 1] * (2 * int(drawn[0]) + 1), []
             for back in range(1, longest):

@@ -190,6 +190,7 @@ class K3Reference:
         self.fields: dict[str, Any] = json.loads((path / "config.json").read_text())["text_config"]
         tensors = load_file(path / "model.safetensors") if tensors is None else tensors
         self._tensors = {name.removeprefix("language_model."): t.double() for name, t in tensors.items()}
+        self.embeddings = self._weight("model.embed_tokens")
 
     def logits(self, ids: list[int], images: Tensor | None = None) -> Tensor:
         """[T, V]. images: see `streams`."""

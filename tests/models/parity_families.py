@@ -9,7 +9,6 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,8 @@ SHAPE: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 3
 MAX_IMAGES = 3
 CLEAR = 2e-6
 """The least distance of two scores, relative to the best, that rounding does not exceed."""
+NOISE, NUM_NOISES = 4e-7, 6
+"""Of embeddings, relative: the errors of all layers of a float32 model together."""
 
 Logits = Callable[[list[int], list[Pixels]], Tensor]
 
@@ -58,11 +59,38 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Family:
-    """A checkpoint, transformers' logits [T, V] of a prompt, and prompts by (seed, count, longest)."""
+    """A checkpoint, transformers' logits [T, V] of a prompt, and prompts by (seed, count, longest).
+
+    Attributes:
+        embeddings: of the oracle's tokens; `moved` changes them.
+    """
 
     path: Path
-    logits: Logits
+    oracle: Logits
     prompts: Callable[[int, int, int], list[Prompt]]
+    embeddings: Tensor
+    _known: dict[Any, Tensor] = field(default_factory=dict)
+
+    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
+        """The oracle's; texts that forms have in common are computed once."""
+        text = tuple(ids), tuple(map(id, images))
+        if text not in self._known:
+            self._known[text] = self.oracle(ids, images)
+        return self._known[text]
+
+    @torch.no_grad()
+    def moved(self, ids: list[int], images: list[Pixels]) -> Tensor:
+        """By how much [T] noise of the size of rounding in the embeddings changes a log-probability: by 1 where it
+        decides a selection of experts or entries, by little elsewhere."""
+        own, draws = self.embeddings.clone(), torch.Generator().manual_seed(len(ids))
+        want = self.logits(ids, images).log_softmax(-1)
+        distances = []
+        for _ in range(NUM_NOISES):
+            noise = torch.randn(own.shape, generator=draws, dtype=own.dtype)
+            self.embeddings.copy_(own * (1 + NOISE * noise))
+            distances.append((self.oracle(ids, images).log_softmax(-1) - want).abs().amax(-1))
+        self.embeddings.copy_(own)
+        return torch.stack(distances).amax(0)
 
 
 def text_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
@@ -77,7 +105,7 @@ def text_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
         with torch.inference_mode():
             return model(torch.tensor([ids])).logits[0]
 
-    return Family(path, logits, text_prompts)
+    return Family(path, logits, text_prompts, model.get_input_embeddings().weight)
 
 
 def qwen_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
@@ -101,7 +129,8 @@ def _of_qwen(path: Path) -> Family:
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
         return image_prompts(seed, count, longest, pixels, ([start], image, [end]), side=160)
 
-    return Family(path, Oracle(path).logits, prompts)
+    oracle = Oracle(path)
+    return Family(path, oracle.logits, prompts, oracle.model.get_input_embeddings().weight)
 
 
 def kimi_family(kind: str, path: Path, seed: int) -> Family:
@@ -118,7 +147,7 @@ def kimi_family(kind: str, path: Path, seed: int) -> Family:
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
         return image_prompts(seed, count, longest, pixels, ([], kimi_checkpoints.IMAGE, []), side=24)
 
-    return Family(path, made.logits, prompts)
+    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
 
 
 def minimax_m3_family(kind: str, path: Path, seed: int) -> Family:
@@ -134,7 +163,7 @@ def minimax_m3_family(kind: str, path: Path, seed: int) -> Family:
         made = image_prompts(seed, count, longest, pixels, ([start], image, [end]), side=50)
         return [replace(prompt, ids=[id for id in prompt.ids if id not in (start, end)]) for prompt in made]
 
-    return Family(path, made.logits, prompts)
+    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
 
 
 def mistral3_family(kind: str, path: Path, seed: int) -> Family:
@@ -158,7 +187,7 @@ def _with_rows(path: Path, made: mistral3_checkpoints.Mistral3Oracle, image: typ
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
         return image_prompts(seed, count, longest, pixels, ([], mistral3_checkpoints.IMAGE, []), side)
 
-    return Family(path, made.logits, prompts)
+    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
 
 
 def v4_family(kind: str, path: Path, seed: int) -> Family:
@@ -171,7 +200,7 @@ def v4_family(kind: str, path: Path, seed: int) -> Family:
             found: Tensor = model(torch.tensor([ids])).logits[0]
             return found
 
-    return _clear(Family(path, logits, text_prompts))
+    return _clear(Family(path, logits, text_prompts, model.get_input_embeddings().weight))
 
 
 def pooled_family(kind: str, path: Path, seed: int) -> Family:
@@ -182,7 +211,7 @@ def _clear(family: Family) -> Family:
     """With prompts without near ties between pools, entries or experts: a token beyond one follows another rounding."""
 
     def is_clear(prompt: Prompt) -> bool:
-        return sparse.with_margin(lambda: family.logits(prompt.whole, prompt.images))[1] > CLEAR
+        return sparse.with_margin(lambda: family.oracle(prompt.whole, prompt.images))[1] > CLEAR
 
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
         found = list(islice(filter(is_clear, family.prompts(seed, 3 * count, longest)), count))
@@ -195,7 +224,7 @@ def _clear(family: Family) -> Family:
 def k3_family(kind: str, path: Path, seed: int) -> Family:
     """The formulas in float64: transformers has no such model."""
     reference = kimi_k3.K3Reference(kimi_k3.make_k3(path, seed, max_position_embeddings=1024))
-    return Family(path, lambda ids, images: reference.logits(ids), text_prompts)
+    return Family(path, lambda ids, images: reference.logits(ids), text_prompts, reference.embeddings)
 
 
 def v41_family(kind: str, path: Path, seed: int) -> Family:
@@ -204,13 +233,6 @@ def v41_family(kind: str, path: Path, seed: int) -> Family:
     vision = v41_tower.VISION | {"max_image_tokens": 60}
     made = v41_dspark.make_v41_dspark(path, seed, vision=vision, max_position_embeddings=1024)
     oracle, processor = v41_images.V41Oracle(made), load_processor(str(path))
-    known = dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor]()
-
-    def logits(ids: list[int], images: list[Pixels]) -> Tensor:
-        text = tuple(ids), tuple(map(id, images))
-        if text not in known:
-            known[text] = oracle.logits(ids, images)
-        return known[text]
 
     def pixels(picture: Any) -> Pixels:
         found = processor(images=[picture])
@@ -224,7 +246,7 @@ def v41_family(kind: str, path: Path, seed: int) -> Family:
         assert len(found) == count, f"{len(found)} of {2 * count} prompts have no near tie"
         return found
 
-    return Family(path, logits, prompts)
+    return Family(path, oracle.logits, prompts, oracle.text.embeddings)
 
 
 def v41_fp4_family(kind: str, path: Path, seed: int) -> Family:
@@ -235,13 +257,7 @@ def v41_fp4_family(kind: str, path: Path, seed: int) -> Family:
     source = v41_dspark.make_v41_dspark(path / "source", seed, **fields)
     stored, values = v41_quantized.quantized_v41(source, path)
     reference = deepseek_v41.V41Reference(values)
-    return Family(stored, _kept(reference), text_prompts)
-
-
-def _kept(reference: deepseek_v41.V41Reference) -> Logits:
-    """Its logits; texts that forms have in common are computed once."""
-    found = cache(lambda ids: reference.logits(list(ids)))
-    return lambda ids, images: found(tuple(ids))
+    return Family(stored, lambda ids, images: reference.logits(ids), text_prompts, reference.embeddings)
 
 
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {

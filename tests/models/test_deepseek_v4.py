@@ -91,7 +91,7 @@ def test_requests_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seed = random.randrange(2**31)
     family = make_family("deepseek_v4", tmp_path / "v4", seed)
     asked = family.prompts(seed, 8, 100)
-    result = compare(family.logits, asked, serve(family.path, asked, NUM_TOKENS, form))
+    result = compare(family, asked, serve(family.path, asked, NUM_TOKENS, form))
     assert result.tokens and not result.wrong and result.error < 1e-4, result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.models.deepseek_v41 import FIELDS, V41Reference, make_v41
 from tests.models.entry_steps import PAGE, check_mixed_batches, check_parts
 from tests.models.rows import all_rows
 from tests.models.test_parity import assert_close, whole
+from tests.models.v41_tower import IMAGE
 
 every_row = pytest.mark.parametrize("row", all_rows())
 TIE = 1e-4
@@ -35,14 +37,19 @@ class Made:
 
     def __init__(self, path: Path, **fields: Any) -> None:
         self.path = make_v41(path, random.randrange(2**31), **fields)
-        reference = V41Reference(path)
-        for _ in range(50):
-            self.tokens = [random.randrange(5, 250) for _ in range(110)]
-            reference.margin = math.inf
-            self.logits: Tensor = reference.logits(self.tokens)
-            if reference.margin > TIE:
-                return
-        raise AssertionError("no clear draw")
+        self.tokens, self.logits = clear_text(path, lambda: [random.randrange(5, 250) for _ in range(110)])
+
+
+def clear_text(path: Path, draw: Callable[[], list[int]]) -> tuple[list[int], Tensor]:
+    """Drawn tokens in which rounding decides no selection, with their logits."""
+    reference = V41Reference(path)
+    for _ in range(50):
+        tokens = draw()
+        reference.margin = math.inf
+        logits = reference.logits(tokens)
+        if reference.margin > TIE:
+            return tokens, logits
+    raise AssertionError("no clear draw")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,16 @@ def test_variants(tmp_path: Path, fields: dict[str, Any], row: str) -> None:
     model = stepper.load(want.path, row, page_size=PAGE)
     got = torch.cat((whole(model, want.tokens[:100]), *(whole(model, [t], decode=True) for t in want.tokens[100:])))
     assert_close(got, want.logits)
+
+
+@every_row
+def test_the_placeholder_is_an_ordinary_token_without_a_tower(made: Made, row: str) -> None:
+    def draw() -> list[int]:
+        text = [random.randrange(5, 250) for _ in range(12)]
+        return [*text[:7], IMAGE, *text[7:]]
+
+    tokens, want = clear_text(made.path, draw)
+    assert_close(whole(stepper.load(made.path, row, page_size=PAGE), tokens), want)
 
 
 def test_memory_is_what_the_ledger_says(made: Made) -> None:

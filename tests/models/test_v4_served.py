@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_engine import Engine
 from tests.models.family_parity import NUM_TOKENS, compare, serve
-from tests.models.parity_families import Prompt
+from tests.models.parity_families import Family, Prompt
 from tests.models.v4_checkpoints import load_v4, make_v4
 from tests.models.v4_quantized import quantized_copy
 
@@ -42,7 +42,8 @@ def test_published_forms(tmp_path: Path, expert_dtype: str, form: str) -> None:
         return found
 
     asked = [Prompt(ids, ids) for ids in prompts(6)]
-    result = compare(logits, asked, serve(stored, asked, NUM_TOKENS, form))
+    family = Family(stored, logits, lambda *_: asked, model.get_input_embeddings().weight)
+    result = compare(family, asked, serve(stored, asked, NUM_TOKENS, form))
     assert result.tokens and not result.wrong and result.error < 1e-3, result
 
 
