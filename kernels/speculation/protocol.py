@@ -78,8 +78,13 @@ class ChainBuffers:
     result: Tensor  # [R, K + 1] int64: the new tokens, the last one repeated; then their number
     next_ids: Tensor  # [R, K] int64: the token behind each position, for the draft extend
     last: Tensor  # [R] int64: index of the last accepted position among all R * K
+    # positions of texts with images, from `RowTables.image_ends`; otherwise positions are places
+    shifts: Tensor  # [R] int64: position minus place; 0 without images
+    places: Tensor  # [R, K] int64, of verification; [R, 0] without pools
+    pool_axes: Tensor  # [R, K, 3] int64: position of the first token of each token's pool; [R, 0, 3] without pools
     first_draft: int = -1  # of MTP layers, which read the hidden state before the last token; 0: of a draft model
     lookback: int = 0  # first steps at the same position, each in a layer of its own
+    pool: int = 1  # tokens of a pool whose key is rotated by the position of its first token; 1: there are no pools
 
     @property
     def num_drafts(self) -> int:

@@ -73,12 +73,21 @@ class TorchChains:
         steps = torch.arange(chain.num_drafts, device=device)[:, None]
         drafted = starts + chain.first_draft + (steps - chain.lookback).clamp_min(0)
         drafted = torch.where(real, drafted, 0)
-        chain.draft_positions.copy_(drafted)
+        shifts = torch.zeros_like(rows)
+        if len(tables.image_ends):
+            shifts = torch.where(real, tables.image_ends[:, 0].index_select(0, rows), 0)
+        chain.shifts.copy_(shifts)
+        chain.draft_positions.copy_(drafted + shifts)
         chain.draft_lens.copy_(drafted + 1)
         chain.draft_slots.copy_(torch.where(real, _taken(tables.slots, rows * width + drafted), 0))
         places = torch.arange(chain.ids.shape[1], device=device)
         verified = torch.where(real[:, None], starts[:, None] + places, 0)
-        chain.positions.copy_(verified)
+        chain.positions.copy_(verified + shifts[:, None])
+        if chain.places.numel():
+            chain.places.copy_(verified)
+            ends = torch.where(real[:, None], tables.image_ends.index_select(0, rows), 0)[:, None]
+            first = (verified // chain.pool * chain.pool)[:, :, None]
+            chain.pool_axes.copy_(torch.where(first < ends[..., 1:2], ends[..., 2:], first + ends[..., :1]))
         chain.slots.copy_(torch.where(real[:, None], _taken(tables.slots, (rows * width)[:, None] + verified), 0))
         if chain.window_slots.numel():
             windowed = _taken(tables.windows, (rows * width)[:, None] + verified)
@@ -129,7 +138,7 @@ class TorchChains:
         positions = torch.where(is_real[:, None], first + places, 0)
         real = is_real[:, None] & (positions >= runs.cached[:, None]) & (positions < end)
         inside = positions.clamp_max(width - 1)
-        runs.positions.copy_(inside)
+        runs.positions.copy_(inside + chain.shifts[:, None])
         runs.slots.copy_(torch.where(real, _taken(tables.slots, (rows * width)[:, None] + inside), 0))
         runs.lens.copy_(first[:, 0] + count)
         runs.real.copy_(real)

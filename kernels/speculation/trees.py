@@ -104,14 +104,15 @@ class TorchTrees:
             nodes.real.copy_(is_real.expand(nodes.real.shape))
             if index:
                 level = torch.arange(count, device=rows.device) // (count // index)
-                nodes.positions.copy_(torch.where(is_real, starts + level, 0))
+                nodes.positions.copy_(torch.where(is_real, starts + level, 0) + chain.shifts[:, None])
 
     def enter(self, chain: ChainBuffers, tree: TreeBuffers) -> None:
         levels = torch.zeros_like(tree.parents)
         for node in range(1, levels.shape[1]):
             levels[:, node] = levels.gather(1, tree.parents[:, node : node + 1])[:, 0] + 1
         tree.visible.copy_(ancestor_masks(tree.parents))
-        tree.positions.copy_(torch.where(chain.rows[:, None] >= 0, chain.starts[:, None] + levels, 0))
+        positions = torch.where(chain.rows[:, None] >= 0, chain.starts[:, None] + levels, 0)
+        tree.positions.copy_(positions + chain.shifts[:, None])
         tree.uniform.copy_(chain.uniform.gather(1, levels))
 
     def walk(self, chain: ChainBuffers, tree: TreeBuffers) -> None:

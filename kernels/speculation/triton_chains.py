@@ -54,12 +54,13 @@ def _uniform(seed, position):
 
 @dependent_jit(do_not_specialize=["num_requests", "width"])
 def chain_inputs_kernel(
-    rows, seeds, lengths, last_tokens, slot_table, window_table, starts, draft_ids, draft_positions, draft_slots,
-    draft_lens, draft_real, draft_uniform, ids, positions, slots, window_slots, lens, real, uniform, num_requests,
-    width,
+    rows, seeds, lengths, last_tokens, slot_table, window_table, image_ends, starts, draft_ids, draft_positions,
+    draft_slots, draft_lens, draft_real, draft_uniform, ids, positions, slots, window_slots, lens, real, uniform,
+    shifts, places, pool_axes, num_requests, width,
     K: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LOOKBACK: tl.constexpr, WINDOWS: tl.constexpr,
+    IMAGES: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
-    """See `ChainKernels.inputs`."""
+    """See `ChainKernels.inputs`. POOL: 1: there are no pools."""
     wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
@@ -78,7 +79,17 @@ def chain_inputs_kernel(
     numbers = _uniform(tl.load(seeds + request), start + 1 + place)
     at = request * K + place
     verified = tl.where(has_row, start + place, 0)
-    tl.store(positions + at, verified, place < K)
+    shift = row * 0
+    if IMAGES:
+        shift = tl.load(image_ends + row * 5, is_real, 0)
+    tl.store(shifts + request, shift)
+    tl.store(positions + at, verified + shift, place < K)
+    if POOL > 1:
+        tl.store(places + at, verified, place < K)
+        first, length = verified // POOL * POOL, tl.load(image_ends + row * 5 + 1, is_real, 0)
+        for axis in tl.static_range(3):
+            end = tl.load(image_ends + row * 5 + 2 + axis, is_real, 0)
+            tl.store(pool_axes + at * 3 + axis, tl.where(first < length, end, first + shift), place < K)
     tl.store(slots + at, tl.load(table + verified, (place < K) & has_row, 0).to(tl.int64), place < K)
     if WINDOWS:
         slot = tl.load(window_table + row * width + verified, (place < K) & has_row, 0)
@@ -88,7 +99,7 @@ def chain_inputs_kernel(
     drafting = place < K - 1
     at = place * num_requests + request
     drafted = tl.where(has_row, start + FIRST + tl.maximum(place - LOOKBACK, 0), 0)
-    tl.store(draft_positions + at, drafted, drafting)
+    tl.store(draft_positions + at, drafted + shift, drafting)
     tl.store(draft_slots + at, tl.load(table + drafted, drafting & has_row, 0).to(tl.int64), drafting)
     tl.store(draft_lens + at, (drafted + 1).to(tl.int32), drafting)
     tl.store(draft_uniform + at, numbers, drafting)
@@ -159,8 +170,8 @@ def _source(place, request, row, is_row, BACK: tl.constexpr, K: tl.constexpr):
 
 @dependent_jit(do_not_specialize=["num_requests", "width"])
 def chain_runs_kernel(
-    rows, all_starts, result, cached, tokens, slot_table, positions, slots, lens, real, ids, sources, kept,
-    num_requests, width,
+    rows, all_starts, shifts, result, cached, tokens, slot_table, positions, slots, lens, real, ids, sources,
+    kept, num_requests, width,
     N: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, SHIFT: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """See `ChainKernels.runs`."""
@@ -177,7 +188,7 @@ def chain_runs_kernel(
     inside, at = place < N, request * N + place
     is_real = is_row & (position >= tl.load(cached + request)) & (position < end)
     kept_inside = tl.minimum(position, width - 1)
-    tl.store(positions + at, kept_inside, inside)
+    tl.store(positions + at, kept_inside + tl.load(shifts + request), inside)
     slot = tl.load(slot_table + row * width + kept_inside, inside & is_real, 0)
     tl.store(slots + at, slot.to(tl.int64), inside)
     tl.store(real + at, is_real.to(tl.int32), inside)
@@ -262,10 +273,11 @@ class TritonChains:
     def inputs(self, tables: RowTables, chain: ChainBuffers) -> None:
         c, count = chain, chain.ids.shape[1]
         chain_inputs_kernel[(len(c.rows),)](
-            c.rows, c.seeds, tables.lengths, tables.last_tokens, tables.slots, tables.windows, c.starts, c.draft_ids,
-            c.draft_positions, c.draft_slots, c.draft_lens, c.draft_real, c.draft_uniform, c.ids, c.positions, c.slots,
-            c.window_slots, c.lens, c.real, c.uniform, len(c.rows), tables.slots.shape[1], K=count,
-            BLOCK=next_power_of_2(count), FIRST=c.first_draft, LOOKBACK=c.lookback, WINDOWS=c.window_slots.numel() > 0,
+            c.rows, c.seeds, tables.lengths, tables.last_tokens, tables.slots, tables.windows, tables.image_ends,
+            c.starts, c.draft_ids, c.draft_positions, c.draft_slots, c.draft_lens, c.draft_real, c.draft_uniform, c.ids,
+            c.positions, c.slots, c.window_slots, c.lens, c.real, c.uniform, c.shifts, c.places, c.pool_axes,
+            len(c.rows), tables.slots.shape[1], K=count, BLOCK=next_power_of_2(count), FIRST=c.first_draft,
+            LOOKBACK=c.lookback, WINDOWS=c.window_slots.numel() > 0, IMAGES=len(tables.image_ends) > 0, POOL=c.pool,
             num_warps=1,
         )  # fmt: skip
 
@@ -292,8 +304,8 @@ class TritonChains:
     def runs(self, tables: RowTables, chain: ChainBuffers, runs: RunBuffers) -> None:
         r, count = runs, runs.positions.shape[1]
         chain_runs_kernel[(len(chain.rows),)](
-            chain.rows, chain.starts, chain.result, r.cached, tables.tokens, tables.slots, r.positions, r.slots,
-            r.lens, r.real, r.ids, r.sources, r.kept, len(chain.rows), tables.slots.shape[1],
+            chain.rows, chain.starts, chain.shifts, chain.result, r.cached, tables.tokens, tables.slots, r.positions,
+            r.slots, r.lens, r.real, r.ids, r.sources, r.kept, len(chain.rows), tables.slots.shape[1],
             N=count, BLOCK=next_power_of_2(count), BACK=r.back, SHIFT=r.shift, IDS=len(r.ids), K=chain.ids.shape[1],
             num_warps=1,
         )  # fmt: skip
@@ -333,10 +345,12 @@ def aot_cases() -> list[AotCase]:
     cases = []
     for count in (2, 4):
         size = {"K": count, "BLOCK": next_power_of_2(count)}
-        places = {"FIRST": -1, "LOOKBACK": count // 4, "WINDOWS": count == 4}
+        places = {"FIRST": -1, "LOOKBACK": count // 4, "WINDOWS": count == 4, "IMAGES": False, "POOL": 1}
         cases.append(case(f"chain_inputs_{count}", chain_inputs_kernel, **size, **places))
         cases.append(case(f"chain_accept_{count}", chain_accept_kernel, SALT=0, LEAST=0, FORCE=False, **size))
     size = {"K": 4, "BLOCK": 4}
+    places = {"FIRST": -1, "LOOKBACK": 0, "WINDOWS": False, "IMAGES": True, "POOL": 32}
+    cases.append(case("chain_inputs_4_pools", chain_inputs_kernel, **size, **places))
     cases.append(case("chain_accept_4_thresholds", chain_accept_kernel, SALT=1, LEAST=0, FORCE=True, **size))
     states = {"states": "*bf16", "hidden": "*bf16", "rows": "*i64", "last": "*i64"}
     constants = {"WIDTH": 7168, "BLOCK": _BLOCK_D}

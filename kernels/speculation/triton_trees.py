@@ -19,7 +19,7 @@ from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 @dependent_jit(do_not_specialize=["width"])
 def tree_slots_kernel(
-    rows, starts, table, positions, slots, lens, real, width, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    rows, starts, shifts, table, positions, slots, lens, real, width, COUNT: tl.constexpr, BLOCK: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
     """See `TreeKernels.spread`, for the tree or one level. EACH: nodes of a level; 0: `positions` are not written."""
@@ -36,13 +36,14 @@ def tree_slots_kernel(
     tl.store(real + at, has_row.to(tl.int32), inside)
     tl.store(lens + request, (start + COUNT).to(tl.int32))
     if EACH > 0:
-        tl.store(positions + at, tl.where(has_row, start + place // EACH, 0), inside)
+        shift = tl.load(shifts + request)
+        tl.store(positions + at, tl.where(has_row, start + place // EACH, 0) + shift, inside)
 
 
 @dependent_jit
 def tree_nodes_kernel(
-    rows, starts, chain_uniform, parents, positions, visible, uniform, N: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
+    rows, starts, shifts, chain_uniform, parents, positions, visible, uniform,
+    N: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """See `TreeKernels.enter`. Masks and levels pass from parents to children, a level further each time."""
     wait_for_inputs()
@@ -58,7 +59,8 @@ def tree_nodes_kernel(
         level = tl.where(parent < 0, 0, tl.sum(tl.where(is_parent, level[None, :], 0), 1) + 1)
     has_row = level * 0 + tl.load(rows + request) >= 0
     tl.store(visible + at, mask, inside)
-    tl.store(positions + at, tl.where(has_row, tl.load(starts + request) + level, 0), inside)
+    position = tl.where(has_row, tl.load(starts + request) + level, 0) + tl.load(shifts + request)
+    tl.store(positions + at, position, inside)
     numbers = tl.load(chain_uniform + request * (DEPTH + 1) + level, inside, 0.0)
     tl.store(uniform + at, numbers, inside)
 
@@ -101,15 +103,15 @@ class TritonTrees:
         for nodes, level in every:
             count = nodes.slots.shape[1]
             tree_slots_kernel[(len(chain.rows),)](
-                chain.rows, chain.starts, tables.slots, nodes.positions, nodes.slots, nodes.lens, nodes.real,
+                chain.rows, chain.starts, chain.shifts, tables.slots, nodes.positions, nodes.slots, nodes.lens, nodes.real,
                 tables.slots.shape[1], COUNT=count, BLOCK=next_power_of_2(count), EACH=level, num_warps=1,
             )  # fmt: skip
 
     def enter(self, chain: ChainBuffers, tree: TreeBuffers) -> None:
         count = tree.ids.shape[1]
         tree_nodes_kernel[(len(chain.rows),)](
-            chain.rows, chain.starts, chain.uniform, tree.parents, tree.positions, tree.visible, tree.uniform, N=count,
-            BLOCK=next_power_of_2(count), DEPTH=chain.num_drafts, num_warps=4,
+            chain.rows, chain.starts, chain.shifts, chain.uniform, tree.parents, tree.positions, tree.visible,
+            tree.uniform, N=count, BLOCK=next_power_of_2(count), DEPTH=chain.num_drafts, num_warps=4,
         )  # fmt: skip
 
     def walk(self, chain: ChainBuffers, tree: TreeBuffers) -> None:

@@ -63,6 +63,8 @@ class RequestRows:
         """LoRA adapters of rows; None without --enable-lora."""
         self.images: RowImages | None = None
         """Images of rows; None: the model has no vision tower."""
+        self.image_ends: Tensor | None = None
+        """`RowImages.ends` on the device, for steps whose lengths the host does not know; None: not needed."""
         self.history = TokenBuffer(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitsProcessors(vocab_size, self.slot_table, stream)
@@ -96,6 +98,12 @@ class RequestRows:
     def keep_tokens(self, num_slots: int) -> None:
         """Allocates the token ids by KV slot, the dummy page included; once, at start."""
         self.slot_tokens = SlotTokens(num_slots, self._stream)
+
+    def keep_images(self, images: RowImages) -> None:
+        """Adds the images of rows; once, at start."""
+        self.images = images
+        if self.history is not None and images.has_axes:
+            self.image_ends = torch.zeros(images.ends.shape, dtype=torch.int64, device=self._stream.device)
 
     def bound_windows(self, num_slots: int, page_size: int) -> None:
         """Gives windowed layers a pool and a table of their own; once, at start. `num_slots`: of the full pool."""
@@ -159,7 +167,7 @@ class RequestRows:
             raise ValueError(f"request {new.rid}: row {new.row} is outside the worker's {self.max_rows} rows")
         self._forget(new.row)
         if self.images is not None:
-            new = self.images.enter(new)
+            new = self._enter_images(self.images, new)
         self._point(new.row, 0, new.slots)
         if self.history is not None:
             self.history.enter(new)
@@ -175,6 +183,13 @@ class RequestRows:
             if new.logprobs.start is not None:
                 prompt = new.token_ids[: new.num_prompt]
                 self.prompt_logprobs[new.row] = PromptLogprobs(prompt, new.logprobs, len(new.slots))
+
+    def _enter_images(self, images: RowImages, new: NewRow) -> NewRow:
+        before = images.ends[new.row].copy()
+        new = images.enter(new)
+        if self.image_ends is not None and not np.array_equal(after := images.ends[new.row].copy(), before):
+            self.image_ends[new.row].copy_(self._stream.upload(torch.from_numpy(after)))
+        return new
 
     def _forget(self, row: int) -> None:
         self.owners[row] += 1

@@ -78,11 +78,10 @@ class RowImages:
     def __init__(self, max_rows: int, vision: VisionConfig, has_axes: bool, keeps: bool = False, pool: int = 1) -> None:
         self._vision, self._keeps, self.pool = vision, keeps, pool
         self.has_axes = has_axes
-        self._shifts = np.zeros(max_rows, dtype=np.int64)
+        self.ends = np.zeros((max_rows, 5), dtype=np.int64)
+        """`RowTables.image_ends`."""
+        self._shifts, self._lengths, self._last_pools = self.ends[:, 0], self.ends[:, 1], self.ends[:, 2:]
         self._prompts: dict[int, _Prompt] = {}
-        self._lengths = np.zeros(max_rows, dtype=np.int64)  # of prompts with images
-        self._last_pools = np.zeros((max_rows, 3), dtype=np.int64)
-        """Positions of the first token of the pool in which a prompt with images ends: later tokens complete it."""
 
     def plain(self, ids: np.ndarray) -> np.ndarray:
         """Ids with the placeholder in place of keys (`image_tokens`)."""
@@ -91,7 +90,7 @@ class RowImages:
     def enter(self, new: NewRow) -> NewRow:
         """A new row; returns it with plain token ids."""
         self._prompts.pop(new.row, None)
-        self._shifts[new.row] = self._lengths[new.row] = 0
+        self.ends[new.row] = 0
         if not new.images:
             return new
         length, spans = new.num_prompt, [(image.start, image.grid) for image in new.images]

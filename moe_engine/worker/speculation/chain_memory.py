@@ -18,7 +18,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampling_state import SamplingState
 
 _INT32 = ("draft_lens", "draft_real", "lens", "real", "run_lens", "run_real")
-_NO_MEMORY = ("rows", "query_rows", "seeds", "first_draft", "lookback")
+_NO_MEMORY = ("rows", "query_rows", "seeds", "first_draft", "lookback", "pool")
 _FLOAT32 = ("draft_uniform", "uniform", "chances")
 _OF_ROWS = 4
 """int64 columns that the host writes in one copy: rows, seeds, top_k, cached tokens; then three of float32, and the
@@ -29,7 +29,7 @@ rows as int32."""
 class ChainForm:
     """What a drafter needs of the memory: `first_draft` and `lookback` as in `ChainBuffers`; `back`, `shift` as in
     `RunBuffers`, with `num_ids` token ids of each token; no run if that is 0. `windows`: windowed layers have slots
-    of their own. `cached`: by row, `RunBuffers.cached`."""
+    of their own. `cached`: by row, `RunBuffers.cached`. `pool`: as in `ChainBuffers`."""
 
     first_draft: int = -1
     lookback: int = 0
@@ -38,6 +38,7 @@ class ChainForm:
     num_ids: int = 0
     windows: bool = False
     cached: np.ndarray | None = None
+    pool: int = 1
 
     def run_tokens(self, drafts: int) -> int:
         """N of a run in a step with `drafts`: up to the last verified token, or up to the root."""
@@ -79,7 +80,9 @@ class ChainMemory:
             "draft_ids": (count, requests),
             "result": (requests, count + 1),
             "window_slots": (requests, count if self._form.windows else 0),
-            **dict.fromkeys(("starts", "draft_real", "lens", "last"), (requests,)),
+            "places": (requests, count if self._form.pool > 1 else 0),
+            "pool_axes": (requests, count if self._form.pool > 1 else 0, 3),
+            **dict.fromkeys(("starts", "draft_real", "lens", "last", "shifts"), (requests,)),
             **dict.fromkeys(("draft_positions", "draft_slots", "draft_lens", "draft_uniform"), (drafts, requests)),
         }
         names = [field.name for field in fields(ChainBuffers) if field.name not in _NO_MEMORY]
@@ -108,7 +111,7 @@ class ChainMemory:
         rows, query_rows = self._rows[:requests], self._query_rows[:requests]
         return ChainBuffers(
             rows=rows, query_rows=query_rows, seeds=self._seeds[:requests], **views,
-            first_draft=form.first_draft, lookback=form.lookback,
+            first_draft=form.first_draft, lookback=form.lookback, pool=form.pool,
         )  # fmt: skip
 
     def runs_of(self, requests: int, drafts: int) -> RunBuffers:

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.kernels.speculation.trees import TreeBuffers
-from moe_engine.models.batch import Model
+from moe_engine.models.batch import Model, PoolStarts
 from moe_engine.types import StepPlan
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -82,6 +82,9 @@ class ChainRun:
             windows=parts.chains.windows,
             window_slots=chain.window_slots.flatten(),
         )
+        if chain.pool > 1:
+            starts = PoolStarts(chain.places.flatten(), chain.pool_axes.flatten(0, 1))
+            self._batch.forward = replace(self._batch.forward, pool_starts=starts)
         self._states = None if parts.states is None else ChainStates(parts.states, chain.rows, shape.count)
         if self._states is not None:
             self._batch.forward = replace(self._batch.forward, stored_states=self._states.runs)

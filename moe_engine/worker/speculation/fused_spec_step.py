@@ -66,7 +66,7 @@ class FusedStep:
         if states is not None and not self._is_looked_up:
             self._is_looked_up = True
             slots = rows.slot_table
-            tables = RowTables(slots, history.tokens, history.lengths, rows.last_token, states, slots[:0])
+            tables = RowTables(slots, history.tokens, history.lengths, rows.last_token, states, slots[:0], slots[:0])
             layers = self._drafter.layers
             assert isinstance(layers, MTPLayers)
             self._call = layers.fused_step(tables, self._kv)

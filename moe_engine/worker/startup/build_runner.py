@@ -150,7 +150,7 @@ def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None
     axes, attention = bool(options.model.rope.axes), options.model.attention
     pool = 1 if isinstance(attention, CompressedConfig) or not axes else attention.pool
     drafts = options.speculation is not None
-    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts, pool=pool)
+    runner.rows.keep_images(RowImages(options.max_rows, vision, has_axes=axes, keeps=drafts, pool=pool))
     group = model.parallel.attn_tp if options.mm_enable_dp_encoder and model.parallel.attn_tp.size > 1 else None
     runner.forward.images = ImageEncoder(model, options.image_cache_bytes, runner.stream, group)
     if runner.stream.asynchronous:

@@ -52,8 +52,8 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
         return "acceptance thresholds with NGRAM: a request without a match has no drafts to accept"
     elif not isinstance(drafter, NgramDrafter):
         return f"drafts of {type(drafter).__name__} need the lengths on the host"
-    if runner.rows.images is not None and runner.rows.images.has_axes:
-        return "images: the host computes positions after them"
+    if isinstance(drafter, MTPDrafter) and drafter.layers.num_layers > 1 and runner.rows.image_ends is not None:
+        return "several MTP layers with images: the host computes positions of image tokens that they compute again"
     return None
 
 
@@ -76,13 +76,17 @@ def draft_parts(
     drafter, history = step.drafter, rows.history
     states = drafter.states if isinstance(drafter, MTPDrafter) else history.lengths[:0, None]
     assert states is not None
-    form = replace(_form(drafter), windows=runner.windows.table is not None)
+    pool = 1 if rows.images is None else rows.images.pool
+    form = replace(_form(drafter), windows=runner.windows.table is not None, pool=pool)
     is_tree = step.config.topk > 1
     depth = step.config.num_steps if is_tree else max(settings.counts) - 1
     windows = rows.slot_table[:0] if runner.windows.table is None else runner.windows.table
     chains = ChainParts(
         kernels=chain_kernels(runner.sampler.kernel),
-        tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states, windows),
+        tables=RowTables(
+            rows.slot_table, history.tokens, history.lengths, rows.last_token, states, windows,
+            history.lengths[:0, None] if rows.image_ends is None else rows.image_ends,
+        ),
         memory=ChainMemory(max(settings.sizes), depth, rows.sampling, stream, form),
         page_size=runner.kv_pool.page_size,
         shared=runner.shared,

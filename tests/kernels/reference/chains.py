@@ -23,7 +23,7 @@ def cloned(buffers: Buffers, device: str = "cpu") -> Buffers:
 
 
 def drawn_tables(
-    generator: torch.Generator, num_rows: int = ROWS, width: int = WIDTH, hidden: int = HIDDEN
+    generator: torch.Generator, num_rows: int = ROWS, width: int = WIDTH, hidden: int = HIDDEN, images: bool = True
 ) -> RowTables:
     """Each row has at least 8 free positions."""
 
@@ -33,12 +33,17 @@ def drawn_tables(
     slots = torch.randperm(num_rows * width, generator=generator).view(num_rows, width).int() + 1
     states = torch.randn(num_rows, hidden, generator=generator)
     windows, tokens = ints(1000, num_rows, width).int(), ints(50, num_rows, width).int()
-    return RowTables(slots, tokens, ints(width - 8, num_rows), ints(50, num_rows), states, windows)
+    ends = torch.randint(-30, 30, (num_rows, 5), generator=generator)  # every second row has images
+    ends[:, 1] = torch.randint(0, width, (num_rows,), generator=generator)
+    ends[::2] = 0
+    lengths, last = ints(width - 8, num_rows), ints(50, num_rows)
+    return RowTables(slots, tokens, lengths, last, states, windows, ends[: num_rows * images])
 
 
 def drawn_chain(
-    generator: torch.Generator, real: int, padded: int, drafts: int, windows: bool = True, num_rows: int = ROWS
-) -> ChainBuffers:
+    generator: torch.Generator, real: int, padded: int, drafts: int, windows: bool = True, num_rows: int = ROWS,
+    pool: int = 1,
+) -> ChainBuffers:  # fmt: skip
     """Requests of different rows, with about half of the drafts correct; -1 among the sampled tokens. Outputs of the
     kernels start with arbitrary values."""
     size, count = real + padded, drafts + 1
@@ -71,6 +76,10 @@ def drawn_chain(
         result=garbage(size, count + 1),
         next_ids=garbage(size, count),
         last=garbage(size),
+        shifts=garbage(size),
+        places=garbage(size, count if pool > 1 else 0),
+        pool_axes=garbage(size, count if pool > 1 else 0, 3),
+        pool=pool,
     )
     return chain
 

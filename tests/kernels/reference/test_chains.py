@@ -35,15 +35,17 @@ def numbers(chain: ChainBuffers, positions: np.ndarray, salt: int = 0) -> np.nda
 
 
 @settings(max_examples=examples(20))
-@given(st.integers(0, 1 << 30), st.integers(0, 4), st.integers(0, 4), st.integers(0, 3))
-def test_inputs(seed: int, real: int, padded: int, drafts: int) -> None:
+@given(st.integers(0, 1 << 30), st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.sampled_from((0, 1, 4)))
+def test_inputs(seed: int, real: int, padded: int, drafts: int, pool: int) -> None:
+    """Texts without images (pool 0), with images, with pools over images."""
     if real + padded == 0:
         return
     generator = torch.Generator().manual_seed(seed)
-    tables = drawn_tables(generator)
-    chain = drawn_chain(generator, real, padded, drafts)
+    tables = drawn_tables(generator, images=pool > 0)
+    chain = drawn_chain(generator, real, padded, drafts, pool=max(pool, 1))
     TorchChains().inputs(tables, chain)
     check_inputs(tables, chain, real)
+    check_images(tables, chain)
 
 
 def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
@@ -51,13 +53,13 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
     rows, drafts = chain.rows[:real], chain.num_drafts
     starts, places = tables.lengths[rows], torch.arange(drafts + 1)
     positions = starts[:, None] + places
-    assert chain.starts[:real].equal(starts) and chain.positions[:real].equal(positions)
+    assert chain.starts[:real].equal(starts) and chain.positions[:real].equal(positions + chain.shifts[:real, None])
     assert chain.slots[:real].equal(tables.slots[rows[:, None], positions].long())
     assert chain.window_slots[:real].equal(tables.windows[rows[:, None], positions].long())
     assert chain.lens[:real].equal((starts + drafts + 1).int())
     assert chain.ids[:real, 0].equal(tables.last_tokens[rows]) and chain.draft_ids[0, :real].equal(chain.ids[:real, 0])
     behind = starts - 1 + torch.arange(drafts)[:, None]
-    assert chain.draft_positions[:, :real].equal(behind)
+    assert chain.draft_positions[:, :real].equal(behind + chain.shifts[:real])
     assert chain.draft_slots[:, :real].equal(tables.slots[rows, behind].long())
     assert chain.draft_lens[:, :real].equal((behind + 1).int())
     for k in range(drafts + 1):
@@ -68,6 +70,9 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
     assert chain.draft_real.tolist() == [1] * real + [0] * (len(chain.rows) - real)
     for neutral in (
         chain.positions[real:],
+        chain.shifts[real:],
+        chain.places[real:],
+        chain.pool_axes[real:],
         chain.slots[real:],
         chain.window_slots[real:],
         chain.draft_slots[:, real:],
@@ -75,6 +80,20 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
     ):
         assert not neutral.any()
     assert (chain.lens[real:] == drafts + 1).all() and (chain.draft_lens[:, real:] == 1).all()
+
+
+def check_images(tables: RowTables, chain: ChainBuffers) -> None:
+    """As the host's arrays of positions, token by token."""
+    for i, row in enumerate(chain.rows.tolist()):
+        shift, length, *last = tables.image_ends[row].tolist() if row >= 0 and len(tables.image_ends) else [0] * 5
+        assert chain.shifts[i] == shift
+        if chain.pool == 1 or row < 0:
+            continue
+        places = [int(tables.lengths[row]) + k for k in range(chain.num_drafts + 1)]
+        assert chain.places[i].tolist() == places
+        for place, axes in zip(places, chain.pool_axes[i].tolist()):
+            first = place - place % chain.pool
+            assert axes == (last if first < length else [first + shift] * 3)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -28,7 +28,8 @@ def copied(tables: RowTables, chain: ChainBuffers) -> tuple[RowTables, ChainBuff
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_leaves_the_same_memory(real: int, padded: int, drafts: int, rule: Rule) -> None:
     generator = torch.Generator().manual_seed(torch.randint(1 << 30, ()).item())
-    tables, chain = drawn_tables(generator), drawn_chain(generator, real, padded, drafts)
+    images, pool = (False, 1) if real == 3 else (True, 1 + 3 * (drafts % 2))
+    tables, chain = drawn_tables(generator, images=images), drawn_chain(generator, real, padded, drafts, pool=pool)
     other_tables, other = copied(tables, chain)
     hidden = torch.randn(chain.ids.numel(), tables.states.shape[1])
     for kernels, own, memory in ((TorchChains(), tables, chain), (triton_chains.TritonChains(), other_tables, other)):

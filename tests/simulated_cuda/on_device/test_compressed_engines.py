@@ -177,6 +177,7 @@ GATED_FIELDS: dict[str, Any] = {
 }  # fmt: skip
 GATED_FORMS: dict[str, dict[str, Any]] = {
     "decodes": {}, "chunks": {"chunked_prefill_size": 8}, "n-gram drafts": NGRAM, "images": {},
+    "n-gram drafts behind images": NGRAM,
 }  # fmt: skip
 
 
@@ -193,15 +194,16 @@ def test_steps_over_grouped_pools_are_captured(form: str, tmp_path: Path) -> Non
         Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
         Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
     ]
-    if form == "images":
+    if "images" in form:
         image = random_pixels(3, 2, torch.Generator().manual_seed(seed))
         requests = [with_image(request, place, image) for request, place in zip(requests, (1, 9, 9))]
+        requests = [replace(request, logprob=True) for request in requests]
     both = {"page_size": 4, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96}
     found = compared(path, tmp_path, requests, both | GATED_FORMS[form], cuda_graph_bs_decode="2", **FEW)
     replayed = [step for step in found.steps if step.cuda_graph]
-    assert found.num_graphs and len(replayed) > 1
-    if "drafts" not in form:  # the worker still reads the lengths of drafting rows on the host for this family
-        assert not any(step.waits for step in replayed)
+    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
+    if "drafts" in form:
+        assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
     lens = {start + 1 for step in replayed for start in step.plan.starts}
     assert min(lens) < 10 and max(lens) > 12
     assert set(kernels.launches) >= {"scores_kernel", "select_kernel", "count_pools_kernel", "place_pools_kernel"}
