@@ -103,8 +103,8 @@ class TritonTrees:
         for nodes, level in every:
             count = nodes.slots.shape[1]
             tree_slots_kernel[(len(chain.rows),)](
-                chain.rows, chain.starts, chain.shifts, tables.slots, nodes.positions, nodes.slots, nodes.lens, nodes.real,
-                tables.slots.shape[1], COUNT=count, BLOCK=next_power_of_2(count), EACH=level, num_warps=1,
+                chain.rows, chain.starts, chain.shifts, tables.slots, nodes.positions, nodes.slots, nodes.lens,
+                nodes.real, tables.slots.shape[1], COUNT=count, BLOCK=next_power_of_2(count), EACH=level, num_warps=1,
             )  # fmt: skip
 
     def enter(self, chain: ChainBuffers, tree: TreeBuffers) -> None:

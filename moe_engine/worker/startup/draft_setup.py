@@ -84,7 +84,12 @@ def draft_parts(
     chains = ChainParts(
         kernels=chain_kernels(runner.sampler.kernel),
         tables=RowTables(
-            rows.slot_table, history.tokens, history.lengths, rows.last_token, states, windows,
+            rows.slot_table,
+            history.tokens,
+            history.lengths,
+            rows.last_token,
+            states,
+            windows,
             history.lengths[:0, None] if rows.image_ends is None else rows.image_ends,
         ),
         memory=ChainMemory(max(settings.sizes), depth, rows.sampling, stream, form),

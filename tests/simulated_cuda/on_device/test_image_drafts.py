@@ -25,7 +25,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def made(kind: str, path: Path, seed: int) -> Path:
-    """A checkpoint whose next token depends mostly on the last one, in cycles of four, so that some drafts are right."""
+    """A checkpoint whose next token depends mostly on the last one, in cycles of four: some drafts are right."""
     layers = {"layer_types": ["linear_attention", "full_attention"]} if kind == "qwen3_5" else {}
     count = 2 if layers else LAYERS
     make_checkpoint(kind, path, seed, num_mtp_layers=int(kind == "qwen3_5"), num_hidden_layers=count, **layers)
