@@ -13,11 +13,14 @@ from moe_engine.gguf_container import find_gguf
 from moe_engine.models import ling_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
+from moe_engine.models.mistral_native import has_native_names, native_names
 from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.tensor_header import TensorHeader, WeightFile, unreadable
 from moe_engine.models.torch_file import read_torch_header
 
 INDEX_FILE = "model.safetensors.index.json"
+NATIVE_INDEX_FILE = "consolidated.safetensors.index.json"
+"""Of Mistral's own files."""
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.bin")
 """Patterns of torch.save's files; the first that matches is used. Training states beside the weights match the last one
@@ -74,13 +77,16 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
         )
     files: dict[str, WeightFile] = {}
     if load_format != "pt":
-        index = directory / INDEX_FILE
+        listed = (directory / name for name in (INDEX_FILE, NATIVE_INDEX_FILE))
+        index = next((file for file in listed if file.is_file()), directory / INDEX_FILE)
         files = _read_indexed(directory, index) if index.is_file() else _read_files(directory)
     if not files and load_format != "safetensors":
         index = directory / TORCH_INDEX_FILE
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
     if has_v4_names(files):
         return _renamed(files, v4_names(files, num_layers))
+    if has_native_names(files):
+        return _renamed(files, native_names(files))
     return _with_mtp(_with_rates(_with_ling(_with_parts(_with_prefix(files)))), num_layers)
 
 
@@ -269,7 +275,7 @@ def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
             f"{index}: {missing[0]}{more} of {len(names)} weight files missing in {directory}; download the checkpoint "
             "again, or use --load-format dummy"
         )
-    read: ReadHeader = read_header if index.name == INDEX_FILE else read_torch_header
+    read: ReadHeader = read_torch_header if index.name == TORCH_INDEX_FILE else read_header
     files = {name: WeightFile(directory / name, read(directory / name)) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].tensors:

@@ -14,13 +14,14 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_fields import Fields, is_whole, merge, read_json, text_fields
 from moe_engine.models.gguf.config import gguf_fields
+from moe_engine.models.mistral_native import PARAMS_FILE, native_fields, native_file
 
 
 def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Reads `path`/config.json (and the eos ids of generation_config.json).
 
     Args:
-        path: a Hugging Face checkpoint directory, a config.json, or a GGUF file or its folder.
+        path: a Hugging Face checkpoint directory, a config.json, Mistral's params.json, or a GGUF file or its folder.
         overrides: fields that replace those of the file (--json-model-override-args), nested objects merged.
 
     Raises:
@@ -43,10 +44,14 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
 
 
 def read_fields(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The file with a model's config, and its fields: config.json, or a GGUF file. Raises ConfigError."""
+    """The file with a model's config, and its fields: config.json, Mistral's params.json, or a GGUF file. Raises
+    ConfigError."""
     gguf = find_gguf(path)
     if gguf is not None:
         return gguf, gguf_fields(gguf)
+    native = path if path.name == PARAMS_FILE else native_file(path)
+    if native is not None:
+        return native, native_fields(native)
     file = path if path.suffix in (".json", SUFFIX) else path / "config.json"
     return file, read_json(file)
 

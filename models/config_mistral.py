@@ -1,7 +1,8 @@
-"""config.json of Mistral's families -> ModelConfig: Ministral 3 and Mistral Small 4, alone or as the text model of
-`Mistral3ForConditionalGeneration`, which has Pixtral's vision tower; Pixtral 12B in Llava's layout. Imports no torch.
+"""config.json of Mistral's families -> ModelConfig: Ministral 3, Mistral Small 4 and Large 3, alone or as the text
+model of `Mistral3ForConditionalGeneration`, which has Pixtral's vision tower; Pixtral 12B in Llava's layout. Imports no
+torch.
 
-In both text models a query is multiplied by a factor that grows with its position (`RopeConfig.query_beta`).
+In all text models a query is multiplied by a factor that grows with its position (`RopeConfig.query_beta`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_engine.models.config import ModelConfig
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek, parse_dense, parse_gqa
 from moe_engine.models.config_fields import Fields, added_tokens, rope_section
 from moe_engine.models.formats.float8 import Float8
@@ -21,7 +22,9 @@ from moe_engine.models.formats.fused_float8 import FusedFloat8
 from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.vision_config import PIXTRAL, PIXTRAL_12B, VisionConfig
+from moe_engine.models.mistral_native import NATIVE, PARAMS_FILE
+from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.vision_config import PIXTRAL, PIXTRAL_12B, PIXTRAL_NATIVE, VisionConfig
 
 _LLAVA = {
     "multimodal_projector_bias": True, "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
@@ -37,17 +40,40 @@ def parse_ministral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
 
 
 def parse_mistral4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """Mistral Small 4: DeepSeek's attention, a softmax router without a bias, which may choose groups of experts."""
-    raw = {"topk_method": "noaux_tc", "scoring_func": "softmax"}
-    config = parse_deepseek(Fields({**fields.raw, **raw}, fields.source), generation)
-    moe = config.moe
-    if moe is None:
-        fields.fail("n_routed_experts", "is missing; add it, or pass it with --json-model-override-args")
-    config = _scaled(replace(config, moe=replace(moe, has_bias=False), raw=fields.raw), fields)
+    """Mistral Small 4: experts in common tensors."""
+    config, moe = _latent_mixture(fields, generation)
     if config.weight_format.name:
         return replace(config, weight_format=_with_fused_experts(config.weight_format, moe.num_experts))
     fused = FusedExpertsFormat(moe.num_experts, alternating=False, transposed=False, optional=True)
     return replace(config, weight_format=fused)
+
+
+def parse_mistral_large3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Mistral Large 3 and Small 4 in Mistral's own files: each expert has matrices of its own, and the norms of both
+    latents have the model's epsilon."""
+    config, _ = _latent_mixture(fields, generation)
+    assert isinstance(config.attention, MLAConfig)
+    return replace(config, attention=replace(config.attention, latent_eps=config.norm_eps))
+
+
+def parse_native_pixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """`parse_mistral_large3` with Pixtral's tower under Mistral's names."""
+    config, section = parse_mistral_large3(fields, generation), fields.section("vision_config")
+    if section is None or section.raw.get("model_type") != NATIVE:
+        fields.fail("vision_config", f"is served from {PARAMS_FILE} only; give the folder of Mistral's own files")
+    first, last = section.raw["row_ends"]
+    tower = replace(_tower(fields, section, config), tower=PIXTRAL_NATIVE, row_ends=(first, last), projector_eps=1e-5)
+    return replace(config, vision=tower)
+
+
+def _latent_mixture(fields: Fields, generation: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
+    """DeepSeek's attention, a softmax router without a bias, which may choose groups of experts."""
+    raw = {"topk_method": "noaux_tc", "scoring_func": "softmax"}
+    config = parse_deepseek(Fields({**fields.raw, **raw}, fields.source), generation)
+    if config.moe is None:
+        fields.fail("n_routed_experts", "is missing; add it, or pass it with --json-model-override-args")
+    moe = replace(config.moe, has_bias=False)
+    return _scaled(replace(config, moe=moe, raw=fields.raw), fields), moe
 
 
 def _with_fused_experts(format: WeightFormat, num_experts: int) -> WeightFormat:

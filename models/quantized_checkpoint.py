@@ -29,6 +29,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.table import format_in_headers
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.mistral_native import native_file
 from moe_engine.models.quantization_section import quantization_config
 from moe_engine.models.quantization_target import Target, select
 from moe_engine.models.quantized_tensors import Conversion
@@ -100,6 +101,8 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
 def _check_source(source: Path, config: ModelConfig, target: Target) -> None:
     if find_gguf(source) is not None:
         raise ConfigError(f"{source}: is a GGUF file; quantize the model's safetensors instead")
+    if native_file(source) is not None:
+        raise ConfigError(f"{source}: has no config.json; quantize the model in transformers' files")
     format = config.weight_format
     if format.name:
         raise ConfigError(f"{source}: is quantized already ({format.name}); use an unquantized checkpoint")

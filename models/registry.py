@@ -127,6 +127,8 @@ for _name, _target, _parser in (
     ("HYV3ForCausalLM", _DENSE, "moe_engine.models.config_hunyuan:parse_hy_v3"),
     ("Ministral3ForCausalLM", _DENSE, "moe_engine.models.config_mistral:parse_ministral3"),
     ("Mistral4ForCausalLM", _DEEPSEEK, "moe_engine.models.config_mistral:parse_mistral4"),
+    ("MistralLarge3ForCausalLM", _DEEPSEEK, "moe_engine.models.config_mistral:parse_mistral_large3"),
+    ("PixtralForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_mistral:parse_native_pixtral"),
     ("LlavaForConditionalGeneration", _PIXTRAL, "moe_engine.models.config_mistral:parse_llava"),
     ("Mistral3ForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_mistral:parse_mistral3"),
     ("Qwen2VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_vl"),

@@ -17,6 +17,7 @@ DEEPSEEK_V41 = "moe_engine.models.vision.deepseek_v41:DeepseekV41Tower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
 GLM5_NEXT = "moe_engine.models.vision.glm5_next:Glm5NextTower"
 MINIMAX_M3 = "moe_engine.models.vision.minimax_m3:MiniMaxM3Tower"
+PIXTRAL_NATIVE = "moe_engine.models.vision.pixtral:NativePixtralTower"
 PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
 """Values of `VisionConfig.tower`."""
 

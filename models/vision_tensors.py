@@ -12,6 +12,7 @@ from moe_engine.models.vision_config import (
     MINIMAX_M3,
     PIXTRAL,
     PIXTRAL_12B,
+    PIXTRAL_NATIVE,
     QWEN2,
     QWEN2_5,
     QWEN3,
@@ -146,18 +147,21 @@ def _glm5_next(v: VisionConfig) -> Iterator[Entry]:
 
 
 def _pixtral(v: VisionConfig) -> Iterator[Entry]:
+    native = v.tower == PIXTRAL_NATIVE
     yield "patch_conv.weight", patch_shape(v), False
     yield "ln_pre.weight", (v.width,), True
     for i in range(v.num_layers):
         block = f"transformer.layers.{i}"
         yield f"{block}.attention_norm.weight", (v.width,), True
         yield f"{block}.ffn_norm.weight", (v.width,), True
+        gate, up, down = ("w1", "w3", "w2") if native else ("gate_proj", "up_proj", "down_proj")
         for part in "qkvo":
-            yield f"{block}.attention.{part}_proj.weight", (v.width, v.width), False
-        for part in ("gate", "up"):
-            yield f"{block}.feed_forward.{part}_proj.weight", (v.intermediate, v.width), False
-        yield f"{block}.feed_forward.down_proj.weight", (v.width, v.intermediate), False
-    if v.tower == PIXTRAL:
+            name = f"w{part}" if native else f"{part}_proj"
+            yield f"{block}.attention.{name}.weight", (v.width, v.width), False
+        for part in (gate, up):
+            yield f"{block}.feed_forward.{part}.weight", (v.intermediate, v.width), False
+        yield f"{block}.feed_forward.{down}.weight", (v.width, v.intermediate), False
+    if v.tower != PIXTRAL_12B:
         yield "projector.norm.weight", (v.width,), True
         yield "projector.patch_merger.merging_layer.weight", (v.width, v.merged_width), False
     for name, columns in (("linear_1", v.width), ("linear_2", v.out_width)):
@@ -210,6 +214,7 @@ _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     MINIMAX_M3: _minimax_m3,
     PIXTRAL: _pixtral,
     PIXTRAL_12B: _pixtral,
+    PIXTRAL_NATIVE: _pixtral,
     QWEN2: _qwen2,
     QWEN2_5: _qwen2_5,
     QWEN3: _qwen3,

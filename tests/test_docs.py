@@ -147,7 +147,8 @@ OUTSIDE = {
     "rid_0", "rid_1", "extra_body", "proxy_buffering", "proxy_read_timeout", "client_max_body_size",
     "client_header_timeout", "client_body_timeout", "Authorization", "Origin", "Allow", "Upgrade", "KillWait",
     "SlurmdTimeout", "dump.pt", "heat_map.png", "imbalance.png", "serve.yaml",
-    "modules.json", "/cache", "/dev/shm", "/dev/gdrdrv", "/dev/infiniband", "mlx5_ib", "nvidia_peermem",
+    "modules.json", "params.json", "tekken.json",
+    "/cache", "/dev/shm", "/dev/gdrdrv", "/dev/infiniband", "mlx5_ib", "nvidia_peermem",
     "gdrcopy_sanity", "MLX5_1.25", "PeerMappingOverride", "NET/IB", "NET/Socket", "libcudart.so.13",
     "benchmarks/results/<date>_<gpu>_gpu_suite.json",
 }  # fmt: skip

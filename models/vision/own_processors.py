@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.models.config_fields import read_json
+from moe_engine.models.mistral_native import native_fields, native_file
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.models.vision.glm_pixels import GlmProcessor
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
@@ -46,6 +47,8 @@ def _stored_fields(folder: Path) -> Mapping[str, Any]:
 def own_processor(folder: Path) -> OwnProcessor | None:
     """The processor of a checkpoint's folder; None: it is not one of this project's. Raises as `processor_fields`."""
     fields = processor_fields(folder)
+    if (native := native_file(folder)) is not None:
+        return PixtralProcessor.native(native_fields(native))
     if (found := KimiProcessor.of(fields) or GlmProcessor.of(fields)) is not None:
         return found
     file = folder / "config.json"

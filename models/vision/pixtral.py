@@ -6,6 +6,8 @@ Legend: P patches by row, N tokens of an image, D width, M merge size, O out wid
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu
@@ -14,7 +16,7 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid, patch_places
-from moe_engine.models.vision.parts import GatedBlock, PatchTransformer, load_product
+from moe_engine.models.vision.parts import GatedBlock, GatedNames, PatchTransformer, load_product
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
@@ -24,17 +26,26 @@ BLOCK = (
     ("feed_forward.gate_proj", "feed_forward.up_proj"), "feed_forward.down_proj",
 )  # fmt: skip
 """Names of the weights of `GatedBlock`."""
+NATIVE_BLOCK = (
+    "attention_norm", "ffn_norm", ("attention.wq", "attention.wk", "attention.wv"), "attention.wo",
+    ("feed_forward.w1", "feed_forward.w3"), "feed_forward.w2",
+)  # fmt: skip
+"""The same under Mistral's own names."""
 
 
 class UnmergedTower(PatchTransformer):
     """Pixels of an image -> embeddings of its tokens, one for each patch (Pixtral 12B); the whole tower on one rank."""
+
+    block: ClassVar[GatedNames] = BLOCK
+    interleaved: ClassVar[bool] = False
+    """Rotary pairs are (2j, 2j+1), else (j, j+Dh/2)."""
 
     def __init__(self, vision: VisionConfig, reader: WeightSource, backends: Backends) -> None:
         super().__init__(vision, reader, backends, patch_name="patch_conv")
         v, out = vision, f"{PREFIX}projector"
         self.first_norm = RMSNorm(backends.ops, reader, f"{PREFIX}ln_pre", v.width, v.norm_eps)
         names = [f"{PREFIX}transformer.layers.{i}" for i in range(v.num_layers)]
-        self.blocks = [GatedBlock(v, reader, backends, name, BLOCK, (False, False)) for name in names]
+        self.blocks = [GatedBlock(v, reader, backends, name, self.block, (False, False)) for name in names]
         bias = v.projector_bias
         self.project_in = load_product(backends, reader, [f"{out}.linear_1"], v.out_width, v.width, bias=bias)
         self.project_out = load_product(backends, reader, [f"{out}.linear_2"], v.out_width, v.out_width, bias=bias)
@@ -42,7 +53,7 @@ class UnmergedTower(PatchTransformer):
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         """pixels [P, channels * height * width of a patch], in the activation dtype -> [N, O]."""
         v, device = self.vision, pixels.device
-        table = RotaryTable(axial_angles(grid, v.head_dim, v.theta).to(device), interleaved=False)
+        table = RotaryTable(axial_angles(grid, v.head_dim, v.theta).to(device), self.interleaved)
         order = torch.arange(len(pixels), device=device)
         residual = self.first_norm(self.patches(pixels))  # [P, D]
         hidden = self.through(self.blocks, residual, order, table, lambda _: (len(pixels),))
@@ -67,6 +78,13 @@ class PixtralTower(UnmergedTower):
         v, normed = self.vision, self.token_norm.add(hidden, residual)
         tokens = normed.view(grid[1] // v.merge, v.merge, grid[2] // v.merge, v.merge, v.width)
         return self.merge(tokens.permute(0, 2, 4, 1, 3).reshape(-1, v.merged_width))
+
+
+class NativePixtralTower(PixtralTower):
+    """The same with Mistral's own names and order of rotated channels."""
+
+    block = NATIVE_BLOCK
+    interleaved = True
 
 
 def axial_angles(grid: Grid, width: int, theta: float) -> Tensor:

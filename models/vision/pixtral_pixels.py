@@ -43,6 +43,13 @@ class PixtralProcessor:
             std=tuple(fields.get("image_std") or cls.std),
         )
 
+    @classmethod
+    def native(cls, config: Mapping[str, Any]) -> PixtralProcessor | None:
+        """Of a model in Mistral's own files, which have no settings beside the tower's. None: it has no tower."""
+        if (vision := config.get("vision_config")) is None:
+            return None
+        return cls(vision["patch_size"], config["spatial_merge_size"], vision["image_size"])
+
     def within(self, max_pixels: int | None) -> PixtralProcessor:
         """With a longest side that keeps this limit of an image's pixels."""
         if max_pixels is None:

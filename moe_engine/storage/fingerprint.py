@@ -17,7 +17,7 @@ BLOCKS = 16
 BLOCK_BYTES = 4096
 SMALL_BYTES = 4 << 20
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-OTHERS = ("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json")
+OTHERS = ("config.json", "params.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json")
 
 
 def fingerprint_of(folder: str) -> str:

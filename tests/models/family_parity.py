@@ -82,6 +82,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "kimi_k25": {},
     "mistral3": {},
     "pixtral": {},
+    "mistral_large3": {},
     "dots1": {},
     "ernie4_5": {},
     "ernie4_5_moe": {"num_mtp_layers": 1},

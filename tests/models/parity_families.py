@@ -23,6 +23,7 @@ from tests.models import (
     kimi_k3,
     minimax_m3_images,
     mistral3_checkpoints,
+    mistral_native,
     qwen4_exp_images,
     sparse,
     v4_checkpoints,
@@ -171,6 +172,12 @@ def mistral3_family(kind: str, path: Path, seed: int) -> Family:
     return _with_rows(path, made, mistral3_checkpoints.RowPixels, side=80)
 
 
+def mistral_large3_family(kind: str, path: Path, seed: int) -> Family:
+    """In Mistral's own files."""
+    made = mistral_native.make_mistral_large3(path, seed, max_position_embeddings=1024)
+    return _with_rows(path, made, mistral3_checkpoints.RowPixels, side=80)
+
+
 def pixtral_family(kind: str, path: Path, seed: int) -> Family:
     made = mistral3_checkpoints.make_pixtral(path, seed, max_position_embeddings=1024)
     return _with_rows(path, made, mistral3_checkpoints.PatchPixels, side=40)
@@ -262,6 +269,7 @@ def v41_fp4_family(kind: str, path: Path, seed: int) -> Family:
 
 OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
+    "mistral_large3": mistral_large3_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
     "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
     "glm5_next": pooled_family, "qwen4_exp": qwen4_family,

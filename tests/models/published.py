@@ -166,6 +166,26 @@ KIMI_K3: dict[str, Any] = {
     },
 }  # fmt: skip
 """The fields of the published file; of the ignored modules of its quantization, those that the text model has."""
+MISTRAL_LARGE_3: dict[str, Any] = {
+    "dim": 7168, "n_layers": 61, "head_dim": 128, "hidden_dim": 16384, "n_heads": 128, "n_kv_heads": 128,
+    "rope_theta": 10000.0, "norm_eps": 1e-6, "vocab_size": 131072, "tied_embeddings": False,
+    "max_position_embeddings": 294912, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "kv_lora_rank": 512, "v_head_dim": 128, "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"},
+    "llama_4_scaling": {"original_max_position_embeddings": 8192, "beta": 0.1},
+    "yarn": {"original_max_position_embeddings": 8192, "factor": 36, "apply_scale": False, "beta": 32, "alpha": 1},
+    "moe": {
+        "expert_parallel": 1, "expert_model_parallel": 1, "route_every_n": 1, "first_k_dense_replace": 3,
+        "num_experts": 128, "num_experts_per_tok": 4, "num_expert_groups": 1, "num_expert_groups_per_tok": 1,
+        "routed_scale": 1.0, "expert_hidden_dim": 4096, "num_shared_experts": 1,
+    },
+    "vision_encoder": {
+        "image_token_id": 10, "image_break_token_id": 12, "image_end_token_id": 13, "intermediate_size": 8192,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "mm_projector_id": "patch_merge", "spatial_merge_size": 2,
+        "hidden_size": 1664, "num_channels": 3, "image_size": 1540, "max_image_size": 1540, "patch_size": 14,
+        "rope_theta": 10000.0, "add_pre_mm_projector_layer_norm": True, "adapter_bias": False,
+    },
+}  # fmt: skip
+"""params.json of the FP8 checkpoint."""
 LING_FLASH: dict[str, Any] = {
     "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 2560,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768,

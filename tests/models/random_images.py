@@ -26,6 +26,7 @@ from tests.models import (
     kimi_checkpoints,
     minimax_m3_images,
     mistral3_checkpoints,
+    mistral_native,
     sparse,
     stepper,
     vision_checkpoints,
@@ -34,7 +35,7 @@ from tests.models.random_shapes import TOLERANCE, Refused, run_draws
 from tests.models.vision_checkpoints import GreedyOracle, Oracle, Pixels
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-MISTRAL = ("mistral", "ministral3", "mistral4", "pixtral")
+MISTRAL = ("mistral", "ministral3", "mistral4", "mistral_large3", "pixtral")
 KINDS = (*QWEN, *MISTRAL, "kimi_k25", "minimax_m3", "glm5_next")
 IMAGES: dict[str, int] = {
     **dict.fromkeys(QWEN, vision_checkpoints.IMAGE), **dict.fromkeys(MISTRAL, mistral3_checkpoints.IMAGE),
@@ -135,7 +136,7 @@ def _text(kind: str, rng: random.Random) -> dict[str, Any]:
     text: dict[str, Any] = {"hidden_size": rng.choice((48, 72)), "num_hidden_layers": rng.choice((2, 3))}
     if kind == "glm5_next":
         return {"hidden_size": text["hidden_size"]}
-    if kind in ("kimi_k25", "mistral4", "minimax_m3"):
+    if kind in ("kimi_k25", "mistral4", "mistral_large3", "minimax_m3"):
         return text if kind != "minimax_m3" else text | {"num_hidden_layers": 3}
     kv, head = rng.choice((1, 2, 3)), rng.choice((8, 16, 24))
     text |= {"num_key_value_heads": kv, "num_attention_heads": kv * rng.choice((1, 2)), "head_dim": head}
@@ -170,6 +171,8 @@ def make(shape: Shape, path: Path, seed: int) -> tuple[Path, GreedyOracle]:
     if shape.kind == "pixtral":
         return path, mistral3_checkpoints.make_pixtral(path, seed, shape.tower, **shape.text)
     given = shape.stored | shape.text
+    if shape.kind == "mistral_large3":
+        return path, mistral_native.make_mistral_large3(path, seed, tower=shape.tower, **given | {"act": "silu"})
     return path, mistral3_checkpoints.make_mistral3(path, seed, shape.kind, tower=shape.tower, **given)
 
 

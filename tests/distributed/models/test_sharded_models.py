@@ -19,6 +19,7 @@ from tests.distributed.models.worlds import Case, load, run_cases
 from tests.distributed.world_fixture import world_of
 from tests.models.checkpoints import make_checkpoint
 from tests.models.kimi_k3 import make_k3
+from tests.models.mistral_native import make_mistral_large3_text
 from tests.models.mxfp4 import mxfp4_copy
 from tests.models.v4_checkpoints import make_v4
 from tests.models.v4_quantized import quantized_copy
@@ -65,6 +66,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
+    "mistral_large3": {"num_hidden_layers": 2},  # names of its own files, without a tower
     "hy_v3": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shared MLP, an MTP layer with names of its own
     "solar_open": {"num_hidden_layers": 2},
     "dots1": {"num_hidden_layers": 2},
@@ -92,7 +94,9 @@ TWO = {
     "dp-ep-all_to_all": Topology(2, attn_dp_size=2, ep_size=2, moe_a2a_backend="all_to_all"),
     "dp-ep-shared_memory": Topology(2, 2, 2, moe_dense_tp_size=1, moe_a2a_backend="shared_memory"),
 }
-OWN: dict[str, Callable[..., Path]] = {"deepseek_v4": make_v4, "kimi_k3": make_k3}
+OWN: dict[str, Callable[..., Path]] = {
+    "deepseek_v4": make_v4, "kimi_k3": make_k3, "mistral_large3": make_mistral_large3_text,
+}  # fmt: skip
 FOUR = {
     "tp": Topology(4),
     "tp2-ep2": Topology(4, ep_size=2),
@@ -187,7 +191,8 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "solar_open", "dots1", "mimo_v2_flash", "minimax_m3",
+        "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "mistral_large3", "solar_open", "dots1",
+        "mimo_v2_flash", "minimax_m3",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:

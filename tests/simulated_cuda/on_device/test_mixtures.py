@@ -1,0 +1,28 @@
+"""Mixtures whose files or layers differ from those of other engine tests: the tokens of the CPU on a simulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_engine.worker.startup import build_runner
+from tests.models.mistral_native import make_mistral_large3_text
+from tests.simulated_cuda import quick_start
+from tests.simulated_cuda.on_device.test_engines import FEW, GREEDY, compared, script
+
+MADE: dict[str, Callable[[Path], Path]] = {
+    "mistral_large3": lambda path: make_mistral_large3_text(path, 5, num_hidden_layers=2),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_decodes_are_captured(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks, a prefix of the cache, replayed decodes, no waits."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    path = MADE[kind](tmp_path / "model")
+    more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "ops_backend": "triton"}
+    found = compared(path, tmp_path, script([GREEDY, GREEDY]), {}, **more)
+    assert found.num_graphs == 2 and found.waits == []
+    assert any(step.cuda_graph for step in found.steps)
