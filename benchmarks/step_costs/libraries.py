@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -45,9 +44,9 @@ class Libraries:
         self._target_ranks = target_ranks
         self._blackwell = hardware.facts.capability[0] == 10
 
-    def install(self, fp8_kv: bool = False) -> None:
+    def install(self, fp8_kv: Path | None = None) -> None:
         """DeepGEMM and DeepEP's first generation; FlashAttention 3 on Hopper, FlashInfer on Blackwell. fp8_kv: FlashMLA
-        in sgl_kernel's build too."""
+        in sgl_kernel's build too, with a file in this folder."""
         modules = {"deep_gemm": self.deep_gemm(), "deep_ep": self.deep_ep()}
         if self._blackwell:
             modules["flashinfer"] = FlashInfer(self).module()
@@ -59,9 +58,9 @@ class Libraries:
             found = ModuleType(name)
             found.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name in ("deep_ep", "sgl_kernel"))
             if name == "sgl_kernel":  # submodules are searched as files
-                self._folder = tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-")
-                Path(self._folder.name, "flash_mla.py").touch()
-                found.__spec__.submodule_search_locations = [self._folder.name]
+                assert fp8_kv is not None
+                (fp8_kv / "flash_mla.py").touch()
+                found.__spec__.submodule_search_locations = [str(fp8_kv)]
             found.__dict__.update(vars(module))
             sys.modules[name] = found
 

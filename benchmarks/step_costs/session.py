@@ -89,8 +89,8 @@ class Session:
         short, self._repeats = shortened(case.config)
         if case.drafter == "mtp2":
             short["num_nextn_predict_layers"] = 2
-        self._folder = tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-")
-        self._recorder, self._config, self._worker = _start(case, short, Path(self._folder.name))
+        with tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-") as folder:  # read at the start only
+            self._recorder, self._config, self._worker = _start(case, short, Path(folder))
         if case.drafter == "standalone":
             self._worker.runner.speculation.drafter.model.is_draft = True
 
@@ -126,7 +126,6 @@ class Session:
 
     def close(self) -> None:
         self._worker.close()
-        self._folder.cleanup()
 
 
 def _settings(case: Case) -> dict[str, Any]:
@@ -169,9 +168,8 @@ def _start(case: Case, short: dict[str, Any], folder: Path) -> tuple[Any, Any, A
     observer.observer = recorder
     install.install()
     if case.vendors:
-        Libraries(recorder, case.hardware, case.form.nodes(case.hardware), _target_ranks(case)).install(
-            case.kv != "auto"
-        )
+        libraries = Libraries(recorder, case.hardware, case.form.nodes(case.hardware), _target_ranks(case))
+        libraries.install(folder if case.kv != "auto" else None)
     _watch_layers(recorder)
     _without_compiling()
     _with_one_expert()

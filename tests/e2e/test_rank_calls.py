@@ -15,6 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
 from tests.e2e.server_process import ServerProcess, runs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import dequantized_copy, write_tensors
@@ -105,10 +106,15 @@ class Clients:
     "form", [pytest.param(form, marks=[] if form == "ep2" else pytest.mark.exhaustive) for form in FORMS]
 )
 def test_calls_over_http_under_load(
-    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], tmp_path: Path, form: str
+    checkpoints: dict[str, Path],
+    expected: dict[str, list[list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
 ) -> None:
     """The other forms: tests/distributed/engine/test_weight_updates.py."""
     ranks, more = FORMS[form]
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "dumps"))
     flags = [*FLAGS, "--model-path", str(checkpoints["old"]), *more]
     with ServerProcess(tmp_path, *flags) as server, server.client() as http, Clients(server) as clients:
 
@@ -123,6 +129,7 @@ def test_calls_over_http_under_load(
         before = len(clients.answers)
         until(lambda: http.get("/health").raise_for_status() and len(clients.answers) >= before + 4)
         ask("/dump_expert_distribution_record")
+        assert len(list((tmp_path / "dumps").glob("expert_distribution_recorder_*.pt"))) == 1
         stopped = ask("/stop_profile").text.splitlines()[1:]
         assert http.post("/stop_profile", json={}).status_code == 400
         updated = ask("/update_weights_from_disk", model_path=str(checkpoints["new"]), weight_version="new")
