@@ -6,13 +6,21 @@ in flight while the next is planned, so without this a late write of an ended re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from threading import Lock
+from weakref import WeakValueDictionary
 
 
-@lru_cache(maxsize=4)
-def _shared_ids(ids: range) -> list[int]:
-    return list(ids)
+class _SharedIds(list[int]):
+    """The first ids of a range, as many as any of its pools has taken: sixteen million slots would be 660 MB."""
+
+    _growing = Lock()  # pools of several threads
+
+    def grow(self, ids: range, count: int) -> None:
+        with self._growing:
+            self += ids[len(self) : count]
+
+
+_SHARED: WeakValueDictionary[range, _SharedIds] = WeakValueDictionary()
 
 
 class DeferredFreePool:
@@ -26,18 +34,18 @@ class DeferredFreePool:
         num_free: ids that `take` can allocate now. num_pending: freed ids that a step in flight may still use.
     """
 
-    __slots__ = ("_all", "_free", "_num_fresh", "_pending", "_retired", "num_free", "num_pending")
+    __slots__ = ("_all", "_free", "_num_fresh", "_pending", "_retired", "_shared", "num_free", "num_pending")
 
     def __init__(self, ids: range) -> None:
-        self._all: Sequence[int] = ids
+        self._all = ids
+        self._shared: _SharedIds | None = None
         self._retired = 0
         self.num_pending = 0
         self.reset()
 
     def share(self) -> None:
         """Takes the ids from a list shared by all such pools of this process: each pool then holds pointers only."""
-        if isinstance(self._all, range):
-            self._all = _shared_ids(self._all)
+        self._shared = _SHARED.setdefault(self._all, _SharedIds())
 
     def reset(self) -> None:
         """Frees all ids."""
@@ -70,10 +78,16 @@ class DeferredFreePool:
         """All freed ids, then ids that were never taken."""
         free, num_fresh = self._free, self._num_fresh
         first = len(self._all) - num_fresh
-        fresh = self._all[first : first + count - len(free)]
+        end = first + count - len(free)
+        if (shared := self._shared) is None:
+            fresh = list(self._all[first:end])
+        else:
+            if end > len(shared):
+                shared.grow(self._all, end)
+            fresh = shared[first:end]
         self._num_fresh = num_fresh - len(fresh)
         if not free:
-            return fresh if type(fresh) is list else list(fresh)
+            return fresh
         taken = [*reversed(free), *fresh]  # ascending, so that slots are neighbors
         free.clear()
         return taken
