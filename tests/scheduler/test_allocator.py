@@ -15,19 +15,18 @@ def test_pools_that_share_ids_take_what_others_take_and_keep_no_ids_that_none_to
     pools = [DeferredFreePool(ids) for _ in range(3)]
     for pool in pools[1:]:
         pool.share()
-    step, held = 0, [[], [], []]
-    for _ in range(300):
+    held: list[list[int]] = [[], [], []]
+    for step in range(300):
         count, freed = random.randint(1, 300), random.randint(0, 200)
         taken = [pool.take(count) for pool in pools]
         assert taken[0] == taken[1] == taken[2] and len(taken[0]) == count
         assert all(one is other for one, other in zip(taken[1], taken[2]))
         for pool, mine, more in zip(pools, held, taken):
-            mine += more
-            pool.give(mine[:freed], step)
-            del mine[:freed]
-        step += 1
+            given, kept = (mine + more)[:freed], (mine + more)[freed:]
+            pool.give(given, step)
+            mine[:] = kept
         for pool in pools:
-            pool.retire(step)
+            pool.retire(step + 1)
     pools[1].reset()
     assert pools[1].take(40_000) == list(ids[:40_000])
     assert len(pools[1]._shared) <= 120_000 and pools[1].num_free == len(ids) - 40_000
