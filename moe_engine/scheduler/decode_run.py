@@ -29,7 +29,7 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
         return 0
     slots, page = kv_cache.slots, kv_cache.page_size
     waits = table.chunked is not None or bool(table.queue.entries)
-    if slots.num_pending and (waits or slots.num_free < page * len(decodes)):
+    if slots.num_pending and ((waits and not hold_prefill) or slots.num_free < page * len(decodes)):
         return 0  # the next step cannot use these slots yet, and would evict others
     limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids)) for r in decodes]) - 1
     if table.queue.entries and not hold_prefill:
@@ -102,7 +102,8 @@ def run_decodes(
     ended = [request for request in decodes if request.max_new_tokens - len(request.output_ids) <= steps]
     rest = [request for request in decodes if request not in ended] if ended else decodes
     table.sessions.decoded(len(decodes), taken, contended)
-    kv_cache.retire(record.number + steps - 1)
+    if kv_cache.retire(record.number + steps - 1):
+        scheduler.backoff.retry_now()
     needed = kv_cache.decode_need(rest, steps) + (kv_cache.decode_need(ended, steps - 1) if ended else 0)
     if not kv_cache.make_room(needed):
         raise MoeEngineError(f"no room for {steps} decode steps; ask decode_run_limit first")

@@ -218,6 +218,30 @@ def test_ends_of_answers_and_last_chunks_take_no_plan(monkeypatch):
         assert len(planned) == plans * len(arrivals)
 
 
+def test_a_prompt_that_waits_for_its_turn_takes_no_plan_of_the_decodes(monkeypatch):
+    """It arrives at a group that decodes while another group computes a long prompt, also if memory of an ended request
+    is not free yet."""
+    planned, schedule = [], Scheduler.schedule
+
+    def counted(scheduler, hold_prefill=False):
+        plan = schedule(scheduler, hold_prefill)
+        planned.extend([plan] if isinstance(plan, StepPlan) else [])
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    for _ in range(8):
+        planned.clear()
+        # by turns to groups 0 to 3: 0 has a long and a short answer, then 1 a long prompt, then 0 the last request
+        starts = [0.0, 0.2, 0.4, 0.6, 1.0, 1.1, 1.2, 1.3, random.uniform(1.4, 2.4)]
+        lengths = [10, 1, 1, 1, 10, 1500, 1, 1, 10]
+        answers = [90, 2, 2, 2, 4, 20, 1, 1, 20]
+        prompts = [list(range(number << 20, (number << 20) + length)) for number, length in enumerate(lengths, 1)]
+        arrivals = [Arrival(*values) for values in zip(starts, prompts, answers)]
+        spec = ReplicaSpec(config(chunked_prefill_size=200), Linear(0.05), num_groups=4)
+        simulate(FleetSpec(spec, method="round_robin"), Fixed(arrivals, len(arrivals)))
+        assert len(planned) == 15
+
+
 @pytest.mark.parametrize("method", sorted(WEIGHTS))
 def test_loads_in_a_table_are_routed_as_by_the_production_router(method):
     rng = random.Random(random.getrandbits(32))

@@ -204,12 +204,6 @@ class Group:
         """Steps with prompts after which running requests decode."""
         return self.scheduler.table.settings.max_consecutive_prefills
 
-    @property
-    def queues_in_run(self) -> bool:
-        """Whether a request may be queued during a run that holds prompts back: freed memory would wake admission."""
-        kv_cache = self.scheduler.kv_cache
-        return not kv_cache.slots.num_pending and not kv_cache.rows.num_pending
-
     def begin_run(self, rows: int, runs: Runs, chunk_size: int = 0) -> None:
         """Begins a run of `rows` requests with the next step of `runs`."""
         self.chunk_size = chunk_size

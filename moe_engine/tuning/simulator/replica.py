@@ -121,13 +121,9 @@ class Replica:
         """Gives a request to a scheduler. Returns the reason if it is refused, or None."""
         if not self.is_active:
             self.now = max(self.now, running.entered + self.spec.idle_seconds * (running.entered > self.now))
-        group = self.groups[index]
-        ends_run = index in self._runs.members and index not in self._runs.chunking
-        if ends_run and (self._turns.open or not group.queues_in_run):
-            self._leave_run(index)
         if self._flight is not None:
             self._flight.end += self.spec.arrival_seconds
-        running.group = index
+        group, running.group = self.groups[index], index
         refused = group.add(running, rid, output_ids or [])
         if refused is not None:
             return refused
