@@ -5,13 +5,17 @@ Legend: P patches by row, N tokens of an image, O width of the text model.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.models.kimi_k3 import UNREAD
+from tests.models.kimi_k3 import UNREAD, K3Reference
+from tests.models.vision_checkpoints import GreedyOracle, Pixels
 
 TOWER, PROJECTOR = "vision_tower.", "mm_projector."
 
@@ -57,6 +61,24 @@ class TowerReference:
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         angles = torch.stack((column.flatten()[:, None] * speeds, row.flatten()[:, None] * speeds), 2).flatten(1)
         return torch.polar(torch.ones_like(angles), angles)
+
+
+class K3Oracle(GreedyOracle):
+    """A checkpoint with a tower: its formulas and those of the language model."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.text = path, K3Reference(path)
+        tensors = {name: t.double() for name, t in load_file(path / "model.safetensors").items()}
+        self._tower = TowerReference(json.loads((path / "config.json").read_text())["vision_config"], tensors)
+
+    def embed(self, image: Pixels) -> Tensor:
+        return self._tower.embed(image.values, image.grid)
+
+    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        return {"images": torch.cat([self.embed(image) for image in images])}
+
+    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
+        return self.text.logits(ids, **self.image_inputs(ids, images) if images else {}).float()
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:

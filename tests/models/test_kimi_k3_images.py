@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from moe_engine.errors import ConfigError
 from moe_engine.media.image_process import _processed, load_processor
@@ -23,35 +21,19 @@ from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.tokenizer.kimi_k3 import KimiK3Chat
 from tests.models import stepper
 from tests.models.image_parity import around, check_logits, check_requests
-from tests.models.kimi_k3 import IMAGE, PATCH, VISION, K3Reference, make_k3
-from tests.models.kimi_k3_tower import TowerReference
+from tests.models.kimi_k3 import IMAGE, PATCH, VISION, make_k3
+from tests.models.kimi_k3_tower import K3Oracle
 from tests.models.published import KIMI_K3
 from tests.models.rows import all_rows
 from tests.models.sparse import clear_draw
 from tests.models.test_kimi_k3 import BOUND
 from tests.models.test_parity import assert_close
-from tests.models.vision_checkpoints import GreedyOracle, Pixels
-
-
-class Oracle(GreedyOracle):
-    def __init__(self, path: Path) -> None:
-        self.path, self._text = path, K3Reference(path)
-        tensors = {name: t.double() for name, t in load_file(path / "model.safetensors").items()}
-        self._tower = TowerReference(VISION, tensors)
-
-    def embed(self, image: Pixels) -> Tensor:
-        return self._tower.embed(image.values, image.grid)
-
-    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
-        return {"images": torch.cat([self.embed(image) for image in images])}
-
-    def logits(self, ids: list[int], images: list[Pixels]) -> Tensor:
-        return self._text.logits(ids, **self.image_inputs(ids, images) if images else {}).float()
+from tests.models.vision_checkpoints import Pixels
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle(make_k3(tmp_path_factory.mktemp("k3"), random.randrange(2**31), tokenizer=False, vision=VISION))
+def made(tmp_path_factory: pytest.TempPathFactory) -> K3Oracle:
+    return K3Oracle(make_k3(tmp_path_factory.mktemp("k3"), random.randrange(2**31), tokenizer=False, vision=VISION))
 
 
 def picture(rows: int, columns: int) -> Pixels:
@@ -61,7 +43,7 @@ def picture(rows: int, columns: int) -> Pixels:
 
 
 @pytest.mark.parametrize("row", all_rows())
-def test_logits(made: Oracle, row: str) -> None:
+def test_logits(made: K3Oracle, row: str) -> None:
     def with_image() -> tuple[list[int], list[int], list[Pixels]]:
         image = picture(3, 4)
         tokens, places = around([image], IMAGE, count=30)
@@ -81,7 +63,7 @@ def test_logits(made: Oracle, row: str) -> None:
     check_logits(loaded, made.path, row, made, prompt, rows, IMAGE, BOUND, text)
 
 
-def test_requests(made: Oracle, tmp_path: Path) -> None:
+def test_requests(made: K3Oracle, tmp_path: Path) -> None:
     first, second = picture(2, 3), picture(4, 1)
     asked = [(*around(images, IMAGE), images) for images in ([first], [first, second], [])]
     check_requests(made.path, made, asked, tmp_path / "status")
@@ -141,7 +123,7 @@ def encoded(image: Any) -> bytes:
     return out.getvalue()
 
 
-def test_sizes_in_prompts(made: Oracle) -> None:
+def test_sizes_in_prompts(made: K3Oracle) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     text = KimiK3Chat().render([{"role": "user", "content": parts}])
     assert "a<|media_begin|><|media_content|><|media_pad|><|media_end|>b<|close|>" in text

@@ -1,5 +1,5 @@
 """Logits of random shapes of random families equal transformers', with fields of config.json left out; of sparse
-families; of towers with several images; of quantized weights."""
+families; of families with formulas or published formats; of towers with several images; of quantized weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from moe_engine.errors import MoeEngineError
 from tests.examples import examples
-from tests.models import random_formats, random_images, random_shapes, random_sparse_shapes
+from tests.models import random_formats, random_images, random_reference_shapes, random_shapes, random_sparse_shapes
 from tests.models.checkpoints import KINDS, MORE_KINDS
 from tests.models.random_shapes import Refused
 
@@ -47,12 +47,28 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
     compare(SHAPES, random_shapes.draw, random_shapes.check, tmp_path, examples(3))
 
 
+two_of_these = pytest.mark.drawn(2, group="random shapes of formulas and published formats")
 one_of_three = pytest.mark.drawn(1, group="random shapes of parts of models")
 
 
 @one_of_three
 def test_selections_of_tokens_pools_blocks_and_entries(tmp_path: Path) -> None:
     compare(random_sparse_shapes.KINDS, random_sparse_shapes.draw, random_sparse_shapes.check, tmp_path, examples(1))
+
+
+@two_of_these
+@pytest.mark.parametrize("kind", random_reference_shapes.KINDS)
+def test_formulas_and_published_formats(tmp_path: Path, kind: str) -> None:
+    draw, check = random_reference_shapes.draw, random_reference_shapes.check
+    compare([kind], draw, check, tmp_path, examples(1), random_reference_shapes.TOLERANCE)
+
+
+@two_of_these
+@pytest.mark.parametrize("kind", random_images.FORMULAS)
+def test_towers_of_formulas(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+    draw, check = random_images.draw, random_images.check
+    compare([kind], draw, check, tmp_path, examples(1), random_reference_shapes.TOLERANCE)
 
 
 @one_of_three
