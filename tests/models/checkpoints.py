@@ -697,6 +697,14 @@ def _write_config(
     path: Path, fields: dict[str, Any], dtype: torch.dtype, num_mtp_layers: int, fp8: bool, dialect: str
 ) -> None:
     config = json.loads((path / "config.json").read_text())
+    if fp8:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+        (path / "config.json").write_text(json.dumps(config, indent=1))
     if "text_config" in config and dialect == "hub":  # as published
         left_out = ("initializer_range", *(("pad_token_id",) if fields["pad_token_id"] is None else ()))
         own = {key: value for key, value in fields.items() if key not in left_out}
@@ -717,13 +725,6 @@ def _write_config(
     else:
         config["dtype"] = name
         config |= {k: fields[k] for k in ("topk_method", "scoring_func", "moe_layer_freq") if k in fields}
-    if fp8:
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-        }
     (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "generation_config.json").write_text(
         json.dumps({"bos_token_id": fields["bos_token_id"], "eos_token_id": fields["eos_token_id"]})

@@ -23,10 +23,10 @@ TOKENS = {
 }  # fmt: skip
 
 
-def make_qwen4(path: Path, seed: int, agreeing: bool = False, **text: Any) -> Path:
-    """Writes the checkpoint and returns its path. `agreeing`: as `agreeing_checkpoint`; `text`: fields of the text
-    model."""
-    vision = {"depth": 2, "patch_size": PATCH, "spatial_merge_size": MERGE}
+def make_qwen4(path: Path, seed: int, agreeing: bool = False, tower: dict[str, Any] | None = None, **text: Any) -> Path:
+    """Writes the checkpoint and returns its path. `agreeing`: as `agreeing_checkpoint`; `tower`, `text`: fields of the
+    tower and of the text model."""
+    vision = {"depth": 2, "patch_size": PATCH, "spatial_merge_size": MERGE} | (tower or {})
     (agreeing_checkpoint if agreeing else make_checkpoint)(GATED_STREAMS, path, seed, vision=vision, **text)
     add_images(path, seed, TOKENS, PROCESSOR)
     return path

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.models.batch import ImageRows
+from moe_engine.models.batch import ImageRows, PoolStarts
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.vision.positions import axis_positions
@@ -30,24 +30,27 @@ from tests.models import (
     mistral3_checkpoints,
     mistral_native,
     random_reference_shapes,
+    random_sparse_shapes,
     sparse,
     stepper,
     v41_images,
     v41_tower,
     vision_checkpoints,
 )
+from tests.models.checkpoints import GATED_STREAMS
 from tests.models.deepseek_v41 import make_v41
+from tests.models.qwen4_exp_images import make_qwen4
 from tests.models.random_shapes import TOLERANCE, Refused, run_draws
 from tests.models.vision_checkpoints import GreedyOracle, Oracle, Pixels
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 MISTRAL = ("mistral", "ministral3", "mistral4", "mistral_large3", "pixtral")
-KINDS = (*QWEN, *MISTRAL, "kimi_k25", "minimax_m3", "glm5_next")
+KINDS = (*QWEN, *MISTRAL, "kimi_k25", "minimax_m3", "glm5_next", GATED_STREAMS)
 FORMULAS = ("deepseek_v41", "kimi_k3")
 IMAGES: dict[str, int] = {
     **dict.fromkeys(QWEN, vision_checkpoints.IMAGE), **dict.fromkeys(MISTRAL, mistral3_checkpoints.IMAGE),
     "kimi_k25": kimi_checkpoints.IMAGE, "minimax_m3": minimax_m3_images.IMAGE, "glm5_next": vision_checkpoints.IMAGE,
-    "deepseek_v41": v41_tower.IMAGE, "kimi_k3": kimi_k3.IMAGE,
+    GATED_STREAMS: vision_checkpoints.IMAGE, "deepseek_v41": v41_tower.IMAGE, "kimi_k3": kimi_k3.IMAGE,
 }  # fmt: skip
 MARGIN = 5e-6
 
@@ -94,7 +97,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
     sides = [rng.choice((rare, (rng.randint(1, 6), rng.randint(1, 6)))) for _ in range(rng.randint(1, 4))]
     shape = Shape(kind, rng.choice(("torch", "cpu")), {}, _text(kind, rng), sides, rng.choice((2, 4, 5, 14)))
     inner = rng.choice((20, 37, 64))
-    if kind in QWEN:
+    if kind in (*QWEN, GATED_STREAMS):
         shape.merge = rng.choice((1, 2, 2, 3))
         _qwen(shape, rng, heads, layers, width, inner)
     elif kind == "glm5_next":
@@ -158,7 +161,7 @@ def _qwen(shape: Shape, rng: random.Random, heads: int, layers: int, width: int,
         tower |= {"fullatt_block_indexes": sorted(rng.sample(range(layers), rng.randint(0, layers)))}
     else:
         tower |= {"num_position_embeddings": rng.choice((4, 9, 16, 36))}
-        if not shape.kind.startswith("qwen3_5"):
+        if not shape.kind.startswith("qwen3_5") and shape.kind != GATED_STREAMS:
             deep = sorted(rng.sample(range(layers), rng.randint(0, min(layers, shape.text["num_hidden_layers"]))))
             tower["deepstack_visual_indexes"] = deep
     shape.tower = tower
@@ -170,6 +173,8 @@ def _text(kind: str, rng: random.Random) -> dict[str, Any]:
     text: dict[str, Any] = {"hidden_size": rng.choice((48, 72)), "num_hidden_layers": rng.choice((2, 3))}
     if kind == "glm5_next":
         return {"hidden_size": text["hidden_size"]}
+    if kind == GATED_STREAMS:
+        return text | random_sparse_shapes.streams(rng, text["num_hidden_layers"])
     if kind in ("kimi_k25", "mistral4", "mistral_large3", "minimax_m3"):
         return text if kind != "minimax_m3" else text | {"num_hidden_layers": 3}
     kv, head = rng.choice((1, 2, 3)), rng.choice((8, 16, 24))
@@ -195,6 +200,9 @@ def _text(kind: str, rng: random.Random) -> dict[str, Any]:
 def make(shape: Shape, path: Path, seed: int) -> tuple[Path, GreedyOracle]:
     if shape.kind in QWEN:
         made = vision_checkpoints.make_checkpoint(shape.kind, path, seed, tower=shape.tower, **shape.text)
+        return made, Oracle(made)
+    if shape.kind == GATED_STREAMS:
+        made = make_qwen4(path, seed, tower=shape.tower, **shape.text)
         return made, Oracle(made)
     if shape.kind == "glm5_next":
         return path, glm5_next_images.make_glm(path, seed, shape.tower, **shape.text)
@@ -227,7 +235,7 @@ def prompt(shape: Shape, rng: random.Random) -> tuple[list[int], list[int], list
         values = torch.randn((grid[1] * grid[2], 3, 1, shape.patch**2), generator=generator)
         whole = values.expand(-1, -1, shape.frames, -1).flatten(1).contiguous()
         image = Drawn(grid, whole, shape.merge, shape.kind in MISTRAL, shape.kind == "deepseek_v41")
-        ids += [vision_checkpoints.START] if shape.kind in QWEN else []
+        ids += [vision_checkpoints.START] if shape.kind in (*QWEN, GATED_STREAMS) else []
         places.append(len(ids))
         images.append(image)
         ids += image.placeholders(IMAGES[shape.kind])
@@ -287,6 +295,10 @@ def _logits(
         batch = loaded.batch([stepper.Chunk(0, ids[begin:end], decode=end == begin + 1)])
         inside = is_image[begin:end].nonzero().flatten()
         batch = replace(batch, positions=axes[:, begin:end].amax(0))
+        if config.rope.axes and config.attention.pool > 1:
+            places = torch.arange(begin, end)
+            first = places // config.attention.pool * config.attention.pool
+            batch = replace(batch, pool_starts=PoolStarts(places, axes[:, first].T))
         if len(inside):
             batch = replace(batch, images=ImageRows(inside, rows[begin:end][inside], axes[:, begin:end][:, inside]))
         logits.append(model.logits(model.forward(batch)))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_engine.models.config_file import load_model_config
 from tests.models import sparse, stepper
+from tests.models.byte_tokenizer import EOS
 from tests.models.checkpoints import BLOCK_SPARSE, GATED_STREAMS, POOLED, make_checkpoint
 from tests.models.random_shapes import LENGTH, TOLERANCE, Refused, _rope, run_draws
 from tests.models.stepper import Chunk
@@ -42,7 +43,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
         "hidden_size": rng.choice((48, 60, 84, 120)), "routed_scaling_factor": rng.choice((1.0, 2.5)),
         "num_hidden_layers": rng.choice((2, 3, 4)),
     }  # fmt: skip
-    own = {POOLED: _pooled, BLOCK_SPARSE: _blocks, GATED_STREAMS: _streams, V4: _entries}.get(kind, _tokens)
+    own = {POOLED: _pooled, BLOCK_SPARSE: _blocks, GATED_STREAMS: streams, V4: _entries}.get(kind, _tokens)
     fields |= own(rng, fields["num_hidden_layers"])
     if kind in ("deepseek_v32", "glm_moe_dsa"):
         fields |= {"rope_scaling": _rope(rng, kind), "rope_theta": rng.choice((1e4, 1e6))}
@@ -105,25 +106,37 @@ def _blocks(rng: random.Random, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _streams(rng: random.Random, layers: int) -> dict[str, Any]:
-    groups, ratio, keys = rng.choice((1, 2)), rng.choice((2, 4)), rng.choice((1, 2, 3))
-    kinds = [rng.choice(("linear_attention", "full_attention")) for _ in range(layers - 1)]
+def streams(rng: random.Random, layers: int) -> dict[str, Any]:
+    """Fields of Qwen3.8-Flash-Next's text model."""
+    groups, ratio, keys = rng.choice((1, 2)), rng.choice((2, 4, 8)), rng.choice((1, 2, 3))
+    attention = rng.choice(("full_attention", "indexed_attention"))
+    kinds = [rng.choice(("linear_attention", attention)) for _ in range(layers - 1)]
     linear = [i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"]
-    return {
-        "num_attention_heads": groups * rng.choice((1, 2, 3)), "num_key_value_heads": groups,
-        "head_dim": rng.choice((16, 24, 40)), "num_experts": rng.choice((4, 7)),
-        "layer_types": [*kinds, "full_attention"],
+    width, longest, rows = rng.choice((16, 24, 40)), rng.choice((2, 3, 4)), rng.choice((1, 2, 3))
+    part = rng.choice([part for part in (0.25, 0.5, 1.0) if int(width * part) % 2 == 0])
+    half = int(width * part) // 2
+    turned = rng.randint(0, half // 3)
+    fields = {
+        "num_attention_heads": groups * rng.choice((1, 2, 3)), "num_key_value_heads": groups, "head_dim": width,
+        "num_experts": rng.choice((4, 7)), "layer_types": [*kinds, attention],
         "num_experts_per_tok": rng.choice((1, 3)), "moe_intermediate_size": rng.choice((12, 32)),
         "shared_expert_intermediate_size": rng.choice((20, 48)), "hc_count": rng.choice((2, 3, 4)),
-        "hc_lowrank": rng.choice((8, 12)),
-        "ple_layer_ids": sorted(rng.sample(linear, rng.randint(0, len(linear)))),
+        "hc_lowrank": rng.choice((8, 12)), "norm_topk_prob": rng.random() < 0.6,
+        "ple_layer_ids": rng.sample(linear, rng.randint(0, len(linear))),
+        "ple_conv_kernel_size": rng.choice((2, 4, 5)), "linear_conv_kernel_dim": rng.choice((2, 3, 4)),
         "linear_num_key_heads": keys, "linear_num_value_heads": keys * rng.choice((1, 2)),
         "linear_key_head_dim": rng.choice((8, 12)), "linear_value_head_dim": rng.choice((8, 12, 20)),
-        "ngram_size": rng.choice((2, 3)), "heads_per_ngram": rng.choice((1, 2)), "ple_embed_dim": rng.choice((16, 32)),
-        "indexer_n_heads": rng.choice((12, 16)), "indexer_head_dim": rng.choice((32, 64)),
-        "indexer_budget": ratio * rng.choice((1, 3)), "indexer_compress_ratio": ratio,
-        "split_ngram_parts": rng.choice((1, 5)),
+        "ngram_size": longest, "heads_per_ngram": rows, "ple_embed_dim": (longest - 1) * rows * rng.choice((1, 6, 16)),
+        "ngram_vocab_size_base": rng.choice((2, 60, 997)), "split_ngram_parts": rng.choice((1, 5, 512)),
+        "make_ngram_vocab_size_divisible_by": rng.choice((1, 8, 128)),
+        "indexer_n_heads": rng.choice((12, 16)), "indexer_head_dim": 2 * half + rng.choice((0, 8, 24)),
+        "indexer_budget": ratio * rng.choice((1, 2, 3)), "indexer_compress_ratio": ratio,
+        "output_gate_type": rng.choice((None, "silu", "sigmoid")), "partial_rotary_factor": part,
+        "rope_theta": rng.choice((1e4, 1e6)), "tie_word_embeddings": rng.random() < 0.3,
+        "eos_token_id": rng.choice((EOS, [EOS, 7], [7, EOS])),
     }  # fmt: skip
+    section = {"mrope_section": [half - 2 * turned, turned, turned], "mrope_interleaved": True}
+    return fields | {"rope_scaling": {"rope_type": "default", **section}}
 
 
 def _entries(rng: random.Random, layers: int) -> dict[str, Any]:
@@ -148,6 +161,20 @@ def _entries(rng: random.Random, layers: int) -> dict[str, Any]:
     return fields | {name: experts[name] for name in experts if "group" not in name}
 
 
+def reference(path: Path, seed: int) -> tuple[list[int], Tensor]:
+    """A prompt without close selections, and transformers' logits."""
+    model, numbers = sparse.load(path), random.Random(seed)
+
+    def drawn() -> tuple[list[int], Tensor]:
+        tokens = [numbers.randrange(5, 250) for _ in range(LENGTH)]
+        for end in numbers.sample(range(LENGTH), 3):  # over which no n-gram reaches
+            tokens[end] = numbers.choice((7, EOS))
+        return tokens, model(torch.tensor([tokens])).logits[0]
+
+    with torch.no_grad():
+        return sparse.clear_draw(drawn, MARGIN)
+
+
 def check(shape: Shape, folder: Path, seed: int) -> float:
     """The largest relative error of a token's logits. Raises Refused."""
     try:
@@ -155,14 +182,7 @@ def check(shape: Shape, folder: Path, seed: int) -> float:
             path = make_v4(folder, seed, tokenizer=False, **shape.fields)
         else:
             path = make_checkpoint(shape.kind, folder, seed, tokenizer=False, dialect=shape.dialect, **shape.fields)
-        model, numbers = sparse.load(path), random.Random(seed)
-
-        def drawn() -> tuple[list[int], Tensor]:
-            tokens = [numbers.randrange(5, 250) for _ in range(LENGTH)]
-            return tokens, model(torch.tensor([tokens])).logits[0]
-
-        with torch.no_grad():
-            tokens, want = sparse.clear_draw(drawn, MARGIN)
+        tokens, want = reference(path, seed)
     except Exception as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
     loaded = stepper.load(path, shape.row, page_size=load_model_config(path).page_multiple, seed=seed)
