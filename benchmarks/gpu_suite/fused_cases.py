@@ -19,7 +19,12 @@ from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
-from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, QuantizedActivation
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    ActivationFormat,
+    QuantizedActivation,
+    RowsToNorm,
+)
 from moe_engine.kernels.quantization.reference import dequantize_rows, quantize_rows
 from moe_engine.kernels.queries import AttentionBatch
 
@@ -151,9 +156,23 @@ def mlp(tokens: int, hidden: int, width: int) -> KernelCase:
     return counted("linear", f"fused.mlp.{hidden}x{width}.t{tokens}", prepare, fp8=True)
 
 
+def normed_query(tokens: int, n: int, k: int) -> KernelCase:
+    """A query's product, which computes the norm of its few rows itself; they are part of wider rows."""
+
+    def prepare(linear: Any, device: str) -> Call:
+        weight = linear_weight(linear, LinearShape("", tokens, n, k, True), device)
+        x = normal(tokens, k + 64, device=device)[:, :k]
+        norm, format = 1 + 0.1 * normal(k, device=device, dtype=torch.float32), linear.input_format(weight)
+        if linear.capabilities.norms is None or not format.rows or format.exponents:
+            return lambda: linear.run(TorchOps().rms_norm(x, norm, 1e-6), weight)
+        return lambda: linear.run(RowsToNorm(x, norm, 1e-6), weight)
+
+    return counted("linear", f"fused.normed_query.{n}x{k}.t{tokens}", prepare, fp8=True)
+
+
 def parity_cases() -> list[KernelCase]:
     """Few and many tokens: both tilings."""
-    many = [absorb(130, 128), heads_quantized(130, 128), combine_norm(130, 7168, 8)]
+    many = [normed_query(16, 4096, 1024), absorb(130, 128), heads_quantized(130, 128), combine_norm(130, 7168, 8)]
     return [*timed_cases(5, 2048, 6, 300), *many]
 
 
@@ -166,11 +185,12 @@ def timed_cases(tokens: int, hidden: int, top_k: int, context: int) -> list[Kern
         norm_route(tokens, hidden, 256, top_k),
         attention_values(tokens, context, 16),
         mlp(tokens, hidden, 2048),
+        normed_query(tokens, 3072, 1536),
     ]
 
 
 def tiny_cases() -> list[KernelCase]:
     return [
         absorb(3, 2, 32, 64, 16), combine_norm(5, 256, 2), heads_quantized(3, 2, 128, 64), norm_route(3, 64, 16, 2),
-        attention_values(2, 400, 4, 64, 32), mlp(3, 128, 128),
+        attention_values(2, 400, 4, 64, 32), mlp(3, 128, 128), normed_query(3, 70, 256),
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.step_costs.cost import Cost
 from benchmarks.step_costs.costs import Setting, cost_of, memory_of, size
+from benchmarks.step_costs.hardware import Hardware
 
 FP32 = 4
 BF16 = 2
@@ -231,9 +232,17 @@ def gather(a: Any, s: Setting) -> Cost:
 @cost_of("block_gemm_kernel")
 def block_gemm(a: Any, s: Setting) -> Cost:
     flops = {"fp8": 2.0 * a.num_rows * a.N * a.K}
-    read = size(matrix_of(a.x), given(a.x_scales), a.weight_scales) + a.N * a.K
-    own = memory_of(matrix_of(a.weight))
-    return Cost(read, size(a.out), flops, weights=own, requests_own=a.N * a.K if a.AHEAD else 0)
+    read = size(matrix_of(a.x), given(a.x_scales), given(a.norm), a.weight_scales) + a.N * a.K
+    own, more = memory_of(matrix_of(a.weight)), 0.0
+    if a.NORM:
+        assert s.hardware is not None
+        more = _first_pass(size(a.x), s.hardware)
+    return Cost(read, size(a.out), flops, weights=own, requests_own=a.N * a.K if a.AHEAD else 0, more_us=more)
+
+
+def _first_pass(num_bytes: float, hardware: Hardware) -> float:
+    """Microseconds in which each program reads all rows once from the L2 cache, before its product reads them."""
+    return float(hardware["l2_latency_us"] + num_bytes / hardware["program_bytes_per_s"] * 1e6)
 
 
 @cost_of("four_bits_gemm_kernel")
@@ -369,7 +378,7 @@ def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
     read = min(rows, len(a.x)) * per_row if gathers else rows * per_row
     return Cost(
         s.routing.touched * (matrix + scales) + read, rows * a.WIDTH * a.out.element_size(),
-        product(a.x, rows, n, a.K), empty_us=_without_tile(a, s, n // a.WIDTH * a.BLOCK_N),
+        product(a.x, rows, n, a.K), more_us=_without_tile(a, s, n // a.WIDTH * a.BLOCK_N),
         weights=memory_of(weight),
     )  # fmt: skip
 

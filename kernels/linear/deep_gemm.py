@@ -26,8 +26,10 @@ from moe_engine.kernels.quantization.protocol import (
     ActivationFormat,
     BlockFP8,
     BlockWeight,
+    ProductInput,
     QuantizedActivation,
     QuantizedRows,
+    RowsToNorm,
     unquantized,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
@@ -61,7 +63,7 @@ class DeepGemmLinear(CublasLinear):
     @property
     def capabilities(self) -> LinearCapabilities:
         heads = None if self._gemm.heads_quantized is None else self.run_heads_quantized
-        return LinearCapabilities({BlockFP8: self.prepare_blocks}, self.warm_up, heads)
+        return LinearCapabilities({BlockFP8: self.prepare_blocks}, self.warm_up, heads, norms=self.norms)
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; a weight of sizes that the library does not support becomes bf16."""
@@ -78,14 +80,20 @@ class DeepGemmLinear(CublasLinear):
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
         return self._gemm.input_format(weight.data.power_of_two) if isinstance(weight.data, Blocks) else UNQUANTIZED
 
-    def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
+    def norms(self, x: Tensor, weight: PreparedLinear) -> bool:
+        """See `LinearCapabilities`."""
+        return isinstance(weight.data, Blocks) and x.dtype == torch.bfloat16 and self._quantizes(len(x), weight)
+
+    def run(self, x: ProductInput, weight: PreparedLinear) -> Tensor:
         data: Any = weight.data
+        if isinstance(x, RowsToNorm):
+            return self._few(x, weight)
         if not isinstance(data, Blocks):
             return super().run(unquantized(x), weight)
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weight.in_features:
             raise ValueError(f"{len(x)} rows of {width} {x.dtype} do not fit {weight.in_features} in-features")
-        if isinstance(x, Tensor) and width <= MOST_QUANTIZED and self._is_few(len(x), data):
+        if isinstance(x, Tensor) and self._quantizes(len(x), weight):
             return self._few(x, weight)
         return self._product(lambda: self._gemm.dense_rows(x, data.power_of_two), weight, len(x))
 
@@ -114,10 +122,14 @@ class DeepGemmLinear(CublasLinear):
             self._gemm.dense(rows(), weight.data.operand, out)
         return out if weight.bias is None else out.add_(weight.bias)
 
+    def _quantizes(self, count: int, weight: PreparedLinear) -> bool:
+        """Whether the product of `count` unquantized rows quantizes them itself."""
+        return weight.in_features <= MOST_QUANTIZED and self._is_few(count, weight.data)
+
     def _is_few(self, count: int, blocks: Blocks) -> bool:
         return not self._gemm.exponents and is_few(count, blocks.operand[0])
 
-    def _few(self, rows: QuantizedRows | Tensor, weight: PreparedLinear) -> Tensor:
+    def _few(self, rows: QuantizedRows | Tensor | RowsToNorm, weight: PreparedLinear) -> Tensor:
         """The product of few rows, by Triton."""
         from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 

@@ -50,6 +50,9 @@ class LinearCapabilities:
     coded_heads: Callable[[Coded, int], PreparedLinear] | None = None
     """`prepare_heads` of a weight [H N, K] of that many heads, in codes."""
 
+    norms: Callable[[Tensor, PreparedLinear], bool] | None = None
+    """(x [T, K], weight): whether `run` takes these rows as `RowsToNorm`."""
+
     takes: Callable[[Any], bool] | None = None
     """(format): whether a format of a class in `quantized` is supported; None: every format of the class is."""
 

@@ -22,8 +22,10 @@ from moe_engine.kernels.linear.products import (
     add_product,
     empty_tile,
     grouped_order,
+    inverse_rms,
     load_scale,
     load_step,
+    norm_step,
     scale_columns,
     weight_tile,
 )
@@ -37,12 +39,13 @@ from moe_engine.kernels.quantization.protocol import (
     BlockWeight,
     QuantizedRows,
     RowFP8,
+    RowsToNorm,
     RowWeight,
 )
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
-from moe_engine.kernels.triton.launch import element
+from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 from moe_engine.kernels.triton.prefetch import UNIT, can_request, prefetch_own
 
 _SUM_TILE = 1024  # elements per program when summing a split product
@@ -50,15 +53,16 @@ _SUM_TILE = 1024  # elements per program when summing a split product
 
 @dependent_jit(do_not_specialize=["num_rows", "scale_stride"])
 def block_gemm_kernel(
-    x, x_scales, weight, weight_scales, bias, out, num_rows, scale_stride,
+    x, x_scales, norm, weight, weight_scales, bias, out, num_rows, x_stride, scale_stride, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    AHEAD: tl.constexpr, ROWS: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    AHEAD: tl.constexpr, ROWS: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] of x [M, K] and weight [N, K]; with SPLIT > 1 float32 [SPLIT, M, N], one part of K each.
 
     With TMA `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles. AHEAD: as in
-    `fixed_gemm_kernel`. ROWS: weight_scales is [N]. QUANTIZE: x is not quantized, and each program quantizes it.
+    `fixed_gemm_kernel`. ROWS: weight_scales is [N]. QUANTIZE: x is not quantized, its rows start every x_stride, and
+    each program quantizes it; NORM: its RMSNorm, with the weight `norm` [K].
     """
     prefetch_own(weight, tl.program_id(0) * AHEAD, AHEAD, N * K)
     wait_for_inputs()
@@ -72,13 +76,20 @@ def block_gemm_kernel(
     lane = tl.arange(0, BLOCK_K)
     x_rows = tl.minimum(rows, num_rows - 1)
     w_rows = tl.minimum(cols, N - 1)
-    x_tile = weight_tile(x, x_rows, lane, K, TMA)
+    if QUANTIZE:
+        x_tile = x + x_rows.to(tl.int64)[:, None] * x_stride + lane[None, :]
+    else:
+        x_tile = weight_tile(x, x_rows, lane, K, TMA)
+    if NORM:
+        inverse = inverse_rms(x_tile, lane, eps, K, BLOCK_K)
     w_tile = weight_tile(weight, w_rows, lane, K, TMA)
     w_scale = weight_scales + (tile_n * BLOCK_N // BLOCK_K) * STEPS
     total = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, STEPS)):
         a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, TMA)
         b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, TMA)
+        if NORM:
+            a = norm_step(a, inverse, norm, step, lane, K, BLOCK_K)
         if QUANTIZE:
             a, x_scale = quantize_tile(a.to(tl.float32), POWER_OF_TWO)
         else:
@@ -114,7 +125,7 @@ def sum_parts_kernel(
 
 
 def block_gemm(
-    rows: QuantizedRows | Tensor,
+    rows: QuantizedRows | Tensor | RowsToNorm,
     weight: BlockWeight | RowWeight,
     dtype: torch.dtype,
     bias: Tensor | None = None,
@@ -123,15 +134,15 @@ def block_gemm(
     """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. No host synchronization.
 
     Args:
-        rows: a Tensor is quantized in the same launch, by each of its programs: for few rows of at most
-            `MOST_QUANTIZED` columns.
+        rows: a Tensor, whose rows may be strided, is quantized in the same launch, by each of its programs: for few
+            rows of at most `MOST_QUANTIZED` columns. Of `RowsToNorm` each program computes the norm too.
         tiles: tiling; default: from the table.
 
     Raises:
         ValueError: if the widths differ.
     """
-    quantizes = isinstance(rows, Tensor)
-    x, scales, stride = _operand(rows)
+    norm, eps = (rows.weight, rows.eps) if isinstance(rows, RowsToNorm) else (None, 0.0)
+    x, scales, stride = _operand(rows.rows if isinstance(rows, RowsToNorm) else rows)
     m, (n, k) = x.shape[0], weight.data.shape
     if x.shape[1] != k:
         raise ValueError(f"rows {list(x.shape)} do not fit a weight [{n}, {k}]")
@@ -141,16 +152,16 @@ def block_gemm(
     tiles = tiles or block_fp8_tiles(m, n, k)
     split = tiles.split > 1
     target = torch.empty(tiles.split, m, n, dtype=torch.float32, device=out.device) if split else out
-    matrix = weight.data
+    matrix, x_stride = weight.data, stride_of(x, 0) if scales is None else 0
     tma = tiles.tma and fits_tma(matrix) and fits_tma(x)
     if tma:
         x = TensorDescriptor.from_tensor(x, [tiles.block_m, BLOCK])
         matrix = TensorDescriptor.from_tensor(matrix, [tiles.block_n, BLOCK])
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n), tiles.split)
     block_gemm_kernel[grid](
-        x, scales, matrix, weight.scales, None if split else bias, target, m, stride,
-        **_constants(weight, tiles, tma, bias is not None and not split, quantizes), num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        x, scales, norm, matrix, weight.scales, None if split else bias, target, m, x_stride, stride, eps,
+        **_constants(weight, tiles, tma, bias is not None and not split, scales is None, norm is not None),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if split:
         sum_parts(target, bias, out)
@@ -158,9 +169,9 @@ def block_gemm(
 
 
 def _operand(rows: QuantizedRows | Tensor) -> tuple[Tensor, Tensor | None, int]:
-    """Values [M, K], contiguous, their scales, and the scales' stride."""
+    """Values [M, K], their scales, and the scales' stride; quantized ones are contiguous."""
     if isinstance(rows, Tensor):
-        return rows.contiguous(), None, 0
+        return with_contiguous_rows(rows), None, 0
     return rows.data, rows.scales, rows.scale_stride
 
 
@@ -178,39 +189,44 @@ def fits_tma(matrix: Tensor) -> bool:
 
 
 def _constants(
-    weight: BlockWeight | RowWeight, tiles: Tiles, tma: bool, has_bias: bool, quantizes: bool = False
-) -> dict[str, Any]:
+    weight: BlockWeight | RowWeight, tiles: Tiles, tma: bool, has_bias: bool, quantizes: bool = False,
+    norms: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     n, k = weight.data.shape
     requests = tiles == FEW_BLOCK_FP8 and k % UNIT == 0 and can_request(weight.data)
     return {
         "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
         "SPLIT": tiles.split, "SWAP_AB": tiles.swap_ab, "TMA": tma, "HAS_BIAS": has_bias,
         "AHEAD": tiles.block_n * k if requests else 0, "ROWS": isinstance(weight, RowWeight),
-        "QUANTIZE": quantizes, "POWER_OF_TWO": quantizes and weight.power_of_two,
+        "QUANTIZE": quantizes, "POWER_OF_TWO": quantizes and weight.power_of_two, "NORM": norms,
     }  # fmt: skip
 
 
 def cases_of(
     shape: LinearShape, dtype: torch.dtype = torch.bfloat16, tiles: Tiles | None = None,
-    format: BlockFP8 | RowFP8 = BLOCK_FP8, quantizes: bool = False,
+    format: BlockFP8 | RowFP8 = BLOCK_FP8, quantizes: bool = False, norms: bool = False,
 ) -> list[AotCase]:  # fmt: skip
-    """The kernels launched by one product, without a bias. quantizes: of rows in `dtype`."""
+    """The kernels launched by one product, without a bias. quantizes: of rows in `dtype`; norms: of their norm."""
     tiles, n, k = tiles or block_fp8_tiles(shape.rows, shape.n, shape.k), shape.n, shape.k
     result = element(torch.float32 if tiles.split > 1 else dtype)
     signature = {
         "x": "*fp8e4nv", "x_scales": "*fp32", "weight": "*fp8e4nv", "weight_scales": "*fp32", "out": f"*{result}",
-        "num_rows": "i32", "scale_stride": "i32",
+        "num_rows": "i32", "x_stride": "i32:16", "scale_stride": "i32", "eps": "fp32",
     }  # fmt: skip
     if tiles.tma:
         signature["x"] = f"tensordesc<fp8e4nv[{tiles.block_m}, {BLOCK}]>"
         signature["weight"] = f"tensordesc<fp8e4nv[{tiles.block_n}, {BLOCK}]>"
-    constants = _constants(format.empty(n, k, "meta"), tiles, tiles.tma, False, quantizes) | {"bias": None}
+    constants = _constants(format.empty(n, k, "meta"), tiles, tiles.tma, False, quantizes, norms) | {"bias": None}
+    if norms:
+        signature["norm"] = "*fp32"
+    else:
+        constants["norm"] = None
     if quantizes:
         signature["x"] = f"*{element(dtype)}"
         del signature["x_scales"]
         constants["x_scales"] = None
     name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}" + "_rows" * constants["ROWS"]
-    name += "_quantizes" * quantizes
+    name += "_quantizes" * (quantizes and not norms) + "_norms" * norms
     cases = [AotCase(name, block_gemm_kernel, signature, constants, tiles.num_warps, tiles.num_stages, True)]
     return [*cases, sum_parts_case(n, tiles.split, dtype)] if tiles.split > 1 else cases
 
@@ -235,6 +251,13 @@ def aot_cases() -> list[AotCase]:
         for case in cases_of(output, tiles=FEW_BLOCK_FP8, format=format, quantizes=True):
             name = case.name + "_exponents" * format.power_of_two
             found[name] = replace(case, name=name)
+    latents: list[tuple[int, BlockFP8 | RowFP8]] = [
+        (1536, BLOCK_FP8), (1024, BlockFP8(power_of_two=True)), (1280, ROW_FP8),
+    ]  # fmt: skip
+    for k, form in latents:  # q_b of DeepSeek V3 and V4-Flash on 8 ranks; of V4.1's width with a scale per row
+        query = LinearShape("q_b", FEW_ROWS, 4096 if k < 1536 else 3072, k, True)
+        for case in cases_of(query, tiles=FEW_BLOCK_FP8, format=form, quantizes=True, norms=True):
+            found[case.name] = case
     for rows in (FEW_ROWS, 64, 4096):
         found |= {case.name: case for case in cases_of(next(DEEPSEEK_V3.at(rows)), format=ROW_FP8)}
     for case in cases_of(next(DEEPSEEK_V3.at(FEW_ROWS)), tiles=FEW_BLOCK_FP8, format=ROW_FP8):

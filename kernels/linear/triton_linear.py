@@ -25,9 +25,11 @@ from moe_engine.kernels.quantization.protocol import (
     ActivationFormat,
     BlockFP8,
     BlockWeight,
+    ProductInput,
     QuantizedActivation,
     QuantizedRows,
     RowFP8,
+    RowsToNorm,
     RowWeight,
     unquantized,
 )
@@ -56,6 +58,7 @@ class TritonLinear(CublasLinear):
         return LinearCapabilities(
             {BlockFP8: self.prepare_blocks, RowFP8: self.prepare_rows, GroupCodes: self.prepare_codes},
             heads_quantized=self.run_heads_quantized,
+            norms=self.norms,
             takes=lambda format: not isinstance(format, GroupCodes) or format.four_bits,
         )
 
@@ -83,9 +86,15 @@ class TritonLinear(CublasLinear):
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
         return ActivationFormat.fp8(weight.data.power_of_two) if isinstance(weight.data, _FP8) else UNQUANTIZED
 
-    def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
+    def norms(self, x: Tensor, weight: PreparedLinear) -> bool:
+        """See `LinearCapabilities`."""
+        return isinstance(weight.data, _FP8) and self._quantizes(len(x), weight)
+
+    def run(self, x: ProductInput, weight: PreparedLinear) -> Tensor:
+        if isinstance(x, RowsToNorm):
+            return self._product(x, weight, x.dtype)
         if isinstance(weight.data, _FP8):
-            itself = isinstance(x, Tensor) and x.shape[1] <= MOST_QUANTIZED and self._is_few(len(x), weight)
+            itself = isinstance(x, Tensor) and self._quantizes(len(x), weight)
             return self._product(x if itself else _rows(x, weight.data), weight, x.dtype)  # type: ignore[arg-type]
         if isinstance(weight.data, FourBitsWeight):
             return four_bits_gemm(unquantized(x), weight.data, weight.bias, self._deterministic)
@@ -100,10 +109,14 @@ class TritonLinear(CublasLinear):
         """See the protocol."""
         return heads_quantized(x, weight.data, format.power_of_two, self._deterministic)
 
-    def _product(self, rows: QuantizedRows | Tensor, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
-        count = len(rows if isinstance(rows, Tensor) else rows.data)
+    def _product(self, rows: QuantizedRows | Tensor | RowsToNorm, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
+        count = len(rows.data if isinstance(rows, QuantizedRows) else rows)
         tiles = FEW_BLOCK_FP8 if self._is_few(count, weight) else self._tiles
         return block_gemm(rows, weight.data, dtype, weight.bias, tiles)
+
+    def _quantizes(self, count: int, weight: PreparedLinear) -> bool:
+        """Whether the product of `count` unquantized rows quantizes them itself."""
+        return weight.in_features <= MOST_QUANTIZED and self._is_few(count, weight)
 
     def _is_few(self, count: int, weight: PreparedLinear) -> bool:
         return not self._deterministic and is_few(count, weight.data.data)

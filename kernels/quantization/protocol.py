@@ -262,8 +262,26 @@ class QuantizedActivation:
         return self.unquantized
 
 
+@dataclass(frozen=True)
+class RowsToNorm:
+    """x [T, K], rows may be strided, whose RMSNorm with weight [K] a product computes in its own launch."""
+
+    rows: Tensor
+    weight: Tensor
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+
 Activation = Tensor | QuantizedActivation
 """An activation between the modules of a layer: [T, K]."""
+ProductInput = Activation | RowsToNorm
+"""What a product may read."""
 
 
 def as_format(x: Activation, format: ActivationFormat) -> Activation:

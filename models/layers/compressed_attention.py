@@ -25,6 +25,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep
 from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.index_gates import IndexGates
+from moe_engine.models.layers.latent_queries import LatentQueries, NormedLatent
 from moe_engine.models.layers.linear import Projection, load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rotated_norm import UnweightedNorm
@@ -81,9 +82,6 @@ class EntryIndexer:
         self.compressor = Compressor(
             backends, reader, f"{prefix}.compressor", config, a.selected_rate, a.index_width, 2, rotary
         )
-        self._q = load_linear(
-            backends.linear, reader, [f"{prefix}.q_b_proj"], [a.index_heads * a.index_width], a.q_lora_rank
-        )
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (a.index_heads, config.hidden_size), dtype=torch.float32)
         # the scale of the scores is part of the weights: a step has no launch for it
         self._gates = IndexGates(backends, gates * (a.index_heads * a.index_width) ** -0.5)
@@ -93,13 +91,8 @@ class EntryIndexer:
         """Activation format of the hidden states: the head weights are products of unquantized numbers."""
         return UNQUANTIZED
 
-    @property
-    def latent_format(self) -> ActivationFormat:
-        """Activation format of the query's latent."""
-        return self._q.input_format
-
     def update(
-        self, projected: Tensor, hidden: Activation, latent: Activation, positions: Tensor, step: CompressedStep,
+        self, projected: Tensor, hidden: Activation, latent: NormedLatent, positions: Tensor, step: CompressedStep,
         cache: CompressedCache,
     ) -> None:  # fmt: skip
         """Writes the index keys of new entries, by their projections; sets the step's selection [T, K], if it has
@@ -108,7 +101,7 @@ class EntryIndexer:
         self.compressor.update(projected, step, cache.kept[1], cache.index_keys.squeeze(1))
         if (selection := step.selection) is None:
             return
-        q = self._q(latent).view(-1, self._heads, self._width)
+        q = latent.index_queries().view(-1, self._heads, self._width)
         self._ops.rotate(q, positions, self._rotary)
         weights = self._gates(hidden)
         rows = step.rows[self.compressor.rate].selected.slots
@@ -139,10 +132,9 @@ class CompressedAttention:
         hidden, heads = config.hidden_size, whole.num_heads
         down = [f"{prefix}.q_a_proj", f"{prefix}.kv_proj"]
         self._down = load_linear(backends.linear, reader, down, [a.q_lora_rank, a.head_dim], hidden)
-        self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", a.q_lora_rank, eps)
-        self._q = load_linear(
-            backends.linear, reader, [f"{prefix}.q_b_proj"], [heads * a.head_dim], a.q_lora_rank, out_shares=[share]
-        )
+        norm, queries = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", a.q_lora_rank, eps), heads * a.head_dim
+        indexed = {f"{prefix}.indexer.q_b_proj": a.index_heads * a.index_width} if a.selects(layer_index) else {}
+        self._queries = LatentQueries(backends.linear, reader, norm, {f"{prefix}.q_b_proj": queries}, share, indexed)
         self._head_norm = self._make_head_norm(eps, reader.device)
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_layernorm", a.head_dim, eps)
         both = self._head_norm
@@ -154,8 +146,6 @@ class CompressedAttention:
         self._readers: list[Any] = []  # parts that read the hidden states, beside `_down`
         self._indexer: Any = None
         self._load_entries(config, backends, reader, prefix, rotary)
-        latents = () if self._indexer is None else (self._indexer.latent_format,)
-        self._q_norm.feed(common_format(self._q.input_format, *latents))
 
     def _make_head_norm(self, eps: float, device: torch.device) -> UnweightedNorm | None:
         """The norm of a head's query."""
@@ -195,7 +185,7 @@ class CompressedAttention:
     @property
     def inner_norms(self) -> list[RMSNorm]:
         """Norms whose results linear layers read."""
-        return [self._q_norm]
+        return [self._queries.norm]
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -206,13 +196,13 @@ class CompressedAttention:
         a, cache = self._attention, self.cache_of(batch)
         step = self._steps.of(batch) if step is None else step
         down = self._down(hidden)
-        latent = self._q_norm(down[:, : a.q_lora_rank])
+        latent = self._queries(down[:, : a.q_lora_rank])
         if self._projected is not None:
             projected, width = self._projected(hidden), self._compressor.width
             self._compressor.update(projected[:, :width], step, cache.kept[0], cache.entries)
             if self._indexer is not None:
                 self._indexer.update(projected[:, width:], hidden, latent, batch.positions, step, cache)
-        q = self._q(latent).view(-1, a.num_heads, a.head_dim)
+        q = latent.queries().view(-1, a.num_heads, a.head_dim)
         q = self._written(q, down[:, a.q_lora_rank :], batch.positions, step.slots, cache)
         return self._attend(q, batch, step.rows[self._rate], cache)
 

@@ -1,6 +1,6 @@
 """The indexer of a sparse attention layer: its projections, its keys in the cache, and the selection of a step.
 
-Legend: T tokens, D hidden, Q q_lora_rank, Hi index heads, I channels of an index head, R rotary width.
+Legend: T tokens, D hidden, Hi index heads, I channels of an index head, R rotary width.
 A head is [rotated R | rest]: the reverse of MLA's order. Queries come from the normed latent of MLA's query.
 Source: DeepSeek-V3.2-Exp, `inference/model.py`.
 """
@@ -24,6 +24,7 @@ from moe_engine.kernels.quantization.protocol import (
     unquantized,
 )
 from moe_engine.models.config import MLAConfig
+from moe_engine.models.layers.latent_queries import NormedLatent
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.weights import WeightSource
@@ -41,6 +42,12 @@ def joined_keys(mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, 
     same = reader.format.kernel_format(keys) == format
     assert mla.q_lora_rank is not None
     return {keys: mla.index_width} if same and mla.q_lora_rank % block == 0 and mla.index_width % block == 0 else {}
+
+
+def index_queries(mla: MLAConfig, prefix: str) -> dict[str, int]:
+    """The rows of the index queries, by name. prefix: of the attention."""
+    assert mla.indexer is not None
+    return {f"{prefix}.indexer.wq_b": mla.indexer.num_heads * mla.index_width}
 
 
 class Indexer:
@@ -65,7 +72,6 @@ class Indexer:
         self._ops, self._kernel, linear = backends.ops, backends.indexer, backends.linear
         self._rotary = RotaryTable(rotary.cos_sin, self._config.interleaved)
         heads, width = self._config.num_heads, self._width
-        self._q = load_linear(linear, reader, [f"{prefix}.wq_b"], [heads * width], mla.q_lora_rank)
         self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size) if own_keys else None
         self._norm_weight = reader.tensor(f"{prefix}.k_norm.weight", (width,), dtype=torch.float32)
         self._norm_bias = reader.tensor(f"{prefix}.k_norm.bias", (width,), dtype=torch.float32)
@@ -79,21 +85,16 @@ class Indexer:
         self._factor = heads**-0.5 * width**-0.5
 
     @property
-    def latent_format(self) -> ActivationFormat:
-        """Activation format of the query's latent."""
-        return self._q.input_format
-
-    @property
     def input_format(self) -> ActivationFormat:
         """Activation format of the hidden states; the head weights are products of unquantized numbers."""
         return UNQUANTIZED if self._k is None else common_format(self._k.input_format, UNQUANTIZED)
 
     def update(
-        self, hidden: Activation, latent: Activation | None, positions: Tensor, slots: Tensor, cache: Tensor,
+        self, hidden: Activation, latent: NormedLatent | None, positions: Tensor, slots: Tensor, cache: Tensor,
         page_size: int, chunks: Sequence[AttentionChunk] = (), keys: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes the index keys of tokens, hidden [T, D] -> cache[slots], and sets the selections of the chunks with
-        one, for which latent [T, Q] is required. keys [T, I]: hidden's product, without `own_keys`."""
+        one, for which latent is required. keys [T, I]: hidden's product, without `own_keys`."""
         selecting = [chunk for chunk in chunks if chunk.selected is not None and chunk.selects]
         if self._k is not None:
             keys = self._k(hidden)
@@ -101,7 +102,7 @@ class Indexer:
         q, gates = None, None
         if selecting:
             assert latent is not None
-            q = self._q(latent).view(-1, self._config.num_heads, self._width)
+            q = latent.index_queries().view(-1, self._config.num_heads, self._width)
             gates = self._gates_of(unquantized(hidden))
         prepare = self._kernel.prepare or partial(self._prepare, page_size)
         found = prepare(keys, self._norm, q, gates, self._factor, positions, self._rotary, slots, cache)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainCodes, PlainWeight
-from moe_engine.kernels.quantization.protocol import Activation, KernelFormat, as_format
+from moe_engine.kernels.quantization.protocol import Activation, KernelFormat, ProductInput, RowsToNorm, as_format
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.weights import WeightSource
@@ -41,6 +41,7 @@ class Linear:
         self, kernel: LinearKernel, weight: Any, bias: Tensor | None = None, format: KernelFormat | None = None
     ) -> None:
         self._run: Callable[..., Tensor] = kernel.run
+        self._norms = kernel.capabilities.norms
         prepare = kernel.prepare if format is None else kernel.capabilities.quantized[type(format)]
         self.weight = prepare(weight, bias)
         self.parts: tuple[Projection, ...] = ()
@@ -62,10 +63,14 @@ class Linear:
             add(y, x)
             return y
 
-        self._run = adapted
+        self._run, self._norms = adapted, None
 
-    def __call__(self, x: Activation) -> Tensor:
-        return self._run(as_format(x, self.input_format), self.weight)
+    def norms(self, x: Tensor) -> bool:
+        """Whether x [T, K] may be given as `RowsToNorm`. Not with adapters, which read the norm too."""
+        return self._norms is not None and self._norms(x, self.weight)
+
+    def __call__(self, x: ProductInput) -> Tensor:
+        return self._run(x if isinstance(x, RowsToNorm) else as_format(x, self.input_format), self.weight)
 
     def split(self, x: Activation) -> tuple[Tensor, Tensor | None]:
         """`self(x)` without a bias that takes a launch of its own, and that bias [N], for a reader that adds it."""

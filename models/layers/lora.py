@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_engine.kernels.lora.protocol import AdapterTokens, LoraKernel, LoraWeights
 from moe_engine.kernels.quantization.protocol import Activation, unquantized
 from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.latent_queries import LatentQueries
 from moe_engine.models.layers.linear import Linear, Projection
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
@@ -165,7 +166,9 @@ def _linears(model: Decoder) -> Iterator[tuple[Linear, TokenLayout | None]]:
 
 
 def _own(module: object) -> list[Linear]:
-    return [value for value in vars(module).values() if isinstance(value, Linear) and value.parts]
+    """Without the products of an indexer, which no adapter changes."""
+    parts = [value.query if isinstance(value, LatentQueries) else value for value in vars(module).values()]
+    return [part for part in parts if isinstance(part, Linear) and part.parts]
 
 
 def _feed_forwards(part: object) -> Iterator[MLP | MoE]:

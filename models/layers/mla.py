@@ -32,6 +32,7 @@ from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.layers import mla_chunks
+from moe_engine.models.layers.latent_queries import LatentQueries
 from moe_engine.models.layers.linear import Linear, Projection, load_linear, prepare_heads
 from moe_engine.models.layers.mla_chunks import AttentionChunk, ContextChunk
 from moe_engine.models.layers.norm import RMSNorm
@@ -104,13 +105,15 @@ class MLAAttention:
 
     def _fuse(self) -> FusedMLA | None:
         decoder = self._capabilities.decoder
-        if decoder is None or self._mla.index_width or self._q is None or self._rotary.query_scale is not None:
+        latent = self._queries
+        query = self._q if latent is None else latent.query
+        if decoder is None or self._mla.index_width or query is None or self._rotary.query_scale is not None:
             return None
         return decoder.fuse_mla(
             MLALayer(
                 down=self._kv_a.weight,
-                q_norm=None if self._q_norm is None else self._q_norm.weight,
-                q=self._q.weight,
+                q_norm=None if latent is None else latent.norm.weight,
+                q=query.weight,
                 kv_norm=self._kv_norm.weight,
                 keys=self._w_uk,
                 values=self._w_uv,
@@ -128,9 +131,10 @@ class MLAAttention:
         kernel, shares = self._linear, [self._share]
         query, kv_a = mla.num_heads * mla.qk_head_dim, f"{prefix}.kv_a_proj_with_mqa"
         rank = mla.q_lora_rank
-        self._q_norm: RMSNorm | None = None
+        self._queries: LatentQueries | None = None
+        """None: q has no latent."""
         self._q: Linear | None = None
-        """The query's own product; None: its rows are in `_kv_a`."""
+        """The query's product of the layer's input; None: it has a latent, or its rows are in `_kv_a`."""
         if rank is None and self._absorb_and_write is not None and not mla.bias and self._joins(reader, prefix, query):
             both, rows = [f"{prefix}.q_proj", kv_a], [query, mla.cache_width]
             self._kv_a = load_linear(kernel, reader, both, rows, hidden, out_shares=[self._share, WHOLE])
@@ -142,12 +146,16 @@ class MLAAttention:
         between = {} if mla.bias else self._rows_between(mla, reader, prefix)
         names, rows = [f"{prefix}.q_a_proj", *between, kv_a], [rank, *between.values(), mla.cache_width]
         self._kv_a = load_linear(kernel, reader, names, rows, hidden, mla.bias)
-        self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, mla.latent_eps)
-        self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
-        self._q_norm.feed(self._q.input_format)
+        norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, mla.latent_eps)
+        own, indexed = {f"{prefix}.q_b_proj": query}, self._index_queries(mla, prefix)
+        self._queries = LatentQueries(kernel, reader, norm, own, self._share, indexed)
 
     def _rows_between(self, mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
         """Other matrices of the layer's input whose rows are between those of q_a and kv_a, with their numbers."""
+        return {}
+
+    def _index_queries(self, mla: MLAConfig, prefix: str) -> dict[str, int]:
+        """The projection of the latent to an indexer's queries, by name, with its rows."""
         return {}
 
     def _joins(self, reader: WeightSource, prefix: str, query: int) -> bool:
@@ -192,7 +200,7 @@ class MLAAttention:
     @property
     def inner_norms(self) -> list[RMSNorm]:
         """Norms whose results linear layers read."""
-        return [] if self._q_norm is None else [self._q_norm]
+        return [] if self._queries is None else [self._queries.norm]
 
     @property
     def _adapted(self) -> bool:
@@ -202,7 +210,7 @@ class MLAAttention:
     @property
     def input_format(self) -> ActivationFormat:
         """Activation format of the hidden states."""
-        if self._q is None or self._q_norm is not None:
+        if self._q is None:
             return self._kv_a.input_format
         return common_format(self._kv_a.input_format, self._q.input_format)
 
@@ -312,8 +320,10 @@ class MLAAttention:
         mla = self._mla
         down = self._kv_a(hidden)
         q, kv_a = down[:, : -mla.cache_width], down[:, -mla.cache_width :]
-        if self._q is not None:
-            q = self._q(hidden if self._q_norm is None else self._q_norm(q))
+        if self._queries is not None:
+            q = self._queries(q).queries()
+        elif self._q is not None:
+            q = self._q(hidden)
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
     def _scale_queries(self, q: Tensor, positions: Tensor) -> None:

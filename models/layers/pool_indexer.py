@@ -25,6 +25,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig
 from moe_engine.models.layers.index_gates import IndexGates
 from moe_engine.models.layers.indexer import KEY_NORM_EPS
+from moe_engine.models.layers.latent_queries import NormedLatent
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.pools_in_place import PoolChoice
@@ -45,7 +46,6 @@ class PoolIndexer:
         assert mla.indexer is not None and mla.q_lora_rank is not None and backends.indexer is not None
         self._config, self._width = mla.indexer, mla.index_width
         self._kernel, linear, heads, width = backends.indexer, backends.linear, mla.indexer.num_heads, mla.index_width
-        self._q = load_linear(linear, reader, [f"{prefix}.wq_b"], [heads * width], mla.q_lora_rank)
         self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size) if own_keys else None
         self._norm_weight = reader.tensor(f"{prefix}.k_norm.weight", (width,), dtype=torch.float32)
         self._norm_bias = reader.tensor(f"{prefix}.k_norm.bias", (width,), dtype=torch.float32)
@@ -58,21 +58,16 @@ class PoolIndexer:
         self._weights = IndexGates(backends, weights * (heads * width) ** -0.5)
 
     @property
-    def latent_format(self) -> ActivationFormat:
-        """Activation format of the query's latent."""
-        return self._q.input_format
-
-    @property
     def input_format(self) -> ActivationFormat:
         """Activation format of the hidden states; gates and head weights are products of unquantized numbers."""
         return UNQUANTIZED if self._k is None else common_format(self._k.input_format, UNQUANTIZED)
 
     def update(
-        self, hidden: Activation, latent: Activation | None, batch: ForwardBatch, cache: tuple[Tensor, Tensor],
+        self, hidden: Activation, latent: NormedLatent | None, batch: ForwardBatch, cache: tuple[Tensor, Tensor],
         chunks: Sequence[AttentionChunk] = (), keys: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes keys and gates of tokens, hidden [T, D] -> cache[slots], and keys of the pools that they complete;
-        sets the slots of the chunks with a selection by latent [T, Q], which is required for these. keys [T, I]:
+        sets the slots of the chunks with a selection by latent, which is required for these. keys [T, I]:
         hidden's product, without `own_keys`."""
         gates, norm = self._gate(unquantized(hidden)), self._norm
         if self._k is not None:
@@ -83,7 +78,7 @@ class PoolIndexer:
         if not selecting:
             return
         assert latent is not None
-        q = self._q(latent).view(-1, self._config.num_heads, self._width)
+        q = latent.index_queries().view(-1, self._config.num_heads, self._width)
         weights = self._weights(hidden)
         for chunk in selecting:
             assert chunk.selected is not None

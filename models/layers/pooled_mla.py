@@ -16,7 +16,8 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
-from moe_engine.models.layers.indexer import joined_keys
+from moe_engine.models.layers.indexer import index_queries, joined_keys
+from moe_engine.models.layers.latent_queries import NormedLatent
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.pool_chunks import PoolSteps
@@ -36,12 +37,11 @@ class PooledMLAAttention(MLAAttention):
     ) -> None:  # fmt: skip
         super().__init__(config, layer_index, reader, backends, *others, **options)
         whole = config.attention
-        assert isinstance(whole, MLAConfig) and self._q is not None and self._q_norm is not None
+        assert isinstance(whole, MLAConfig)
         sparse = backends.attention.capabilities.sparse
         assert sparse is not None
         self._sparse, self._steps, prefix = sparse, steps, f"model.layers.{layer_index}.self_attn.indexer"
         self._indexer = PoolIndexer(whole, config.hidden_size, reader, backends, prefix, not self._joined)
-        self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
         # kernels for rows that are key and value as a whole take sinks: these have no weight
         self._sinks = torch.full((self._mla.num_heads,), -inf, device=reader.device)
 
@@ -49,6 +49,9 @@ class PooledMLAAttention(MLAAttention):
         rows = joined_keys(mla, reader, prefix)
         self._joined = bool(rows)
         return rows
+
+    def _index_queries(self, mla: MLAConfig, prefix: str) -> dict[str, int]:
+        return index_queries(mla, prefix)
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -59,11 +62,11 @@ class PooledMLAAttention(MLAAttention):
 
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache, chunks = self._mla, self.cache_of(batch), self.chunks(batch) if chunks is None else chunks
-        assert self._q is not None and self._q_norm is not None
+        assert self._queries is not None
         down = self._kv_a(hidden)
-        latent = self._q_norm(down[:, : self._q_norm.width])
+        latent = self._queries(down[:, : self._queries.norm.width])
         self._write(down, hidden, latent, batch, chunks)
-        q = self._q(latent).view(-1, mla.num_heads, mla.qk_nope_head_dim)
+        q = latent.queries().view(-1, mla.num_heads, mla.qk_nope_head_dim)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
             self._absorbed(q[chunk.tokens], cache, chunk, out[chunk.tokens])
@@ -73,7 +76,7 @@ class PooledMLAAttention(MLAAttention):
         self._write(self._kv_a(hidden), hidden, None, batch, [])
 
     def _write(
-        self, down: Tensor, hidden: Activation, latent: Activation | None, batch: ForwardBatch,
+        self, down: Tensor, hidden: Activation, latent: NormedLatent | None, batch: ForwardBatch,
         chunks: list[AttentionChunk],
     ) -> None:  # fmt: skip
         """The tokens' cache rows by the product of the layer's input [T, .], and the selections of the chunks."""

@@ -40,6 +40,7 @@ from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedSte
 from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.fixed_memory import FixedMemory
 from moe_engine.models.layers.index_gates import IndexGates
+from moe_engine.models.layers.latent_queries import NormedLatent
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
@@ -273,27 +274,20 @@ class SharedIndexer:
         self._round, self._kernel, self._rotary, self._config, self._layer = (
             _rounding(backends.ops), backends.indexer, rotary, a, layer,
         )  # fmt: skip
-        rows = [a.index_heads * a.index_width]
-        self._q = load_linear(backends.linear, reader, [f"{prefix}.q_b_proj"], rows, a.q_lora_rank)
         gates = reader.tensor(f"{prefix}.weights_proj.weight", (a.index_heads, config.hidden_size), dtype=torch.float32)
         self._gates = IndexGates(backends, gates * (a.index_heads * a.index_width) ** -0.5)
         self.input_format: ActivationFormat = UNQUANTIZED
         """Activation format of the hidden states: the head weights are products of unquantized numbers."""
 
-    @property
-    def latent_format(self) -> ActivationFormat:
-        """Activation format of the query's latent."""
-        return self._q.input_format
-
     def update(
-        self, hidden: Activation, latent: Activation, positions: Tensor, shared: SharedStep, cache: CompressedCache
+        self, hidden: Activation, latent: NormedLatent, positions: Tensor, shared: SharedStep, cache: CompressedCache
     ) -> None:
         """Sets the selected entries among the rows of attention, if the step selects."""
         if (found := shared.selection_of(cache)) is None:
             return
         (selection, rows), a = found, self._config
         assert cache.index_keys is not None
-        q = self._q(latent).view(-1, a.index_heads, a.index_width)
+        q = latent.index_queries().view(-1, a.index_heads, a.index_width)
         q = self._round(q, None, positions, self._rotary, E2M1)
         weights = self._gates(hidden)
         if a.limits_candidates(self._layer) and shared.candidates is not None:
@@ -348,14 +342,14 @@ class SharedAttention(CompressedAttention):
         assert isinstance(a, SharedEntriesConfig)
         shared = steps[self._rate]
         down = self._down(hidden)
-        latent = self._q_norm(down[:, : a.q_lora_rank])
+        latent = self._queries(down[:, : a.q_lora_rank])
         group = a.group(self._layer_index)
         num_slots = cache.num_slots // (len(group) - group.index(self._layer_index))
         if self._compressor is not None:
             self._compressor.update(hidden, shared, cache)
         if self._indexer is not None:
             self._indexer.update(hidden, latent, batch.positions, shared, cache)
-        q = self._q(latent).view(-1, a.num_heads, a.head_dim)
+        q = latent.queries().view(-1, a.num_heads, a.head_dim)
         q = self._written(q, down[:, a.q_lora_rank :], batch.positions, shared.step.slots, cache)
         return self._attend(q, batch, shared.rows_of(cache, num_slots, self._sparse.shifts), cache)
 

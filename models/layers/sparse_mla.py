@@ -1,6 +1,6 @@
 """MLA with DeepSeek sparse attention: beyond the indexer's top-k, a token attends to tokens that the indexer selects.
 
-Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, V v_head, Q q_lora_rank.
+Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, V v_head.
 Sources: DeepSeek-V3.2 technical report; layers that share a selection: arXiv 2603.12201 (GLM-5.2).
 """
 
@@ -16,7 +16,8 @@ from moe_engine.kernels.quantization.protocol import Activation, ActivationForma
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.layers import sparse_chunks
-from moe_engine.models.layers.indexer import Indexer, joined_keys
+from moe_engine.models.layers.indexer import Indexer, index_queries, joined_keys
+from moe_engine.models.layers.latent_queries import NormedLatent
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.weights import WeightSource
@@ -38,7 +39,7 @@ class SparseMLAAttention(MLAAttention):
         super().__init__(config, layer_index, reader, backends, *others, **options)
         whole = config.attention
         assert isinstance(whole, MLAConfig) and whole.indexer is not None and backends.indexer is not None
-        assert self._q is not None and self._q_norm is not None
+        assert self._queries is not None
         if self._capabilities.sparse is None:
             raise ValueError(f"attention backend {self._backend.name} has no sparse attention")
         self._top_k, self._indexer_kernel = whole.indexer.top_k, backends.indexer
@@ -47,12 +48,14 @@ class SparseMLAAttention(MLAAttention):
             prefix = f"model.layers.{layer_index}.self_attn.indexer"
             own = whole, config.hidden_size, reader, backends, self._rotary, prefix
             self._indexer = Indexer(*own, own_keys=not self._joined)
-            self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
 
     def _rows_between(self, mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
         rows = {} if self._layer_index in mla.shared_layers else joined_keys(mla, reader, prefix)
         self._joined = bool(rows)
         return rows
+
+    def _index_queries(self, mla: MLAConfig, prefix: str) -> dict[str, int]:
+        return {} if self._layer_index in mla.shared_layers else index_queries(mla, prefix)
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -71,8 +74,7 @@ class SparseMLAAttention(MLAAttention):
         latent, keys, kv_a = self._down(hidden)
         if self._indexer is not None:
             self._update_index(self._indexer, hidden, latent, keys, batch, chunks)
-        assert self._q is not None
-        q = self._q(latent).view(-1, mla.num_heads, mla.qk_head_dim)
+        q = latent.queries().view(-1, mla.num_heads, mla.qk_head_dim)
         norm = self._kv_norm
         if (
             self._absorb_and_write is not None
@@ -98,13 +100,12 @@ class SparseMLAAttention(MLAAttention):
         if self._indexer is not None:
             self._update_index(self._indexer, hidden, None, self._keys_in(down), batch, [])
 
-    def _down(self, hidden: Activation) -> tuple[Any, Tensor | None, Tensor]:
-        """hidden [T, D] -> normed latent of the query [T, Q], index keys [T, I] if the product has them, and kv_a
-        [T, C+R]."""
-        assert self._q_norm is not None
+    def _down(self, hidden: Activation) -> tuple[NormedLatent, Tensor | None, Tensor]:
+        """hidden [T, D] -> latent of the query, index keys [T, I] if the product has them, and kv_a [T, C+R]."""
+        assert self._queries is not None
         down = self._kv_a(hidden)
-        latent = down[:, : self._q_norm.width]
-        return self._q_norm(latent), self._keys_in(down), down[:, -self._mla.cache_width :]
+        latent = down[:, : self._queries.norm.width]
+        return self._queries(latent), self._keys_in(down), down[:, -self._mla.cache_width :]
 
     def _keys_in(self, down: Tensor) -> Tensor | None:
         """The index keys [T, I] in the product of the layer's input, if they are part of it."""
@@ -113,7 +114,7 @@ class SparseMLAAttention(MLAAttention):
         return down[:, -self._mla.cache_width - self._mla.index_width : -self._mla.cache_width]
 
     def _update_index(
-        self, indexer: Indexer, hidden: Activation, latent: Activation | None, keys: Tensor | None,
+        self, indexer: Indexer, hidden: Activation, latent: NormedLatent | None, keys: Tensor | None,
         batch: ForwardBatch, chunks: list[AttentionChunk],
     ) -> None:  # fmt: skip
         """Writes the tokens' index keys, and selects for the chunks."""

@@ -22,9 +22,10 @@ from moe_engine.kernels.quantization.protocol import (
     ActivationFormat,
     BlockWeight,
     QuantizedRows,
+    RowsToNorm,
     RowWeight,
 )
-from moe_engine.kernels.quantization.triton_rows import quantize_rows
+from moe_engine.kernels.quantization.triton_rows import quantize_rows, rms_norm_quantize
 from tests.kernels.cpu.formulas import block_product, bounded_silu, by_row, rms_norm
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -87,6 +88,41 @@ def test_few_rows_are_quantized_by_their_product(trial: int) -> None:
     rows = quantize_rows(x, exact)
     assert torch.equal(got, block_gemm(rows, weight, torch.float32, bias, FEW_BLOCK_FP8))
     check(got, rows, weight, bias)
+
+
+@pytest.mark.parametrize("scales", ["blocks", "powers of two", "rows"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows_are_normed_by_their_product(dtype: torch.dtype, scales: str) -> None:
+    """The product of rows that another launch has normed and quantized; sums of squares may differ in their last bit,
+    and an element beside a rounding limit by one step of the type."""
+    m, n, k, exact = (
+        random.randint(1, FEW_ROWS),
+        random.randint(1, 300),
+        random.randint(1, 900),
+        scales == "powers of two",
+    )
+    x = (torch.randn(m, k + 9) * torch.exp2(torch.randint(-6, 6, (m, 1)).float())).to(dtype)[:, 5 : 5 + k]
+    norm, eps = torch.rand(k) + 0.5, random.choice([1e-6, 1e-2])
+    _, weight = operands(m, n, k, row_scales=scales == "rows")
+    weight = weight if isinstance(weight, RowWeight) else BlockWeight(weight.data, weight.scales, exact)
+    bias = torch.randn(n) if scales == "rows" else None
+    got = block_gemm(RowsToNorm(x, norm, eps), weight, torch.float32, bias, FEW_BLOCK_FP8)
+    _, rows = rms_norm_quantize(x, norm, eps, power_of_two=exact, keep=False)
+    want = block_gemm(rows, weight, torch.float32, bias, FEW_BLOCK_FP8)
+    assert (got - want).abs().max() < 0.01 * want.abs().max()
+    full = rms_norm(x, norm, eps) @ reference.dequantize_weight(weight, torch.float64).T
+    full = full if bias is None else full + bias.double()
+    error, unfused = ((each.double() - full).norm() for each in (got, want))
+    assert error < 1.05 * unfused + 1e-3 * full.norm(), (error, unfused)
+
+
+def test_a_normed_row_does_not_depend_on_the_others() -> None:
+    _, weight = operands(1, 40, 300)
+    x, norm = torch.randn(5, 300).bfloat16(), torch.rand(300) + 0.5
+    x[2] = float("nan")
+    got = block_gemm(RowsToNorm(x, norm, 1e-6), weight, torch.float32, tiles=FEW_BLOCK_FP8)
+    alone = block_gemm(RowsToNorm(x[4:], norm, 1e-6), weight, torch.float32, tiles=FEW_BLOCK_FP8)
+    assert got[2].isnan().all() and got[[0, 1, 3, 4]].isfinite().all() and torch.equal(got[4:], alone)
 
 
 def test_products_are_split_where_tiles_are_few() -> None:
