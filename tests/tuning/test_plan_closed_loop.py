@@ -72,6 +72,7 @@ def planned(costs: StepCostModel, form: Form, chunk: int, load: Load, requests: 
     return steady_state(costs, form, load, requests, SHARE, chunk, **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_first_tokens_come_as_in_the_scheduler(case: str, equal: bool):

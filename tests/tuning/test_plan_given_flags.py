@@ -47,8 +47,12 @@ CASES = {
     "--page-size": [["64"]],
     "--max-total-tokens": [["50k"]],
 }
-"""Values of each flag, with further flags."""
-ALL = [[flag, *values] for flag, several in CASES.items() for values in several]
+"""Values of each flag, with further flags. `make test` draws one for each flag."""
+ALL = [
+    pytest.param([flag, *values], marks=pytest.mark.one_of(f"plan {flag}", " ".join(values)))
+    for flag, several in CASES.items()
+    for values in several
+]
 
 
 DRAFTS = ("--speculative-", "--workload-profile")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
-from shutil import copy
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear.cpu import CpuLinear
 from moe_engine.kernels.quantization.codes import FP4, IQ4, CodedWeight, GroupCodes
+from tests.kernels.cpu.conftest import without_tiles
 
 FORMATS = [
     GroupCodes(4, 32),
@@ -76,11 +75,9 @@ def test_products(any_library: Library, format: GroupCodes, dtype: torch.dtype) 
 
 @pytest.fixture(scope="module")
 def vectors(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """The same library without tiles: its switch is of a loaded file, so another file."""
     if library.path != PATHS[3]:
         pytest.skip(f"no AMX here, but {library.path}: the emulated tiles are tested by test_products")
-    file = tmp_path_factory.mktemp("library") / "without_tiles.so"
-    return Library(Path(copy(library.file, file)), amx=False)
+    return without_tiles(library, tmp_path_factory.mktemp("library"))
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

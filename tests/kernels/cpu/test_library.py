@@ -14,6 +14,7 @@ import pytest
 from moe_engine.kernels.cpu import library as module
 from moe_engine.kernels.cpu.library import Library, LibraryError, load
 from moe_engine.kernels.device import Device
+from tests.kernels.cpu.conftest import without_tiles
 from tests.waiting import is_running, until
 
 ONE_POOL = """
@@ -189,5 +190,15 @@ def test_only_changed_units_are_compiled(tmp_path: Path, monkeypatch: pytest.Mon
         assert compiled("-O1")[0] == users
 
 
-def test_amx_can_be_refused(library: Library) -> None:
-    assert load(amx=False).path != module.PATHS[3]
+def test_amx_can_be_refused(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal in this process would be one for all later tests: tiles are a switch of the loaded file."""
+    asked: list[bool] = []
+    monkeypatch.setattr(module, "_library_or_reason", lambda *options: (asked.append(options[-1]), library)[1])
+    monkeypatch.delenv("MOE_ENGINE_CPU_AMX", raising=False)
+    load()
+    for value in ("0", "1"):
+        monkeypatch.setenv("MOE_ENGINE_CPU_AMX", value)
+        load()
+    load(amx=False)
+    assert asked == [True, False, True, False]
+    assert without_tiles(library, tmp_path).path != module.PATHS[3]

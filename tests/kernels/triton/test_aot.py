@@ -104,7 +104,11 @@ def test_the_size_of_a_launch_does_not_choose_the_kernel_of_symmetric_memory(com
     assert len(launched) == num_cached == num_cases == 16
 
 
-@pytest.mark.parametrize("dry", ["none", "cuda"])
+def _dry(device: str) -> Any:
+    return pytest.param(device, marks=pytest.mark.one_of("dry runs of the GPU suite", device))
+
+
+@pytest.mark.parametrize("dry", [_dry("none"), _dry("cuda")])
 def test_every_launch_of_the_gpu_suite_is_possible(compiling, tmp_path, dry):
     """On an H200, without compiling: its cases, exchanges and engines reach the kernels' present interfaces."""
     names, kernels = json.loads(
