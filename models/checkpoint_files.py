@@ -15,6 +15,7 @@ from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.mistral_native import has_native_names, native_names
 from moe_engine.models.safetensors_header import read_header
+from moe_engine.models.step_names import has_step_names, step_names
 from moe_engine.models.tensor_header import TensorHeader, WeightFile, unreadable
 from moe_engine.models.torch_file import read_torch_header
 
@@ -85,6 +86,8 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
     if has_v4_names(files):
         return _renamed(files, v4_names(files, num_layers))
+    if has_step_names(files):
+        files = _renamed(files, step_names(files))
     if has_native_names(files):
         return _renamed(files, native_names(files))
     return _with_mtp(_with_rates(_with_ling(_with_parts(_with_prefix(files)))), num_layers)

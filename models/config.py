@@ -131,6 +131,7 @@ class GQAConfig:
     multiplies the head's result (Qwen3-Next). `v_head_dim`: channels of a value (0: as of a key). `value_scale`: factor
     of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks. `indexer`: they see selected pools of tokens,
     all heads the same (Qwen3.8-Flash-Next); `index_width`: channels of its key, which is cached beside each token's.
+    `gate_width`: numbers that a projection of its own gives, whose sigmoid multiplies a head's result: one (Step 3.5).
     """
 
     num_heads: int
@@ -146,6 +147,7 @@ class GQAConfig:
     blocks: BlockSelection | None = None
     index_width: int = 0
     indexer: IndexerConfig | None = None
+    gate_width: int = 0
 
     kind = "gqa"
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from moe_engine.models.config import MLAConfig, ModelConfig
-from moe_engine.models.config_families import parse_deepseek
+from moe_engine.models.config_families import layer_limits, parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds, decay_bound, renamed
 from moe_engine.models.ling_names import quantization_names
@@ -60,7 +59,7 @@ def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> Model
     moe = config.moe
     if moe is not None:
         shared = read.integer("shared_expert_intermediate_size", moe.shared_width, minimum=0)
-        routed, own = (_limits(fields, name, config.moe_layers) for name in _LIMITS)
+        routed, own = (layer_limits(fields, name, config.moe_layers) for name in _LIMITS)
         moe = replace(moe, shared_width=shared, layer_limits=routed, shared_limits=own)
     heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
     bound = decay_bound(fields, "kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else 0.0
@@ -77,19 +76,6 @@ def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> Model
         state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
         raw=fields.raw,
     )
-
-
-def _limits(fields: Fields, name: str, moe_layers: tuple[bool, ...]) -> tuple[float, ...]:
-    """`MoEConfig.layer_limits` in a field; () without limits."""
-    found = fields.raw.get(name) or []
-    if not isinstance(found, list):
-        fields.fail(name, f"must be a list with a number for each layer, found {found!r}")
-    numbers = [0 if limit is None else limit for limit in found]
-    if not all(isinstance(limit, int | float) and 0 <= limit < inf for limit in numbers):
-        fields.fail(name, f"must have numbers of at least 0, found {found!r}")
-    if any(limit and not is_moe for limit, is_moe in zip(numbers, moe_layers)):
-        fields.fail(name, "has a limit of a layer without experts; it is not supported")
-    return tuple(map(float, numbers)) if any(numbers) else ()
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:

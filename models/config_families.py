@@ -6,6 +6,7 @@ A parser takes the fields and generation_config.json's object; inconsistent fiel
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,6 +95,19 @@ def deepseek_moe_layers(fields: Fields, moe: MoEConfig | None) -> tuple[bool, ..
         return tuple(known[kind] for kind in kinds[:layers])
     first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
     return tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
+
+
+def layer_limits(fields: Fields, name: str, moe_layers: tuple[bool, ...]) -> tuple[float, ...]:
+    """`MoEConfig.layer_limits` in a field; () without limits."""
+    found = fields.raw.get(name) or []
+    if not isinstance(found, list):
+        fields.fail(name, f"must be a list with a number for each layer, found {found!r}")
+    numbers = [0 if limit is None else limit for limit in found]
+    if not all(isinstance(limit, int | float) and 0 <= limit < math.inf for limit in numbers):
+        fields.fail(name, f"must have numbers of at least 0, found {found!r}")
+    if any(limit and not is_moe for limit, is_moe in zip(numbers, moe_layers)):
+        fields.fail(name, "has a limit of a layer without experts; it is not supported")
+    return tuple(map(float, numbers[: len(moe_layers)])) if any(numbers) else ()
 
 
 def qwen_moe_layers(fields: Fields) -> tuple[bool, ...]:

@@ -14,7 +14,8 @@ from moe_engine.parallel.share import Share
 
 
 def head_widths(model: ModelConfig) -> HeadWidths:
-    """Head widths of its attention; the config's heads are those of one rank, or of all ranks."""
+    """Head widths of its attention, with the most heads of a layer; the config's heads are those of one rank, or of all
+    ranks."""
     attention = model.attention
     if isinstance(attention, MLAConfig) and attention.pool > 1:
         width = attention.kv_lora_rank
@@ -27,7 +28,8 @@ def head_widths(model: ModelConfig) -> HeadWidths:
     if isinstance(attention, CompressedConfig):
         width = attention.head_dim
         return HeadWidths(attention.num_heads, 1, width, width, width, 0)
-    return HeadWidths(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_width)
+    heads = max(kind.num_heads for kind in model.attentions)
+    return HeadWidths(heads, attention.num_kv_heads, attention.head_dim, attention.value_width)
 
 
 def index_widths(model: ModelConfig) -> IndexWidths | None:

@@ -400,8 +400,8 @@ def _attention_bytes(
 
 def _gqa_width(a: GQAConfig) -> int:
     """Numbers of a token: q and k (rotated in place or copied), v, the result, and the gate with a copy."""
-    gates = 2 * a.num_heads if a.output_gate else 0
-    return (a.num_heads + a.num_kv_heads + gates) * a.head_dim + (a.num_heads + a.num_kv_heads) * a.value_width
+    gates = 2 * a.num_heads * (a.head_dim if a.output_gate else a.gate_width)
+    return (a.num_heads + a.num_kv_heads) * (a.head_dim + a.value_width) + gates
 
 
 def _delta_bytes(d: DeltaConfig | None, num_tokens: int, dtype_bytes: int) -> int:

@@ -378,6 +378,8 @@ def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:
     for name, rows in (("q_proj", 2 * query if a.output_gate else query), ("k_proj", key), ("v_proj", value)):
         yield from _linear(name, rows, hidden, a.qkv_bias)
     yield from _linear("o_proj", hidden, a.num_heads * a.value_width, a.o_bias)
+    if a.gate_width:
+        yield from _linear("g_proj", a.num_heads * a.gate_width, hidden)
     if a.sinks:
         yield TensorSpec(sinks, (a.num_heads,), Kind.WIDE)
     if a.qk_norm:

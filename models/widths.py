@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, TypeVar
 
 from moe_engine.models.compressed_config import CompressedConfig
@@ -16,10 +17,10 @@ Attention = TypeVar("Attention", bound=MLAConfig | GQAConfig | CompressedConfig)
 def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
     """Shardable widths. Copies of experts count. Any width can be split: a block-FP8 weight with split blocks is
     dequantized at load, others stay FP8 if the kernel supports it."""
-    attention, moe = config.attention, config.moe if config.is_moe else None
+    moe = config.moe if config.is_moe else None
     parts = [part for group in config.state_groups for part in group.parts]
     return ModelWidths(
-        num_heads=attention.num_heads,
+        num_heads=math.gcd(*(kind.num_heads for kind in config.attentions)),
         num_kv_heads=tuple(sorted({kind.num_kv_heads for kind in config.attentions if isinstance(kind, GQAConfig)})),
         dense_width=0 if all(config.moe_layers) else config.intermediate_size,
         num_experts=moe.num_experts + redundant_experts if moe else 0,

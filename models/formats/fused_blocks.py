@@ -29,17 +29,21 @@ class FusedBlockFP8(BlockFP8Format):
     """Attributes:
     num_experts: E.
     transposed: the experts' matrices are stored as [K, N].
+    joined: as in `FusedExpertsFormat`.
     """
 
     num_experts: int = 0
     transposed: bool = False
+    joined: bool = True
 
     @property
     def _unquantized(self) -> FusedExpertsFormat:
-        return FusedExpertsFormat(self.num_experts, alternating=False, transposed=self.transposed, optional=True)
+        return FusedExpertsFormat(
+            self.num_experts, alternating=False, transposed=self.transposed, optional=True, joined=self.joined
+        )
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
-        place = _fused(prefix, names)
+        place = _fused(prefix, names, self.joined)
         if place is None:
             return super().tensors(prefix, shape, names)
         if not _has_scales(place, names):
@@ -54,7 +58,7 @@ class FusedBlockFP8(BlockFP8Format):
         )
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
-        place = _fused(prefix, source.names)
+        place = _fused(prefix, source.names, self.joined)
         if place is None:
             return super().keeps(source, prefix, shape, cut)
         whole = self.has_kernel_formats and place.part * shape[0] % self.block[0] == 0
@@ -63,7 +67,7 @@ class FusedBlockFP8(BlockFP8Format):
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         from moe_engine.kernels.quantization.protocol import BlockWeight
 
-        place = _fused(prefix, source.names)
+        place = _fused(prefix, source.names, self.joined)
         if place is None:
             super().load(source, prefix, shape, cut, out)
             return
@@ -89,17 +93,17 @@ class FusedBlockFP8(BlockFP8Format):
         return matrix.T.contiguous() if self.transposed else matrix
 
 
-def with_fused_experts(format: WeightFormat, num_experts: int, transposed: bool) -> WeightFormat:
+def with_fused_experts(format: WeightFormat, num_experts: int, transposed: bool, joined: bool = True) -> WeightFormat:
     """Block FP8 whose experts may be in common tensors; other formats are unchanged."""
     if not isinstance(format, BlockFP8Format):
         return format
     known = {field.name: getattr(format, field.name) for field in fields(format)}
-    return FusedBlockFP8(**known, num_experts=num_experts, transposed=transposed)
+    return FusedBlockFP8(**known, num_experts=num_experts, transposed=transposed, joined=joined)
 
 
-def _fused(prefix: str, names: Collection[str]) -> Place | None:
+def _fused(prefix: str, names: Collection[str], joined: bool) -> Place | None:
     """None: not a matrix of an expert, or one of its own."""
-    place = place_of(prefix)
+    place = place_of(prefix, joined)
     return place if place is not None and place.name in names else None
 
 

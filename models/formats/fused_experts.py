@@ -48,13 +48,13 @@ class Place(NamedTuple):
     parts: int
 
 
-def place_of(prefix: str) -> Place | None:
-    """None: not a matrix of an expert."""
+def place_of(prefix: str, joined: bool = True) -> Place | None:
+    """None: not a matrix of an expert. joined: gate and up are one tensor."""
     match = _EXPERT.fullmatch(prefix)
     if match is None:
         return None
-    if match[3] == "down":
-        return Place(f"{match[1]}.down_proj", int(match[2]), 0, 1)
+    if match[3] == "down" or not joined:
+        return Place(f"{match[1]}.{match[3]}_proj", int(match[2]), 0, 1)
     return Place(f"{match[1]}.gate_up_proj", int(match[2]), int(match[3] == "up"), 2)
 
 
@@ -70,6 +70,7 @@ class FusedExpertsFormat:
         transposed: unquantized matrices are [K, N].
         optional: a checkpoint may have a matrix for each expert instead.
         scale_bytes: of a scale of MXFP4 in memory.
+        joined: gate and up are one tensor; else `gate_proj` and `up_proj` [E, I, D] (Step 3.5).
     """
 
     num_experts: int
@@ -78,13 +79,14 @@ class FusedExpertsFormat:
     transposed: bool = True
     optional: bool = False
     scale_bytes: int = 2
+    joined: bool = True
 
     @property
     def name(self) -> str:
         return self.method
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
-        place = place_of(prefix)
+        place = place_of(prefix, self.joined)
         if place is None:
             return PLAIN.tensors(prefix, shape, names)
         name, rows, cols = place.name, place.parts * shape[0], shape[1]
@@ -128,7 +130,7 @@ class FusedExpertsFormat:
 
         from moe_engine.kernels.quantization.codes import CodedWeight
 
-        place = place_of(prefix)
+        place = place_of(prefix, self.joined)
         if place is None:
             PLAIN.load(source, prefix, shape, cut, out)
             return

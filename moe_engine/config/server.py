@@ -82,7 +82,7 @@ class ServerArgs:
         unsupported=dict.fromkeys(
             ("nemotron_3",
              "apertus2509", "beam", "dots", "k2_horizon", "muse", "poolside_v1",
-             "nanbeige", "step3p5", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
+             "nanbeige", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
              "cohere_command4", "gigachat35", "response_template"),
             MORE_PARSERS,
         ),
@@ -95,7 +95,7 @@ class ServerArgs:
         unsupported=dict.fromkeys(
             ("step3",
              "apertus2509", "beam", "cohere_command4", "k2_horizon", "lfm2", "minicpm5",
-             "muse", "poolside_v1", "spark25", "step3p5", "nanbeige", "trinity", "interns1", "gigachat3",
+             "muse", "poolside_v1", "spark25", "nanbeige", "trinity", "interns1", "gigachat3",
              "gigachat35", "gemma4", "inkling", "iquest_q1", "response_template"),
             MORE_PARSERS,
         ),

@@ -88,6 +88,7 @@ REASONING_FORMATS = {
     "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
     "mimo": ReasoningFormat(switch="enable_thinking", calls="\n<tool_call>"),
     "step3": ReasoningFormat(forced=True),
+    "step3p5": ReasoningFormat(forced=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),
     "solar_open": ReasoningFormat(

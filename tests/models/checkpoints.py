@@ -40,6 +40,7 @@ KINDS = (
     "qwen3_5_moe",
     "kimi_linear",
     "bailing_hybrid",
+    "step3p7",
 )
 MORE_KINDS = (
     "dots1",
@@ -248,6 +249,20 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             }
         },
+    ),
+    "step3p7": (
+        "Step3p7",
+        {"num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 24, "intermediate_size": 96}
+        | {"moe_num_experts": 16, "moe_top_k": 4, "moe_intermediate_size": 32, "share_expert_dim": 48}
+        | {"moe_layers_enum": "1,2", "moe_router_scaling_factor": 3.0, "rms_norm_eps": 1e-5, "sliding_window": 20}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {
+            "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6}
+            | {"num_attention_groups": 2, "head_dim": 24}
+        }
+        | {"rope_theta": [5e6, 1e4, 5e6], "partial_rotary_factors": [0.5, 1.0, 0.5]}
+        | {"swiglu_limits": [0.0, 0.0, 0.4], "swiglu_limits_shared": [0.0, 0.0, 0.6]}
+        | {"rope_scaling": LLAMA3_ROPE, "yarn_only_types": ["full_attention"], "pad_token_id": 1},
     ),
     "glm4_moe": (
         "Glm4Moe",
@@ -462,6 +477,8 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
         config, model_class = _with_small_tower(fields), transformers.MiniMaxM3SparseForConditionalGeneration
     elif family == "Glm5Next":
         config, model_class = _glm5_next(fields), transformers.Glm5NextForConditionalGeneration
+    elif family == "Step3p7":
+        config, model_class = _step3p7(fields), transformers.Step3p7ForConditionalGeneration
     elif family == "Qwen4Exp":
         config, model_class = _qwen4_exp(fields), transformers.Qwen4ExpForConditionalGeneration
     else:
@@ -472,7 +489,7 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     model = model_class(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
-            stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniMaxM3"))
+            stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniMaxM3", "Step3p7"))
             less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("A_log"):
@@ -523,6 +540,16 @@ def _glm5_next(fields: dict[str, Any]) -> Any:
         vision_config=tower,
         image_token_id=fields["vocab_size"] - 1,
         video_token_id=fields["vocab_size"] - 2,
+    )
+
+
+def _step3p7(fields: dict[str, Any]) -> Any:
+    """Step 3.7's config with a small tower; the text model's fields are `fields`."""
+    import transformers
+
+    tower = {"width": 48, "layers": 1, "heads": 2, "mlp_ratio": 1.0, "patch_size": 4, "image_size": 32}
+    return transformers.Step3p7Config(
+        text_config=copy.deepcopy(fields), vision_config=tower, image_token_id=fields["vocab_size"] - 1
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.models import stepper
-from tests.models.checkpoints import KINDS, MORE_KINDS, YARN, join_experts, make_checkpoint
+from tests.models.checkpoints import KINDS, LLAMA3_ROPE, MORE_KINDS, YARN, join_experts, make_checkpoint
 from tests.models.stepper import Chunk
 
 LENGTH = 60
@@ -34,9 +34,12 @@ EXPERTS = {
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
-    "bailing_hybrid": "num_experts",
+    "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts",
 }  # fmt: skip
-CHOSEN = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token"}
+CHOSEN = {
+    "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
+    "step3p7": "moe_top_k",
+}  # fmt: skip
 WIDTHS = {"hunyuan_v1_moe": "intermediate_size", "mixtral": "intermediate_size"}
 WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size")
 MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "bailing_hybrid")
@@ -53,13 +56,16 @@ GROUPED = (
     "bailing_hybrid",
 )
 """Routers that choose groups of experts."""
-FUSED = [kind for kind in EXPERTS if kind not in ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear")]
+FUSED = [kind for kind in EXPERTS if kind not in ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7")]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
 """Families whose heads divide the hidden size."""
-OWN_ROPE = ("kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense")
+OWN_ROPE = (
+    "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
+    "step3p7",
+)  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid")
+NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid", "step3p7")
 DROPPED = (
     "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
     "topk_method", "scoring_func", "rope_scaling", "rope_interleave", "moe_layer_freq",
@@ -112,6 +118,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         part = fields["qk_rope_head_dim"] / (fields["qk_rope_head_dim"] + fields["qk_nope_head_dim"])
         scaling = {"llama_4_scaling_beta": rng.choice((0.1, 0.5)), "original_max_position_embeddings": 16}
         fields["rope_scaling"] = {**YARN, **scaling, "partial_rotary_factor": part}
+    if kind == "step3p7":
+        _draw_step(rng, fields)
     if kind in HYBRID:
         fields["head_dim"] = rng.choice((8, 16, 24, 40))
         keys = rng.choice((1, 2, 3))
@@ -180,6 +188,27 @@ def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
         fields["attention_bias"] = rng.random() < 0.5
     if kind == "llama":
         fields["mlp_bias"] = rng.random() < 0.5
+
+
+def _draw_step(rng: random.Random, fields: dict[str, Any]) -> None:
+    """Lists by layer, with those of an MTP layer or without, and windows in some, all or no layers."""
+    layers, groups = fields["num_hidden_layers"], fields.pop("num_key_value_heads")
+    known = ("full_attention", "sliding_attention")
+    kinds = [rng.choice(known) for _ in range(layers)]
+    part = {kind: rng.choice((0.5, 1.0)) if fields["head_dim"] % 4 == 0 else 1.0 for kind in known}
+    theta = {"full_attention": 5e6, "sliding_attention": 1e4}
+    mixtures = [i for i in range(layers) if rng.random() < 0.7]
+    limits = [[rng.choice((0.0, 0.3)) if i in mixtures else 0.0 for i in range(layers)] for _ in range(2)]
+    fields |= {
+        "layer_types": kinds, "rope_theta": [theta[kind] for kind in kinds], "num_attention_groups": groups,
+        "partial_rotary_factors": [part[kind] for kind in kinds], "moe_layers_enum": ",".join(map(str, mixtures)),
+        "swiglu_limits": limits[0], "swiglu_limits_shared": rng.choice((limits[1], None)),
+        "sliding_window": rng.choice((7, 20)), "share_expert_dim": rng.choice((20, 37, 48)),
+        "rope_scaling": rng.choice((None, LLAMA3_ROPE)), "moe_router_scaling_factor": rng.choice((1.0, 3.0)),
+        "attention_other_setting": {
+            "num_attention_heads": groups * rng.choice((1, 2, 3)), "num_attention_groups": groups,
+        },
+    }  # fmt: skip
 
 
 def _draw_mla(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:

@@ -425,7 +425,7 @@ def test_parsers_as_endpoints():
     body = {"text": text, "tools": [{"function": {"name": "f"}}], "tool_call_parser": "deepseekv31"}
     got = post(FakeClient(), "/parse_function_call", body).json()
     assert got == {"normal_text": "ok ", "calls": [{"tool_index": 0, "name": "f", "parameters": '{"a": 1}'}]}
-    for name in ("step3p5", "step3"):
+    for name in ("trinity", "step3"):
         later = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": name})
         assert later.status_code == 400 and "not available yet" in later.json()["error"]["message"]
     response = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": "x"})

@@ -112,6 +112,8 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "<tool_call>\n<function=g>\n</function>\n"
      "</tool_call>", "a ", [("f", {"s": "if x < 1:\n\n    pass\n", "b": True, "o": {"k": [1]}}), ("g", {})]),
     ("qwen3_coder", "<function=f><parameter=n>5</parameter></function>", "", [("f", {"n": 5})]),
+    ("step3p5", "a <tool_call>\n<function=f>\n<parameter=s>\nls\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
+     "</function>\n</tool_call>", "a ", [("f", {"s": "ls", "n": 5})]),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nParis <parameter=x>\n\n<parameter=n>5\n<parameter=o>{}\n"
      "</function>\n</tool_call>\n<function=g>\n<parameter=a>b\n</function>", "",
      [("f", {"s": "Paris <parameter=x>\n", "n": 5, "o": {}}), ("g", {"a": "b"})]),

@@ -249,6 +249,7 @@ TOOL_FORMATS = {
     "qwen25": _QWEN,
     "hermes": _QWEN,
     "qwen3_coder": _QWEN3_CODER,
+    "step3p5": _QWEN3_CODER,
     "mimo": _MIMO,
     "llama3": ToolFormat(parse_llama, (LLAMA_BEGIN,), _object_syntax(LLAMA_BEGIN, "", "", "; ", "parameters")),
     "mistral": ToolFormat(

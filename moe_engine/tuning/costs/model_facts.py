@@ -23,24 +23,28 @@ from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
 from moe_engine.models.config_mixtures import ernie_moe_fields, gpt_oss_fields
 from moe_engine.models.config_qwen4_exp import qwen4_exp_fields
+from moe_engine.models.config_step import step_fields
 from moe_engine.tuning.costs.form import KV_BYTES
 
 _COMPLETED = {
     "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
+    "step3p5": step_fields, "step3p7": step_fields,
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip
 """Families whose files may leave out the kinds of their layers, or name fields differently, by `model_type`."""
+
+_HEADS = ("num_key_value_heads", "num_attention_heads")
 
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
 
 GROUPED, LATENT, INDEXER, GATE, LINEAR, MLP, ROUTED = 6, 8, 5, 2, 6, 3, 5
 """Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
-MLA, the indexer of sparse attention beside MLA, MLA's output gate, Gated DeltaNet, dense layer or shared experts,
-routed experts with their router."""
+MLA, the indexer of sparse attention beside MLA, an output gate by a projection of its own, Gated DeltaNet, dense layer
+or shared experts, routed experts with their router."""
 
 BLOCK_INDEXER = 8
 """More kernels of block-sparse attention: index queries and keys, their norms, rotations and places, scores of blocks,
@@ -239,13 +243,13 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     linear = len(kinds) - full - sliding - blocks
     found = []
     if grouped:
-        plain = _grouped(fields, hidden, grouped, 0, "num_key_value_heads")
+        plain = _grouped(fields, hidden, grouped, 0)
         found.append(_over_pools(fields, hidden, plain) if fields.has("indexer_budget") else plain)
     if blocks:
         found.append(_block_sparse(fields, hidden, blocks))
     if sliding:
-        own = "swa_num_key_value_heads" if fields.has("swa_num_key_value_heads") else "num_key_value_heads"
-        found.append(_grouped(fields, hidden, sliding, window, own))
+        own = (name if fields.has(name := f"swa_{plain}") else plain for plain in _HEADS)
+        found.append(_grouped(fields, hidden, sliding, window, *own))
     if linear:
         found.append(_linear(fields, hidden, linear))
     return tuple(found)
@@ -325,19 +329,22 @@ def _compressed(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFact
     return tuple(found)
 
 
-def _grouped(fields: Fields, hidden: int, layers: int, window: int, kv_heads: str) -> AttentionFacts:
-    """kv_heads: name of the field with the number of KV heads."""
-    heads = fields.integer("num_attention_heads")
+def _grouped(
+    fields: Fields, hidden: int, layers: int, window: int, kv_heads: str = _HEADS[0], query_heads: str = _HEADS[1]
+) -> AttentionFacts:
+    """kv_heads, query_heads: names of the fields with the numbers of heads."""
+    heads = fields.integer(query_heads)
     groups = fields.integer(kv_heads, heads)
     key = fields.integer("head_dim", hidden // heads)
     both = key + fields.integer("v_head_dim", key)
     gate = heads * key * hidden if fields.raw.get("attn_output_gate") else 0
+    by_head = bool(fields.raw.get("use_head_wise_attn_gate"))
     flops = 2.0 * heads * both
     return AttentionFacts(
         layers=layers,
-        sharded=hidden * both * (heads + groups) + gate,
+        sharded=hidden * both * (heads + groups) + gate + heads * hidden * by_head,
         replicated=0,
-        kernels=GROUPED,
+        kernels=GROUPED + GATE * by_head,
         kv_width=groups * both,
         kv_heads=groups,
         decode_flops=flops,
@@ -349,7 +356,7 @@ def _grouped(fields: Fields, hidden: int, layers: int, window: int, kv_heads: st
 
 def _block_sparse(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     """MiniMax-M3: an index head for each KV head selects blocks of the context."""
-    plain, width = _grouped(fields, hidden, layers, 0, "num_key_value_heads"), fields.integer("index_head_dim")
+    plain, width = _grouped(fields, hidden, layers, 0), fields.integer("index_head_dim")
     heads = fields.integer("index_n_heads")
     return replace(
         plain,

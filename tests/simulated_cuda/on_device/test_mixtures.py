@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from moe_engine.worker.startup import build_runner
+from tests.models.checkpoints import make_checkpoint
 from tests.models.mistral_native import make_mistral_large3_text
 from tests.simulated_cuda import quick_start
 from tests.simulated_cuda.on_device.test_engines import FEW, GREEDY, compared, script
 
 MADE: dict[str, Callable[[Path], Path]] = {
     "mistral_large3": lambda path: make_mistral_large3_text(path, 5, num_hidden_layers=2),
+    "step3p7": lambda path: make_checkpoint("step3p7", path, 5, sliding_window=6),
 }
 
 

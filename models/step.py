@@ -1,0 +1,17 @@
+"""Step 3.5 and the text model of Step 3.7: windows in three of four layers, and a gate for each head's result."""
+
+from __future__ import annotations
+
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.dense import DenseModel
+from moe_engine.models.layers.gated_gqa import HeadGatedGQAttention
+from moe_engine.models.weights import WeightSource
+
+
+class StepModel(DenseModel):
+    """`Model` of the family. `batch.kv[layer]` is (keys, values)."""
+
+    has_mtp = False
+
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> HeadGatedGQAttention:
+        return HeadGatedGQAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary)
