@@ -38,7 +38,9 @@ _INNER = {
 MiniMax-M3's, as published and as transformers saves them."""
 _MTP = "mtp."
 _MTP_PARTS = {
-    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
+    "fc": "eh_proj", "fc_embedding": "e_proj", "fc_hidden": "h_proj",
+    "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm", "hyper_connection_mixer": "shared_head.hyper_connection_mixer",
 }  # fmt: skip
 _DENSE_AS_MOE = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 """The MLP of a dense layer as transformers saves Kimi Linear's."""
@@ -188,7 +190,7 @@ def _outer_name(name: str) -> str:
 
 
 def _with_mtp(files: dict[str, WeightFile], num_layers: int | None) -> dict[str, WeightFile]:
-    """MTP layers with other names (Qwen3-Next: ``mtp.``, ERNIE: ``model.mtp_``, MiniMax-M3: ``model.mtp.layers.``, the
+    """MTP layers with other names (Qwen: ``mtp.``, ERNIE: ``model.mtp_``, MiniMax-M3: ``model.mtp.layers.``, the
     norm of Hy3's and Ling's), under DeepSeek's names after the last main layer."""
     first = _num_layers(files) if num_layers is None else num_layers
     if any(_MINIMAX_BLOCK.search(name) for name in files):

@@ -206,6 +206,16 @@ class StreamsConfig:
     (Qwen3.8-Flash-Next, `kernels.ops.gated_streams`); 0: as above."""
 
     @property
+    def weighs_head(self) -> bool:
+        """Whether the head reads a sum with weights of its own."""
+        return not (self.late or self.mean_head or self.rank)
+
+    @property
+    def normed(self) -> int:
+        """Streams that the norm of an MTP layer's hidden states norms together."""
+        return self.count if self.rank else 1
+
+    @property
     def ngram(self) -> int:
         """Ids of tokens that the residual carries, see `models.layers.engram`."""
         return 0 if self.engram is None or self.rank else self.engram.longest

@@ -16,7 +16,10 @@ from moe_engine.models.engram_config import EngramConfig
 from moe_engine.models.state_config import StateGroup, StatePart
 
 _INDEXED, _FULL = "indexed_attention", "full_attention"
-_SERVED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "indexer_kv_heads": 1}
+_SERVED: dict[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "indexer_kv_heads": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
 _SILU = ("silu", "swish")
 _LARGEST_ID = 1 << 24
 """Ids of earlier tokens are kept as float32 numbers."""
@@ -33,8 +36,8 @@ def qwen4_exp_fields(fields: Fields) -> Fields:
 def parse_qwen4_exp(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3.8-Flash-Next: Qwen3.5-MoE's layers and tower with a selection of pools, gated streams and n-gram tables."""
     fields.check_served(_SERVED)
-    without_mtp = {**fields.raw, "mtp_num_hidden_layers": 0}
-    config = parse_qwen3_5_moe(qwen4_exp_fields(Fields(without_mtp, fields.source)), generation)
+    _check_mtp(fields)
+    config = parse_qwen3_5_moe(qwen4_exp_fields(fields), generation)
     delta, attention = config.delta, config.attention
     assert delta is not None and isinstance(attention, GQAConfig)
     if len(config.state_layers) == config.num_layers:
@@ -47,10 +50,18 @@ def parse_qwen4_exp(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
         config,
         delta=replace(delta, sigmoid=gate == "sigmoid"),
         attention=_with_indexer(fields, config, attention),
-        streams=StreamsConfig(count, 0, 0.0, mean_head=True, engram=engram, rank=fields.integer("hc_lowrank", 320)),
+        streams=StreamsConfig(count, 0, 0.0, engram=engram, rank=fields.integer("hc_lowrank", 320)),
         state_groups=_state_groups(config, engram, count * config.hidden_size),
         raw=fields.raw,
     )
+
+
+def _check_mtp(fields: Fields) -> None:
+    """The MTP layer is served as published: attention over pools, by the model's last streams."""
+    layer = fields.raw.get("mtp") or {}
+    kinds, source = layer.get("layer_types") or [_FULL], layer.get("mtp_use_hidden_state_from_layer")
+    if not set(kinds) <= {_FULL, _INDEXED} or source is not None:
+        fields.fail("mtp", f"{layer!r} is not supported; supported: layer_types [{_FULL!r}], the last hidden state")
 
 
 def _with_indexer(fields: Fields, config: ModelConfig, attention: GQAConfig) -> GQAConfig:

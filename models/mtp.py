@@ -153,7 +153,7 @@ class MTPLayers:
             self._fused.remember(layer, input_ids, hidden, batch.positions, batch.slots, cache)
             return
         embedding = embed_next(self._model, input_ids, batch)
-        self._layers[layer].remember(embedding, hidden, self._model.place(batch))
+        self._layers[layer].remember(embedding, hidden, *self._model.remember_args(batch))
 
     @property
     def fuses_drafts(self) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from moe_engine.kernels.decoder.drafting import DraftLevel
-from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.decoder_layer import DecoderLayer
@@ -42,8 +41,8 @@ class JoiningLayer(ABC):
         residual = self._join(embedding, hidden)
         return self._decoder.forward(self._input_norm(residual), residual, *attention_args)
 
-    def remember(self, embedding: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
-        self._decoder.attention.remember(self._input_norm(self._join(embedding, hidden)), batch)
+    def remember(self, embedding: Tensor, hidden: Tensor, *remember_args: Any) -> None:
+        self._decoder.attention.remember(self._input_norm(self._join(embedding, hidden)), *remember_args)
 
     def output(self, v: Tensor) -> Tensor:
         """v [S, W] -> the head's input [S, D]."""

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
+from moe_engine.kernels.indexer.pools import PoolTurns
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.batch import ForwardBatch
@@ -34,8 +35,6 @@ class Qwen4ExpModel(StreamResidual, ImageInputs, Qwen3NextModel):
     """`Model` of the family. `batch.kv[layer]` is (keys, values, index keys); for a gated delta net its state tensors,
     and those of `NgramInput` if rows of a table are added before it. An image token has its embedding in all streams,
     and the n-grams of its placeholder."""
-
-    has_mtp = False
 
     @cached_property
     def _steps(self) -> GroupedPoolSteps:
@@ -75,8 +74,13 @@ class Qwen4ExpModel(StreamResidual, ImageInputs, Qwen3NextModel):
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         given, batch = batch, self.place(batch)
         (inputs,) = group_inputs(batch, self.config.cache_groups, self.backends.attention)  # type: ignore[arg-type]
-        turns = turns_of(given, self.rotary, self._steps.rule.size, self._axis_rows)
-        return batch, [PooledInputs.of(inputs, self._steps.of(batch), turns)]
+        return batch, [PooledInputs.of(inputs, self._steps.of(batch), self._turns_of(given))]
+
+    def remember_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        return self.place(batch), self._turns_of(batch)
+
+    def _turns_of(self, batch: ForwardBatch) -> PoolTurns:
+        return turns_of(batch, self.rotary, self._steps.rule.size, self._axis_rows)
 
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner:
         return self._plan_in_place

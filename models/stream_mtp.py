@@ -1,4 +1,4 @@
-"""MTP layers of a model with several residual streams (DeepSeek V4).
+"""MTP layers of a model with several residual streams (DeepSeek V4, Qwen3.8-Flash-Next).
 
 Legend: T tokens, S rows, D hidden, n streams.
 
@@ -9,23 +9,29 @@ the following token, and predicts the token after that:
     v = decoder_layer(z)                                                          n streams
     logits for token i+2: head(shared_head.norm(weighted sum of v))               weights by shared_head.hc_head
 
-Source: DeepSeek-V4's release, `inference/model.py`.
+Streams with gates of low rank: hnorm norms all streams of a token together, and the head reads their gated mean
+(`layers.gated_streams`).
+Source: DeepSeek-V4's release, `inference/model.py`; SGLang, `qwen4_exp_mtp.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from moe_engine.models.layers.decoder import Decoder, Reloadable
+from moe_engine.models.layers.gated_streams import GatedStreamNorm
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.streams import StreamNorm, spread
 from moe_engine.models.mtp_layer import JoiningLayer
 from moe_engine.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 _NORMS, _PROJECTIONS = ("enorm", "hnorm"), ("e_proj", "h_proj")
 
@@ -40,7 +46,9 @@ class StreamMTPLayer(JoiningLayer):
         self._embedding_norm, self._hidden_norm = (self._norm(reader, f"{name}.{norm}") for norm in _NORMS)
         self._embedding, self._hidden = (self._projection(reader, f"{name}.{part}") for part in _PROJECTIONS)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
-        self._output_norm: StreamNorm = cast(Any, model.make_norm(reader, f"{name}.shared_head.norm"))
+        self._output_norm: StreamNorm | GatedStreamNorm = cast(
+            Any, model.make_norm(reader, f"{name}.shared_head.norm")
+        )
         self._decoder = model.make_layer(layer_index, reader, cast(Any, _Streams(self._output_norm)))
         self._input_norm.feed(self._decoder.attention.input_format)
 
@@ -61,13 +69,15 @@ class StreamMTPLayer(JoiningLayer):
 
     def _join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         residual = spread(self._embedding(self._embedding_norm(embedding)), self._streams)
-        streams = hidden.reshape(-1, hidden.shape[1] // self._streams.count)
-        residual[:, : hidden.shape[1]] += self._hidden(self._hidden_norm(streams)).view_as(hidden)
+        normed = self._hidden_norm(hidden.reshape(-1, self._hidden_norm.width))
+        streams = normed.reshape(-1, self._model.config.hidden_size)
+        residual[:, : hidden.shape[1]] += self._hidden(streams).view_as(hidden)
         return residual
 
     def _norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
-        config = self._model.config
-        return RMSNorm(self._model.backends.ops, reader, prefix, config.hidden_size, config.norm_eps)
+        config, count = self._model.config, self._streams.normed if prefix.endswith(_NORMS[1]) else 1
+        width = count * config.hidden_size
+        return RMSNorm(self._model.backends.ops, reader, prefix, width, config.norm_eps, config.norm_plus)
 
     def _projection(self, reader: WeightSource, prefix: str) -> Any:
         size = self._model.config.hidden_size
@@ -78,13 +88,17 @@ class _Streams:
     """Replaces the norm after a layer: adds the result, and returns the streams.
 
     Args:
-        norm: of the streams' sum.
+        norm: of the head's input.
     """
 
     adds_rows = adds_pairs = False
 
-    def __init__(self, norm: StreamNorm) -> None:
+    def __init__(self, norm: StreamNorm | GatedStreamNorm) -> None:
         self._norm = norm
+
+    def sum_over(self, all_reduce: CustomAllReduce) -> None:
+        """See `RMSNorm`."""
+        self._norm.sum_over(all_reduce)
 
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Tensor:
         assert other is None

@@ -39,15 +39,14 @@ QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
 _MTP_ON_GQA = (
     "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
-    *MINIMAX_M3,
+    *QWEN4_EXP, *MINIMAX_M3,
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
-renames those of ERNIE, Hy3, MiniMax-M3, Qwen3-Next and Qwen3.5)."""
+renames those of ERNIE, Hy3, MiniMax-M3 and Qwen)."""
 KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
     "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
-    **dict.fromkeys(QWEN4_EXP, ("mtp.",)),
 }
 """By architecture: begins of the names of MTP layers that are not served."""
 TABLES = (".engram.embed.weight", ".engram.embed.scale")
@@ -125,7 +124,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
-    if config.streams is not None and not (config.streams.late or config.streams.mean_head):
+    if config.streams is not None and config.streams.weighs_head:
         yield from _streams(config.streams, config.hidden_size, "model.hc_head", config.streams.count)
     if config.vision is not None:
         for name, shape, wide in vision_tensors(config.vision):
@@ -220,13 +219,16 @@ def draft_tensors(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Tensors of an MTP layer, without its copies of embedding and head."""
-    hidden = config.hidden_size
-    yield from (_norm(name, hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
-    if (streams := config.draft_streams) is None:
+    hidden, streams = config.hidden_size, config.draft_streams
+    yield _norm("enorm", hidden)
+    yield _norm("hnorm", hidden if streams is None else streams.normed * hidden)
+    yield from (spec.within("shared_head") for spec in _input_norm(config, "norm", streams))
+    if streams is None:
         yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
     else:
         yield from (TensorSpec(f"{name}.weight", (hidden, hidden)) for name in ("e_proj", "h_proj"))
-        yield from _streams(streams, hidden, "shared_head.hc_head", streams.count)
+        if streams.weighs_head:
+            yield from _streams(streams, hidden, "shared_head.hc_head", streams.count)
     yield from layer_tensors(config, config.is_mtp_moe)
 
 

@@ -244,6 +244,10 @@ class Decoder:
         """`step_args` of MTP layers."""
         return self.step_args(batch)
 
+    def remember_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        """Arguments of attention's `remember` besides the hidden states."""
+        return (self.place(batch),)
+
     def planner_of_decodes(self, drafts: bool = False) -> InPlacePlanner | None:
         """Plans of captured decodes, or of the draft steps of MTP layers; None: those of the attention backend."""
         index = index_widths(self.config)

@@ -55,9 +55,17 @@ class StreamAdder:
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Tensor:
         """Adds x [T, D] to the streams, in place; then as `__call__`."""
         assert other is None
+        self._add(x, residual)
+        return self(residual)
+
+    def write(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds x [T, D] to the streams, in place; returns them, [T, n D]."""
+        self._add(x, residual)
+        return self.stream(residual).contiguous()
+
+    def _add(self, x: Tensor, residual: Tensor) -> None:
         if len(residual):  # an idle attention group has an x of any width
             write_gated(x if self._all_reduce is None else self._all_reduce.sum(x), residual, self.count)
-        return self(residual)
 
     def stream(self, residual: Tensor) -> Tensor:
         """All streams."""

@@ -69,12 +69,7 @@ class MeanPoolIndexer:
     def update(self, hidden: Activation, batch: ForwardBatch, cache: Tensor, inputs: PooledInputs) -> None:
         """Writes the index keys of tokens, hidden [T, D] -> cache[slots], [N, 1, I], and those of the pools that they
         complete; sets the slots of the chunks with a selection."""
-        q, k = self._project(hidden).split((self._heads * self._width, self._width), 1)
-        write_means, norm = self._kernel.pools.write_means, self._k_norm
-        if write_means is None:
-            self._write(k, inputs.turns, batch.slots, cache.squeeze(1))
-        else:
-            write_means(k, norm.weight, norm.eps, inputs.turns, batch.slots, cache)
+        q = self.write(hidden, batch, cache, inputs.turns)
         selecting = [chunk for chunk in inputs.chunks if isinstance(chunk.index_plan, PoolChoice)]
         if not selecting:
             return
@@ -84,6 +79,16 @@ class MeanPoolIndexer:
         for chunk in selecting:
             assert chunk.selected is not None
             chunk.index_plan.select(self._kernel, q[chunk.tokens], weights[chunk.tokens], cache, chunk.selected.slots)
+
+    def write(self, hidden: Activation, batch: ForwardBatch, cache: Tensor, turns: PoolTurns) -> Tensor:
+        """The index keys of `update` alone. Returns the index queries before their norm, [T, Hi I]."""
+        q, k = self._project(hidden).split((self._heads * self._width, self._width), 1)
+        write_means, norm = self._kernel.pools.write_means, self._k_norm
+        if write_means is None:
+            self._write(k, turns, batch.slots, cache.squeeze(1))
+        else:
+            write_means(k, norm.weight, norm.eps, turns, batch.slots, cache)
+        return q
 
     def _write(self, keys: Tensor, turns: PoolTurns, slots: Tensor, stored: Tensor) -> None:
         """keys [T, I] -> stored[slots], [N, I]. A page has whole pools: the tokens of one have adjacent slots. Tokens
@@ -121,6 +126,11 @@ class PooledGQAttention(GatedGQAttention):
         self._indexer.update(hidden, batch, batch.kv[self._layer_index][2], inputs)
         mixed = [self._mixed(q[chunk.tokens], cache, chunk) for chunk in inputs.chunks]
         return self._gated(mixed[0] if len(mixed) == 1 else torch.cat(mixed), parts)
+
+    def remember(self, hidden: Activation, batch: ForwardBatch, turns: PoolTurns | None = None) -> None:
+        assert turns is not None
+        super().remember(hidden, batch)
+        self._indexer.write(hidden, batch, batch.kv[self._layer_index][2], turns)
 
     def _mixed(self, q: Tensor, cache: tuple[Tensor, Tensor], chunk: AttentionChunk) -> Tensor:
         """q [t, H, Dh] of the chunk's tokens -> the same shape."""

@@ -400,7 +400,10 @@ def make_checkpoint(
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(seed + 1)
     for index in range(num_mtp_layers):
-        add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
+        if kind == GATED_STREAMS:
+            tensors |= gated_streams_mtp(tensors, generator)
+        else:
+            add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
     if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP
         dense = ".0.block_sparse_moe."
         tensors = {name.replace(dense, ".0.mlp."): t for name, t in tensors.items()}
@@ -408,7 +411,9 @@ def make_checkpoint(
         delta = {name.removesuffix("f_proj.weight") for name in tensors if name.endswith(".f_proj.weight")}
         renamed = {f"{prefix}dense.weight": f"{prefix}o_proj.weight" for prefix in delta}
         tensors = {renamed.get(name, name): t for name, t in tensors.items()}
-    if num_mtp_layers and not deepseek_names:
+    if kind == GATED_STREAMS:
+        fields["mtp_num_hidden_layers"] = num_mtp_layers
+    elif num_mtp_layers and not deepseek_names:
         tensors = _with_own_names(kind, tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if kind == POOLED:
         fields["num_nextn_predict_layers"] = num_mtp_layers
@@ -634,6 +639,22 @@ def add_mtp_layer(
         tensors[f"{target}{name}.weight"] = ((not text) + 0.2 * noise(hidden)).to(like.dtype)
     if ernie:
         tensors[f"{target}shared_head.norm.weight"] = like.clone()
+
+
+def gated_streams_mtp(tensors: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """The MTP layer of Qwen3.8-Flash-Next, under its published names: like the last layer with attention."""
+    mixer = "hyper_connection_mixer."
+    base = next(name for name in tensors if name.endswith(f"{mixer}hc_norm.weight")).partition(mixer)[0]
+    layer = max(int(name.split(".self_attn.")[0].rpartition(".")[2]) for name in tensors if ".self_attn." in name)
+    parts = {f"{base}layers.{layer}.": "mtp.layers.0.", f"{base}{mixer}": f"mtp.{mixer}"}
+    found = {_swapped(name, parts): t for name, t in tensors.items() if name.startswith(tuple(parts))}
+    found = {name: t + (0.1 * torch.randn(t.shape, generator=generator)).to(t.dtype) for name, t in found.items()}
+    like, hidden = found[f"mtp.{mixer}hc_norm.weight"], tensors[f"{base}embed_tokens.weight"].shape[1]
+    shapes = {"fc_embedding": (hidden, hidden), "fc_hidden": (hidden, hidden)}
+    shapes |= {"pre_fc_norm_embedding": (hidden,), "pre_fc_norm_hidden": tuple(like.shape)}
+    for name, shape in shapes.items():
+        found[f"mtp.{name}.weight"] = (0.2 * torch.randn(shape, generator=generator)).to(like.dtype)
+    return found
 
 
 def with_mtp_beside(tensors: dict[str, Tensor], num_layers: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_mtp_layers": 1},
     "qwen3_5": {"num_mtp_layers": 1},
     "qwen3_5_moe": {"num_mtp_layers": 1},
-    "qwen4_exp": {},
+    "qwen4_exp": {"num_mtp_layers": 1},
     "kimi_linear": {},
     "kimi_k3": {},
     "bailing_hybrid": {"num_mtp_layers": 1},

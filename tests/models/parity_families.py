@@ -115,7 +115,8 @@ def qwen_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
 
 
 def qwen4_family(kind: str, path: Path, seed: int) -> Family:
-    return _clear(_of_qwen(qwen4_exp_images.make_qwen4(path, seed, max_position_embeddings=1024)))
+    made = qwen4_exp_images.make_qwen4(path, seed, num_mtp_layers=1, max_position_embeddings=1024)
+    return _clear(_of_qwen(made))
 
 
 def _of_qwen(path: Path) -> Family:

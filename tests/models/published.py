@@ -105,6 +105,39 @@ QWEN3_8: dict[str, Any] = {
     "dtype": "bfloat16", "bos_token_id": 248044, "eos_token_id": 248044, "pad_token_id": None,
 }  # fmt: skip
 """Qwen3.8-2.4T-A95B."""
+QWEN_3_8_FLASH_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "image_token_id": 248056,
+    "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen4_exp_text", "dtype": "bfloat16", "hidden_act": "silu", "hidden_size": 2560,
+        "num_hidden_layers": 48, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+        "full_attention_interval": 4, "attention_bias": False, "num_attention_heads": 24, "num_key_value_heads": 2,
+        "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
+        "output_gate_type": "sigmoid", "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 640,
+        "shared_expert_intermediate_size": 640, "hc_count": 4, "hc_lowrank": 320, "indexer_n_heads": 4,
+        "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+        "ple_layer_ids": [2], "ple_embed_dim": 2560, "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 8,
+        "ngram_vocab_size_base": 20000000, "make_ngram_vocab_size_divisible_by": 128, "split_ngram_parts": 128,
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+        "mtp": {
+            "hybrid": True, "layer_types": ["full_attention"], "mtp_use_hidden_state_from_layer": None,
+            "num_hidden_layers": 1, "rope_theta": 10000000,
+        },
+        "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "vocab_size": 248320, "eos_token_id": 248044,
+        "max_position_embeddings": 262144, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen4_exp", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+        "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 2560,
+        "num_position_embeddings": 2304, "hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": [],
+    },
+}  # fmt: skip
 KIMI_LINEAR: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 2304,
     "intermediate_size": 9216, "moe_intermediate_size": 1024, "num_hidden_layers": 27, "num_attention_heads": 32,

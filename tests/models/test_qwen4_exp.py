@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_engine.config.args import EngineArgs
-from moe_engine.errors import CheckpointError, ConfigError, NotAvailableYet
+from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.engram_config import EngramConfig
 from moe_engine.models.header_check import check_headers
-from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import sparse, stepper
 from tests.models.byte_tokenizer import EOS
@@ -147,15 +144,3 @@ def test_factors_of_another_config_are_refused(made: Callable[..., Made], tmp_pa
     (copy / "config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=r"layer_multipliers is .* check its n-gram fields"):
         stepper.load(copy, "torch", page_size=4)
-
-
-def test_mtp_layers_are_refused_and_their_tensors_not_read(made: Callable[..., Made], tmp_path: Path) -> None:
-    """No class of transformers has the layer. The refusal comes with the plan, before weights are read."""
-    path, _, _ = made()
-    copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    save_file({"mtp.fc.weight": torch.ones(3, 5)}, copy / "mtp.safetensors", metadata={"format": "pt"})
-    check_headers(copy, read_checkpoint(copy), load_model_config(copy))
-    flags: dict[str, Any] = {"model_path": str(copy), "max_total_tokens": 64}
-    message = "--speculative-algorithm NEXTN: not supported yet: MTP layers of Qwen4ExpForConditionalGeneration"
-    with pytest.raises(NotAvailableYet, match=message):
-        prepare(EngineArgs.from_kwargs(**flags, speculative_algorithm="NEXTN"))

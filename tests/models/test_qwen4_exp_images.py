@@ -27,6 +27,7 @@ from tests.examples import examples
 from tests.models import sparse, stepper
 from tests.models.image_parity import Prompt, check_requests
 from tests.models.qwen4_exp_images import make_qwen4
+from tests.models.qwen4_exp_mtp import MTPOracle
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk, Stepper
 from tests.models.test_parity import assert_close
@@ -108,6 +109,36 @@ def test_requests(made: Made, drafts: bool, tmp_path: Path) -> None:
     asked += [(tokens, places, [same]), clear_prompt(oracle, [], (25,))]
     flags: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2} if drafts else {}
     check_requests(path, oracle, asked, tmp_path / "status", **flags)
+
+
+def test_drafts_of_the_mtp_layer(tmp_path: Path) -> None:
+    """As many are accepted as by transformers' layer: pools that begin in an image, or in another step, and end in the
+    answer; the layer reads rows of images."""
+    path = make_qwen4(tmp_path / "model", random.randrange(2**31), agreeing=True, num_mtp_layers=1)
+    oracle, mtp = Oracle(path), MTPOracle(path, tmp_path / "layer")
+    flags: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 512, "max_running_requests": 1, "page_size": POOL}
+    flags |= {"speculative_algorithm": "NEXTN", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
+    flags |= {"speculative_num_draft_tokens": 2}
+    engine = InProcessEngine(path, tmp_path / "status", **flags)
+    proposed = accepted = 0
+    for number, counts in enumerate(((18, 7), (3, 15, 2), (21, 1))):
+        ids, places, images = clear_prompt(oracle, [picture(2, 3), picture(4, 2)][: len(counts) - 1], counts)
+        form: dict[str, Any] = {"chunked_prefill_size": 10} if number else {}
+        answer = engine.run([scripted("own", ids, images, places, LONG)], **form)["own"]
+        assert_equal(answer, oracle.greedy(ids, images, LONG), LONG)
+        text, stats = ids + answer.token_ids, engine.scheduler.stats().speculation
+        assert stats is not None
+        streams, embedding = mtp.streams(text[:-1], images)
+        embedding = torch.cat((embedding[1:], mtp.embedding(text[-1:])))
+        _, read = mtp.layer(embedding, streams, mtp.axes(text[:-1], images))
+        drafts, at, right = (read @ mtp.head.T).argmax(1).tolist(), len(ids), 0
+        while at + 1 < len(text):  # text[at] is the last known token
+            is_right = drafts[at - 1] == text[at + 1]
+            right, at = right + is_right, at + 1 + is_right
+        assert abs(sum(stats.accepted) - right) <= 1  # the last token may end a step with a draft
+        proposed, accepted = proposed + sum(stats.proposed), accepted + sum(stats.accepted)
+    engine.close()
+    assert 3 <= accepted < proposed
 
 
 def test_retracted_requests(made: Made, tmp_path: Path) -> None:

@@ -34,9 +34,11 @@ def agreeing_checkpoint(kind: str, directory: Path, seed: int, **fields: Any) ->
             tensors[name] = embedding.clone()
         elif name.endswith(("lm_head.weight", "shared_head.head.weight")):
             tensors[name] = head.clone()
-        elif name.endswith((".o_proj.weight", ".down_proj.weight")):
+        elif name.endswith((".o_proj.weight", ".down_proj.weight", ".experts.down_proj", ".ple.value_proj.weight")):
             tensor.mul_(BRANCH_GAIN)
-        elif name.endswith(".eh_proj.weight"):
+        elif name.endswith(".fc_hidden.weight"):
+            tensor.mul_(NOISE)
+        elif name.endswith((".eh_proj.weight", ".fc_embedding.weight")):
             tensor.mul_(NOISE)[:, :width].diagonal().add_(PASSED_ON)
     save_file(tensors, file, metadata={"format": "pt"})
     return path

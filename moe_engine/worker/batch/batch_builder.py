@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
+from moe_engine.models.batch import PoolStarts
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.paged_rows import PagedRows
@@ -134,7 +135,7 @@ class BatchBuilder:
         host32[:count] = lengths
         host32[count:] = host[count : 2 * count]
         self._rows.check_lengths(plan.rows, lengths)
-        pool_starts = self._paged.pool_starts(same.rows, starts, self._stream.upload)
+        pool_starts = self.pool_starts(same.rows, starts)
         if self._rows.images is not None:
             self._rows.images.shift(same.rows, starts)
         positions, slots, flat, ints = self._stream.upload(staging).split(count)
@@ -200,6 +201,10 @@ class BatchBuilder:
                 found.setdefault(row, []).append((length - start, first + snapshot))
         return found
 
+    def pool_starts(self, rows: np.ndarray, places: np.ndarray) -> PoolStarts | None:
+        """See `PagedRows.pool_starts`."""
+        return self._paged.pool_starts(rows, places, self._stream.upload)
+
     def assemble(self, runs: RaggedTokens) -> StepBatch:
         """A batch of any runs of tokens; writes the given slots into the slot table, and looks up the other slots."""
         rows, starts, counts = runs.rows, runs.starts, runs.counts
@@ -210,7 +215,7 @@ class BatchBuilder:
         at = starts[owner] + layout.within  # [T]: column in the row's slot table
         positions = at if runs.positions is None else runs.positions[layout.plan_token]
         turned, images = positions, None
-        pool_starts = self._paged.pool_starts(rows[owner], at, self._stream.upload)
+        pool_starts = self.pool_starts(rows[owner], at)
         if self._rows.images is not None:
             turned, images = self._rows.images.place(rows[owner], at, positions)
         flat, sampled = rows[owner] * self._rows.width + at, layout.step_token[runs.sampled]

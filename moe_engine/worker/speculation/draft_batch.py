@@ -51,11 +51,13 @@ class DraftBatches:
             return
         lengths = (positions + 1).tolist()
         steps = self._builder.uniform.chain(rows, rows_device, positions, ())
+        pool_starts = [self._builder.pool_starts(rows, places) for places in positions]
         for i, (places, slots) in enumerate(zip(steps.positions, steps.slots)):
             queries = replace(steps.queries, context_lens=lengths[i], context_lens_device=steps.context_lens[i])
             attention = AttentionBatch(queries, None)
             plan = self.attention.plan(attention)
-            yield ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self.kv)
+            batch = ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self.kv)
+            yield replace(batch, pool_starts=pool_starts[i])
 
     def runs(
         self,
