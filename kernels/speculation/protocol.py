@@ -82,6 +82,8 @@ class ChainBuffers:
     shifts: Tensor  # [R] int64: position minus place; 0 without images
     places: Tensor  # [R, K] int64, of verification; [R, 0] without pools
     pool_axes: Tensor  # [R, K, 3] int64: position of the first token of each token's pool; [R, 0, 3] without pools
+    draft_places: Tensor  # [S, R] int64, of drafting; [S, 0] without pools
+    draft_axes: Tensor  # [S, R, 3] int64, as `pool_axes`; [S, 0, 3] without pools
     first_draft: int = -1  # of MTP layers, which read the hidden state before the last token; 0: of a draft model
     lookback: int = 0  # first steps at the same position, each in a layer of its own
     pool: int = 1  # tokens of a pool whose key is rotated by the position of its first token; 1: there are no pools

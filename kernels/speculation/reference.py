@@ -84,10 +84,11 @@ class TorchChains:
         verified = torch.where(real[:, None], starts[:, None] + places, 0)
         chain.positions.copy_(verified + shifts[:, None])
         if chain.places.numel():
+            ends = torch.where(real[:, None], tables.image_ends.index_select(0, rows), 0)
             chain.places.copy_(verified)
-            ends = torch.where(real[:, None], tables.image_ends.index_select(0, rows), 0)[:, None]
-            first = (verified // chain.pool * chain.pool)[:, :, None]
-            chain.pool_axes.copy_(torch.where(first < ends[..., 1:2], ends[..., 2:], first + ends[..., :1]))
+            chain.pool_axes.copy_(_pool_axes(verified, chain.pool, ends[:, None]))
+            chain.draft_places.copy_(drafted)
+            chain.draft_axes.copy_(_pool_axes(drafted, chain.pool, ends[None]))
         chain.slots.copy_(torch.where(real[:, None], _taken(tables.slots, (rows * width)[:, None] + verified), 0))
         if chain.window_slots.numel():
             windowed = _taken(tables.windows, (rows * width)[:, None] + verified)
@@ -194,6 +195,12 @@ def _sources(chain: ChainBuffers, rows: Tensor, starts: Tensor, positions: Tenso
     new = torch.arange(len(rows), device=rows.device)[:, None] * count + place.clamp(0, count - 1)
     old = -1 - (rows[:, None] * back + back + place)
     return torch.where((place < 0) & (place >= -back) & (chain.rows >= 0)[:, None], old, new)
+
+
+def _pool_axes(places: Tensor, pool: int, ends: Tensor) -> Tensor:
+    """Positions [..., 3] of the first tokens of the pools of `places`. ends [..., 5]: of `RowTables.image_ends`."""
+    first = (places // pool * pool)[..., None]
+    return torch.where(first < ends[..., 1:2], ends[..., 2:], first + ends[..., :1])
 
 
 def _taken(table: Tensor, flat: Tensor) -> Tensor:

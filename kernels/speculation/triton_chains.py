@@ -52,11 +52,21 @@ def _uniform(seed, position):
     return ((_mixed(seed + position * _GOLDEN) >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
 
 
+@triton.jit
+def _store_pools(places, axes, at, place, ends, is_real, wanted, POOL: tl.constexpr):
+    """Places of tokens, and positions by axis of the first tokens of their pools; ends: of the row's images."""
+    tl.store(places + at, place, wanted)
+    first, shift, length = place // POOL * POOL, tl.load(ends, is_real, 0), tl.load(ends + 1, is_real, 0)
+    for axis in tl.static_range(3):
+        end = tl.load(ends + 2 + axis, is_real, 0)
+        tl.store(axes + at * 3 + axis, tl.where(first < length, end, first + shift), wanted)
+
+
 @dependent_jit(do_not_specialize=["num_requests", "width"])
 def chain_inputs_kernel(
     rows, seeds, lengths, last_tokens, slot_table, window_table, image_ends, starts, draft_ids, draft_positions,
     draft_slots, draft_lens, draft_real, draft_uniform, ids, positions, slots, window_slots, lens, real, uniform,
-    shifts, places, pool_axes, num_requests, width,
+    shifts, places, pool_axes, draft_places, draft_axes, num_requests, width,
     K: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LOOKBACK: tl.constexpr, WINDOWS: tl.constexpr,
     IMAGES: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
@@ -85,11 +95,7 @@ def chain_inputs_kernel(
     tl.store(shifts + request, shift)
     tl.store(positions + at, verified + shift, place < K)
     if POOL > 1:
-        tl.store(places + at, verified, place < K)
-        first, length = verified // POOL * POOL, tl.load(image_ends + row * 5 + 1, is_real, 0)
-        for axis in tl.static_range(3):
-            end = tl.load(image_ends + row * 5 + 2 + axis, is_real, 0)
-            tl.store(pool_axes + at * 3 + axis, tl.where(first < length, end, first + shift), place < K)
+        _store_pools(places, pool_axes, at, verified, image_ends + row * 5, is_real, place < K, POOL)
     tl.store(slots + at, tl.load(table + verified, (place < K) & has_row, 0).to(tl.int64), place < K)
     if WINDOWS:
         slot = tl.load(window_table + row * width + verified, (place < K) & has_row, 0)
@@ -103,6 +109,8 @@ def chain_inputs_kernel(
     tl.store(draft_slots + at, tl.load(table + drafted, drafting & has_row, 0).to(tl.int64), drafting)
     tl.store(draft_lens + at, (drafted + 1).to(tl.int32), drafting)
     tl.store(draft_uniform + at, numbers, drafting)
+    if POOL > 1:
+        _store_pools(draft_places, draft_axes, at, drafted, image_ends + row * 5, is_real, drafting, POOL)
 
 
 @dependent_jit(do_not_specialize=["width"])
@@ -276,9 +284,9 @@ class TritonChains:
             c.rows, c.seeds, tables.lengths, tables.last_tokens, tables.slots, tables.windows, tables.image_ends,
             c.starts, c.draft_ids, c.draft_positions, c.draft_slots, c.draft_lens, c.draft_real, c.draft_uniform, c.ids,
             c.positions, c.slots, c.window_slots, c.lens, c.real, c.uniform, c.shifts, c.places, c.pool_axes,
-            len(c.rows), tables.slots.shape[1], K=count, BLOCK=next_power_of_2(count), FIRST=c.first_draft,
-            LOOKBACK=c.lookback, WINDOWS=c.window_slots.numel() > 0, IMAGES=len(tables.image_ends) > 0, POOL=c.pool,
-            num_warps=1,
+            c.draft_places, c.draft_axes, len(c.rows), tables.slots.shape[1],
+            K=count, BLOCK=next_power_of_2(count), FIRST=c.first_draft, LOOKBACK=c.lookback,
+            WINDOWS=c.window_slots.numel() > 0, IMAGES=len(tables.image_ends) > 0, POOL=c.pool, num_warps=1,
         )  # fmt: skip
 
     def accept(self, tables: RowTables, chain: ChainBuffers, rule: SimulatedAcceptance | Thresholds | None) -> None:

@@ -19,7 +19,7 @@ from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.speculation.protocol import ChainBuffers, ChainKernels
-from moe_engine.models.batch import ForwardBatch, WindowSlots
+from moe_engine.models.batch import ForwardBatch, PoolStarts, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.batch.dp_step import DPSteps
@@ -141,6 +141,9 @@ class _ModelDrafts:
             )
             for s in range(chain.num_drafts)
         ]  # fmt: skip
+        if chain.pool > 1:
+            for step, *starts in zip(self.steps, chain.draft_places, chain.draft_axes):
+                step.forward = replace(step.forward, pool_starts=PoolStarts(*starts))
 
     def prepare(self, first: int = 0) -> bool:
         """Plans the steps from the first one on."""

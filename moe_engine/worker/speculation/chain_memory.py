@@ -82,6 +82,8 @@ class ChainMemory:
             "window_slots": (requests, count if self._form.windows else 0),
             "places": (requests, count if self._form.pool > 1 else 0),
             "pool_axes": (requests, count if self._form.pool > 1 else 0, 3),
+            "draft_places": (drafts, requests if self._form.pool > 1 else 0),
+            "draft_axes": (drafts, requests if self._form.pool > 1 else 0, 3),
             **dict.fromkeys(("starts", "draft_real", "lens", "last", "shifts"), (requests,)),
             **dict.fromkeys(("draft_positions", "draft_slots", "draft_lens", "draft_uniform"), (drafts, requests)),
         }

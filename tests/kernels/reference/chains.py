@@ -79,6 +79,8 @@ def drawn_chain(
         shifts=garbage(size),
         places=garbage(size, count if pool > 1 else 0),
         pool_axes=garbage(size, count if pool > 1 else 0, 3),
+        draft_places=garbage(drafts, size if pool > 1 else 0),
+        draft_axes=garbage(drafts, size if pool > 1 else 0, 3),
         pool=pool,
     )
     return chain

@@ -73,6 +73,8 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
         chain.shifts[real:],
         chain.places[real:],
         chain.pool_axes[real:],
+        chain.draft_places[:, real:],
+        chain.draft_axes[:, real:],
         chain.slots[real:],
         chain.window_slots[real:],
         chain.draft_slots[:, real:],
@@ -91,7 +93,10 @@ def check_images(tables: RowTables, chain: ChainBuffers) -> None:
             continue
         places = [int(tables.lengths[row]) + k for k in range(chain.num_drafts + 1)]
         assert chain.places[i].tolist() == places
-        for place, axes in zip(places, chain.pool_axes[i].tolist()):
+        drafted = [place - 1 for place in places[:-1]]
+        assert chain.draft_places[:, i].tolist() == drafted
+        every = chain.pool_axes[i].tolist() + chain.draft_axes[:, i].tolist()
+        for place, axes in zip(places + drafted, every):
             first = place - place % chain.pool
             assert axes == (last if first < length else [first + shift] * 3)
 
