@@ -41,6 +41,7 @@ from tests.models.parity_families import Family, Pixels, Prompt
         ("qwen4_exp", "cached"),
         ("qwen4_exp", "chunked"),
         ("qwen4_exp", "n-gram drafts"),
+        ("qwen4_exp", "MTP drafts"),
         ("kimi_k3", "cached"),
         ("kimi_k3", "n-gram drafts"),
         ("bailing_hybrid", "cached"),

@@ -86,13 +86,15 @@ def run(
         sizes = sizes_of(batch)
         if sizes is not None:
             batch = replace(batch, sizes=sizes)
-        hidden = stepper.model.forward(batch)
+        taps, model = stepper.model.taps, stepper.model
+        hidden = model.forward(batch) if taps is None else taps.during(model.forward, batch)
         assert hidden.shape[0] == batch.num_tokens
         logits = stepper.model.logits(hidden, sizes)
         _append(logits_of, chunks, logits)
         if mtp is not None:
             next_ids = [token for chunk in chunks for token in (*chunk.tokens[1:], 7)]
-            v = mtp.forward(0, torch.tensor(next_ids, dtype=torch.int64), hidden, batch)
+            states = hidden if taps is None else mtp.prepare(taps.take())
+            v = mtp.forward(0, torch.tensor(next_ids, dtype=torch.int64), states, batch)
             _append(drafts_of, chunks, mtp.logits(v, sizes))
     trace.logits = {sequence: torch.cat(parts) for sequence, parts in logits_of.items()}
     trace.drafts = {sequence: torch.cat(parts) for sequence, parts in drafts_of.items()}

@@ -3,6 +3,7 @@ compare with transformers: every form of sharding, with prefill, decode and idle
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -76,10 +77,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"num_hidden_layers": 2},  # weights of norms after the rotation
     "ernie4_5": {"num_hidden_layers": 2},
     "ministral3": {"num_hidden_layers": 2},
-    "deepseek_v4": {},  # windows and entries, streams, experts by token id
+    "deepseek_v4": {"num_mtp_layers": 1},  # windows and entries, streams, experts by token id
     "deepseek_v4-fp4": {"hidden_size": 160, "moe_intermediate_size": 192},  # six groups of 32 columns
     "glm5_next": {"linear_attn_config": {"num_heads": 4, "head_dim": 12}},  # pools of index keys, states, streams
-    "qwen4_exp": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # gates of streams, n-grams with states
+    "qwen4_exp": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "num_mtp_layers": 1,
+    },  # gates of streams, n-grams with states, an MTP layer that reads all streams
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
@@ -157,6 +162,10 @@ def check(case: Case, want: script.Trace, results: list[tuple[int, script.Trace]
 
 
 def run_all(world: World, alone: Callable[[Case], script.Trace], cases: list[Case]) -> None:
+    """In half of the cases with one attention group norms sum over the ranks."""
+    cases = [
+        replace(case, norms_sum=case.topology.attn_dp_size == 1 and random.random() < 0.5) for case in cases
+    ]  # fmt: skip
     of_ranks = world.ranks.call(run_cases, cases, SEED, timeout_s=60.0)
     for number, case in enumerate(cases):
         results = [results[number] for results in of_ranks]
@@ -206,18 +215,20 @@ def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v4-fp4"])
 def test_deepseek_v4(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
-    """Ranks exchange the token ids that layers choose experts by."""
+    """Ranks exchange the token ids that layers choose experts by; the MTP layer reads all streams."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
-    path = checkpoint(name)
-    run_all(world, alone, [Case(path, t, "cpu", page_size=16) for key, t in topologies(world).items() if key in some])
+    path, mtp = checkpoint(name), name == "deepseek_v4"
+    cases = {key: Case(path, t, "cpu", mtp=mtp, page_size=16) for key, t in topologies(world).items()}
+    run_all(world, alone, [cases[key] for key in some if key in cases])
 
 
 @pytest.mark.parametrize("name", ["glm5_next", "qwen4_exp"])
 def test_pools(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """All ranks of a group select the same pools; a page has whole pools."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "dp4")
-    path = checkpoint(name)
-    run_all(world, alone, [Case(path, t, "cpu", page_size=4) for key, t in topologies(world).items() if key in some])
+    path, mtp = checkpoint(name), name == "qwen4_exp"
+    cases = {key: Case(path, t, "cpu", mtp=mtp, page_size=4) for key, t in topologies(world).items()}
+    run_all(world, alone, [cases[key] for key in some if key in cases])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3"])

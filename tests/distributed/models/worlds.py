@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
+from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, load_model, load_mtp
 from moe_engine.models.sharding import dispatch_shape, local_config
+from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.context import ParallelContext, join, with_dispatcher
 from moe_engine.parallel.dispatch.tables import Place, choose
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
+from moe_engine.parallel.uneven import sum_over
 from tests.distributed.models import script
 from tests.models.stepper import Stepper, make_backends, make_kv
 
@@ -26,21 +31,41 @@ contexts: dict[Topology, ParallelContext] = {}  # of this rank's process, create
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one topology. `row`: row of the kernels; `mtp`: with its MTP layer."""
+    """One model on one topology. `row`: row of the kernels; `mtp`: with its MTP layer; `norms_sum`: norms sum the
+    ranks' results, as with the custom all-reduce of GPUs."""
 
     path: Path
     topology: Topology
     row: str = "torch"
     mtp: bool = False
     page_size: int = 1
+    norms_sum: bool = False
 
     def __str__(self) -> str:
-        return f"{self.path.name} {self.row} {self.topology}"
+        return f"{self.path.name} {self.row} {self.topology}{', norms sum' * self.norms_sum}"
+
+
+class HostSums:
+    """The interface of `CustomAllReduce` on a group's own sums."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def sum(self, x: Tensor) -> Tensor:
+        return sum_over(self._group, x)
+
+    def add_rms_norm(self, plain: Any, format: ActivationFormat, x: Tensor, *more: Any) -> Any:
+        return plain(self.sum(x), *more)
+
+    def check_peers(self) -> None:
+        """No kernel waits for a peer."""
 
 
 def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelContext]:
     """A stepper over this rank's part, its MTP layers if the case has them, the context with a dispatcher."""
     config = load_model_config(case.path)
+    if case.norms_sum:
+        parallel = replace(parallel, all_reduce=cast(Any, HostSums(parallel.world)))
     if parallel.topology.travels and config.is_moe:
         choice = choose(Place("cpu", parallel.ep_size, parallel.topology.num_nodes), parallel.topology.moe_a2a_backend)
         shape = dispatch_shape(config, parallel, torch.float32, MAX_TOKENS)
@@ -52,6 +77,8 @@ def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelC
     if not case.mtp:
         return stepper, None, parallel
     mtp = load_mtp(case.path, config, model, LoadOptions("float32"))
+    if mtp.reads_streams:
+        model.taps = HiddenTaps((config.num_layers,))
     stepper.kv += make_kv(local, stepper.num_slots, torch.float32, num_mtp_layers=mtp.num_layers)
     return stepper, mtp, parallel
 
