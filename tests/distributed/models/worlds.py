@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.permutation.protocol import ExpertRows
+from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.hidden_taps import HiddenTaps
@@ -56,6 +58,9 @@ class HostSums:
 
     def add_rms_norm(self, plain: Any, format: ActivationFormat, x: Tensor, *more: Any) -> Any:
         return plain(self.sum(x), *more)
+
+    def add_rows_rms_norm(self, plain: Any, format: ActivationFormat, rows: ExpertRows, *more: Any) -> Any:
+        return plain(self.sum(TorchPermutation().combine(rows.rows, rows.positions, rows.weights, rows.add)), *more)
 
     def check_peers(self) -> None:
         """No kernel waits for a peer."""
