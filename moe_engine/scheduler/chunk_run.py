@@ -9,7 +9,7 @@ run, because no other prompt is matched before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_engine.errors import MoeEngineError
@@ -111,12 +111,12 @@ def has_chunk_runs(config: SchedulerConfig) -> bool:
     )
 
 
-def chunk_limits(scheduler: Scheduler, remaining: Callable[[Request], int]) -> ChunkLimits | None:
+def chunk_limits(scheduler: Scheduler, lengths: Mapping[str, int]) -> ChunkLimits | None:
     """The run that may begin with the step in flight; None if the next plan may be of another kind. The scheduler is
     one of several groups, and `has_chunk_runs`.
 
     Args:
-        remaining: tokens until a request ends by its content, beyond its `output_ids`.
+        lengths: of `decode_run_limit`.
     """
     table, entry = scheduler.table, scheduler.table.chunked
     if entry is None or not _is_of_run(scheduler, entry.request):
@@ -135,11 +135,11 @@ def chunk_limits(scheduler: Scheduler, remaining: Callable[[Request], int]) -> C
     limit, chunk_first, page = UNLIMITED, bool(scheduler.in_flight[0].prefilled), kv_cache.page_size
     last = left - chunks * size
     behind = last + 2 * page * (len(decodes) + 1)
-    goes_on = min(remaining(request), request.max_new_tokens - len(request.output_ids)) > 2
+    goes_on = min(lengths[request.rid], request.max_new_tokens) - len(request.output_ids) > 2
     if chunks < before_last or table.queue.entries or not goes_on or room < chunks * size + behind:
         last = behind = 0
     if decodes:
-        limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes]) - 1 + chunk_first
+        limit = min([min(lengths[r.rid], r.max_new_tokens - 1) - len(r.output_ids) for r in decodes]) - 1 + chunk_first
         limit = min(limit, ((room - chunks * size - behind) // page // len(decodes)) * page - page + 1)
     elif not (chunks or last):
         return None
@@ -195,10 +195,8 @@ def run_chunks(scheduler: Scheduler, run: ChunkRun, answer: Callable[[Request, i
     )
     if not kv_cache.make_room(needed):
         raise MoeEngineError(f"no room for {num_chunks} chunks and {num_decodes} decodes; ask chunk_limits first")
+    kv_cache.extend_all(decodes, num_decodes)
     for request in decodes:
-        slots = kv_cache.slots.alloc(num_decodes, request.slots[-1], len(request.slots))
-        assert slots is not None
-        request.slots += slots
         request.output_ids += answer(request, run.decodes)
         request.num_computed += num_decodes
         request.num_in_flight = int(run.in_flight == "decode")

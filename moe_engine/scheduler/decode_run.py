@@ -8,7 +8,7 @@ and `Scheduler.update` (tests/tuning/test_simulator.py compares them).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.plan_draft import StepRecord
@@ -17,11 +17,11 @@ from moe_engine.scheduler.step_sums import Steps
 from moe_engine.types import FinishReason, Request, StepPlan
 
 
-def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], hold_prefill: bool) -> int:
+def decode_run_limit(scheduler: Scheduler, lengths: Mapping[str, int], hold_prefill: bool) -> int:
     """Decode steps that `run_decodes` may take now; 0 if the next plan may be of another kind.
 
     Args:
-        remaining: tokens until a request ends by its content, beyond its `output_ids`.
+        lengths: tokens of each request's answer, by rid, if it ends by its content.
         hold_prefill: of `Scheduler.schedule`, for all steps of the run.
     """
     table, kv_cache, decodes = scheduler.table, scheduler.kv_cache, scheduler.table.decodes
@@ -31,7 +31,7 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
     waits = table.chunked is not None or bool(table.queue.entries)
     if slots.num_pending and ((waits and not hold_prefill) or slots.num_free < page * len(decodes)):
         return 0  # the next step cannot use these slots yet, and would evict others
-    limit = min([min(remaining(r), r.max_new_tokens - len(r.output_ids)) for r in decodes]) - 1
+    limit = min([min(lengths[r.rid], r.max_new_tokens) - len(r.output_ids) for r in decodes]) - 1
     if table.queue.entries and not hold_prefill:
         kept = scheduler.delays.kept_steps(len(decodes)) if scheduler.delays is not None else 0
         limit = min(limit, max(scheduler.backoff.steps_left(table.num_released), kept))
@@ -45,18 +45,19 @@ def _steps_with_room(scheduler: Scheduler) -> int:
     return pages * page - page + 1
 
 
-def decodes_beyond(scheduler: Scheduler, remaining: Callable[[Request], int], steps: int) -> list[Request] | None:
+def decodes_beyond(scheduler: Scheduler, lengths: Mapping[str, int], steps: int) -> list[Request] | None:
     """Requests that still decode behind the last step of the others, which is in flight after `steps` steps of a run;
     None if the next plan may be of another kind, or if a request may end that the scheduler does not know of.
 
     Args:
-        remaining: of `decode_run_limit`. No prompt waits.
+        lengths: of `decode_run_limit`. No prompt waits.
     """
     decodes, found = scheduler.table.decodes, list[Request]()
     for request in decodes:
-        if request.max_new_tokens - len(request.output_ids) - steps == 1:
+        last = len(request.output_ids) + steps + 1
+        if request.max_new_tokens == last:
             continue
-        if remaining(request) - steps <= 1:
+        if lengths[request.rid] <= last:
             return None
         found.append(request)
     return found if len(found) < len(decodes) and _steps_with_room(scheduler) > steps else None
@@ -99,21 +100,26 @@ def run_decodes(
     """
     table, kv_cache, steps = scheduler.table, scheduler.kv_cache, taken.count
     record, decodes = scheduler.in_flight[0], table.decodes
-    ended = [request for request in decodes if request.max_new_tokens - len(request.output_ids) <= steps]
-    rest = [request for request in decodes if request not in ended] if ended else decodes
+    rest, ended, going = list[Request](), list[Request](), list[Request]()
+    for request in decodes:
+        left = request.max_new_tokens - len(request.output_ids) - steps
+        (rest if left > 0 else ended).append(request)
+        if left > 1:
+            going.append(request)
     table.sessions.decoded(len(decodes), taken, contended)
     if kv_cache.retire(record.number + steps - 1):
         scheduler.backoff.retry_now()
     needed = kv_cache.decode_need(rest, steps) + (kv_cache.decode_need(ended, steps - 1) if ended else 0)
     if not kv_cache.make_room(needed):
         raise MoeEngineError(f"no room for {steps} decode steps; ask decode_run_limit first")
-    for requests, planned in ((rest, steps), (ended, steps - 1)):
-        for request in requests:
-            slots = kv_cache.slots.alloc(planned, request.slots[-1], len(request.slots))
-            assert slots is not None
-            request.slots += slots
-            request.output_ids += answer(request, steps)
-            request.num_computed += planned
+    kv_cache.extend_all(rest, steps)
+    for request in decodes:
+        request.output_ids += answer(request, steps)
+        request.num_computed += steps
+    if ended:
+        kv_cache.extend_all(ended, steps - 1)
+        for request in ended:
+            request.num_computed -= 1
     table.row_writes.clear()
     table.finished_rows.clear()
     planned = steps if rest else steps - 1
@@ -124,7 +130,7 @@ def run_decodes(
     if scheduler.delays is not None:
         scheduler.delays.decoded(planned)
     scheduler.ratio.decay(planned)
-    table.decodes = decodes_after(rest, 0)
+    table.decodes = going
     if ended:
         _end(scheduler, record, rest, ended)
     return ended

@@ -133,6 +133,19 @@ class KVCacheManager:
             request.slots += slots
         return slots
 
+    def extend_all(self, requests: list[Request], count: int) -> None:
+        """Slots of the next `count` tokens of each request, appended to its own. `make_room` must have succeeded."""
+        if self.page_size == 1:
+            slots = self.slots.take_pages(count * len(requests))
+            assert slots is not None
+            for number, request in enumerate(requests):
+                request.slots += slots[number * count : (number + 1) * count]
+            return
+        for request in requests:
+            more = self.slots.alloc(count, request.slots[-1], len(request.slots))
+            assert more is not None
+            request.slots += more
+
     def decode_need(self, requests: list[Request], steps: int = 1) -> int:
         """Tokens (whole pages) that `steps` decode steps of all `requests` take from the pool."""
         page = self.page_size

@@ -41,6 +41,8 @@ def read_result(
     released = table.num_released
     waiting_logprobs = table.prompt_logprobs
     depths = record.depths
+    mine: PackedLogprobs | None = None
+    prompt: PackedLogprobs | None = None
     for i, (request, tokens) in enumerate(zip(record.sampled, with_jumps(record, result.tokens))):
         depth = depths[i] if i < len(depths) else 0
         if request.row < 0:
@@ -66,24 +68,16 @@ def read_result(
             kept, reason = _take_several(request, tokens, vocab, result.errors or {})
         if depth and outcomes is not None:
             outcomes.append(_count_accepted(request, depth, len(tokens), len(kept), ended=reason is not None))
-        mine = _kept_logprobs(logprobs[i], len(kept)) if logprobs else None
-        prompt = table.take_prompt_logprobs(request.rid) if waiting_logprobs else None
+        if logprobs:
+            mine = _kept_logprobs(logprobs[i], len(kept))
+        if waiting_logprobs:
+            prompt = table.take_prompt_logprobs(request.rid)
         if reason is not None:
             table.end_running(request, reason)
             push(finish_event(request, reason, now, kept, mine, prompt))
             continue
-        push(
-            RequestEvent(
-                request.rid,
-                kept,
-                None,
-                request.cached_tokens,
-                request.retractions,
-                mine,
-                prompt,
-                vector=take_hidden(request) if request.hidden else None,
-            )
-        )
+        event = RequestEvent(request.rid, kept, None, request.cached_tokens, request.retractions, mine, prompt)
+        push(event._replace(vector=take_hidden(request)) if request.hidden else event)
     if record.ended:
         events += _end_prompts(table, record.ended, result.vectors, now)
     if table.num_released != released:

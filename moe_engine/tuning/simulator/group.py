@@ -52,6 +52,8 @@ class Group:
         self._log = log
         self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
+        self._lengths: dict[str, int] = {}
+        """Tokens of the answers."""
         self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = self.chunk_size = 0
         self.chunk_times: list[ChunkTimes] = []
         self._has_chunk_runs = has_chunk_runs(config)
@@ -86,7 +88,7 @@ class Group:
             self.scheduler.add(request)
         except InputError as error:
             return str(error)
-        self.running[rid], running.request = running, request
+        self.running[rid], self._lengths[rid], running.request = running, arrival.output_len, request
         self.load_tokens += len(arrival.prompt_ids) + len(output_ids)
         self.load_uncomputed += running.uncomputed
         return None
@@ -94,6 +96,7 @@ class Group:
     def remove(self, rid: str) -> None:
         """Removes a request that has ended."""
         running = self.running.pop(rid)
+        del self._lengths[rid]
         self.computed(running)
         request = running.request
         if request is not None:  # its answer may be shorter than that of its arrival: the pool limits it
@@ -142,7 +145,9 @@ class Group:
             accepted = [self._accepted(min(count - 1, depth)) for count in plan.counts[: plan.num_decodes]]
             accepted += [0] * (len(sampled) - len(accepted))
             tokens = [self._next_tokens(request, 1 + more) for request, more in zip(sampled, accepted)]
-        rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
+        rows = plan.rows
+        if plan.num_decodes < len(rows):
+            rows = [row for row, samples in zip(rows, plan.samples) if samples]
         drafting = cost.by_resource.get("drafts", 0.0)
         result = StepResult(
             number,
@@ -162,10 +167,10 @@ class Group:
     def _next_tokens(self, request: Request, count: int) -> list[int]:
         """The next tokens of its answer; the last one is the end token, unless the answer ends by its length."""
         done = len(request.output_ids)
-        running = self.running.get(request.rid)
-        if running is None or done + count < running.arrival.output_len:
+        length = self._lengths.get(request.rid)
+        if length is None or done + count < length:
             return answer_tokens(request.seed, done, done + count)
-        left = max(running.arrival.output_len - done, 1)
+        left = max(length - done, 1)
         tokens = answer_tokens(request.seed, done, done + left)
         if done + left < request.max_new_tokens:
             tokens[-1] = EOS
@@ -187,7 +192,7 @@ class Group:
         Args:
             hold_prefill: prompts wait for the turn of their group, which must end the run.
         """
-        return decode_run_limit(self.scheduler, self._remaining, hold_prefill)
+        return decode_run_limit(self.scheduler, self._lengths, hold_prefill)
 
     def rows_after(self, steps: int) -> int:
         """Requests that still decode after a run of so many steps."""
@@ -197,7 +202,7 @@ class Group:
         """The run with chunks that may begin with the step in flight. The replica has several groups."""
         if self.scheduler.table.chunked is None or not self._has_chunk_runs:
             return None
-        return chunk_limits(self.scheduler, self._remaining)
+        return chunk_limits(self.scheduler, self._lengths)
 
     @property
     def most_in_a_row(self) -> int:
@@ -221,7 +226,7 @@ class Group:
         steps, scheduler = runs.step - self.run_from, self.scheduler
         if self.chunk_size or scheduler.num_waiting:
             return None
-        rest = decodes_beyond(scheduler, self._remaining, steps)
+        rest = decodes_beyond(scheduler, self._lengths, steps)
         if rest is None:
             return None
         context = sum([request.num_computed + steps + 1 for request in rest])
@@ -272,13 +277,10 @@ class Group:
         request = chunked.request
         return RequestEvent(request.rid, _answer(request, 1), None, request.cached_tokens, request.retractions)
 
-    def _remaining(self, request: Request) -> int:
-        return self.running[request.rid].arrival.output_len - len(request.output_ids)
-
     def decode_shape(self) -> StepShape:
         """Shape of a step in which all running requests decode, after the step in flight."""
         decodes = self.scheduler.table.decodes
-        context = sum(request.num_computed + 1 for request in decodes)
+        context = len(decodes) + sum([request.num_computed for request in decodes])
         return StepShape(len(decodes), context, 0, 0, 0, len(decodes))
 
 

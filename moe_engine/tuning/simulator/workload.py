@@ -27,7 +27,8 @@ def answer_tokens(number: int, begin: int, end: int) -> list[int]:
         _COMMON.extend(range(_FIRST_COMMON + len(_COMMON), _FIRST_COMMON + 2 * end))
     tokens = _COMMON[begin:end]
     own = begin + -begin % TAIL
-    tokens[own - begin :: TAIL] = range(number + own, number + end, TAIL)
+    if own < end:
+        tokens[own - begin :: TAIL] = range(number + own, number + end, TAIL)
     return tokens
 
 
