@@ -302,23 +302,8 @@ class Replica:
         group = self.groups[index]
         self._changed.add(index)
         events = group.finish(flight.cost, flight.is_graph)
-        for event in events if self._front is not None else self._count_tokens(group, events):
+        for event in events if self._front is not None else self._counts.count_events(group, events, self.now):
             self._tell(index, group, event)
-
-    def _count_tokens(self, group: Group, events: list[RequestEvent]) -> list[RequestEvent]:
-        """Counts the events that are one further token of a request. Returns the others."""
-        others, counts = list[RequestEvent](), dict[float, int]()
-        for event in events:
-            running = group.running[event.rid]
-            if event.finish_reason is None and running.first and len(event.token_ids) == 1 and not running.uncomputed:
-                last, running.last = running.last, self.now
-                counts[last] = counts.get(last, 0) + 1
-            else:
-                others.append(event)
-        for last, count in counts.items():
-            self._counts.add(self.now - last, count, self.now)
-            group.load_tokens += count
-        return others
 
     def _tell(self, index: int, group: Group, event: RequestEvent) -> None:
         running, delay = group.running[event.rid], 0.0

@@ -1,4 +1,4 @@
-"""Results of a step for groups in runs: tokens of their requests, times of their chunks."""
+"""Results of a step: tokens of requests, and for groups in runs times of their chunks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_engine.scheduler.chunk_run import ChunkTimes
+from moe_engine.scheduler.events import RequestEvent
 from moe_engine.tuning.costs.step_cost import StepCost
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group
@@ -96,6 +97,21 @@ class RunCounts:
             group.run_from += 1
             group.chunk_times.append(late if index > flight.drained else times)
         return rows
+
+    def count_events(self, group: Group, events: list[RequestEvent], now: float) -> list[RequestEvent]:
+        """Counts the events that are one further token of a request, without a frontend. Returns the others."""
+        others, counts = list[RequestEvent](), dict[float, int]()
+        for event in events:
+            running = group.running[event.rid]
+            if event.finish_reason is None and running.first and len(event.token_ids) == 1 and not running.uncomputed:
+                last, running.last = running.last, now
+                counts[last] = counts.get(last, 0) + 1
+            else:
+                others.append(event)
+        for last, count in counts.items():
+            self.add(now - last, count, now)
+            group.load_tokens += count
+        return others
 
     def add(self, gap: float, rows: int, now: float) -> None:
         """`rows` requests get a token, `gap` seconds after the last one."""
