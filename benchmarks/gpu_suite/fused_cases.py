@@ -172,7 +172,7 @@ def normed_query(tokens: int, n: int, k: int) -> KernelCase:
 
 def parity_cases() -> list[KernelCase]:
     """Few and many tokens: both tilings."""
-    many = [normed_query(16, 4096, 1024), absorb(130, 128), heads_quantized(130, 128), combine_norm(130, 7168, 8)]
+    many = [normed_query(1, 4096, 1024), absorb(130, 128), heads_quantized(130, 128), combine_norm(130, 7168, 8)]
     return [*timed_cases(5, 2048, 6, 300), *many]
 
 

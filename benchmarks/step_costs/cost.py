@@ -13,10 +13,10 @@ class Cost:
     nvlink, network: bytes that this rank sends. link_us: latency of a message in addition to its bytes, or the whole
     time if it was measured. travel_us: time from the end of the launch until its messages have arrived at other ranks.
     awaits: the launch works when the messages sent last have arrived. launches: kernels that a library starts for the
-    call. more_us: time in addition to everything else, of programs without work or of a first pass over the inputs.
-    programs: number of programs that read, where they may be too few for the device's rate; None: enough. weights:
-    address of the memory of the launch's weights (`memory_of`). prefetched: bytes that it requests for the L2 cache,
-    by address. requests_own: bytes of its weights that it requests before it waits for its inputs.
+    call. empty_us: time of programs without work, in addition to everything else. programs: number of programs that
+    read, where they may be too few for the device's rate; None: enough. weights: address of the memory of
+    the launch's weights (`memory_of`). prefetched: bytes that it requests for the L2 cache, by address. requests_own:
+    bytes of its weights that it requests before it waits for its inputs.
     """
 
     read: float = 0
@@ -28,7 +28,7 @@ class Cost:
     travel_us: float = 0
     awaits: bool = False
     launches: int = 1
-    more_us: float = 0
+    empty_us: float = 0
     programs: int | None = None
     weights: int = 0
     prefetched: Mapping[int, float] = field(default_factory=dict)

@@ -100,7 +100,7 @@ class Hardware:
         if cost.programs is not None:
             rate = min(rate, cost.programs * self["program_bytes_per_s"])
         work = max(cost.bytes / rate, compute) * 1e6
-        return float(max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.more_us)
+        return float(max(self["kernel_floor_us"] * cost.launches, work, cost.link_us) + cost.empty_us)
 
     def gap_us(self, cost: Cost, graph: bool, announced: Announcement = Announcement.NONE) -> float:
         """Time before the kernels of a launch, of the same arguments."""

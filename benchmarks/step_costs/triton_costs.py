@@ -16,7 +16,6 @@ from torch import Tensor
 
 from benchmarks.step_costs.cost import Cost
 from benchmarks.step_costs.costs import Setting, cost_of, memory_of, size
-from benchmarks.step_costs.hardware import Hardware
 
 FP32 = 4
 BF16 = 2
@@ -116,8 +115,8 @@ def one_shot(a: Any, s: Setting) -> Cost:
     rows = min(a.positions.numel(), s.routing.rows) * a.WIDTH * a.x.element_size()
     read = rows + size(given(a.add), a.positions, a.router_weights)
     turns = -(-a.num_rows // a.grid[0]) / a.num_rows
-    more_us = read * turns / s.hardware["program_bytes_per_s"] * 1e6
-    return replace(cost, read=cost.read - size(a.x) + read, link_us=cost.link_us + more_us)
+    empty_us = read * turns / s.hardware["program_bytes_per_s"] * 1e6
+    return replace(cost, read=cost.read - size(a.x) + read, link_us=cost.link_us + empty_us)
 
 
 @cost_of("two_shot_kernel")
@@ -233,16 +232,8 @@ def gather(a: Any, s: Setting) -> Cost:
 def block_gemm(a: Any, s: Setting) -> Cost:
     flops = {"fp8": 2.0 * a.num_rows * a.N * a.K}
     read = size(matrix_of(a.x), given(a.x_scales), given(a.norm), a.weight_scales) + a.N * a.K
-    own, more = memory_of(matrix_of(a.weight)), 0.0
-    if a.NORM:
-        assert s.hardware is not None
-        more = _first_pass(size(a.x), s.hardware)
-    return Cost(read, size(a.out), flops, weights=own, requests_own=a.N * a.K if a.AHEAD else 0, more_us=more)
-
-
-def _first_pass(num_bytes: float, hardware: Hardware) -> float:
-    """Microseconds in which each program reads all rows once from the L2 cache, before its product reads them."""
-    return float(hardware["l2_latency_us"] + num_bytes / hardware["program_bytes_per_s"] * 1e6)
+    own = memory_of(matrix_of(a.weight))
+    return Cost(read, size(a.out), flops, weights=own, requests_own=a.N * a.K if a.AHEAD else 0)
 
 
 @cost_of("four_bits_gemm_kernel")
@@ -378,7 +369,7 @@ def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
     read = min(rows, len(a.x)) * per_row if gathers else rows * per_row
     return Cost(
         s.routing.touched * (matrix + scales) + read, rows * a.WIDTH * a.out.element_size(),
-        product(a.x, rows, n, a.K), more_us=_without_tile(a, s, n // a.WIDTH * a.BLOCK_N),
+        product(a.x, rows, n, a.K), empty_us=_without_tile(a, s, n // a.WIDTH * a.BLOCK_N),
         weights=memory_of(weight),
     )  # fmt: skip
 

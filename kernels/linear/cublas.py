@@ -15,10 +15,13 @@ from torch import Tensor
 from moe_engine.kernels.device import starts_early
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
-from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS
+from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, MOST_NORMED, MOST_QUANTIZED
 
 MAX_FEW_BYTES = 1 << 25
 """Size of the largest weight for which a gap is worth more than tuned tiles: about 8 us of an H200's memory."""
+
+MAX_NORMED_BYTES = 1 << 26
+"""The same of a product that norms its rows, where a gap and a launch are worth more than tuned tiles."""
 
 
 class CublasLinear(TorchLinear):
@@ -51,3 +54,9 @@ def _is_few(x: Tensor, weight: Tensor) -> bool:
 def is_few(count: int, weight: Tensor) -> bool:
     """Whether a gap is worth more than a library's tiles, for `count` rows."""
     return 0 < count <= FEW_ROWS and weight.nbytes <= MAX_FEW_BYTES and starts_early(weight.device.type)
+
+
+def norms_few(count: int, weight: Tensor) -> bool:
+    """Whether a product with an FP8 weight [N, K] computes the norm of its `count` rows."""
+    few, narrow = 0 < count <= MOST_NORMED, weight.shape[1] <= MOST_QUANTIZED
+    return few and narrow and weight.nbytes <= MAX_NORMED_BYTES and starts_early(weight.device.type)

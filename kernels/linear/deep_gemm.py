@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.linear.cublas import CublasLinear, is_few
+from moe_engine.kernels.linear.cublas import CublasLinear, is_few, norms_few
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Operand
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
 from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, MOST_QUANTIZED
@@ -82,7 +82,9 @@ class DeepGemmLinear(CublasLinear):
 
     def norms(self, x: Tensor, weight: PreparedLinear) -> bool:
         """See `LinearCapabilities`."""
-        return isinstance(weight.data, Blocks) and x.dtype == torch.bfloat16 and self._quantizes(len(x), weight)
+        if not isinstance(weight.data, Blocks) or x.dtype != torch.bfloat16 or self._gemm.exponents:
+            return False
+        return norms_few(len(x), weight.data.operand[0])
 
     def run(self, x: ProductInput, weight: PreparedLinear) -> Tensor:
         data: Any = weight.data
@@ -135,7 +137,8 @@ class DeepGemmLinear(CublasLinear):
 
         data, scales = weight.data.operand
         blocks = BlockWeight(data, scales, weight.data.power_of_two)
-        return block_gemm(rows, blocks, torch.bfloat16, weight.bias, FEW_BLOCK_FP8)
+        tiles = None if isinstance(rows, RowsToNorm) else FEW_BLOCK_FP8
+        return block_gemm(rows, blocks, torch.bfloat16, weight.bias, tiles)
 
     def warm_up(self, shapes: StepShapes) -> int:
         counts = row_counts(shapes.tokens)

@@ -88,23 +88,3 @@ def add_product(total, x, w, x_scale, w_scale, SWAP_AB: tl.constexpr, FP8: tl.co
     else:
         total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def inverse_rms(tile, lane, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """1 / root mean square [M] of rows [., K], whose first step's pointers are `tile`. Steps are unrolled: their loads
-    are in flight together."""
-    squares = tl.zeros(tile.shape, tl.float32)
-    for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
-        value = load_step(tile, 0, step, lane, K, BLOCK_K, False).to(tl.float32)
-        squares += value * value
-    return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
-
-
-@triton.jit
-def norm_step(value, inverse, weight, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """RMSNorm of one step of rows, value [M, BLOCK_K], in their type and with the roundings of `Ops.rms_norm`."""
-    channels = step * BLOCK_K + lane
-    scale = tl.load(weight + channels, mask=channels < K, other=0.0).to(tl.float32)
-    normed = (value.to(tl.float32) * inverse[:, None]).to(value.dtype).to(tl.float32)
-    return (normed * scale[None, :]).to(value.dtype)

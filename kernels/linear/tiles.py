@@ -107,6 +107,18 @@ MOST_QUANTIZED = 2048
 rows, 128 columns before each of its products: about 0.15 us for these, where a launch costs about 2.5 us (both
 estimated)."""
 
+MOST_NORMED = 8
+"""Rows up to which such a product also computes their norm. Each of its programs reads all rows before they are
+quantized: twice the bytes of quantized ones, so half as many rows."""
+WIDE_BLOCK_FP8 = Tiles(16, 32, 4, 8)
+"""The same for a weight of `MANY_ROWS` rows, whose programs outnumber the SMs: half as many norm and quantize rows."""
+MANY_ROWS = 8192
+
+
+def normed_tiles(n: int) -> Tiles:
+    """The tiles of a product [M, K] x [N, K] that computes the norm of its rows."""
+    return WIDE_BLOCK_FP8 if n >= MANY_ROWS else FEW_BLOCK_FP8
+
 
 @dataclass(frozen=True)
 class PlainTiles:

@@ -22,15 +22,20 @@ from moe_engine.kernels.linear.products import (
     add_product,
     empty_tile,
     grouped_order,
-    inverse_rms,
     load_scale,
     load_step,
-    norm_step,
     scale_columns,
     weight_tile,
 )
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, LinearShape
-from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FEW_ROWS, Tiles, block_fp8_tiles
+from moe_engine.kernels.linear.tiles import (
+    FEW_BLOCK_FP8,
+    FEW_ROWS,
+    WIDE_BLOCK_FP8,
+    Tiles,
+    block_fp8_tiles,
+    normed_tiles,
+)
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
     BLOCK_FP8,
@@ -49,6 +54,8 @@ from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous
 from moe_engine.kernels.triton.prefetch import UNIT, can_request, prefetch_own
 
 _SUM_TILE = 1024  # elements per program when summing a split product
+_LEAST = tl.constexpr(1e-30)
+"""Min amax of a block of rows that are not normed yet, which may be small."""
 
 
 @dependent_jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -62,7 +69,8 @@ def block_gemm_kernel(
 
     With TMA `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles. AHEAD: as in
     `fixed_gemm_kernel`. ROWS: weight_scales is [N]. QUANTIZE: x is not quantized, its rows start every x_stride, and
-    each program quantizes it; NORM: its RMSNorm, with the weight `norm` [K].
+    each program quantizes it; NORM: its RMSNorm, with the weight `norm` [K]. The inverse root mean square of a
+    row multiplies its sums: rows are read once, and quantized without it.
     """
     prefetch_own(weight, tl.program_id(0) * AHEAD, AHEAD, N * K)
     wait_for_inputs()
@@ -81,7 +89,7 @@ def block_gemm_kernel(
     else:
         x_tile = weight_tile(x, x_rows, lane, K, TMA)
     if NORM:
-        inverse = inverse_rms(x_tile, lane, eps, K, BLOCK_K)
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     w_tile = weight_tile(weight, w_rows, lane, K, TMA)
     w_scale = weight_scales + (tile_n * BLOCK_N // BLOCK_K) * STEPS
     total = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
@@ -89,8 +97,12 @@ def block_gemm_kernel(
         a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, TMA)
         b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, TMA)
         if NORM:
-            a = norm_step(a, inverse, norm, step, lane, K, BLOCK_K)
-        if QUANTIZE:
+            channels = step * BLOCK_K + lane
+            wide = a.to(tl.float32)
+            squares += wide * wide
+            wide *= tl.load(norm + channels, mask=channels < K, other=0.0).to(tl.float32)[None, :]
+            a, x_scale = quantize_tile(wide, POWER_OF_TWO, _LEAST)
+        elif QUANTIZE:
             a, x_scale = quantize_tile(a.to(tl.float32), POWER_OF_TWO)
         else:
             x_scale = tl.load(x_scales + step * scale_stride + x_rows)
@@ -99,6 +111,8 @@ def block_gemm_kernel(
         total = scale_columns(total, weight_scales + w_rows, SWAP_AB)
     if SWAP_AB:
         total = tl.trans(total)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
     if HAS_BIAS:
         total += tl.load(bias + w_rows).to(tl.float32)[None, :]
     place = out + (part * num_rows + rows).to(tl.int64)[:, None] * N + cols[None, :]
@@ -135,8 +149,9 @@ def block_gemm(
 
     Args:
         rows: a Tensor, whose rows may be strided, is quantized in the same launch, by each of its programs: for few
-            rows of at most `MOST_QUANTIZED` columns. Of `RowsToNorm` each program computes the norm too.
-        tiles: tiling; default: from the table.
+            rows of at most `MOST_QUANTIZED` columns. Of `RowsToNorm` each program computes the norm too, without
+            rounding it before it is quantized.
+        tiles: tiling; default: from the table, or of `RowsToNorm` by N.
 
     Raises:
         ValueError: if the widths differ.
@@ -149,7 +164,7 @@ def block_gemm(
     out = torch.empty(m, n, dtype=dtype, device=x.device)
     if not m or not n:
         return out
-    tiles = tiles or block_fp8_tiles(m, n, k)
+    tiles = tiles or (block_fp8_tiles(m, n, k) if norm is None else normed_tiles(n))
     split = tiles.split > 1
     target = torch.empty(tiles.split, m, n, dtype=torch.float32, device=out.device) if split else out
     matrix, x_stride = weight.data, stride_of(x, 0) if scales is None else 0
@@ -193,7 +208,7 @@ def _constants(
     norms: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     n, k = weight.data.shape
-    requests = tiles == FEW_BLOCK_FP8 and k % UNIT == 0 and can_request(weight.data)
+    requests = tiles in (FEW_BLOCK_FP8, WIDE_BLOCK_FP8) and k % UNIT == 0 and can_request(weight.data)
     return {
         "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
         "SPLIT": tiles.split, "SWAP_AB": tiles.swap_ab, "TMA": tma, "HAS_BIAS": has_bias,
@@ -251,12 +266,14 @@ def aot_cases() -> list[AotCase]:
         for case in cases_of(output, tiles=FEW_BLOCK_FP8, format=format, quantizes=True):
             name = case.name + "_exponents" * format.power_of_two
             found[name] = replace(case, name=name)
-    latents: list[tuple[int, BlockFP8 | RowFP8]] = [
-        (1536, BLOCK_FP8), (1024, BlockFP8(power_of_two=True)), (1280, ROW_FP8),
-    ]  # fmt: skip
-    for k, form in latents:  # q_b of DeepSeek V3 and V4-Flash on 8 ranks; of V4.1's width with a scale per row
-        query = LinearShape("q_b", FEW_ROWS, 4096 if k < 1536 else 3072, k, True)
-        for case in cases_of(query, tiles=FEW_BLOCK_FP8, format=form, quantizes=True, norms=True):
+    # q_b of DeepSeek V3 on 8 ranks and on one, and of V4-Flash on 8 ranks; of V4.1's width with a scale per row
+    latents: tuple[tuple[int, int, BlockFP8 | RowFP8], ...] = (
+        (3072, 1536, BLOCK_FP8), (24576, 1536, BLOCK_FP8), (4096, 1024, BlockFP8(power_of_two=True)),
+        (4096, 1280, ROW_FP8),
+    )  # fmt: skip
+    for n, k, form in latents:
+        query = LinearShape("q_b", FEW_ROWS, n, k, True)
+        for case in cases_of(query, tiles=normed_tiles(n), format=form, quantizes=True, norms=True):
             found[case.name] = case
     for rows in (FEW_ROWS, 64, 4096):
         found |= {case.name: case for case in cases_of(next(DEEPSEEK_V3.at(rows)), format=ROW_FP8)}

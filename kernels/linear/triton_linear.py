@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
-from moe_engine.kernels.linear.cublas import CublasLinear, is_few
+from moe_engine.kernels.linear.cublas import CublasLinear, is_few, norms_few
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
 from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FIXED_BLOCK_FP8, MOST_QUANTIZED
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
@@ -88,11 +88,11 @@ class TritonLinear(CublasLinear):
 
     def norms(self, x: Tensor, weight: PreparedLinear) -> bool:
         """See `LinearCapabilities`."""
-        return isinstance(weight.data, _FP8) and self._quantizes(len(x), weight)
+        return isinstance(weight.data, _FP8) and not self._deterministic and norms_few(len(x), weight.data.data)
 
     def run(self, x: ProductInput, weight: PreparedLinear) -> Tensor:
         if isinstance(x, RowsToNorm):
-            return self._product(x, weight, x.dtype)
+            return block_gemm(x, weight.data, x.dtype, weight.bias)
         if isinstance(weight.data, _FP8):
             itself = isinstance(x, Tensor) and self._quantizes(len(x), weight)
             return self._product(x if itself else _rows(x, weight.data), weight, x.dtype)  # type: ignore[arg-type]
@@ -109,8 +109,8 @@ class TritonLinear(CublasLinear):
         """See the protocol."""
         return heads_quantized(x, weight.data, format.power_of_two, self._deterministic)
 
-    def _product(self, rows: QuantizedRows | Tensor | RowsToNorm, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
-        count = len(rows.data if isinstance(rows, QuantizedRows) else rows)
+    def _product(self, rows: QuantizedRows | Tensor, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
+        count = len(rows if isinstance(rows, Tensor) else rows.data)
         tiles = FEW_BLOCK_FP8 if self._is_few(count, weight) else self._tiles
         return block_gemm(rows, weight.data, dtype, weight.bias, tiles)
 

@@ -34,9 +34,10 @@ def power_of_two_above(scale):
 
 
 @triton.jit
-def quantize_tile(x, POWER_OF_TWO: tl.constexpr):
-    """x float32 [M, 128] -> (e4m3 [M, 128], scale [M]): amax / 448, or the power of two above it. NaN stays NaN."""
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), _MIN_AMAX), _FP8_MAX)
+def quantize_tile(x, POWER_OF_TWO: tl.constexpr, LEAST: tl.constexpr = _MIN_AMAX):
+    """x float32 [M, 128] -> (e4m3 [M, 128], scale [M]): amax, at least LEAST, / 448, or the power of two above it. NaN
+    stays NaN."""
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), LEAST), _FP8_MAX)
     if POWER_OF_TWO:
         scale = power_of_two_above(scale)
     return (x * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale  # the cast saturates

@@ -13,10 +13,12 @@ from moe_engine.kernels.linear import cublas, triton_block_gemm
 from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
-from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, MOST_QUANTIZED
+from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, MOST_NORMED, MOST_QUANTIZED
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.quantization import reference, triton_rows
+from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.quantization.triton_rows import quantize_rows
 from tests.kernels.cpu.formulas import block_product, by_row, close, normal
 from tests.kernels.vendors.deep_gemm_emulator import DeepGemmEmulator
@@ -114,6 +116,26 @@ def test_few_rows_in_fp8_are_one_launch(rows, columns, scales, monkeypatch: pyte
     close(got, block_product(quantize_rows(x), weight), scale=2)
     few = ["block_gemm_kernel"] if columns == MOST_QUANTIZED else ["quantize_kernel", "block_gemm_kernel"]
     assert launches == (few if rows <= FEW_ROWS else ["quantize_kernel", "block_gemm_kernel", "sum_parts_kernel"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "kind", "expected"),
+    [
+        (1, 64, MOST_QUANTIZED, "meta", True),
+        (MOST_NORMED, cublas.MAX_NORMED_BYTES // 512, 512, "meta", True),
+        (MOST_NORMED + 1, 64, 512, "meta", False),
+        (0, 64, 512, "meta", False),
+        (1, cublas.MAX_NORMED_BYTES // 512 + 1, 512, "meta", False),
+        (1, 64, MOST_QUANTIZED + 1, "meta", False),
+        (1, 64, 512, "cpu", False),
+    ],
+)
+def test_which_rows_are_normed_by_their_product(rows, n, k, kind, expected) -> None:
+    weight = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=kind)
+    prepared, x = PreparedLinear(k, n, BlockWeight(weight, None), None, 0), torch.empty(rows, k, dtype=BF16)
+    assert TritonLinear().norms(x, prepared) == expected
+    assert not TritonLinear(deterministic=True).norms(x, prepared)
+    assert not TritonLinear().norms(x, TritonLinear().prepare(torch.empty(n, k, dtype=BF16, device=kind)))
 
 
 class Counted:

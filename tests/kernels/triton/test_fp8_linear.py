@@ -12,7 +12,15 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, named_shapes
-from moe_engine.kernels.linear.tiles import BLOCK_FP8, FEW_BLOCK_FP8, FEW_ROWS, NUM_SMS, block_fp8_tiles
+from moe_engine.kernels.linear.tiles import (
+    BLOCK_FP8,
+    FEW_BLOCK_FP8,
+    FEW_ROWS,
+    MOST_NORMED,
+    NUM_SMS,
+    WIDE_BLOCK_FP8,
+    block_fp8_tiles,
+)
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
@@ -93,27 +101,37 @@ def test_few_rows_are_quantized_by_their_product(trial: int) -> None:
 @pytest.mark.parametrize("scales", ["blocks", "powers of two", "rows"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_are_normed_by_their_product(dtype: torch.dtype, scales: str) -> None:
-    """The product of rows that another launch has normed and quantized; sums of squares may differ in their last bit,
-    and an element beside a rounding limit by one step of the type."""
-    m, n, k, exact = (
-        random.randint(1, FEW_ROWS),
-        random.randint(1, 300),
-        random.randint(1, 900),
-        scales == "powers of two",
-    )
+    """Rows times the norm's weight are quantized, and products divided by the rows' root mean square. The error against
+    float64 is that of rows which another launch has normed and quantized."""
+    m, n, k = random.randint(1, MOST_NORMED), random.randint(1, 300), random.randint(1, 900)
+    exact, eps = scales == "powers of two", random.choice([1e-6, 1e-2])
     x = (torch.randn(m, k + 9) * torch.exp2(torch.randint(-6, 6, (m, 1)).float())).to(dtype)[:, 5 : 5 + k]
-    norm, eps = torch.rand(k) + 0.5, random.choice([1e-6, 1e-2])
+    norm, bias = torch.rand(k) + 0.5, torch.randn(n) if scales == "rows" else None
     _, weight = operands(m, n, k, row_scales=scales == "rows")
     weight = weight if isinstance(weight, RowWeight) else BlockWeight(weight.data, weight.scales, exact)
-    bias = torch.randn(n) if scales == "rows" else None
-    got = block_gemm(RowsToNorm(x, norm, eps), weight, torch.float32, bias, FEW_BLOCK_FP8)
-    _, rows = rms_norm_quantize(x, norm, eps, power_of_two=exact, keep=False)
-    want = block_gemm(rows, weight, torch.float32, bias, FEW_BLOCK_FP8)
-    assert (got - want).abs().max() < 0.01 * want.abs().max()
+    tiles = random.choice([FEW_BLOCK_FP8, WIDE_BLOCK_FP8])
+    got = block_gemm(RowsToNorm(x, norm, eps), weight, torch.float32, bias, tiles)
+    inverse = (x.double().square().mean(1, keepdim=True) + eps).rsqrt()
+    want = block_product(quantize_rows(x.float() * norm, exact), weight) * inverse
+    want = want if bias is None else want + bias.double()
+    assert (got - want).abs().max() < 1e-4 * want.abs().max() + 1e-5
     full = rms_norm(x, norm, eps) @ reference.dequantize_weight(weight, torch.float64).T
     full = full if bias is None else full + bias.double()
-    error, unfused = ((each.double() - full).norm() for each in (got, want))
-    assert error < 1.05 * unfused + 1e-3 * full.norm(), (error, unfused)
+    _, rows = rms_norm_quantize(x, norm, eps, power_of_two=exact, keep=False)
+    apart = block_gemm(rows, weight, torch.float32, bias, FEW_BLOCK_FP8)
+    error, other = ((each.double() - full).norm() for each in (got, apart))
+    assert error < 1.5 * other + 0.02 * full.norm(), (error, other)
+
+
+def test_rows_of_any_size_are_normed() -> None:
+    """Also far below the smallest amax of normed rows."""
+    x, norm = torch.randn(3, 400).bfloat16(), torch.rand(400) + 0.5
+    _, weight = operands(1, 40, 400)
+    want = block_gemm(RowsToNorm(x, norm, 0.0), weight, torch.float32, tiles=FEW_BLOCK_FP8)
+    got = block_gemm(RowsToNorm(x * 2.0**-40, norm, 0.0), weight, torch.float32, tiles=FEW_BLOCK_FP8)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    zero = block_gemm(RowsToNorm(x * 0, norm, 1e-6), weight, torch.float32, tiles=FEW_BLOCK_FP8)
+    assert (zero == 0).all()
 
 
 def test_a_normed_row_does_not_depend_on_the_others() -> None:
