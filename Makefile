@@ -12,12 +12,14 @@ STAMP_TEST := $(VENV)/.installed-test
 STAMP_KERNELS := $(VENV)/.compiled-kernels
 CONSTRAINTS := $(VENV)/constraints.txt
 TRITON := triton==3.9.0
+LOWEST_TRITON := triton==3.6.0
+LOWEST := build/$(subst ==,-,$(LOWEST_TRITON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # pip compiles Python files with one process; COMPILE uses all cores and skips rarely imported packages.
 export PIP_COMPILE := 0
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|testing|tests?)/' $(VENV)/lib || true
 
-.PHONY: serve test test-exhaustive lint types unit clean help
+.PHONY: serve test test-exhaustive lint types unit aot-lowest clean help
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -66,6 +68,17 @@ unit: $(STAMP_TEST) $(STAMP_KERNELS) ## the tests only
 
 test-exhaustive: $(STAMP_TEST) ## all combinations and five times as many examples (half an hour)
 	@MOE_TEST_EXAMPLES=5 $(MAKE) --no-print-directory unit
+
+# Before the environment's own Triton on the path. Without dependencies: torch's GPU builds state theirs.
+$(LOWEST)/.installed: | $(STAMP_TEST)
+	@echo "installing $(LOWEST_TRITON) into $(LOWEST) ..."
+	$(PIP) install --no-deps --target $(LOWEST) $(LOWEST_TRITON)
+	@touch $@
+
+aot-lowest: $(LOWEST)/.installed ## compiles every Triton kernel for sm_90 with the lowest supported Triton
+	@echo "compiling with $(LOWEST_TRITON) ..."
+	PYTHONPATH=$(LOWEST) $(BIN)/python -c 'import triton; assert "triton==" + triton.__version__ == "$(LOWEST_TRITON)"'
+	PYTHONPATH=$(LOWEST) $(BIN)/python -m benchmarks.aot_table --quick --arch 90 --no-json
 
 test: ## everything CI checks
 	@$(MAKE) --no-print-directory -j 2 $(STAMP_TEST) $(STAMP_KERNELS) # the compiler beside pip, which uses one core

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,3 +84,11 @@ def test_triton_is_left_to_torch() -> None:
     assert found is not None
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert Requirement(extras["triton"][0]).specifier.contains(found[1])
+
+
+def test_the_lowest_triton_is_compiled_with() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (clause,) = Requirement(extras["triton"][0]).specifier
+    assert clause.operator == ">="
+    found = re.search(r"^LOWEST_TRITON := triton==(.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert found is not None and Version(found[1]).release[:2] == Version(clause.version).release[:2]

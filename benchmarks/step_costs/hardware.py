@@ -48,6 +48,11 @@ class Announcement(StrEnum):
     """After its last wait for other ranks, or for programs of its launch."""
 
 
+@lru_cache
+def _facts(name: str) -> GpuFacts:
+    return parse_cluster(name).gpu
+
+
 @dataclass(frozen=True)
 class Hardware:
     """GPUs of one kind.
@@ -83,7 +88,7 @@ class Hardware:
 
     @property
     def facts(self) -> GpuFacts:
-        return parse_cluster(self.name).gpu
+        return _facts(self.name)
 
     def microseconds(self, kind: str, cost: Cost, graph: bool, announced: Announcement = Announcement.NONE) -> float:
         """Time of one launch with its gap. announced: by the launch before it, if this one is dependent."""

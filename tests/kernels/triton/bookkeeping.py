@@ -175,6 +175,38 @@ def _constant(of: type, number: Any, sign: float, kind: Any, sizes: tuple[int, .
     return _splat(scalar, sizes) if sizes else scalar
 
 
+_ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_FLOATS, _INTEGERS = frozenset(("fp32", "fp64")), frozenset(("int32", "int64"))
+"""Names of types of which numpy computes sums and products as the interpreter does."""
+
+
+def arithmetic(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """`_semantic.add`, `sub` or `mul`. Quick: blocks of one type and shape, a block and a constant."""
+    operation = _ARITHMETIC[name]
+
+    def run(lhs: Any, rhs: Any, sanitize_overflow: Any) -> Any:
+        block = lhs if type(lhs) is tl.tensor else rhs
+        if type(block) is tl.tensor:
+            kind = block.dtype.name
+            if kind in _FLOATS or (kind in _INTEGERS and not _semantic.builder.options.sanitize_overflow):
+                lhs, rhs = operands(lhs, rhs, name != "mul", name == "add")
+                left, right = lhs.handle, rhs.handle
+                if lhs.dtype.name == kind == rhs.dtype.name and left.data.shape == right.data.shape:
+                    return _like(lhs, operation(left.data, right.data))
+        return own(lhs, rhs, sanitize_overflow)
+
+    return run
+
+
+def _like(block: Any, data: Any) -> Any:
+    """A tensor of the same type and shape."""
+    handle, made = object.__new__(interpreter.TensorHandle), object.__new__(tl.tensor)
+    handle.data, handle.dtype, handle.attr = data, block.dtype, {}
+    made.handle, made.type, made.dtype = handle, block.type, block.dtype
+    made.shape, made.numel = block.shape, block.numel
+    return made
+
+
 def expand_dims(builder: Any, arg: Any, axis: int) -> Any:
     """`create_expand_dims`."""
     return interpreter.TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
@@ -264,5 +296,7 @@ def install() -> None:
     _semantic.broadcast_impl_value = broadcast
     _semantic.binary_op_type_checking_impl = operands
     _semantic.computation_type_impl = _type_of_both
+    for name in _ARITHMETIC:
+        setattr(_semantic, name, arithmetic(name, getattr(_semantic, name)))
     interpreter._patch_attr = patch_member
     interpreter._patch_lang = patch_lang

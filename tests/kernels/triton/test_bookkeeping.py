@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tests.kernels.triton.bookkeeping import numpy_type, operands, patch_lang
+from tests.kernels.triton.bookkeeping import arithmetic, numpy_type, operands, patch_lang
 
 OWN = TritonSemantic(interpreter.interpreter_builder)
 KINDS = (
@@ -62,6 +62,18 @@ def test_operands_are_those_of_triton(use: str) -> None:
         assert shown(operands, lhs, rhs, *USES[use]) == want, (use, lhs, rhs)
         raised += isinstance(want, type)
     assert 0 < raised < 300
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul"])
+def test_sums_and_products_are_those_of_triton(name: str) -> None:
+    own, rng, made = getattr(OWN, name), random.Random(random.randrange(1 << 30)), 0
+    quick = arithmetic(name, own)
+    for _ in range(1000):
+        lhs, rhs, checks = drawn(rng), drawn(rng), rng.random() < 0.5
+        want, found = (shown(lambda *given, of=one: [of(*given)], lhs, rhs, checks) for one in (own, quick))
+        assert found == want, (name, lhs, rhs)
+        made += not isinstance(want, type)
+    assert made > 300
 
 
 @pytest.mark.parametrize("kind", [tl.float32, tl.float64], ids=str)
