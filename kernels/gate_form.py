@@ -1,4 +1,4 @@
-"""The forms of gated activations in MLPs and experts. Imports no torch."""
+"""The forms of activations in MLPs and experts, most of them gated. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """How gate and up become one row; at most one of `alpha` and `beta` is set.
+    """How gate and up become one row; at most one of `alpha`, `beta` and `squared` is set.
 
     Attributes:
         limit: gate is at most `limit` and up within +-limit, before silu(gate) * up (DeepSeek V4). A negative one:
@@ -15,16 +15,19 @@ class GatedActivation:
         alpha: gate * sigmoid(alpha * gate) * (up + 1), after the limit (gpt-oss, MiniMax-M3).
         beta: SiTU (Kimi K3): beta * tanh(gate / beta) * sigmoid(gate) * up, with limit * tanh(up / limit) for up if
             there is a limit.
+        squared: relu(up)^2, without a gate (Nemotron-H). Experts have the halves of up in the places of gate and up,
+            and the halves of the row are theirs.
     """
 
     limit: float = 0.0
     alpha: float = 0.0
     beta: float = 0.0
+    squared: bool = False
 
     @property
     def is_silu(self) -> bool:
         """True if silu(gate) is a factor; then there may be a limit."""
-        return not self.alpha and not self.beta
+        return not self.alpha and not self.beta and not self.squared
 
     @property
     def clamps(self) -> bool:
@@ -33,3 +36,4 @@ class GatedActivation:
 
 
 SILU = GatedActivation()
+SQUARED = GatedActivation(squared=True)

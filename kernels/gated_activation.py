@@ -10,8 +10,10 @@ from moe_engine.kernels.gate_form import SILU, GatedActivation
 
 
 def activate(gate: Tensor, up: Tensor, form: GatedActivation = SILU) -> Tensor:
-    """The activation of gate and up, of one shape."""
+    """The activation of gate and up, of one shape; of halves of up the row of both."""
     limit, alpha = form.limit, form.alpha
+    if form.squared:
+        return F.relu(torch.cat((gate, up), -1)).square_()
     if form.beta:
         return _situ(gate.float(), up.float(), form).to(gate.dtype)
     if limit < 0:

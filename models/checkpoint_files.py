@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
-from moe_engine.models import ling_names
+from moe_engine.models import ling_names, nemotron_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.mistral_native import has_native_names, native_names
@@ -92,6 +92,8 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
         files = _renamed(files, step_names(files))
     if has_native_names(files):
         return _renamed(files, native_names(files))
+    if nemotron_names.has_names(files):
+        return _renamed(files, {name: nemotron_names.inner_name(name) for name in files})
     return _with_mtp(_with_rates(_with_ling(_with_parts(_with_prefix(files)))), num_layers)
 
 

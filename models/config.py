@@ -249,6 +249,11 @@ class ModelConfig:
     latent_scales: tuple[float, ...] = ()
     """Scale of each layer's latent in a cache of `fp8_per_tensor`, MTP layers last; (): all are 1."""
     raw: Mapping[str, Any] | None = None
+    lone_feed_forwards: tuple[int, ...] | None = None
+    """The layers that are a feed-forward alone, if others are attention or a state alone (Nemotron-H); None: each layer
+    has both."""
+    activation: GatedActivation = SILU
+    """Of the MLPs of a model without experts."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:
@@ -321,10 +326,34 @@ class ModelConfig:
         """The layers with a state for each request, which have no KV."""
         return frozenset(layer for group in self.state_groups for layer in group.layers)
 
-    @property
+    @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """The layers without a state."""
-        return tuple(i for i in range(self.num_layers) if i not in self.state_layers)
+        """The layers with attention: those without a state, except feed-forwards alone."""
+        others = self.state_layers.union(self.lone_feed_forwards or ())
+        return tuple(i for i in range(self.num_layers) if i not in others)
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether the layer has attention or a state."""
+        return layer not in (self.lone_feed_forwards or ())
+
+    def feed_forward_of(self, layer: int) -> int | None:
+        """The layer whose feed-forward follows a layer's attention or state: itself, or a feed-forward alone; None: the
+        next layer's attention or state does."""
+        lone = self.lone_feed_forwards
+        if lone is None or layer >= self.num_layers:
+            return layer
+        return layer + 1 if layer + 1 in lone and layer + 1 < self.num_layers else None
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, int | None], ...]:
+        """Each layer with attention or a state, and the layer of the feed-forward that follows it."""
+        layers = (i for i in range(self.num_layers) if self.has_attention(i))
+        return tuple((i, self.feed_forward_of(i)) for i in layers)
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether a layer has an MLP and no experts."""
+        return any(layer is not None and not self.moe_layers[layer] for _, layer in self.blocks)
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
@@ -363,7 +392,7 @@ class ModelConfig:
     @property
     def dense_activation(self) -> GatedActivation:
         """Of dense layers."""
-        return SILU if self.moe is None else self.moe.of_all or GatedActivation(self.moe.dense_limit)
+        return self.activation if self.moe is None else self.moe.of_all or GatedActivation(self.moe.dense_limit)
 
     @property
     def residual_rows(self) -> int:
@@ -401,8 +430,8 @@ class ModelConfig:
         return self.moe_layers[0] if self.mtp_like_first else self.is_moe
 
     def kv_parts(self, layer: int, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state."""
-        if layer in self.state_layers:
+        """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state, or without both."""
+        if layer in self.state_layers or not self.has_attention(layer):
             return ()
         has_ids = layer == 0 and self.streams is not None and self.streams.ngram > 0
         ids = ((2,),) if has_ids else ()  # bits of the token's id

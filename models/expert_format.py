@@ -66,5 +66,6 @@ def _one_expert_of_each_layer(config: ModelConfig) -> Iterator[str]:
     if config.is_mtp_moe:
         layers += range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
     for layer in layers:
-        for matrix in (names.gate, names.up, names.down):
+        squared = config.moe is not None and config.moe.squared
+        for matrix in (names.gate, names.up, names.down)[squared:]:
             yield f"model.layers.{layer}.{names.block}.experts.0.{matrix}"

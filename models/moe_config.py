@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.kernels.gate_form import GatedActivation
+from moe_engine.kernels.gate_form import SQUARED, GatedActivation
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class MoEConfig:
     by the sigmoid of a projection of its input. `hash_layers`: the first layers choose experts by token id, from a
     table. `latent`: channels of the routed experts, if not those of the hidden states; `latent_norm`: the sum of their
     results is normed there (Kimi K3). `dense_limit`: the `limit` of the MLPs of dense layers (GLM-5.3-Flash).
-    `image_bias`: routers have another bias for image tokens (DeepSeek V4.1).
+    `image_bias`: routers have another bias for image tokens (DeepSeek V4.1). `squared`: experts have no gate, and
+    relu(x)^2 as activation (Nemotron-H).
     """
 
     num_experts: int
@@ -46,11 +47,12 @@ class MoEConfig:
     shared_limits: tuple[float, ...] = ()
     dense_limit: float = 0.0
     image_bias: bool = False
+    squared: bool = False
 
     @property
     def of_all(self) -> GatedActivation | None:
-        """The activation of all MLPs, if it is not SiLU (MiniMax-M3, Kimi K3)."""
-        own = GatedActivation(self.limit, self.alpha, self.beta)
+        """The activation of all MLPs, if it is not SiLU (MiniMax-M3, Kimi K3, Nemotron-H)."""
+        own = SQUARED if self.squared else GatedActivation(self.limit, self.alpha, self.beta)
         return None if self.biased or own.is_silu else own
 
     @property

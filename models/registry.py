@@ -42,6 +42,7 @@ _LING = "moe_engine.models.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
 _KIMI_K3 = "moe_engine.models.kimi_linear:KimiK3Model"
 _MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
+_NEMOTRON_H = "moe_engine.models.nemotron_h:NemotronHModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
 _STEP = "moe_engine.models.step:StepModel"
@@ -138,6 +139,7 @@ for _name, _target, _parser in (
     ("Qwen2_5_VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_5_vl"),
     ("Qwen3VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl"),
     ("Qwen3VLMoeForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl_moe"),
+    ("NemotronHForCausalLM", _NEMOTRON_H, "moe_engine.models.config_nemotron_h:parse_nemotron_h"),
     ("Qwen3NextForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_next"),
     ("Qwen3_5ForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_hybrid:parse_qwen3_5"),
     ("Qwen3_5MoeForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_hybrid:parse_qwen3_5_moe"),
@@ -195,6 +197,7 @@ _BY_MODEL_TYPE = {
     "hy_v3": "HYV3ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",

@@ -329,7 +329,8 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         shared = moe is not None and moe.num_shared_slots(topology.ep_size)
         return topology.moe_tp_size if shared else topology.tp_size
     if is_delta(config, name):
-        return 1 if name.endswith(_WHOLE_OF_DELTA) else topology.attn_tp_size
+        whole = name.endswith(_WHOLE_OF_DELTA) and not (config.delta is not None and config.delta.additive)
+        return 1 if whole else topology.attn_tp_size
     if name.endswith(".routed_expert_up_proj.weight"):
         return 1 if topology.travels else topology.tp_size
     if ".self_attn." in name:

@@ -48,7 +48,8 @@ class DeltaConfig:
     Then `low_rank` names those of decays (f) and output gates (g) that come from products of low rank, the others come
     from a whole matrix each. `bound`: as in `kernels.delta.protocol.DeltaShape`. `flat_rates`: the rates of decay are a
     vector in the checkpoint, whatever `low_rank` is (GLM-5.3-Flash). `sigmoid`: so is the output gate of a net whose
-    decays are those of heads (Qwen3.8-Flash-Next); else SiLU."""
+    decays are those of heads (Qwen3.8-Flash-Next); else SiLU. `additive`: Mamba2, whose groups are the key heads
+    (Nemotron-H): one input projection; a convolution with a bias if `conv_bias`; step widths within `step_limits`."""
 
     key_heads: int
     value_heads: int
@@ -61,6 +62,9 @@ class DeltaConfig:
     bound: float = 0.0
     flat_rates: bool = False
     sigmoid: bool = False
+    additive: bool = False
+    conv_bias: bool = False
+    step_limits: tuple[float, float] | None = None
 
     @property
     def decays(self) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.delta_tensors import delta_tensors
 from moe_engine.models.pooling import score_layers
-from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
 from moe_engine.models.tensor_spec import Kind, TensorSpec
 from moe_engine.models.tensor_spec import linear as _linear
@@ -47,6 +47,7 @@ KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
     "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
+    "NemotronHForCausalLM": ("model.mtp.",),
 }
 """By architecture: begins of the names of MTP layers that are not served."""
 TABLES = (".engram.embed.weight", ".engram.embed.scale")
@@ -149,6 +150,10 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     """Tensors of one decoder layer, with names relative to the layer. layer: its index; None: of an MTP layer."""
     streams = config.draft_streams if layer is None else config.streams
     yield from _input_norm(config, "input_layernorm", streams)
+    if layer is not None and config.lone_feed_forwards is not None:
+        has_attention = config.has_attention(layer)
+        yield from attention_tensors(config, layer) if has_attention else feed_forward_tensors(config, is_moe, layer)
+        return
     yield from attention_tensors(config, layer)
     yield from _input_norm(config, "post_attention_layernorm", streams)
     yield from feed_forward_tensors(config, is_moe, layer)
@@ -236,7 +241,7 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
     """Projections, biases and inner norms of one attention layer."""
     hidden = config.hidden_size
     if config.delta is not None and layer in config.state_layers:
-        found = (_channel_delta if config.delta.by_channel else _delta)(config.delta, hidden)
+        found = delta_tensors(config.delta, hidden)
         yield from (spec.within(config.delta.block) for spec in found)
         return
     attention = config.attention if layer is None else config.attention_of(layer)
@@ -273,38 +278,6 @@ def _block_indexer(a: GQAConfig, blocks: BlockSelection, hidden: int) -> Iterato
     for name, heads in (("q", a.num_kv_heads), ("k", 1)):
         yield from _linear(f"index_{name}_proj", heads * blocks.width, hidden)
         yield _norm(f"index_{name}_norm", blocks.width)
-
-
-def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
-    keys, values = d.key_heads * d.key, d.value_heads * d.value
-    joined = (("qkvz", 2 * (keys + values)), ("ba", 2 * d.value_heads))
-    apart = (("qkv", 2 * keys + values), ("z", values), ("b", d.value_heads), ("a", d.value_heads))
-    for name, rows in joined if d.joined else apart:
-        yield from _linear(f"in_proj_{name}", rows, hidden)
-    yield TensorSpec("conv1d.weight", (2 * keys + values, 1, d.taps), Kind.WIDE)
-    yield TensorSpec("A_log", d.a_log_shape, Kind.WIDE)
-    yield TensorSpec("dt_bias", (d.value_heads,), Kind.WIDE)
-    yield _norm("norm", d.value)
-    yield from _linear("out_proj", hidden, values)
-
-
-def _channel_delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
-    """Kimi Delta Attention: q, k and v have projections and convolutions of their own."""
-    width = d.key_heads * d.key
-    for name in "qkv":
-        yield from _linear(f"{name}_proj", width, hidden)
-        yield TensorSpec(f"{name}_conv1d.weight", (width, 1, d.taps), Kind.WIDE)
-    for name in ("f", "g"):
-        if name in d.low_rank:
-            yield from _linear(f"{name}_a_proj", d.key, hidden)
-            yield from _linear(f"{name}_b_proj", width, d.key)
-        else:
-            yield from _linear(f"{name}_proj", width, hidden)
-    yield from _linear("b_proj", d.key_heads, hidden)
-    yield TensorSpec("A_log", d.a_log_shape, Kind.WIDE)
-    yield TensorSpec("dt_bias", (width,), Kind.WIDE)
-    yield _norm("o_norm", d.value)
-    yield from _linear("o_proj", hidden, width)
 
 
 def is_delta(config: ModelConfig, name: str) -> bool:
@@ -394,7 +367,7 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = 
     """The dense MLP of a layer, or its router, experts and shared expert. layer: as in `layer_tensors`."""
     hidden, moe = config.hidden_size, config.moe_of(config.num_layers if layer is None else layer)
     if not is_moe or moe is None:
-        yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias)
+        yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias, not config.dense_activation.squared)
         return
     names = expert_names(config)
     yield TensorSpec(f"{names.block}.{names.router}", (moe.num_experts, hidden), Kind.WIDE)
@@ -410,7 +383,7 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = 
         (names.gate, (moe.width, inner)),
         (names.up, (moe.width, inner)),
         (names.down, (inner, moe.width)),
-    ):
+    )[moe.squared :]:
         yield TensorSpec(f"{names.block}.experts.*.{name}.weight", shape, copies=moe.num_experts)
     if moe.biased:
         yield TensorSpec(f"{names.block}.{GATE_UP_BIAS}", (moe.num_experts, 2 * moe.width), Kind.WIDE)
@@ -421,13 +394,14 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = 
         if moe.latent_norm:
             yield _norm(f"{names.block}.routed_expert_norm", moe.latent)
     if moe.shared_width:
-        yield from _mlp(f"{names.block}.{names.shared}", hidden, moe.shared_width)
+        yield from _mlp(f"{names.block}.{names.shared}", hidden, moe.shared_width, gated=not moe.squared)
         if moe.shared_gate:
             yield TensorSpec(f"{names.block}.{names.shared_gate}", (1, hidden), Kind.WIDE)
 
 
-def _mlp(prefix: str, hidden: int, width: int, bias: bool = False) -> Iterator[TensorSpec]:
-    for name, rows, cols in (("gate_proj", width, hidden), ("up_proj", width, hidden), ("down_proj", hidden, width)):
+def _mlp(prefix: str, hidden: int, width: int, bias: bool = False, gated: bool = True) -> Iterator[TensorSpec]:
+    parts = (("gate_proj", width, hidden), ("up_proj", width, hidden), ("down_proj", hidden, width))
+    for name, rows, cols in parts if gated else parts[1:]:
         yield from _linear(f"{prefix}.{name}", rows, cols, bias)
 
 

@@ -22,7 +22,7 @@ def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
     return ModelWidths(
         num_heads=math.gcd(*(kind.num_heads for kind in config.attentions)),
         num_kv_heads=tuple(sorted({kind.num_kv_heads for kind in config.attentions if isinstance(kind, GQAConfig)})),
-        dense_width=0 if all(config.moe_layers) else config.intermediate_size,
+        dense_width=config.intermediate_size if config.has_dense else 0,
         num_experts=moe.num_experts + redundant_experts if moe else 0,
         expert_width=moe.width if moe else 0,
         shared_width=moe.shared_width if moe else 0,

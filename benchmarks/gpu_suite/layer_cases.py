@@ -279,7 +279,8 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
     """Of steps of `tokens` decodes, and of prompts of `prompt` tokens."""
     gdn = DeltaShape(heads // 2, heads, width, width, 4)
     kda = DeltaShape(heads, heads, width, width, 4, width, sigmoid=True)
-    nets, runs, groups = {"gdn": gdn, "kda": kda}, ([1] * tokens, [prompt] * 2), heads // 4
+    ssm = DeltaShape(max(1, heads // 8), heads, width, width // 2, 4, additive=True)
+    nets, runs, groups = {"gdn": gdn, "kda": kda, "ssm": ssm}, ([1] * tokens, [prompt] * 2), heads // 4
     return [
         *(delta(label, shape, lens) for label, shape in nets.items() for lens in runs),
         lora(tokens, hidden, (0, hidden, hidden * 5 // 4, hidden * 3 // 2), 16),

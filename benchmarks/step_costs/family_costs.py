@@ -75,8 +75,8 @@ def delta(a: Any, s: Setting) -> Cost:
     """A request's state is read once and written after each of its tokens."""
     tokens, requests, heads = len(a.out), len(a.starts) - 1, a.KEY_HEADS * a.SHARED
     state = heads * a.KEY * a.VALUE * FP32
-    gates = (1 + a.DECAYS) * tokens * heads * a.b.element_size()
-    flops = {"fp32": 6.0 * tokens * heads * a.KEY * a.VALUE}
+    gates = (a.DECAYS + (not a.ADDITIVE)) * tokens * heads * a.b.element_size()
+    flops = {"fp32": (4.0 if a.ADDITIVE else 6.0) * tokens * heads * a.KEY * a.VALUE}
     return Cost(size(a.taken) + gates + requests * state, size(a.out) + tokens * state, flops)
 
 
@@ -90,17 +90,27 @@ def delta_system(a: Any, s: Setting) -> Cost:
     return Cost(keys + tokens * heads * gates, size(a.solve, a.scores, a.scales) + scaled, flops)
 
 
+@cost_of("scores_kernel")
+def delta_scores(a: Any, s: Setting) -> Cost:
+    """The same of additive states: products of keys with queries."""
+    tokens, heads = len(a.taken), a.KEY_HEADS * a.SHARED
+    flops = {NAMES[a.taken.dtype]: 2.0 * tokens * heads * a.CHUNK * a.KEY}
+    read = size(a.taken) * 2 * a.KEY / a.MIXED + tokens * heads * a.a.element_size()
+    return Cost(read, size(a.scores, a.scales), flops)
+
+
 @cost_of("states_kernel")
 def delta_states(a: Any, s: Setting) -> Cost:
-    """Five products of a chunk; a run's state is read once and written at its end."""
+    """Five products of a chunk, three of an additive state; a run's state is read once and written at its end."""
     tokens, heads, requests = len(a.taken), a.KEY_HEADS * a.SHARED, len(a.reads)
     states = requests * heads * a.KEY * a.VALUE * FP32
     scaled = size(a.scaled) if a.DECAYS > 1 else 0
-    flops = {NAMES[a.taken.dtype]: 2.0 * tokens * heads * a.VALUE * (3 * a.KEY + 2 * a.CHUNK)}
-    return Cost(size(a.taken, a.solve, a.scores, a.scales) + scaled + states, size(a.out) + states, flops)
+    products = 1 if a.ADDITIVE else 2
+    flops = {NAMES[a.taken.dtype]: 2.0 * tokens * heads * a.VALUE * ((products + 1) * a.KEY + products * a.CHUNK)}
+    return Cost(size(a.taken, a.scales) + products * size(a.scores) + scaled + states, size(a.out) + states, flops)
 
 
-@cost_of("gated_norm_kernel")
+@cost_of("gated_norm_kernel", "group_norm_kernel")
 def gated_norm(a: Any, s: Setting) -> Cost:
     return Cost(2 * size(a.x) + size(a.weight), size(a.x))
 

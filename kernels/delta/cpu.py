@@ -1,4 +1,4 @@
-"""The gated delta net in C++: one call a layer, one step a token."""
+"""The gated delta net, and additive states, in C++: one call a layer, one step a token."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class _Delta(ctypes.Structure):
         ("bound", ctypes.c_float),
         ("sigmoid", ctypes.c_int32),
         ("strides", ctypes.c_int64 * 8),
+        ("additive", ctypes.c_int32),
+        ("shortest", ctypes.c_float),
+        ("longest", ctypes.c_float),
+        ("conv_bias", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
     )
 
 
@@ -53,6 +58,8 @@ class CpuDelta:
             runs.starts.data_ptr(), runs.reads.data_ptr(), runs.rows.data_ptr(), weights.conv.data_ptr(),
             weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(), memory.data_ptr(),
             weights.eps, shape.bound, shape.sigmoid, tuple(x.stride(i) for x in inputs for i in range(2)),
+            shape.additive, shape.shortest, shape.longest,
+            *(None if x is None else x.data_ptr() for x in (weights.conv_bias, weights.skip)),
         )  # fmt: skip
         self._lib.moe_gated_delta(
             kind_of(dtype), ctypes.byref(struct), *(x.data_ptr() for x in inputs), tail.data_ptr(), out.data_ptr()

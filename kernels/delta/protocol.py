@@ -8,9 +8,18 @@ For a value head with its key head's q and k (after convolution and SiLU, each d
 
 g is one number, or one for each channel of the key, which scales that row of S (Kimi Delta Attention).
 
+An additive state is not corrected by what it holds (Mamba2: q is C, k is B, v is x, and a the step width; a key head is
+a group). The convolution may have a bias, q and k keep their lengths, and the norm is over the value heads of a key
+head, behind the gate:
+
+    d = softplus(a + dt_bias), within bounds;   S <- exp(-exp(a_log) d) S + k (d v);   o = q S + skip v
+    out = weight * y / rms(y),   y = o * silu(z)
+
+Step widths bounded to 1 make the decay of a head constant (lightning attention).
+
 Legend: T tokens, R runs, Hk key heads, r value heads of a key head, Hv = Hk r, Dk, Dv head widths, W decays of a value
 head (1 or Dk), C = 2 Dk + r Dv channels that the convolution reads for a key head, K taps.
-Sources: Gated DeltaNet, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692.
+Sources: Gated DeltaNet, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692; Mamba2, arXiv 2405.21060.
 """
 
 from __future__ import annotations
@@ -27,13 +36,17 @@ from torch import Tensor
 
 from moe_engine.kernels.uploads import upload
 
+UNBOUNDED = 3e38
+"""A step width that no value exceeds."""
+
 
 @dataclass(frozen=True)
 class DeltaShape:
     """Heads of one rank, and the form of their gates.
 
     `decays`: W. `bound`: of the log decay, whose form is then the sigmoid's; 0: softplus. `sigmoid`: the output gate is
-    a sigmoid, and the norm is rounded after it only.
+    a sigmoid, and the norm is rounded after it only. `additive`: no delta rule; then W is 1, b is not read, `shortest`
+    and `longest` bound the step widths, and the other forms of gates are not those of this state.
     """
 
     key_heads: int
@@ -44,11 +57,19 @@ class DeltaShape:
     decays: int = 1
     bound: float = 0.0
     sigmoid: bool = False
+    additive: bool = False
+    shortest: float = 0.0
+    longest: float = UNBOUNDED
 
     @property
     def shared(self) -> int:
         """Value heads of a key head: r."""
         return self.value_heads // self.key_heads
+
+    @property
+    def normed(self) -> int:
+        """Channels that are normed together."""
+        return self.shared * self.value if self.additive else self.value
 
     @property
     def mixed(self) -> int:
@@ -81,8 +102,10 @@ class DeltaWeights:
     conv: Tensor  # [Hk, K, C]
     a_log: Tensor  # [Hv]
     dt_bias: Tensor  # [Hv W]
-    norm: Tensor  # [Dv]
+    norm: Tensor  # [Dv]; of an additive state [Hv Dv]
     eps: float
+    conv_bias: Tensor | None = None  # [Hk, C]
+    skip: Tensor | None = None  # [Hv], of an additive state
 
 
 class DeltaStates(NamedTuple):

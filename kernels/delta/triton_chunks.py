@@ -12,6 +12,8 @@ With a decay for each channel, exp(G_i - G_j) is within the sums over channels. 
 pairs of tokens in a block take the difference, and pairs of blocks relate both factors to the first token of the later
 block: then none is over 1. `system_kernel` then stores q and k with their factors for `states_kernel`.
 
+An additive state needs no inverse: u is v, and its step width is a factor of its products (`scores_kernel`).
+
 Sources: the UT transform of arXiv 2406.06484, section 3, with the decay of Gated DeltaNet, arXiv 2412.06464, section 3.
 
 Legend: as in `protocol`; N chunks, c tokens of a chunk, BV columns of a value head of one program. B_BETWEEN,
@@ -31,6 +33,7 @@ from triton import next_power_of_2
 from moe_engine.kernels.delta.protocol import DeltaShape, DeltaWeights, StateRuns
 from moe_engine.kernels.delta.reference import LENGTH_EPS
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of
 
 CHUNKS = {torch.float32: 32}
@@ -74,6 +77,13 @@ def log_decay(x, rate, BOUND: tl.constexpr):
     if BOUND != 0.0:
         return BOUND / (1.0 + tl.exp(-rate * x))
     return -rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def step_width(x, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """The step width of x = a + dt_bias, for states without the delta rule."""
+    width = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return tl.minimum(tl.maximum(width, LOW), HIGH)
 
 
 @triton.jit
@@ -181,11 +191,44 @@ def system_kernel(
         tl.store(factor + 3 * CHUNK, tl.exp(final) + tl.zeros_like(sums))
 
 
+@dependent_jit
+def scores_kernel(
+    taken, a, a_log, dt_bias, bounds, scores, scales, a_stride,
+    KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, A_BETWEEN: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """`system_kernel` of additive states: scores = q k^T exp(G_i - G_j) d_j, and in scales the factors of q before S
+    and of k behind v, and exp(G_last). Grid (N, Hv)."""
+    wait_for_inputs()
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group, place = head // SHARED, head % SHARED
+    begin, end = tl.load(bounds + 2 * chunk).to(tl.int64), tl.load(bounds + 2 * chunk + 1)
+    at, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    live = at < end - begin
+    inside = live[:, None] & (key < KEY)[None, :]
+    tile = ((begin + at) * KEY_HEADS + group)[:, None] * MIXED + key[None, :]
+    q, k = tl.load(taken + tile, inside, 0.0), tl.load(taken + tile + KEY, inside, 0.0)
+    gate = tl.load(a + (begin + at) * a_stride + group * A_BETWEEN + place, live, 0.0).to(tl.float32)
+    width = tl.where(live, step_width(gate + tl.load(dt_bias + head), LOW, HIGH), 0.0)
+    decay = -tl.exp(tl.load(a_log + head)) * width
+    sums, final = tl.cumsum(decay, 0), tl.sum(decay, 0)  # G
+    rows, columns = at[:, None], at[None, :]
+    between = tl.exp(tl.where(columns <= rows, sums[:, None] - sums[None, :], float("-inf")))
+    products = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between * width[None, :]
+    target = (chunk * KEY_HEADS * SHARED + head) * CHUNK
+    tl.store(scores + (target + rows) * CHUNK + columns, products.to(scores.dtype.element_ty))
+    factor = scales + 4 * target + at
+    tl.store(factor, tl.exp(sums))
+    tl.store(factor + 2 * CHUNK, width * tl.exp(final - sums))
+    tl.store(factor + 3 * CHUNK, tl.exp(final) + tl.zeros_like(sums))
+
+
 @triton.jit
 def states_kernel(
-    taken, memory, out, bounds, firsts, solve, scores, scales, scaled, rows, reads,
+    taken, memory, out, bounds, firsts, solve, scores, scales, scaled, skip, rows, reads,
     KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MIXED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr,
+    ADDITIVE: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hv, VALUE] and the stored states of the runs that have chunks. Grid (R, Hv, VALUE / BLOCK_V)."""
     run, head = tl.program_id(0), tl.program_id(1)
@@ -213,17 +256,23 @@ def states_kernel(
             q = tl.load(mixed + key[None, :], inside, 0.0)
             k = tl.load(mixed + KEY + key[None, :], inside, 0.0)
             factor = scales + 4 * target + at
-            known = tl.dot(k, before, input_precision=PRECISION) * tl.load(factor + CHUNK)[:, None]
+            if not ADDITIVE:
+                known = tl.dot(k, before, input_precision=PRECISION) * tl.load(factor + CHUNK)[:, None]
             result = tl.dot(q, before, input_precision=PRECISION) * tl.load(factor)[:, None]
         else:
             place_scaled, whole = scaled + (3 * target + at[:, None]) * KEY + key[None, :], (key < KEY)[None, :]
             k = tl.load(place_scaled + CHUNK * KEY, whole, 0.0)
             known = tl.dot(k, before, input_precision=PRECISION)
             result = tl.dot(tl.load(place_scaled, whole, 0.0), before, input_precision=PRECISION)
-        inverse = tl.load(solve + target * CHUNK + square)
-        change = tl.dot(inverse, (v - known).to(kind), input_precision=PRECISION)
+        if ADDITIVE:
+            change = v
+        else:
+            inverse = tl.load(solve + target * CHUNK + square)
+            change = tl.dot(inverse, (v - known).to(kind), input_precision=PRECISION)
         products = tl.load(scores + target * CHUNK + square)
         result += tl.dot(products, change.to(kind), input_precision=PRECISION)
+        if skip is not None:
+            result += tl.load(skip + head) * v
         place_out = ((begin + at) * HEADS + head)[:, None] * VALUE + column[None, :]
         tl.store(out + place_out, result.to(out.dtype.element_ty), wide)
         if DECAYS == 1:
@@ -250,17 +299,26 @@ def run_chunks(
     if not chunks.num:
         return
     heads = shape.value_heads
-    solve, scores = taken.new_empty(2, chunks.num, heads, size, size).unbind()
+    found = taken.new_empty(1 if shape.additive else 2, chunks.num, heads, size, size)
+    solve, scores = found[0], found[-1]
     by_channel = shape.decays > 1
     scales = memory.new_empty(chunks.num, heads, shape.key if by_channel else 4 * size)
     scaled = taken.new_empty(chunks.num, heads, 3, size, shape.key) if by_channel else solve
-    system_kernel[(chunks.num, heads)](
-        taken, b, a, weights.a_log, weights.dt_bias, chunks.bounds, solve, scores, scales, scaled, stride_of(b, 0),
-        stride_of(a, 0), **_system_constants(shape, taken.dtype, b.stride(1), a.stride(1)), num_warps=8, num_stages=1,
-    )  # fmt: skip
+    if shape.additive:
+        scores_kernel[(chunks.num, heads)](
+            taken, a, weights.a_log, weights.dt_bias, chunks.bounds, scores, scales, stride_of(a, 0),
+            **_scores_constants(shape, taken.dtype, a.stride(1)), num_warps=4, num_stages=1,
+        )  # fmt: skip
+    else:
+        system_kernel[(chunks.num, heads)](
+            taken, b, a, weights.a_log, weights.dt_bias, chunks.bounds, solve, scores, scales, scaled, stride_of(b, 0),
+            stride_of(a, 0), **_system_constants(shape, taken.dtype, b.stride(1), a.stride(1)), num_warps=8,
+            num_stages=1,
+        )  # fmt: skip
     states = _states_constants(shape, taken.dtype)
     states_kernel[(len(runs.lens), heads, triton.cdiv(shape.value, states["BLOCK_V"]))](
-        taken, memory, out, chunks.bounds, chunks.firsts, solve, scores, scales, scaled, runs.rows, runs.reads,
+        taken, memory, out, chunks.bounds, chunks.firsts, solve, scores, scales, scaled, weights.skip,
+        runs.rows, runs.reads,
         **states, num_warps=4, num_stages=1,
     )  # fmt: skip
 
@@ -290,12 +348,20 @@ def _system_constants(shape: DeltaShape, dtype: torch.dtype, b_between: int, a_b
     }  # fmt: skip
 
 
+def _scores_constants(shape: DeltaShape, dtype: torch.dtype, a_between: int) -> dict[str, Any]:
+    return {
+        "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "MIXED": shape.mixed,
+        "CHUNK": _chunk(shape, dtype), "BLOCK_K": max(16, next_power_of_2(shape.key)), "PRECISION": _precision(dtype),
+        "A_BETWEEN": a_between, "LOW": shape.shortest, "HIGH": shape.longest,
+    }  # fmt: skip
+
+
 def _states_constants(shape: DeltaShape, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "VALUE": shape.value,
         "MIXED": shape.mixed, "CHUNK": _chunk(shape, dtype), "BLOCK_K": max(16, next_power_of_2(shape.key)),
         "BLOCK_V": min(_COLUMNS, max(16, next_power_of_2(shape.value))), "PRECISION": _precision(dtype),
-        "DECAYS": shape.decays,
+        "DECAYS": shape.decays, "ADDITIVE": shape.additive,
     }  # fmt: skip
 
 
@@ -307,7 +373,15 @@ def chunk_cases(name: str, shape: DeltaShape, dtype: torch.dtype, b_between: int
     system |= {"b_stride": "i32:16", "a_stride": "i32:16"}
     states = {"taken": kind, "memory": "*fp32", "out": kind, **table, "firsts": "*i32", "rows": "*i64", "reads": "*i64"}
     solved = _system_constants(shape, dtype, b_between, a_between)
+    found = _states_constants(shape, dtype) | ({} if shape.additive else {"skip": None})
+    states |= {"skip": "*fp32"} if shape.additive else {}
+    first = AotCase(f"delta_system_{name}", system_kernel, system, solved, 8, 1, True)
+    if shape.additive:
+        named = ("taken", "a", "a_log", "dt_bias", "bounds", "scores", "scales", "a_stride")
+        own = {argument: system[argument] for argument in named}
+        constants = _scores_constants(shape, dtype, a_between)
+        first = AotCase(f"delta_scores_{name}", scores_kernel, own, constants, 4, 1, True)
     return [
-        AotCase(f"delta_system_{name}", system_kernel, system, solved, 8, 1, True),
-        AotCase(f"delta_states_{name}", states_kernel, states, _states_constants(shape, dtype), 4, 1, True),
+        first,
+        AotCase(f"delta_states_{name}", states_kernel, states, found, 4, 1, True),
     ]

@@ -16,6 +16,7 @@ from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, kind_of, rows
 from moe_engine.kernels.decoder.layers import fuse_moe
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
+from moe_engine.kernels.gate_form import SILU, SQUARED
 from moe_engine.kernels.quantization.codes import Coded, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
@@ -24,15 +25,16 @@ class _Biases(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "beta")),
+        ("squared", ctypes.c_int32),
     ]
 
 
 def biases_struct(weights: ExpertWeights) -> _Biases | None:
     """The C struct of biases, which must live as long as it, or of their activation alone; None: neither."""
     if (bias := weights.bias) is not None:
-        return _Biases(bias.gate_up.data_ptr(), bias.down.data_ptr(), bias.alpha, bias.limit, 0.0)
+        return _Biases(bias.gate_up.data_ptr(), bias.down.data_ptr(), bias.alpha, bias.limit, 0.0, 0)
     form = weights.activation
-    return None if form.is_silu else _Biases(None, None, form.alpha, form.limit, form.beta)
+    return None if form.is_silu else _Biases(None, None, form.alpha, form.limit, form.beta, form.squared)
 
 
 class CpuExperts:
@@ -45,16 +47,20 @@ class CpuExperts:
     def capabilities(self) -> ExpertsCapabilities:
         coded = QuantizedExperts(self.allocate_coded, self.load_coded, self.allocate_two)
         return ExpertsCapabilities(
-            {GroupCodes: coded, PlainCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True, clamps=True
-        )
+            {GroupCodes: coded, PlainCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True, clamps=True,
+            allocate_squared=partial(self.allocate, squared=True),
+        )  # fmt: skip
 
-    def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
+    def allocate(
+        self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any, squared: bool = False
+    ) -> ExpertWeights:
         kind = kind_of(dtype)
-        size = self._lib.moe_expert_bytes(kind, hidden, width, None, None)
+        size = self._lib.moe_expert_bytes(kind, hidden, width, None, None, squared)
         storage = huge_bytes(num_experts * size).view(num_experts, size)
-        gate = self._lib.moe_packed_bytes(kind, width, hidden)
+        gate = self._lib.moe_packed_bytes(kind, width // 2 if squared else width, hidden)
         data = ExpertPanels(kind, storage.data_ptr(), storage, 2 * gate, gate)
-        return ExpertWeights(num_experts, hidden, width, data, storage.numel())
+        form = SQUARED if squared else SILU
+        return ExpertWeights(num_experts, hidden, width, data, storage.numel(), activation=form)
 
     def allocate_coded(
         self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
@@ -68,7 +74,7 @@ class CpuExperts:
         """The same with another form of down."""
         up_form, down_form = coded.form_of(format, hidden).address, coded.form_of(down, width).address
         gate = self._lib.moe_coded_bytes(up_form, width, hidden)
-        size = self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form)
+        size = self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form, False)
         storage = huge_bytes(num_experts * size).view(num_experts, size)
         data = ExpertPanels(ANY_KIND, storage.data_ptr(), storage, 2 * gate, gate, up_form, down_form)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())
@@ -96,7 +102,7 @@ class CpuExperts:
         if not 0 <= expert < weights.num_experts:
             raise IndexError(f"expert {expert} of {weights.num_experts}")
         start = data.address + expert * data.storage.shape[1]
-        first, last = (width, hidden), (hidden, width)
+        first, last = (width // 2 if weights.activation.squared else width, hidden), (hidden, width)
         parts = ((gate, first, 0), (up, first, data.up_offset), (down, last, data.down_offset))
         for weight, shape, offset in parts:
             if weight.shape != shape or kind_of(weight.dtype) != data.kind:

@@ -63,6 +63,10 @@ class ExpertsCapabilities:
     read_first: Callable[[ExpertWeights, int], Tensor] | None = None
     """(weights, slot): memory of the slots from there on that the first product reads, contiguous."""
 
+    allocate_squared: Callable[[int, int, int, Any, Any], ExpertWeights] | None = None
+    """`allocate` of experts without a gate (`GatedActivation.squared`), of even width. `load_expert` takes the first
+    half of up's rows as gate, and the second as up. Kernels with `biases` have it."""
+
     biases: bool = False
     """Products with `ExpertWeights.bias`. The row in `kernels.tables` has the same field."""
 

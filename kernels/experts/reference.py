@@ -5,6 +5,7 @@ Legend: D hidden, I expert width, E experts, M rows.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,22 +21,30 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationForm
 
 
 class TorchExperts:
-    """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
+    """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I]), without a
+    gate (up [E, I, D], down)."""
 
     name = "torch"
-    capabilities = ExpertsCapabilities(takes_shared=True, biases=True, clamps=True)
     _permutation = TorchPermutation()
 
-    def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
-        gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
+    @property
+    def capabilities(self) -> ExpertsCapabilities:
+        squared = partial(self.allocate, squared=True)
+        return ExpertsCapabilities(takes_shared=True, biases=True, clamps=True, allocate_squared=squared)
+
+    def allocate(
+        self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any, squared: bool = False
+    ) -> ExpertWeights:
+        rows = width if squared else 2 * width
+        gate_up = torch.empty(num_experts, rows, hidden, dtype=dtype, device=device)
         down = torch.empty(num_experts, hidden, width, dtype=dtype, device=device)
         num_bytes = (gate_up.numel() + down.numel()) * gate_up.element_size()
         return ExpertWeights(num_experts, hidden, width, (gate_up, down), num_bytes)
 
     def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         gate_up, downs = weights.data
-        gate_up[expert, : weights.width].copy_(gate)
-        gate_up[expert, weights.width :].copy_(up)
+        gate_up[expert, : len(gate)].copy_(gate)
+        gate_up[expert, len(gate) :].copy_(up)
         downs[expert].copy_(down)
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.gate_form import SILU, SQUARED, GatedActivation
 from moe_engine.kernels.linear.shapes import AWQ
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, GroupCodes
 
@@ -60,11 +60,16 @@ class ExpertShape:
         return self.num_experts * (1 - (1 - model.top_k / model.num_experts) ** self.tokens)
 
     @property
+    def matrices(self) -> int:
+        """Of an expert: gate, up and down."""
+        return 2 if self.model.activation.squared else 3
+
+    @property
     def bytes(self) -> int:
         """Weights of the experts that were hit, tokens and result, each moved once."""
         model = self.model
         each = 1 if model.fp8 else 2 if model.format is None else model.format.bytes_on_gpu()
-        weight = float(3 * model.hidden * model.width * each)
+        weight = float(self.matrices * model.hidden * model.width * each)
         scales = 3 * -(-model.hidden // 128) * -(-model.width // 128) * 4 if model.fp8 else 0
         if model.row_scales:
             scales = 4 * (2 * model.width + model.hidden)
@@ -72,12 +77,13 @@ class ExpertShape:
 
     @property
     def flops(self) -> int:
-        return round(6 * self.rows * self.model.hidden * self.model.width)
+        return round(2 * self.matrices * self.rows * self.model.hidden * self.model.width)
 
 
 DEEPSEEK_V3 = ExpertModel("deepseek-v3", 256, 8, 7168, 2048, fp8=True)
 DEEPSEEK_V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
 MINIMAX_M3 = ExpertModel("minimax-m3", 128, 4, 6144, 3072, fp8=False, activation=GatedActivation(7.0, 1.702))
+NEMOTRON_3 = ExpertModel("nemotron-3-nano", 128, 6, 2688, 1856, fp8=False, activation=SQUARED)
 GPT_OSS_20B = ExpertModel("gpt-oss-20b", 32, 4, 2880, 2880, fp8=False, biased=True)
 QWEN3_30B_ROWS = ExpertModel("qwen3-30b-a3b-fp8-rows", 128, 8, 2048, 768, fp8=True, row_scales=True)
 """FP8 of compressed-tensors, strategy ``channel``."""

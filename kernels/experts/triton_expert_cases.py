@@ -17,6 +17,7 @@ from moe_engine.kernels.experts.shapes import (
     KIMI_K2,
     KIMI_K3,
     MINIMAX_M3,
+    NEMOTRON_3,
     QWEN3_30B_ROWS,
     ExpertModel,
 )
@@ -66,8 +67,9 @@ def cases_of(
     else:
         none["bias"] = None
     shifted = model.biased or model.activation.alpha > 0
+    columns = model.width // 2 if model.activation.squared else model.width
     constants = constants_of(
-        groups, model.width, model.hidden, stored, first, first.tma, shifted, model.format, model.row_scales
+        groups, columns, model.hidden, stored, first, first.tma, shifted, model.format, model.row_scales
     )
     constants |= gathering_constants(1 if padded else model.top_k, layout == "grouped", False, model.activation)
     more = {"out": f"*{kind}", "slope": "fp32", "limit": "fp32"} | dict.fromkeys(
@@ -106,7 +108,7 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    plain = product((GPT_OSS_20B, MINIMAX_M3, QWEN3_30B_ROWS), (8, 512))
+    plain = product((GPT_OSS_20B, MINIMAX_M3, QWEN3_30B_ROWS, NEMOTRON_3), (8, 512))
     for model, mean_rows in (*plain, *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
         found |= {case.name: case for case in cases_of(model, model.num_experts, mean_rows, False)}
     for model in FOUR_BIT_MODELS:
@@ -118,7 +120,7 @@ def aot_cases() -> list[AotCase]:
         found |= {case.name: case for case in cases_of(KIMI_K3.part(8), 896, mean_rows, False)}
     whole = (
         (DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B_MXFP4, 32), (GPT_OSS_20B, 32),
-        (KIMI_K2.part(8), 384), (KIMI_K3.part(8), 896), (QWEN3_30B_ROWS, 128),
+        (KIMI_K2.part(8), 384), (KIMI_K3.part(8), 896), (QWEN3_30B_ROWS, 128), (NEMOTRON_3, 128),
     )  # fmt: skip
     for model, num_experts in whole:
         found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}

@@ -7,6 +7,7 @@ Legend: T tokens, K experts per token, D hidden, I expert width, E experts, M ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ case."""
 
 @dataclass(frozen=True)
 class TritonExpertWeights:
-    """gate_up [E, 2I, D], gate's rows first, and down [E, D, I]; in FP8 with float32 scales per 128 x 128 block:
+    """gate_up [E, 2I, D], gate's rows first, or up alone [E, I, D] without a gate, and down [E, D, I]; in FP8 with
+    float32 scales per 128 x 128 block:
     gate_up_scales [E, 2, ceil(I / 128), ceil(D / 128)], down_scales [E, ceil(D / 128), ceil(I / 128)]; or per row:
     [E, 2I] and [E, D].
     In 4 bits with a `format`: uint8 [E, 2I, D / 2] and [E, D, I / 2], scales as in `triton_four_bits`; of NVFP4 float32
@@ -108,13 +110,16 @@ class TritonExperts:
             routed_rows=self.routed_rows,
             takes_shared=True,
             read_first=lambda weights, slot: weights.data.gate_up[slot:],
+            allocate_squared=partial(self.allocate, squared=True),
             biases=True,
             clamps=True,
             warm_up=self.warm_up,
         )
 
-    def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
-        gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
+    def allocate(
+        self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any, squared: bool = False
+    ) -> ExpertWeights:
+        gate_up = torch.empty(num_experts, width if squared else 2 * width, hidden, dtype=dtype, device=device)
         down = torch.empty(num_experts, hidden, width, dtype=dtype, device=device)
         return self._weights(num_experts, hidden, width, TritonExpertWeights(gate_up, down))
 
@@ -176,8 +181,8 @@ class TritonExperts:
 
     def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         data: TritonExpertWeights = weights.data
-        data.gate_up[expert, : weights.width].copy_(gate)
-        data.gate_up[expert, weights.width :].copy_(up)
+        data.gate_up[expert, : len(gate)].copy_(gate)
+        data.gate_up[expert, len(gate) :].copy_(up)
         data.down[expert].copy_(down)
 
     def load_expert_blocks(

@@ -46,7 +46,7 @@ from moe_engine.kernels.linear.triton_four_bits import constants_of as four_bits
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
-from moe_engine.kernels.triton.clamped_gate import clamp_gate_up, silu_mul, situ
+from moe_engine.kernels.triton.clamped_gate import clamp_gate_up, silu_mul, situ, squared_relu
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 
 _HALF = tl.constexpr(HALF)
@@ -103,13 +103,22 @@ def gated(
 
 
 @triton.jit
+def store_squared(place, x, mask, SWAP_AB: tl.constexpr):
+    """relu(x)^2 of a tile [M, N], or with SWAP_AB [N, M]."""
+    x = squared_relu(x)
+    if SWAP_AB:
+        x = tl.trans(x)
+    tl.store(place, x.to(place.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def gate_up_tile(
     x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row, x_scale_skip,
     out_scale_stride, bias, slope, limit, expert, tile_n, first, end,
     K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
-    CLAMP: tl.constexpr, SITU: tl.constexpr, ROWS: tl.constexpr,
+    CLAMP: tl.constexpr, SITU: tl.constexpr, ROWS: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """One tile of `gate_up_kernel`: rows [first, end) of `expert`, at most BLOCK_M of them."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -166,19 +175,23 @@ def gate_up_tile(
         up *= whole_factor(whole + 2 * expert + 1, x)
     if bias is not None:
         bias += expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
-    inner = gated(gate, up, bias, slope, limit, WIDTH, SWAP_AB, BIASED, CLAMP, SITU)
-    if SWAP_AB:
-        inner = tl.trans(inner)
     inside = rows < end
     mask = inside[:, None] & (cols < WIDTH)[None, :]
-    place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-    if FP8:  # BLOCK_N is 128: the tile is one block of scales
-        inner = tl.where((cols < WIDTH)[None, :], inner, 0.0)
-        quantized, scale = quantize_tile(inner, POWER_OF_TWO)
-        tl.store(place, quantized, mask=mask)
-        tl.store(out_scales + tile_n * out_scale_stride + rows, scale, mask=inside)
+    place = out + rows.to(tl.int64)[:, None] * (2 * WIDTH if SQUARED else WIDTH) + cols[None, :]
+    if SQUARED:
+        store_squared(place, gate, mask, SWAP_AB)
+        store_squared(place + WIDTH, up, mask, SWAP_AB)
     else:
-        tl.store(place, inner.to(out.dtype.element_ty), mask=mask)
+        inner = gated(gate, up, bias, slope, limit, WIDTH, SWAP_AB, BIASED, CLAMP, SITU)
+        if SWAP_AB:
+            inner = tl.trans(inner)
+        if FP8:  # BLOCK_N is 128: the tile is one block of scales
+            inner = tl.where((cols < WIDTH)[None, :], inner, 0.0)
+            quantized, scale = quantize_tile(inner, POWER_OF_TWO)
+            tl.store(place, quantized, mask=mask)
+            tl.store(out_scales + tile_n * out_scale_stride + rows, scale, mask=inside)
+        else:
+            tl.store(place, inner.to(out.dtype.element_ty), mask=mask)
 
 
 @dependent_jit(
@@ -192,11 +205,11 @@ def gate_up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
-    CLAMP: tl.constexpr, SITU: tl.constexpr, ROWS: tl.constexpr,
+    CLAMP: tl.constexpr, SITU: tl.constexpr, ROWS: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
     [E, 2 * WIDTH] (None: zeros) and the activation of `ExpertBiases`. CLAMP: without biases, with `limit`.
-    slope: alpha, with SITU beta (`GatedActivation`).
+    slope: alpha, with SITU beta (`GatedActivation`). SQUARED: relu^2 of both, side by side: out [M, 2 * WIDTH].
     FORM: of 4 bits, weight and its scales are in the memory of `triton_four_bits`; empty: not of 4 bits. whole: of
     NVFP4, float32 [E, 2].
 
@@ -214,7 +227,7 @@ def gate_up_kernel(
                 x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row,
                 x_scale_skip, out_scale_stride, bias, slope, limit, expert, tl.program_id(0) % NUM_N, row, row + 1,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
-                FORM, SCALES, CLAMP, SITU, ROWS,
+                FORM, SCALES, CLAMP, SITU, ROWS, SQUARED,
             )  # fmt: skip
     else:
         start, count, ends = expert_tiles(sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, PADDED)
@@ -225,7 +238,7 @@ def gate_up_kernel(
                 x, x_scales, source, weight, weight_scales, whole, out, out_scales, x_scale_stride, x_scale_row,
                 x_scale_skip, out_scale_stride, bias, slope, limit, expert, tile_n, first, end,
                 K, WIDTH, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GATHER, SWAP_AB, TMA, FP8, POWER_OF_TWO, PAIRS, BIASED,
-                FORM, SCALES, CLAMP, SITU, ROWS,
+                FORM, SCALES, CLAMP, SITU, ROWS, SQUARED,
             )  # fmt: skip
 
 
@@ -337,8 +350,9 @@ def gate_up(
 
     Args:
         x: [M, D], or with `source` [T, D], or padded [E, C, D]; `QuantizedRows` with FP8 weights.
-        weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights, or
-            [E, 2I]. Of weights in 4 bits with a `format`, `whole` float32 [E, 2] of NVFP4 too, see `triton_four_bits`.
+        weight: [E, 2I, D], gate's rows first, or up alone [E, I, D] without a gate. scales: float32
+            [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights, or [E, 2I]. Of weights in 4 bits with a `format`,
+            `whole` float32 [E, 2] of NVFP4 too, see `triton_four_bits`.
         form: the activation without a bias.
         source: int32 [M] pairs; row m is token source[m] // top_k. None with groups of pairs: token m // top_k.
 
@@ -346,13 +360,14 @@ def gate_up(
     """
     data = x.data if isinstance(x, QuantizedRows) else x
     width, hidden = weight.shape[1] // 2, _columns(weight)
+    columns = 2 * width if form.squared else width
     tiles, block_k = groups.tiles.gate_up.at(groups.mean_rows), groups.tiles.block_k
     matrix, tma = _weight(weight, tiles, block_k)
     out: Tensor | QuantizedRows
     if isinstance(x, QuantizedRows):
-        out = QuantizedRows.empty(groups.num_rows, width, data.device)
+        out = QuantizedRows.empty(groups.num_rows, columns, data.device)
     else:
-        out = torch.empty(groups.num_rows, width, dtype=data.dtype, device=data.device)
+        out = torch.empty(groups.num_rows, columns, dtype=data.dtype, device=data.device)
     grid, rows = _grid(groups, tiles, width, 2, data, weight), has_row_scales(scales, format)
     shifted = bias is not None or form.alpha > 0
     if grid:
@@ -454,5 +469,5 @@ def constants_of(
 
 def gathering_constants(top_k: int, gathers: bool, power_of_two: bool, form: GatedActivation = SILU) -> dict[str, Any]:
     """Extra constants of the first product."""
-    forms = {"CLAMP": form.clamps, "SITU": form.beta > 0}
+    forms = {"CLAMP": form.clamps, "SITU": form.beta > 0, "SQUARED": form.squared}
     return {"TOP_K": top_k, "GATHER": gathers, "POWER_OF_TWO": power_of_two, **forms}

@@ -146,10 +146,11 @@ class CpuOps:
     def silu_and_mul(self, gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
         gate_up = rows(gate_up)
         count, width = gate_up.shape
-        out = torch.empty((count, width // 2), dtype=gate_up.dtype)
+        width = width if form.squared else width // 2
+        out = torch.empty((count, width), dtype=gate_up.dtype)
         self._lib.moe_silu_and_mul(
-            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2,
-            form.limit, form.alpha, form.beta,
+            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width, form.limit,
+            form.alpha, form.beta, form.squared,
         )  # fmt: skip
         return out
 

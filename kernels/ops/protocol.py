@@ -262,7 +262,8 @@ class Ops(Protocol):
         """residual += x, in place; returns rms_norm(residual). x and residual [T, D]."""
 
     def silu_and_mul(self, gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
-        """gate_up [T, 2I] (gate first) -> [T, I], silu(gate) * up or another `form`."""
+        """gate_up [T, 2I] (gate first) -> [T, I], silu(gate) * up or another `form`; `squared` without a gate, of up
+        [T, I]."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, inverse: bool = False) -> None:
         """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place.

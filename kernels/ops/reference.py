@@ -34,6 +34,8 @@ class TorchOps:
         return self.rms_norm(residual, weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
+        if form.squared:
+            return gate_up.relu().square_()
         gate, up = gate_up.chunk(2, dim=-1)
         return activate(gate, up, form)
 

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.gate_form import SILU, SQUARED, GatedActivation
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up, situ
+from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up, situ, squared_relu
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
 
@@ -57,20 +57,24 @@ def rms_norm_kernel(
 @dependent_jit
 def silu_and_mul_kernel(
     gate_up, out, stride, limit, slope, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CLAMP: tl.constexpr,
-    SHIFT: tl.constexpr, SITU: tl.constexpr,
+    SHIFT: tl.constexpr, SITU: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """out [N, I] = silu(gate_up[:, :I]) * gate_up[:, I:]; the gate is rounded before the product, as in torch. CLAMP:
-    with `limit`. slope: alpha with SHIFT, beta with SITU (`GatedActivation`)."""
+    with `limit`. slope: alpha with SHIFT, beta with SITU (`GatedActivation`). SQUARED: relu(up)^2 of gate_up [N, I]."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < WIDTH
     gate = tl.load(gate_up + row * stride + column, live, 0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + WIDTH + column, live, 0.0).to(tl.float32)
+    up = gate
+    if not SQUARED:
+        up = tl.load(gate_up + row * stride + WIDTH + column, live, 0.0).to(tl.float32)
     if CLAMP:
         gate, up = clamp_gate_up(gate, up, limit)
     kind = out.dtype.element_ty
-    if SITU:
+    if SQUARED:
+        mixed = squared_relu(up)
+    elif SITU:
         mixed = situ(gate, up, limit, slope)
     else:
         if SHIFT:
@@ -126,7 +130,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 def silu_and_mul(gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
     """gate_up [N, 2I], contiguous rows -> [N, I]."""
     gate_up = with_contiguous_rows(gate_up)
-    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    count, width = gate_up.shape[0], gate_up.shape[1] if form.squared else gate_up.shape[1] // 2
     out = torch.empty((count, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (count, triton.cdiv(width, _SILU_BLOCK))
@@ -154,7 +158,7 @@ def norm_case(
 
 
 def _constants_of(form: GatedActivation) -> dict[str, bool]:
-    return {"CLAMP": form.clamps, "SHIFT": form.alpha > 0, "SITU": form.beta > 0}
+    return {"CLAMP": form.clamps, "SHIFT": form.alpha > 0, "SITU": form.beta > 0, "SQUARED": form.squared}
 
 
 def silu_case(label: str, width: int, form: GatedActivation = SILU) -> AotCase:
@@ -162,6 +166,7 @@ def silu_case(label: str, width: int, form: GatedActivation = SILU) -> AotCase:
     signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16", "limit": "fp32", "slope": "fp32"}
     constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK, **_constants_of(form)}
     suffix = f"{'_clamped' * form.clamps}{'_shifted' * (form.alpha > 0)}{'_situ' * (form.beta > 0)}"
+    suffix += "_squared" * form.squared
     return AotCase(
         f"silu_and_mul_{label}{suffix}_bf16",
         silu_and_mul_kernel,
@@ -184,6 +189,6 @@ def aot_cases() -> list[AotCase]:
     silu = [silu_case(label, width) for label, width in widths]
     others = [
         silu_case("v4_shared", 2048, GatedActivation(10.0)), silu_case("m3", 3072, GatedActivation(7.0, 1.702)),
-        silu_case("k3_shared", 6144, GatedActivation(25.0, beta=4.0)),
+        silu_case("k3_shared", 6144, GatedActivation(25.0, beta=4.0)), silu_case("nemotron3_shared", 3712, SQUARED),
     ]  # fmt: skip
     return [*norms, *silu, *others]

@@ -33,6 +33,12 @@ def silu_mul(gate, up, limit, CLAMP: tl.constexpr):
 
 
 @triton.jit
+def squared_relu(x):
+    """relu(x)^2; NaN stays."""
+    return tl.where(x < 0.0, 0.0, x * x)
+
+
+@triton.jit
 def _tanh(x):
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.layers.decoder_layer import DecoderLayer
+from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.moe import MoE
 
 
@@ -27,9 +27,10 @@ class CompiledLayer:
     passes_on = True
 
     def __init__(self, layer: DecoderLayer, regions: CompiledRegions) -> None:
+        assert layer.feed_forward is not None
         self.attention = layer.attention
         self.post_norm = layer.post_norm
-        self.feed_forward = layer.feed_forward
+        self.feed_forward: FeedForward = layer.feed_forward
         self.next_norm = layer.next_norm
         self.whole = layer
         """The layer for steps that are not compiled."""

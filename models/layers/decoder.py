@@ -39,6 +39,7 @@ from moe_engine.models.pooling import score_layers
 from moe_engine.models.tensors import expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.dp_gather_scatter import TokenLayout
 from moe_engine.parallel.step_sizes import StepSizes
 
 if TYPE_CHECKING:
@@ -85,15 +86,14 @@ class Decoder:
         positions = max_positions or config.context_length
         self.rotary_tables = {rope: make_rotary_table(rope, positions, reader.device) for rope in config.ropes}
         self.embedding = Embedding(config, reader, backends.ops, parallel)
-        names = [f"model.layers.{i}" for i in range(config.num_layers)]
-        norms = [self.make_norm(reader, f"{name}.input_layernorm") for name in names]
+        norms = [self.make_norm(reader, f"model.layers.{i}.input_layernorm") for i, _ in config.blocks]
         norms.append(self.make_norm(reader, "model.norm"))
         self._first_norm = norms[0]
         self.layers: list[DecoderLayer | CompiledLayer | ShardedLayer] = []
         streamed = StreamedLayers(backends.weight_stream)
-        for i in range(config.num_layers):
+        for i, (first, _) in enumerate(config.blocks):
             shared_out = any(layer.shares_out for layer in self.layers)
-            self.layers.append(self.make_layer(i, reader, norms[i + 1], shared_out))
+            self.layers.append(self.make_layer(first, reader, norms[i + 1], shared_out))
             streamed.take(i, self.layers[i])
         self._calls = streamed.calls(self.layers)
         for i, layer in enumerate(self.layers):
@@ -130,19 +130,28 @@ class Decoder:
     def make_layer(
         self, layer_index: int, reader: WeightSource, next_norm: RMSNorm, shared_out: bool = False
     ) -> DecoderLayer | CompiledLayer | ShardedLayer:
-        """Loads ``model.layers.{layer_index}`` except its input norm, which the previous layer applies.
+        """Loads ``model.layers.{layer_index}`` except its input norm, which the previous layer applies, with the
+        feed-forward of `ModelConfig.feed_forward_of`.
 
         `shared_out`: the previous layer leaves each rank with its rows of the residual stream only.
         """
         attention = self.make_attention(layer_index, reader, self.rotary_of(layer_index))
-        post = self.make_norm(reader, f"model.layers.{layer_index}.post_attention_layernorm")
-        feed_forward = self.make_feed_forward(layer_index, reader)
+        last, post, feed_forward = self.config.feed_forward_of(layer_index), next_norm, None
+        if last is not None:
+            post = self.make_norm(reader, self._post_norm(layer_index, last))
+            feed_forward = self.make_feed_forward(last, reader)
         if self.parallel.world_size == 1:
             layer = DecoderLayer(attention, post, feed_forward, next_norm)
             regions = self.backends.regions
             return layer if regions is None else CompiledLayer(layer, regions)
-        comm = choose_communication(self.parallel, feed_forward.tokens, shared_out)
+        tokens = TokenLayout.ALL if feed_forward is None else feed_forward.tokens
+        comm = choose_communication(self.parallel, tokens, shared_out)
         return ShardedLayer(attention, post, feed_forward, next_norm, comm)
+
+    def _post_norm(self, layer_index: int, last: int) -> str:
+        """Name of the norm before the feed-forward of layer `last` behind the layer's attention."""
+        same = layer_index == last
+        return f"model.layers.{last}.{'post_attention_layernorm' if same else 'input_layernorm'}"
 
     def modules(self) -> Iterator[Reloadable]:
         """All modules with weights, in the order of loading."""
@@ -155,27 +164,26 @@ class Decoder:
         yield Reloadable((EMBEDDING,), self.embedding, self._make_embedding)
         first = "model.layers.0.input_layernorm"
         yield Reloadable(self.norm_prefixes(first), self._first_norm, partial(self.make_norm, prefix=first))
-        for i, layer in enumerate(self.layers):
-            is_last = i + 1 == len(self.layers)
-            yield from self.layer_modules(
-                i, layer, "model.norm" if is_last else f"model.layers.{i + 1}.input_layernorm"
-            )
+        layers = [first for first, _ in config.blocks]
+        norms = [*(f"model.layers.{i}.input_layernorm" for i in layers[1:]), "model.norm"]
+        for i, layer, norm in zip(layers, self.layers, norms):
+            yield from self.layer_modules(i, layer, norm)
         yield Reloadable(head, self.head, self._make_head_again)
 
     def layer_modules(self, layer_index: int, layer: Any, next_norm: str) -> Iterator[Reloadable]:
         """`modules` of one layer; `next_norm`: name of its last norm."""
-        name = f"model.layers.{layer_index}"
-        post = f"{name}.post_attention_layernorm"
-        block = expert_names(self.config).block
+        name, last = f"model.layers.{layer_index}", self.config.feed_forward_of(layer_index)
 
         def attention(reader: WeightSource) -> Any:
             return self.make_attention(layer_index, reader, self.rotary_of(layer_index))
 
         own = (f"{name}.self_attn.", f"{name}.linear_attn.")
         yield Reloadable(own, layer.attention, attention)
-        yield Reloadable(self.norm_prefixes(post), layer.post_norm, partial(self.make_norm, prefix=post))
-        blocks = (f"{name}.mlp.", f"{name}.{block}.")
-        yield Reloadable(blocks, layer.feed_forward, partial(self.make_feed_forward, layer_index))
+        if last is not None:
+            post = self._post_norm(layer_index, last)
+            yield Reloadable(self.norm_prefixes(post), layer.post_norm, partial(self.make_norm, prefix=post))
+            blocks = tuple(f"model.layers.{last}.{block}." for block in ("mlp", expert_names(self.config).block))
+            yield Reloadable(blocks, layer.feed_forward, partial(self.make_feed_forward, last))
         yield Reloadable(self.norm_prefixes(next_norm), layer.next_norm, partial(self.make_norm, prefix=next_norm))
 
     def norm_prefixes(self, prefix: str) -> tuple[str, ...]:

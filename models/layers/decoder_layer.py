@@ -33,18 +33,22 @@ class FeedForward(Protocol):
 
 
 class DecoderLayer:
-    """norm'd hidden [T, D] -> norm'd hidden of the next layer; `residual` [T, D] is added to in place, twice."""
+    """norm'd hidden [T, D] -> norm'd hidden of the next layer; `residual` [T, D] is added to in place, twice. Without a
+    feed-forward once; then `post_norm` is `next_norm`."""
 
     shares_out = False
     passes_on = True
     """The result of its last norm is the next layer's input."""
 
-    def __init__(self, attention: Any, post_norm: RMSNorm, feed_forward: FeedForward, next_norm: RMSNorm) -> None:
+    def __init__(
+        self, attention: Any, post_norm: RMSNorm, feed_forward: FeedForward | None, next_norm: RMSNorm
+    ) -> None:
         self.attention = attention
         self.post_norm = post_norm
         self.feed_forward = feed_forward
         self.next_norm = next_norm
-        post_norm.feed(feed_forward.input_format)
+        if feed_forward is not None:
+            post_norm.feed(feed_forward.input_format)
         moe = feed_forward if isinstance(feed_forward, MoE) else None
         self._moe = moe if moe is not None and moe.leaves_rows and next_norm.adds_rows else None
         """Set if `next_norm` sums the experts' rows."""
@@ -62,6 +66,8 @@ class DecoderLayer:
             hidden = self.post_norm.add(mixed, residual)
         if self.deepstack is not None:
             self.deepstack.add(residual, batch)
+        if self.feed_forward is None:
+            return hidden  # type: ignore[return-value]
         if self._moe is not None:
             return self.next_norm.add_rows(self._moe.expert_rows(hidden, batch.routed, chosen), residual)
         return self.next_norm.add(self.feed_forward.forward(hidden, tokens=batch.routed), residual)

@@ -160,9 +160,10 @@ def _linears(model: Decoder) -> Iterator[tuple[Linear, TokenLayout | None]]:
     """The linear layers that have the names of their projections, with the layout of their tokens (None: attention)."""
     for layer in model.layers:
         yield from ((linear, None) for linear in _own(layer.attention))
-        for part in _feed_forwards(layer.feed_forward):
-            if isinstance(part, MLP):
-                yield from ((linear, layer.feed_forward.tokens) for linear in _own(part))
+        whole = layer.feed_forward
+        for part in _feed_forwards(whole):
+            if isinstance(part, MLP) and whole is not None:
+                yield from ((linear, whole.tokens) for linear in _own(part))
 
 
 def _own(module: object) -> list[Linear]:

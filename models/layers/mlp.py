@@ -1,4 +1,5 @@
-"""The dense feed-forward part: down(silu(gate(x)) * up(x)), or another activation; gate and up in one product.
+"""The dense feed-forward part: down(silu(gate(x)) * up(x)), or another activation; gate and up in one product, or up
+alone.
 
 Legend: T tokens, D hidden, I width.
 """
@@ -45,8 +46,9 @@ class MLP:
     ) -> None:
         kernel = backends.linear
         self.tokens = tokens
-        gate_up = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias, [share, share])
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"][activation.squared :]
+        both = len(names)
+        self._gate_up = load_linear(kernel, reader, names, [width] * both, hidden, bias, [share] * both)
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
         self._silu_and_mul, self._activation = backends.ops.silu_and_mul, activation
         self.input_format = self._gate_up.input_format
@@ -58,7 +60,7 @@ class MLP:
 
     @property
     def weights(self) -> tuple[PreparedLinear, PreparedLinear]:
-        """Gate and up [2I, D], down [D, I]."""
+        """Gate and up [2I, D], or up alone without a gate, down [D, I]."""
         return self._gate_up.weight, self._down.weight
 
     @property

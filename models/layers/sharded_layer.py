@@ -49,7 +49,7 @@ class ShardedLayer:
         self.next_norm = next_norm
         self.shares_out = isinstance(comm, GatherScatter)
         self.passes_on = not comm.gathers_for_attention
-        if not comm.gathers_for_ffn:
+        if not comm.gathers_for_ffn and feed_forward is not None:
             post_norm.feed(feed_forward.input_format)
         if comm.norms_sum is not None:
             post_norm.sum_over(comm.norms_sum)
@@ -83,6 +83,8 @@ class ShardedLayer:
         chosen: Choice | None = None
         if self._moe is not None and not comm.gathers_for_ffn:
             hidden, chosen = self._moe.after_norm(self.post_norm, mixed, rows, step.phase, batch.routed)
+        elif self.feed_forward is None:
+            return comm.to_attention(self.post_norm.add(mixed, rows), step)
         else:
             hidden = comm.gather(self.post_norm.add(mixed, rows), step)
         if self.deepstack is not None:
@@ -113,7 +115,7 @@ def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_
     """Selects a layer's communication.
 
     Args:
-        layout: input tokens of its feed-forward part.
+        layout: input tokens of its feed-forward part; ALL without one.
         shared_out: an earlier layer leaves each rank with its rows of the residual stream only.
     """
     if parallel.attn_dp_size == 1 and layout is TokenLayout.ALL and not shared_out:

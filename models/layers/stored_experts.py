@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from moe_engine.errors import ConfigError
 from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.kernels.quantization.protocol import KernelFormat
@@ -51,6 +52,11 @@ class StoredExperts:
         self._activation = moe.activation(layer)
         self._cut = part.cut_in_groups(moe.width, group)
         self._width = moe.width if self._cut is None else self._cut.stop - self._cut.start
+        if moe.squared and self._width % 2:
+            raise ConfigError(
+                f"{prefix}: a rank has {self._width} of {moe.width} channels of an expert without a gate; use a "
+                "--tp-size and --ep-size that leave an even number"
+            )
 
     def num_fusible(self, reader: WeightSource) -> int:
         """Shared experts that `load` takes as experts E and on; 0: their width or storage differs from the routed
@@ -65,7 +71,11 @@ class StoredExperts:
         for slot, expert in enumerate(held):
             slots.setdefault(expert, []).append(slot)
         (format, down), sizes = self._formats(reader, held[0]), (len(held), self._hidden, self._width)
-        if format is None:
+        if self._moe.squared:
+            squared = self.kernel.capabilities.allocate_squared
+            assert squared is not None
+            weights = squared(*sizes, reader.dtype, reader.device)
+        elif format is None:
             weights = self.kernel.allocate(*sizes, reader.dtype, reader.device)
         else:
             kept = self.kernel.capabilities.quantized[type(format)]
@@ -84,11 +94,12 @@ class StoredExperts:
     def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
         """Reads experts into their slots, by expert."""
         experts, kernel, wide = list(slots), self.kernel, (self._width, self._hidden)
+        first = (wide[0] // 2, wide[1]) if self._moe.squared else wide
         format, down = self._formats(reader, experts[0])
         store = kernel.load_expert if format is None else kernel.capabilities.quantized[type(format)].load
 
         def scratch() -> list[Any]:
-            return [*(empty_weight(format, *wide, reader) for _ in range(2)), empty_weight(down, *wide[::-1], reader)]
+            return [*(empty_weight(format, *first, reader) for _ in range(2)), empty_weight(down, *wide[::-1], reader)]
 
         def load(index: int, parts: list[Any]) -> None:
             for projection, out in zip(self._projections(experts[index]), parts):
@@ -104,6 +115,8 @@ class StoredExperts:
     def _formats(self, reader: WeightSource, expert: int) -> tuple[KernelFormat | None, KernelFormat | None]:
         """The formats of gate and up, and of down; None: Tensors."""
         declared, (*up, down) = self.kernel.capabilities.quantized, self._projections(expert)
+        if self._moe.squared:
+            return None, None  # no kernel multiplies them as stored
         first, last = format_for(declared, reader, up), format_for(declared, reader, [down])
         if first is None or last is None:
             return None, None
@@ -112,10 +125,13 @@ class StoredExperts:
         return (first, last) if able and (first == last or kept.of_two is not None) else (None, None)
 
     def _projections(self, expert: int) -> list[Projection]:
-        """Gate, up and down."""
+        """Gate, up and down; without a gate the halves of up, and down."""
         if expert >= self._num_experts:
             return self._shared_projections(expert - self._num_experts)
         name, names, wide = f"{self._prefix}.{expert}", self._names, (self._whole, self._hidden)
+        if self._moe.squared:
+            begin, stop, _ = (self._cut or slice(None)).indices(self._whole)
+            return _halves(f"{name}.{names.up}", f"{name}.{names.down}", wide, begin, stop)
         return [
             Projection(f"{name}.{names.gate}", wide, Cut(self._cut)),
             Projection(f"{name}.{names.up}", wide, Cut(self._cut)),
@@ -127,8 +143,20 @@ class StoredExperts:
         wide, begin = (self._shared_width, self._hidden), index * self._whole
         start, stop, _ = (self._cut or slice(None)).indices(self._whole)
         cut = slice(begin + start, begin + stop)
+        if self._moe.squared:
+            return _halves(f"{self._shared}.up_proj", f"{self._shared}.down_proj", wide, cut.start, cut.stop)
         return [
             Projection(f"{self._shared}.gate_proj", wide, Cut(cut)),
             Projection(f"{self._shared}.up_proj", wide, Cut(cut)),
             Projection(f"{self._shared}.down_proj", wide[::-1], Cut(cols=cut)),
         ]
+
+
+def _halves(up: str, down: str, shape: tuple[int, int], begin: int, stop: int) -> list[Projection]:
+    """Channels [begin, stop) of an MLP without a gate, whose up has this shape: the halves of up, and down."""
+    middle = (begin + stop) // 2
+    return [
+        Projection(up, shape, Cut(slice(begin, middle))),
+        Projection(up, shape, Cut(slice(middle, stop))),
+        Projection(down, shape[::-1], Cut(cols=slice(begin, stop))),
+    ]

@@ -80,8 +80,7 @@ class ServerArgs:
         "out: reasoning stays in the text; the embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("nemotron_3",
-             "apertus2509", "beam", "dots", "k2_horizon", "muse", "poolside_v1",
+            ("apertus2509", "beam", "dots", "k2_horizon", "muse", "poolside_v1",
              "nanbeige", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
              "cohere_command4", "gigachat35", "response_template"),
             MORE_PARSERS,

@@ -112,12 +112,14 @@ def layer_bytes(
     further = dtype_bytes, topology, redundant_experts, format
     rotary = sizes.tensor_bytes(model, (), *further)
 
-    def of(layer: int, is_moe: bool) -> int:
-        specs = (*attention_tensors(model, layer), *feed_forward_tensors(model, is_moe, layer))
-        named = [spec.within(f"model.layers.{layer}") for spec in specs]
+    def of(layer: int, last: int | None) -> int:
+        named = [spec.within(f"model.layers.{layer}") for spec in attention_tensors(model, layer)]
+        if last is not None:
+            specs = feed_forward_tensors(model, model.moe_layers[last], last)
+            named += [spec.within(f"model.layers.{last}") for spec in specs]
         return sizes.tensor_bytes(model, named, *further) - rotary
 
-    return [of(layer, is_moe) for layer, is_moe in enumerate(model.moe_layers)]
+    return [of(*block) for block in model.blocks]
 
 
 def spread(num_layers: int, count: int) -> tuple[int, ...]:

@@ -89,6 +89,7 @@ REASONING_FORMATS = {
     "mimo": ReasoningFormat(switch="enable_thinking", calls="\n<tool_call>"),
     "step3": ReasoningFormat(forced=True),
     "step3p5": ReasoningFormat(forced=True),
+    "nemotron_3": ReasoningFormat(calls="<tool_call>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),
     "solar_open": ReasoningFormat(

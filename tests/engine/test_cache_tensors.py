@@ -38,7 +38,7 @@ def test_every_tensor_of_every_family_comes_back(kind: str, tmp_path: Path) -> N
         mtp = number % 2  # a draft layer after the model's layers
         spec = kv_spec(config, kv_dtype, mtp)
         pool = KVPool(spec, 24, 4, DeviceStream("cpu"))
-        layers = config.num_layers - len(config.state_layers) + mtp
+        layers = len(config.kv_layers) + mtp
         assert len({line.split(".")[0] for line in pool.schema()}) == layers
         assert sum(pool.row_widths) == spec.bytes_per_token
         folder = tmp_path / kv_dtype

@@ -92,9 +92,12 @@ def delta_inputs(
         torch.randn(shape.key_heads, shape.taps, shape.mixed, device=device),
         torch.empty(shape.value_heads, device=device).uniform_(0.01, 2).log(),
         torch.randn(shape.value_heads * shape.decays, device=device),
-        1 + 0.2 * torch.randn(shape.value, device=device),
+        1 + 0.2 * torch.randn(shape.value_heads * shape.value if shape.additive else shape.value, device=device),
         1e-6,
     )
+    if shape.additive:
+        bias, skip = (torch.randn(size, device=device) for size in ((shape.key_heads, shape.mixed), shape.value_heads))
+        weights = replace(weights, conv_bias=bias, skip=skip)
     states = DeltaStates(
         torch.randn(num_rows, shape.key_heads, shape.taps - 1, shape.mixed, device=device).to(dtype),
         torch.randn(num_rows, shape.value_heads, shape.key, shape.value, device=device),

@@ -11,7 +11,7 @@ import torch
 
 from moe_engine.kernels.attention.protocol import MLABackend
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.gate_form import GatedActivation
+from moe_engine.kernels.gate_form import SQUARED, GatedActivation
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
@@ -160,6 +160,15 @@ def check_situ(ops: Ops, dtype: torch.dtype) -> None:
         got, want = ops.silu_and_mul(x, form), activated(*x.double().chunk(2, -1), form)
         assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2
         close(got.nan_to_num(), want.nan_to_num(), 2)
+
+
+def check_squared_relu(ops: Ops, dtype: torch.dtype) -> None:
+    """Of all columns, in rows of a wider matrix too; NaN stays."""
+    x = normal(5, 90, dtype=dtype, scale=4.0)[:, 8:85]
+    x[1, 0] = NAN
+    got, want = ops.silu_and_mul(x, SQUARED), x.double().clamp(min=0) ** 2
+    assert torch.equal(got.isnan(), x.isnan())
+    close(got.nan_to_num(), want.nan_to_num(), 2)
 
 
 def check_given_experts(ops: Ops, dtype: torch.dtype) -> None:

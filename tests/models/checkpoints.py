@@ -41,6 +41,7 @@ KINDS = (
     "kimi_linear",
     "bailing_hybrid",
     "step3p7",
+    "nemotron_h",
 )
 MORE_KINDS = (
     "dots1",
@@ -61,6 +62,8 @@ POOLED = "glm5_next"
 GATED_STREAMS = "qwen4_exp"
 """The kind with gated streams and tables of n-grams beside pools, whose config.json has the text model in
 `text_config`."""
+MIXERS = "ME*M-M*E"
+"""The layers of Nemotron-H: each kind, and mixers with and without a feed-forward behind them."""
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """Kinds with sparse attention: contexts exceed `index_topk`."""
 
@@ -324,6 +327,13 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_group_size": 3, "short_conv_kernel_size": 4, "kda_safe_gate": True, "kda_lower_bound": -5.0}
         | {"rope_theta": 10000.0},
     ),
+    "nemotron_h": (
+        "NemotronH",
+        {**_GQA, "head_dim": 24, "num_hidden_layers": 6, "hybrid_override_pattern": MIXERS[:6]}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 20, "conv_kernel": 4}
+        | {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "chunk_size": 32}
+        | {"moe_shared_expert_intermediate_size": 48, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    ),
     "dots1": (
         "Dots1",
         {**_GQA, **_DEEPSEEK_MOE, "n_shared_experts": 2, "first_k_dense_replace": 1, "attention_bias": True}
@@ -433,7 +443,11 @@ def make_checkpoint(
 
 
 def _stretched(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with MiniMax-M3's lists by layer as long as the model: further layers are like the last one."""
+    """The fields with MiniMax-M3's lists by layer as long as the model: further layers are like the last one. The
+    same for Nemotron-H's pattern, whose last layer is attention if no other is."""
+    if fields.get("hybrid_override_pattern") == _FAMILY["nemotron_h"][1]["hybrid_override_pattern"]:
+        kinds = MIXERS[: fields["num_hidden_layers"]]
+        return fields | {"hybrid_override_pattern": kinds if "*" in kinds else f"{kinds[:-1]}*"}
     sparse = fields.get("sparse_attention_config")
     if not isinstance(sparse, dict):
         return fields
@@ -499,6 +513,8 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("A_log"):
             tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
+        elif name.endswith(".D"):
+            tensor.data = 1.0 + 0.5 * torch.randn_like(tensor)
         elif name.endswith("conv1d.weight"):
             tensor.data = 0.5 * torch.randn_like(tensor)
         elif name.endswith("e_score_correction_bias"):
@@ -766,12 +782,13 @@ def _write_config(
         del config["num_nextn_predict_layers"]
     name = str(dtype).removeprefix("torch.")
     if dialect == "hub":
-        for key in ("rope_parameters", "dtype", "head_dim", "transformers_version"):
+        for key in ("rope_parameters", "dtype", "head_dim", "transformers_version", "layers_block_type"):
             config.pop(key, None)
         config |= {key: value for key, value in fields.items() if key != "initializer_range"}
         config["torch_dtype"] = name
     else:
         config["dtype"] = name
+        config.pop("hybrid_override_pattern", None)
         config |= {k: fields[k] for k in ("topk_method", "scoring_func", "moe_layer_freq") if k in fields}
     (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "generation_config.json").write_text(

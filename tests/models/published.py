@@ -50,6 +50,18 @@ QWEN3_NEXT: dict[str, Any] = {
     "linear_value_head_dim": 128, "rope_theta": 10000000, "max_position_embeddings": 262144, "vocab_size": 151936,
     "eos_token_id": 151645, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
 }  # fmt: skip
+NEMOTRON_3_NANO: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688,
+    "intermediate_size": 1856, "num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "head_dim": 128,
+    "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
+    "use_conv_bias": True, "mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "n_routed_experts": 128,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "moe_shared_expert_intermediate_size": 3712, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "time_step_limit": [0.0, float("inf")], "mlp_bias": False, "use_bias": False, "attention_bias": False,
+    "layer_norm_epsilon": 1e-5, "max_position_embeddings": 262144, "vocab_size": 131072, "eos_token_id": 2,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
 GLM_5_2: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144, "head_dim": 192,
     "num_hidden_layers": 78, "first_k_dense_replace": 3, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,

@@ -35,6 +35,7 @@ EXPERTS = {
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
     "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts",
+    "nemotron_h": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {
     "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
@@ -54,18 +55,21 @@ GROUPED = (
     "solar_open",
     "mimo_v2_flash",
     "bailing_hybrid",
+    "nemotron_h",
 )
 """Routers that choose groups of experts."""
-FUSED = [kind for kind in EXPERTS if kind not in ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7")]
+NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "nemotron_h")
+FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7",
+    "step3p7", "nemotron_h",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid", "step3p7")
+NO_BIAS += ("nemotron_h",)
+NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid", "step3p7", "nemotron_h")
 DROPPED = (
     "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
     "topk_method", "scoring_func", "rope_scaling", "rope_interleave", "moe_layer_freq",
@@ -135,6 +139,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
             "head_dim": rng.choice((8, 12, 20, 40)), "num_heads": rng.choice((1, 2, 3)),
             "short_conv_kernel_size": rng.choice((2, 3, 4)),
         }  # fmt: skip
+    if kind == "nemotron_h":
+        _draw_mixers(rng, fields)
     if kind == "bailing_hybrid":
         fields |= {
             "layer_group_size": rng.choice([size for size in range(1, layers + 1) if layers % size == 0]),
@@ -211,6 +217,22 @@ def _draw_step(rng: random.Random, fields: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
+def _draw_mixers(rng: random.Random, fields: dict[str, Any]) -> None:
+    """Layers of Nemotron-H, of which one is attention at least."""
+    kinds = ""
+    while len(kinds) < fields["num_hidden_layers"]:
+        kinds += rng.choice("MM*" if not kinds or kinds[-1] in "E-" else "M*EE-")
+    if "*" not in kinds:
+        kinds = "*" + kinds[1:]
+    groups = rng.choice((1, 2, 3))
+    fields |= {
+        "hybrid_override_pattern": kinds, "n_groups": groups, "mamba_num_heads": groups * rng.choice((1, 2, 3)),
+        "mamba_head_dim": rng.choice((4, 12, 20, 64)), "ssm_state_size": rng.choice((4, 16, 20, 40)),
+        "conv_kernel": rng.choice((2, 3, 4)), "chunk_size": rng.choice((8, 32)),
+        "layer_norm_epsilon": fields.pop("rms_norm_eps"), "use_conv_bias": rng.random() < 0.7,
+    }  # fmt: skip
+
+
 def _draw_mla(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
     heads = rng.choice((1, 2, 3, 5))
     fields |= {
@@ -235,7 +257,10 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
         fields |= {"routed_scaling_factor": rng.choice((1.0, 2.5))}
         fields["norm_topk_prob"] = rng.random() < 0.7 and kind != "deepseek_v2"  # which transformers does not follow
         shared = "num_shared_experts" if kind == "bailing_hybrid" else "n_shared_experts"
-        fields[shared] = rng.choice((1, 2)) if kind != "mimo_v2_flash" else None
+        fields[shared] = rng.choice((1, 2)) if kind not in ("mimo_v2_flash", "nemotron_h") else None
+        if kind == "nemotron_h":
+            fields |= {shared: 1, "moe_shared_expert_intermediate_size": rng.choice((12, 33, 64))}
+            fields["moe_latent_size"] = rng.choice((None, 8, 22))
     if kind in ("qwen3_moe", "qwen3_next"):
         fields["norm_topk_prob"] = rng.random() < 0.5
     if kind == "deepseek_v2":

@@ -27,7 +27,7 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
-from tests.models.published import KIMI_LINEAR, LING_FLASH, LLAMA, QWEN3_NEXT, V2_LITE
+from tests.models.published import KIMI_LINEAR, LING_FLASH, LLAMA, NEMOTRON_3_NANO, QWEN3_NEXT, V2_LITE
 from tests.models.published import YARN_V3 as V3
 
 
@@ -113,6 +113,36 @@ def test_qwen3_next(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             parse(tmp_path, QWEN3_NEXT | wrong)
+
+
+def test_nemotron_3(tmp_path: Path) -> None:
+    config = parse(tmp_path, NEMOTRON_3_NANO)
+    assert sizes.num_parameters(config) == pytest.approx(31.58e9, rel=1e-3)
+    assert num_active_parameters(config) == pytest.approx(3.2e9, rel=1e-2)  # 3.6 G with the embedding
+    (group,) = config.state_groups
+    assert len(group.layers) == 23 and config.kv_layers == (5, 12, 19, 26, 33, 42) and sum(config.moe_layers) == 23
+    assert group.num_bytes("bfloat16") == 23 * (64 * 64 * 128 * 4 + (4096 + 2 * 1024) * 3 * 2)
+    assert config.kv_bytes_per_token("bfloat16") == 6 * 2 * 2 * 128 * 2 and config.context_length == 262144
+    assert config.blocks[:4] == ((0, 1), (2, 3), (4, None), (5, 6)) and not config.has_dense
+    facts = model_facts(NEMOTRON_3_NANO)
+    assert (facts.moe_layers, facts.dense_layers, facts.bare_layers) == (23, 0, 6)
+    norms_and_small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
+    assert 0 <= norms_and_small < 2e6
+    listed = [{"M": "mamba", "E": "moe", "*": "attention"}[kind] for kind in NEMOTRON_3_NANO["hybrid_override_pattern"]]
+    other = {k: v for k, v in NEMOTRON_3_NANO.items() if k != "hybrid_override_pattern"} | {"layers_block_type": listed}
+    assert dataclasses.replace(parse(tmp_path, other), raw=None) == dataclasses.replace(config, raw=None)
+    for wrong, message in (
+        ({"hybrid_override_pattern": "MEXE*" * 11}, "has unknown layers X"),
+        ({"hybrid_override_pattern": "ME*EE" * 11}, "feed-forward at layer 4 behind no Mamba2 or attention"),
+        ({"hybrid_override_pattern": "ME" * 26}, "has no layer of attention"),
+        ({"hybrid_override_pattern": "ME*"}, "has 3 layers, and num_hidden_layers is 52"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+        ({"moe_intermediate_size": 1857}, "moe_intermediate_size 1857 is odd"),
+        ({"time_step_limit": [1, 0]}, "time_step_limit must be a list of two ascending numbers"),
+        ({"n_groups": 7}, "n_groups 7 does not divide mamba_num_heads 64"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(tmp_path, NEMOTRON_3_NANO | wrong)
 
 
 def test_kimi_linear(tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def test_endpoints_that_are_not_offered():
     assert get(FakeClient(), "/generate").status_code == 405
     assert get(FakeClient(), "/v1/nowhere").json()["object"] == "error"
     assert get(FakeClient(), "/openapi.json").status_code == 200
-    for flag, value in (("reasoning_parser", "nemotron_3"), ("tool_call_parser", "step3")):
+    for flag, value in (("reasoning_parser", "granite_thinking_parser"), ("tool_call_parser", "step3")):
         with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {value}"):
             make_app(FakeClient(), **{flag: value})
 

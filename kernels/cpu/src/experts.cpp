@@ -11,10 +11,12 @@
 namespace moe {
 
 // Biases of the products and a clamped activation: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up
-// within +-limit. With a beta: `situ`, without biases.
+// within +-limit. With a beta: `situ`, without biases. squared: relu(x)^2 of both, which are the halves of one matrix, and
+// so of the columns of a hidden row; without biases.
 struct ExpertBiases {
   const float *gate_up, *down;  // [E, 2I], gate first, and [E, D]; both null: the activation without biases
   float alpha, limit, beta;
+  int32_t squared;
 
   const float* of_gate(int64_t expert, int64_t width, int64_t column) const {
     return gate_up ? gate_up + expert * 2 * width + column : nullptr;
@@ -23,8 +25,9 @@ struct ExpertBiases {
 
 struct Shape {
   int64_t experts, hidden, width;
+  int64_t half;  // columns of gate, and of up: the width, or its half
   int64_t width_panels, hidden_panels, hidden_steps, width_steps;
-  int64_t hidden_panel, width_panel;  // units of a panel of gate or up, and of down
+  int64_t hidden_panel, width_panel;  // units of a panel of gate or up, and of down. width_panels: of gate
   int64_t expert_units;
   const Coding *up_form, *down_form;  // null: plain panels
   const ExpertBiases* biases = nullptr;
@@ -33,8 +36,9 @@ struct Shape {
 
 template <class T>
 static Shape shape_of(int64_t experts, int64_t hidden, int64_t width, const Coding* up_form, const Coding* down_form,
-                      const ExpertBiases* biases = nullptr, float limit = 0) {
-  Shape s{experts, hidden, width, panels_of(width), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width),
+                      const ExpertBiases* biases = nullptr, float limit = 0, bool squared = false) {
+  const int64_t half = squared || (biases && biases->squared) ? width / 2 : width;
+  Shape s{experts, hidden, width, half, panels_of(half), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width),
           panel_units<T>(hidden, up_form), panel_units<T>(width, down_form), 0, up_form, down_form,
           biases, limit};
   s.expert_units = 2 * s.width_panels * s.hidden_panel + s.hidden_panels * s.width_panel;
@@ -83,6 +87,14 @@ template <class T>
 static INLINE void activate_biased(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns,
                                     const ExpertBiases& b, const float* bias, int64_t width, T* out, int64_t ldo) {
   const F16 limit = set1(b.limit), alpha = set1(b.alpha), one = set1(1.f);
+  if (b.squared) {
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < columns; j += LANES) {
+        store_some(out + i * ldo + j, squared_relu(load(gate + i * ldc + j)), columns - j);
+        store_some(out + i * ldo + width + j, squared_relu(load(up + i * ldc + j)), columns - j);
+      }
+    return;
+  }
   if (b.beta > 0) {
     for (int64_t i = 0; i < rows; i++)
       for (int64_t j = 0; j < columns; j += LANES)
@@ -136,11 +148,11 @@ class Passes {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
       product<T>(x, stride, unit.rows, s_.hidden, w, p, here, s_.width_panels + p, gate, GROUP * LANES);
       product<T>(x, stride, unit.rows, s_.hidden, w, s_.width_panels + p, here, p + here, up, GROUP * LANES);
-      const int64_t columns = std::min(here * LANES, s_.width - column);
+      const int64_t columns = std::min(here * LANES, s_.half - column);
       T* to = hidden_ + unit.begin * stride_ + column;
       if (s_.biases)
         activate_biased(gate, up, GROUP * LANES, unit.rows, columns, *s_.biases,
-                        s_.biases->of_gate(unit.expert, s_.width, column), s_.width, to, stride_);
+                        s_.biases->of_gate(unit.expert, s_.width, column), s_.half, to, stride_);
       else
         activate(gate, up, GROUP * LANES, unit.rows, columns, s_.limit, to, stride_);
     }
@@ -352,9 +364,9 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
 using namespace moe;
 
 API int64_t moe_expert_bytes(int is_bf16, int64_t hidden, int64_t width, const Coding* up_form,
-                             const Coding* down_form) {
-  return 4 * (is_bf16 ? shape_of<bf16>(1, hidden, width, up_form, down_form)
-                      : shape_of<float>(1, hidden, width, up_form, down_form))
+                             const Coding* down_form, int squared) {
+  return 4 * (is_bf16 ? shape_of<bf16>(1, hidden, width, up_form, down_form, nullptr, 0, squared)
+                      : shape_of<float>(1, hidden, width, up_form, down_form, nullptr, 0, squared))
                  .expert_units;
 }
 

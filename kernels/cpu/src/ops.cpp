@@ -44,6 +44,16 @@ static void add_norm(const T* x, int64_t ldx, T* residual, const W* weight, floa
 
 // ---- activation ----
 
+// relu(x)^2 of n columns, without a gate.
+template <class T>
+static void squared(const T* x, int64_t ld, T* out, int64_t rows, int64_t n) {
+  parallel_ranges(rows, double(n) * 0.25, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++)
+      for (int64_t i = 0; i < n; i += LANES)
+        store_some(out + t * n + i, squared_relu(load_some(x + t * ld + i, n - i)), n - i);
+  });
+}
+
 template <class T>
 static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t n, float limit, float alpha,
                      float beta) {
@@ -362,9 +372,10 @@ API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t l
 }
 
 API void moe_silu_and_mul(int is_bf16, const void* gate_up, int64_t ld, void* out, int64_t rows, int64_t n,
-                          float limit, float alpha, float beta) {
+                          float limit, float alpha, float beta, int is_squared) {
   typed(is_bf16, [&](auto a) {
     using T = decltype(a);
+    if (is_squared) return squared(IN(T, gate_up), ld, OUT(T, out), rows, n);
     silu_mul(IN(T, gate_up), ld, OUT(T, out), rows, n, limit, alpha, beta);
   });
 }

@@ -357,6 +357,11 @@ INLINE F16 softplus(const F16& x) {
 }
 INLINE F16 sigmoid(const F16& x) { return set1(1.f) / (set1(1.f) + exp(zero() - x)); }
 INLINE F16 silu(const F16& x) { return x * sigmoid(x); }
+// relu(x)^2; NaN stays.
+INLINE F16 squared_relu(const F16& x) {
+  const F16 kept = max(zero(), x);
+  return kept * kept;
+}
 INLINE F16 tanh(const F16& x) { return set1(2.f) * sigmoid(x + x) - set1(1.f); }
 
 // gate at most `limit`, up within +-limit; NaN stays.

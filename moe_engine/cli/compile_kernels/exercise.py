@@ -37,7 +37,8 @@ def one_layer_of_each(model: ModelConfig) -> ModelConfig:
     """The model truncated after its first dense and first MoE layer, with attention and with each kind of state; all
     other layers are equal to these."""
     caches = [[i in group.layers for group in model.state_groups] for i in range(model.num_layers)]
-    kinds = list(zip(model.moe_layers or (False,) * model.num_layers, caches))
+    whole = map(model.has_attention, range(model.num_layers))
+    kinds = list(zip(model.moe_layers or (False,) * model.num_layers, caches, whole))
     count = 1 + max(kinds.index(kind) for kind in kinds)
     states = tuple(replace(group, layers=tuple(i for i in group.layers if i < count)) for group in model.state_groups)
     return replace(model, num_layers=count, moe_layers=model.moe_layers[:count], state_groups=states)

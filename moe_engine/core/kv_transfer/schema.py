@@ -18,7 +18,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
     """
     model, speculation, head = config.model, config.speculation, config.draft_head
     own = speculation is not None and speculation.uses_own_layers
-    layers = model.num_layers - len(model.state_layers)
+    layers = len(model.kv_layers)
     scaled = " scaled" if model.latent_scales else ""
     parts = (str(kind.kv_parts(config.kv_cache_dtype)) for kind in model.attentions)
     return {

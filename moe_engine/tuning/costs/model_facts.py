@@ -22,15 +22,38 @@ from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
 from moe_engine.models.config_mixtures import ernie_moe_fields, gpt_oss_fields
+from moe_engine.models.config_nemotron_h import ATTENTION, EXPERTS, STATE, nemotron_fields, nemotron_kinds
+from moe_engine.models.config_nemotron_h import MLP as LONE_MLP
 from moe_engine.models.config_qwen4_exp import qwen4_exp_fields
 from moe_engine.models.config_step import step_fields
 from moe_engine.tuning.costs.form import KV_BYTES
+
+
+def _nemotron_fields(fields: Fields) -> Fields:
+    """Nemotron-H under the names of others; a layer is a mixer over tokens with the feed-forward behind it, if any."""
+    kinds, raw = nemotron_kinds(fields), dict(nemotron_fields(fields).raw)
+    names = {STATE: "linear_attention", ATTENTION: "full_attention"}
+    raw["layer_types"] = [names[kind] for kind in kinds if kind in names]
+    raw["num_hidden_layers"] = len(raw["layer_types"])
+    raw |= {"dense_layers": kinds.count(LONE_MLP), "moe_layers": kinds.count(EXPERTS), "mlp_matrices": 2}
+    raw |= {
+        "linear_num_key_heads": fields.integer("n_groups", 8),
+        "linear_key_head_dim": raw.get("ssm_state_size", 128),
+    }
+    raw |= {"linear_num_value_heads": fields.integer("mamba_num_heads", 128)}
+    raw |= {"linear_value_head_dim": fields.integer("mamba_head_dim", 64), "linear_gates": 1}
+    raw["shared_expert_intermediate_size"] = fields.integer("moe_shared_expert_intermediate_size", 0, minimum=0)
+    raw["routed_expert_hidden_size"] = fields.integer("moe_latent_size", None)
+    if not raw["moe_layers"]:
+        raw["n_routed_experts"] = None
+    return Fields(raw, fields.source)
+
 
 _COMPLETED = {
     "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
-    "step3p5": step_fields, "step3p7": step_fields,
+    "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip
@@ -112,6 +135,8 @@ class ModelFacts:
     stored_dtype: str
     num_heads: int
     mtp_layers: int = 0
+    bare_layers: int = 0
+    """Layers without a feed-forward (Nemotron-H)."""
 
     @property
     def key(self) -> str:
@@ -120,7 +145,7 @@ class ModelFacts:
 
     @property
     def moe_layers(self) -> int:
-        return self.layers - self.dense_layers
+        return self.layers - self.dense_layers - self.bare_layers
 
     def kernels(self, shared_slots: bool = False) -> int:
         """Number of kernels of a decode step in all layers.
@@ -170,18 +195,23 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
     own_width = _first(fields, "moe_intermediate_size")
     width = fields.integer("intermediate_size", own_width) if own_width else fields.integer("intermediate_size")
     latent = _first(fields, "routed_expert_hidden_size") if experts else 0
-    expert = 3 * (latent or hidden) * (own_width or width) if experts else 0
+    matrices = fields.integer("mlp_matrices", 3)
+    expert = matrices * (latent or hidden) * (own_width or width) if experts else 0
     shared = _first(fields, "shared_expert_intermediate_size")
     if not shared and experts:
         shared = _first(fields, "n_shared_experts", "num_shared_experts") * (own_width or width)
+    dense = _dense_layers(fields, layers) if experts else layers
+    if fields.has("mlp_matrices"):
+        dense = fields.integer("dense_layers", minimum=0)
+    bare = layers - dense - fields.integer("moe_layers", minimum=0) if fields.has("mlp_matrices") else 0
     return ModelFacts(
         name=_name(raw),
         hidden=hidden,
         vocab=(vocab := fields.integer("vocab_size")),
         layers=layers,
-        dense_layers=_dense_layers(fields, layers) if experts else layers,
-        dense=3 * hidden * width,
-        shared=3 * hidden * shared + 2 * hidden * latent,
+        dense_layers=dense,
+        dense=matrices * hidden * width,
+        shared=matrices * hidden * shared + 2 * hidden * latent,
         expert=expert,
         routed=latent or hidden,
         num_experts=experts,
@@ -191,6 +221,7 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
         stored_dtype=stored_dtype(raw),
         num_heads=fields.integer("num_attention_heads"),
         mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
+        bare_layers=bare,
     )
 
 
@@ -397,10 +428,10 @@ def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         raise ConfigError(f"{fields.source}: layer_types has layers that the planner does not know; remove them")
     keys = fields.integer("linear_num_key_heads") * fields.integer("linear_key_head_dim")
     heads, width = fields.integer("linear_num_value_heads"), fields.integer("linear_value_head_dim")
-    values = heads * width
+    values, gates = heads * width, fields.integer("linear_gates", 2)
     return AttentionFacts(
         layers=layers,
-        sharded=hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden,
+        sharded=hidden * (2 * keys + 2 * values + gates * heads) + values * hidden,
         replicated=0,
         kernels=LINEAR,
         state_numbers=values * fields.integer("linear_key_head_dim"),

@@ -64,6 +64,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 1,
         "expert_swiglu_limit_list": [0, 0.3],
     },  # gates, grouped experts, one layer's bounded
+    "nemotron_h": {"n_groups": 4},  # additive states, experts without gates, mixers without a feed-forward behind them
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
@@ -203,7 +204,7 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
     "name",
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
-        "kimi_linear", "kimi_k3", "hunyuan_v1_moe", "mistral4", "mistral_large3", "solar_open", "dots1",
+        "kimi_linear", "kimi_k3", "nemotron_h", "hunyuan_v1_moe", "mistral4", "mistral_large3", "solar_open", "dots1",
         "mimo_v2_flash", "step3p7", "minimax_m3",
     ],
 )  # fmt: skip

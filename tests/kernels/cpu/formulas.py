@@ -71,7 +71,9 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, form: GatedActivati
 
 
 def activated(gate: Tensor, up: Tensor, form: GatedActivation) -> Tensor:
-    """gate and up with the activation, which has no alpha."""
+    """gate and up with the activation, which has no alpha; of halves of up both."""
+    if form.squared:
+        return torch.cat((gate, up), -1).clamp(min=0) ** 2
     if not form.beta:
         return bounded_silu(gate, up, form.limit)
     soft = form.limit * torch.tanh(up / form.limit) if form.limit else up

@@ -10,23 +10,29 @@ from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
-from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.gate_form import SILU, SQUARED, GatedActivation
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import NAN, biased, close, gated, normal
 
 Parts = list[tuple[Tensor, Tensor, Tensor]]
-FORMS = (SILU, GatedActivation(0.9), GatedActivation(-0.4), GatedActivation(1.5, beta=0.8))
+FORMS = (SILU, GatedActivation(0.9), GatedActivation(-0.4), GatedActivation(1.5, beta=0.8), SQUARED)
 
 
 def _experts(
-    kernel: CpuExperts, count: int, hidden: int, width: int, dtype: torch.dtype
+    kernel: CpuExperts, count: int, hidden: int, width: int, dtype: torch.dtype, form: GatedActivation = SILU
 ) -> tuple[ExpertWeights, Parts]:
-    weights = kernel.allocate(count, hidden, width, dtype, "cpu")
+    """Experts with an activation; without a gate their width is `width`, and each matrix is a half."""
+    if form.squared:
+        assert kernel.capabilities.allocate_squared is not None
+        weights = kernel.capabilities.allocate_squared(count, hidden, 2 * width, dtype, "cpu")
+    else:
+        weights = kernel.allocate(count, hidden, width, dtype, "cpu")
+        weights.activation = form
     weights.data.storage.fill_(0xFF)  # NaN in any part that loading does not write
     parts = []
     for expert in reversed(range(count)):
         gate, up = (normal(width, hidden, dtype=dtype, scale=0.2) for _ in range(2))
-        parts.append((gate, up, normal(hidden, width, dtype=dtype, scale=0.2)))
+        parts.append((gate, up, normal(hidden, weights.width, dtype=dtype, scale=0.2)))
         kernel.load_expert(weights, expert, *parts[-1])
     return weights, parts[::-1]
 
@@ -52,8 +58,7 @@ def test_routed(
     any_library: Library, dtype: torch.dtype, hidden: int, width: int, tokens: int, form: GatedActivation
 ) -> None:
     kernel = CpuExperts(any_library)
-    weights, parts = _experts(kernel, 6, hidden, width, dtype)
-    weights.activation = form
+    weights, parts = _experts(kernel, 6, hidden, width, dtype, form)
     x = normal(tokens, hidden, dtype=dtype)
     topk, ids = _routing(tokens, 3, 5)  # expert 5 has no rows
     got = kernel.run_routed(x, topk, ids, weights)
@@ -110,8 +115,7 @@ def test_grouped_and_padded(
     any_library: Library, dtype: torch.dtype, hidden: int, width: int, form: GatedActivation
 ) -> None:
     kernel = CpuExperts(any_library)
-    weights, parts = _experts(kernel, 5, hidden, width, dtype)
-    weights.activation = form
+    weights, parts = _experts(kernel, 5, hidden, width, dtype, form)
     counts = [3, 0, 110, 1, 8]
     x = normal(sum(counts), hidden, dtype=dtype)
     offsets = torch.tensor([0, *counts]).cumsum(0).int()

@@ -54,6 +54,7 @@ def test_clamped_silu(any_library: Library, dtype: torch.dtype) -> None:
     row_checks.check_clamped_silu(CpuOps(any_library), dtype)
     row_checks.check_shifted_silu(CpuOps(any_library), dtype)
     row_checks.check_situ(CpuOps(any_library), dtype)
+    row_checks.check_squared_relu(CpuOps(any_library), dtype)
 
 
 def test_given_experts(any_library: Library, dtype: torch.dtype) -> None:

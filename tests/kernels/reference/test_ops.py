@@ -26,6 +26,7 @@ def test_clamped_silu(dtype: torch.dtype) -> None:
     row_checks.check_clamped_silu(OPS, dtype)
     row_checks.check_shifted_silu(OPS, dtype)
     row_checks.check_situ(OPS, dtype)
+    row_checks.check_squared_relu(OPS, dtype)
 
 
 def test_given_experts(dtype: torch.dtype) -> None:

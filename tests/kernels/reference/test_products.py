@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.reference import TorchExperts
+from moe_engine.kernels.gate_form import SQUARED
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.parallel.experts import make_routed_experts
 from tests.kernels.cpu.formulas import NAN, close, gated, normal
@@ -46,6 +47,18 @@ def experts() -> tuple[TorchExperts, ExpertWeights, list[tuple[Tensor, Tensor, T
     for expert, part in enumerate(parts):
         kernel.load_expert(weights, expert, *part)
     return kernel, weights, parts
+
+
+def test_without_a_gate() -> None:
+    kernel = TorchExperts()
+    weights = kernel.allocate(3, 12, 8, FP32, "cpu", squared=True)
+    weights.activation, counts = SQUARED, [2, 0, 3]
+    parts = [(normal(4, 12, dtype=FP32), normal(4, 12, dtype=FP32), normal(12, 8, dtype=FP32)) for _ in counts]
+    for expert, part in enumerate(parts):
+        kernel.load_expert(weights, expert, *part)
+    x, offsets = normal(5, 12, dtype=FP32), torch.tensor([0, *counts]).cumsum(0).int()
+    got = kernel.run(ExpertBatch("grouped", x, offsets=offsets), weights)
+    close(got, torch.cat([gated(rows, *part, SQUARED) for rows, part in zip(x.split(counts), parts)]))
 
 
 def test_grouped_and_padded_layouts() -> None:

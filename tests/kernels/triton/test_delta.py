@@ -15,6 +15,8 @@ SHAPES = (
     DeltaShape(1, 1, 20, 40, 2, sigmoid=True),
     DeltaShape(2, 2, 20, 12, 4, decays=20, sigmoid=True),
     DeltaShape(1, 2, 8, 40, 2, decays=8, bound=-5.0),
+    DeltaShape(2, 4, 20, 24, 4, additive=True),
+    DeltaShape(1, 3, 16, 40, 2, additive=True, shortest=0.4, longest=0.9),
 )
 
 

@@ -14,7 +14,7 @@ from moe_engine.kernels.experts.group_tiles import num_programs, programs_per_sm
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertShape, named_shapes
 from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
-from moe_engine.kernels.gate_form import GatedActivation
+from moe_engine.kernels.gate_form import SQUARED, GatedActivation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight, RowWeight
 from tests.kernels.cpu.formulas import NAN, activated, biased, block_product, by_row, gated
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 class Experts:
     """Random experts of a kind, in the kernel's memory and as plain values."""
 
-    def __init__(self, kind: str, count: int, hidden: int, width: int) -> None:
+    def __init__(self, kind: str, count: int, hidden: int, width: int, squared: bool = False) -> None:
         self.kind, self.power_of_two = kind, kind == "fp8_ue8m0"
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float32)
         shapes = ((width, hidden), (width, hidden), (hidden, width))
@@ -40,7 +40,9 @@ class Experts:
         elif kind.startswith("fp8"):
             self.weights = kernel.allocate_blocks(count, hidden, width, "cpu", BlockFP8(self.power_of_two))
         else:
-            self.weights = kernel.allocate(count, hidden, width, self.dtype, "cpu")
+            self.weights = kernel.allocate(count, hidden, width, self.dtype, "cpu", squared)
+            if squared:
+                self.weights.activation, shapes = SQUARED, ((width // 2, hidden),) * 2 + ((hidden, width),)
         for expert in range(count):
             plain = [torch.randn(n, k) * k**-0.5 * 2.0 ** float(torch.randint(-1, 2, ())) for n, k in shapes]
             if kind == "fp8_rows":
@@ -121,6 +123,22 @@ def test_biases(kind: str, tokens: int) -> None:
     alone = kernel.run_routed(x, topk, ids, experts.weights)
     experts.weights.bias = ExpertBiases(torch.zeros(4, 144), torch.zeros(4, 160), bias.alpha, bias.limit)
     assert torch.equal(alone, kernel.run_routed(x, topk, ids, experts.weights)), "no biases are biases of 0"
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_without_a_gate(kind: str, tokens: int) -> None:
+    """Pairs of few tokens, sorted rows of more, and a dispatcher's batch."""
+    experts = Experts(kind, 4, 160, 2 * 72, squared=True)
+    x, topk = experts.rows(tokens, 160), torch.rand(tokens, 2)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)]).int()
+    each = [experts.apply(x, e) for e in range(4)]
+    want = torch.stack([sum(topk[t, k] * each[ids[t, k]][t] for k in range(2)) for t in range(tokens)])
+    experts.check(kernel.run_routed(x, topk, ids, experts.weights), want)
+    counts = [tokens, 0, 1, 2]
+    rows = experts.rows(sum(counts), 160)
+    got = kernel.run(ExpertBatch("grouped", rows, offsets=torch.tensor([0, *counts]).cumsum(0).int()), experts.weights)
+    experts.check(got, torch.cat([experts.apply(part, e) for e, part in enumerate(rows.split(counts))]))
 
 
 @pytest.mark.each_value

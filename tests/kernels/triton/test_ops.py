@@ -129,6 +129,7 @@ def test_clamped_silu(ops, dtype):
     row_checks.check_clamped_silu(ops, dtype)
     row_checks.check_shifted_silu(ops, dtype)
     row_checks.check_situ(ops, dtype)
+    row_checks.check_squared_relu(ops, dtype)
 
 
 @pytest.mark.parametrize("most", [256, 0], ids=["one launch", "two"])

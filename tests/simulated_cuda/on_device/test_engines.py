@@ -266,6 +266,23 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
     assert launched >= {"conv_update_kernel", "delta_kernel", "gated_norm_kernel", "system_kernel", "states_kernel"}
 
 
+def test_captured_steps_of_additive_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nemotron-H: the same of Mamba2, beside attention without positions, experts and an MLP without gates, and mixers
+    without a feed-forward behind them."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    monkeypatch.setattr(triton_delta, "SHORT", 3)
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
+    path = make_checkpoint("nemotron_h", tmp_path / "model", 5, **sizes)
+    requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
+    flags = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
+    found = compared(path, tmp_path, requests, flags, cuda_graph_bs_decode="2", **FEW)
+    assert found.num_graphs and any(step.cuda_graph for step in found.steps)
+    assert [wait for step in found.steps for wait in step.waits] == []
+    launched = set(kernels.launches)
+    assert launched >= {"conv_update_kernel", "delta_kernel", "group_norm_kernel", "scores_kernel", "states_kernel"}
+    assert launched >= {"gate_up_kernel", "silu_and_mul_kernel"}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "sizes"),

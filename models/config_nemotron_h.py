@@ -1,0 +1,144 @@
+"""config.json of Nemotron-H and Nemotron-3 -> ModelConfig. Imports no torch.
+
+Published files and those that transformers saves name fields differently: both are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from moe_engine.kernels.gate_form import SQUARED
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_families import check_moe, parse_gqa
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.nemotron_names import quantization_names
+from moe_engine.models.state_config import DeltaConfig, StateGroup
+
+STATE, ATTENTION, EXPERTS, MLP = "M", "*", "E", "-"
+_KINDS = {
+    "linear_attention": STATE, "mamba": STATE, "full_attention": ATTENTION, "attention": ATTENTION, "moe": EXPERTS,
+    "mlp": MLP,
+}  # fmt: skip
+"""Names of transformers, present and former, of the letters of published files."""
+_PATTERN, _LIST = "hybrid_override_pattern", "layers_block_type"
+_SERVED = {
+    "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "mlp_bias": False, "use_bias": False,
+    "attention_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False, "n_shared_experts": 1,
+}  # fmt: skip
+
+
+def nemotron_kinds(fields: Fields) -> str:
+    """A letter for each layer. Raises ConfigError: no kinds, unknown ones, or an order that is not served."""
+    listed, pattern = fields.raw.get(_LIST), fields.text(_PATTERN, None)
+    if listed is None and pattern is None:
+        fields.fail(_PATTERN, f"is missing, and so is {_LIST}; add one of them")
+    if listed is not None:
+        if not isinstance(listed, list) or not all(name in _KINDS for name in listed):
+            fields.fail(_LIST, f"needs a list of {', '.join(_KINDS)}, not {listed!r}")
+        kinds = "".join(_KINDS[name] for name in listed)
+    else:
+        kinds = str(pattern)
+        if unknown := set(kinds) - set(_KINDS.values()):
+            fields.fail(_PATTERN, f"has unknown layers {', '.join(sorted(unknown))}; known: M, *, E, -")
+    name = _PATTERN if listed is None else _LIST
+    count = fields.integer("num_hidden_layers", len(kinds))
+    if count > len(kinds):
+        fields.fail(name, f"has {len(kinds)} layers, and num_hidden_layers is {count}")
+    kinds = kinds[:count]
+    for i, kind in enumerate(kinds):
+        if kind in (EXPERTS, MLP) and (not i or kinds[i - 1] in (EXPERTS, MLP)):
+            fields.fail(name, f"has a feed-forward at layer {i} behind no Mamba2 or attention, which is not supported")
+    if ATTENTION not in kinds:
+        fields.fail(name, "has no layer of attention; a model without KV is not supported")
+    return kinds
+
+
+def nemotron_fields(fields: Fields) -> Fields:
+    """The fields under common names, with the modules of quantization_config as they are named here."""
+    raw = {**fields.raw, "num_hidden_layers": len(nemotron_kinds(fields))}
+    raw["rms_norm_eps"] = fields.number("layer_norm_epsilon", None, above=0) or fields.number("rms_norm_eps", 1e-5)
+    raw["head_dim"] = fields.integer("head_dim", None) or fields.integer("attention_head_dim", 128)
+    raw |= {"rope_scaling": None, "rope_parameters": None, "hidden_act": "silu", "partial_rotary_factor": None}
+    if (stored := fields.section("quantization_config")) is not None:
+        raw["quantization_config"] = quantization_names(stored.raw)
+    return Fields(raw, fields.source)
+
+
+def parse_nemotron_h(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Nemotron-3 (Nano, Super, Ultra) and Nemotron-H: Mamba2, attention without positions, a sigmoid router with a bias
+    and a shared expert, relu2 without gates. MTP layers are not read."""
+    fields.check_served(_SERVED)
+    if fields.has("sliding_window"):
+        fields.fail("sliding_window", "is not supported in this family")
+    kinds, read = nemotron_kinds(fields), nemotron_fields(fields)
+    moe = _experts(read) if EXPERTS in kinds else None
+    config = parse_gqa(read, generation, moe, tuple(kind == EXPERTS for kind in kinds), qkv_bias=False, o_bias=False)
+    states = tuple(i for i, kind in enumerate(kinds) if kind == STATE)
+    delta = _mamba(read)
+    return replace(
+        config,
+        rope=replace(config.rope, kind="none"),
+        delta=delta if states else None,
+        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        windows=(),
+        activation=SQUARED,
+        lone_feed_forwards=tuple(i for i, kind in enumerate(kinds) if kind in (EXPERTS, MLP)),
+        num_nextn_predict_layers=0,
+        raw=fields.raw,
+    )
+
+
+def _experts(fields: Fields) -> MoEConfig:
+    moe = MoEConfig(
+        num_experts=fields.integer("n_routed_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("moe_intermediate_size"),
+        shared_width=fields.integer("moe_shared_expert_intermediate_size"),
+        score="sigmoid",
+        has_bias=True,
+        num_groups=fields.integer("n_group", 1),
+        topk_groups=fields.integer("topk_group", 1),
+        group_score="top2",
+        renormalize=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        latent=fields.integer("moe_latent_size", None) or 0,
+        squared=True,
+    )
+    check_moe(fields, moe)
+    if moe.width % 2:
+        fields.fail("moe_intermediate_size", f"{moe.width} is odd; experts without a gate need an even width")
+    return moe
+
+
+def _mamba(fields: Fields) -> DeltaConfig:
+    """Mamba2's sizes."""
+    delta = DeltaConfig(
+        key_heads=fields.integer("n_groups", None) or fields.integer("mamba_n_groups", 8),
+        value_heads=fields.integer("mamba_num_heads", 128),
+        key=fields.integer("ssm_state_size", 128),
+        value=fields.integer("mamba_head_dim", 64),
+        taps=fields.integer("conv_kernel", None, minimum=2) or fields.integer("mamba_d_conv", 4, minimum=2),
+        additive=True,
+        conv_bias=fields.flag("use_conv_bias", True),
+        step_limits=_step_limits(fields),
+    )
+    if delta.value_heads % delta.key_heads:
+        fields.fail("n_groups", f"{delta.key_heads} does not divide mamba_num_heads {delta.value_heads}")
+    return delta
+
+
+def _step_limits(fields: Fields) -> tuple[float, float] | None:
+    """`time_step_limit`; None: no bounds. Infinity may be an object, as transformers saves it."""
+    found = fields.raw.get("time_step_limit")
+    if found is None:
+        return None
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        fields.fail("time_step_limit", f"must be a list of two numbers, found {found!r}")
+    bounds = [float(part.get("__float__", "nan")) if isinstance(part, Mapping) else part for part in found]
+    if not all(isinstance(bound, int | float) for bound in bounds) or not 0 <= bounds[0] <= bounds[1]:
+        fields.fail("time_step_limit", f"must be a list of two ascending numbers, found {found!r}")
+    return None if bounds[0] == 0 and bounds[1] == inf else (float(bounds[0]), float(bounds[1]))

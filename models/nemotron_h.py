@@ -1,0 +1,33 @@
+"""Nemotron-H and Nemotron-3: layers of one mixer each, which is Mamba2, attention without rotation, experts or an MLP.
+
+A mixer over tokens and the feed-forward behind it are one layer of the decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.dense import DenseModel
+from moe_engine.models.layers.mamba2 import Mamba2
+from moe_engine.models.weights import WeightSource
+
+
+class NemotronHModel(DenseModel):
+    """`Model` of the family. `batch.kv[layer]` is (keys, values); for Mamba2, its state tensors; else ()."""
+
+    has_mtp = False
+
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
+        if layer_index in self.config.state_layers:
+            return Mamba2(self.config, layer_index, reader, self.backends, self.parallel)
+        return super().make_attention(layer_index, reader, rotary)
+
+    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        return super().attention_args(self.place(batch))
+
+    def place(self, batch: ForwardBatch) -> ForwardBatch:
+        """All tokens read the only row of the rotary table, which rotates nothing."""
+        return replace(batch, positions=batch.positions.new_zeros(batch.num_tokens))
