@@ -28,6 +28,9 @@ def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
         shared_width=moe.shared_width if moe else 0,
         latent_width=moe.latent if moe else 0,
         states=tuple(sorted({part.shape[part.sharded] for part in parts if part.sharded is not None})),
+        output_groups=max(
+            (kind.output_groups for kind in config.attentions if isinstance(kind, CompressedConfig)), default=0
+        ),
     )
 
 

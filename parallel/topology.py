@@ -25,6 +25,7 @@ class ModelWidths:
         block: channels that cannot be split: 128 if a kernel keeps block-FP8 weights, 1 if they are dequantized at
             load.
         latent_width: of the space of routed experts, if they have one of their own.
+        output_groups: groups of attention heads with a projection of their own; 0: all heads have one projection.
     """
 
     num_heads: int
@@ -36,6 +37,7 @@ class ModelWidths:
     block: int = 1
     states: tuple[int, ...] = ()
     latent_width: int = 0
+    output_groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,12 @@ class Topology:
                     f"{kv_heads} KV heads can neither be divided over {attn} ranks (--tp-size / --attn-dp-size) nor "
                     f"replicated evenly on them; {_nearest(attn, kv_heads)} divide, a multiple of {kv_heads} replicates"
                 )
+        if model.output_groups % attn and attn % max(1, model.output_groups):
+            raise ConfigError(
+                f"{model.output_groups} groups of attention heads (o_groups) can neither be divided over {attn} ranks "
+                f"(--tp-size / --attn-dp-size) nor have equal numbers of ranks; {_nearest(attn, model.output_groups)} "
+                f"divide them; or --attn-dp-size {self.tp_size}"
+            )
         if self.cuts_dense:
             _check_width(
                 self.tp_size, model.dense_width, model.block, "dense layers", "--tp-size", "--moe-dense-tp-size 1"

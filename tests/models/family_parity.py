@@ -127,7 +127,18 @@ class Result:
 
 def serve(path: Path, asked: list[Prompt], num_tokens: int, form: str) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of each answer."""
-    flags = {"dtype": "float32", "max_total_tokens": 32768, "max_running_requests": 32} | FORMS[form]
+    flags = {"max_total_tokens": 32768, "max_running_requests": 32} | FORMS[form]
+    answers, cached, page = serve_flags(path, asked, num_tokens, flags, again=form == "cached")
+    if form == "cached":
+        assert all(cached[i] for i, prompt in enumerate(asked) if len(prompt.whole) > page), cached
+    return answers
+
+
+def serve_flags(
+    path: Path, asked: list[Prompt], num_tokens: int, flags: dict[str, Any], again: bool = False
+) -> tuple[list[tuple[list[int], list[float]]], list[int], int]:
+    """Tokens and log-probabilities of each answer, cached tokens of each prompt, and the page size. again: prompts are
+    asked twice, and the last answers count."""
     sampling = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
     request: Any = {"sampling_params": sampling, "return_logprob": True}
 
@@ -136,14 +147,14 @@ def serve(path: Path, asked: list[Prompt], num_tokens: int, form: str) -> list[t
             engine.async_generate(input_ids=prompt.ids, image_data=prompt.data or None, **request) for prompt in asked
         )))  # fmt: skip
 
-    with Engine(str(path), **flags, cpu_threads=1, skip_tokenizer_init=True) as engine:
-        answers = asyncio.run(all_answers(engine))
-        if form == "cached":
-            answers = asyncio.run(all_answers(engine))
-            cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
-            page = engine.config.page_size
-            assert all(cached[i] for i, prompt in enumerate(asked) if len(prompt.whole) > page), cached
-    return [(a["output_ids"], [entry[0] for entry in a["meta_info"]["output_token_logprobs"]]) for a in answers]
+    with Engine(str(path), **{"dtype": "float32"} | flags, cpu_threads=1, skip_tokenizer_init=True) as engine:
+        for _ in range(1 + again):
+            found = asyncio.run(all_answers(engine))
+        page = engine.config.page_size
+    infos = [answer["meta_info"] for answer in found]
+    logprobs = [[entry[0] for entry in info["output_token_logprobs"]] for info in infos]
+    answers = list(zip((answer["output_ids"] for answer in found), logprobs))
+    return answers, [info["cached_tokens"] for info in infos], page
 
 
 def compare(family: Family, asked: list[Prompt], answers: list[tuple[list[int], list[float]]]) -> Result:

@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -135,10 +136,13 @@ def _of_qwen(path: Path) -> Family:
     return Family(path, oracle.logits, prompts, oracle.model.get_input_embeddings().weight)
 
 
-def kimi_family(kind: str, path: Path, seed: int) -> Family:
+def kimi_family(kind: str, path: Path, seed: int, tower: dict[str, Any] | None = None, **text: Any) -> Family:
     """With INT4 experts, as published."""
-    made = kimi_checkpoints.make_kimi(path, seed, int4=True, max_position_embeddings=1024)
-    own = {"patch_size": kimi_checkpoints.PATCH, "merge_kernel_size": 2, "in_patch_limit": 120}
+    fields = {"max_position_embeddings": 1024} | text
+    made = kimi_checkpoints.make_kimi(path, seed, int4=True, tower=tower, **fields)
+    vision = kimi_checkpoints.VISION | {"merge_kernel_size": [2, 2]} | (tower or {})
+    own = {"patch_size": vision["patch_size"], "merge_kernel_size": vision["merge_kernel_size"][0]}
+    own["in_patch_limit"] = 120
     (path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": own}))
     processor = load_processor(str(path))
 
@@ -179,8 +183,8 @@ def mistral_large3_family(kind: str, path: Path, seed: int) -> Family:
     return _with_rows(path, made, mistral3_checkpoints.RowPixels, side=80)
 
 
-def pixtral_family(kind: str, path: Path, seed: int) -> Family:
-    made = mistral3_checkpoints.make_pixtral(path, seed, max_position_embeddings=1024)
+def pixtral_family(kind: str, path: Path, seed: int, tower: dict[str, Any] | None = None, **text: Any) -> Family:
+    made = mistral3_checkpoints.make_pixtral(path, seed, tower, **{"max_position_embeddings": 1024} | text)
     return _with_rows(path, made, mistral3_checkpoints.PatchPixels, side=40)
 
 
@@ -198,9 +202,10 @@ def _with_rows(path: Path, made: mistral3_checkpoints.Mistral3Oracle, image: typ
     return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
 
 
-def v4_family(kind: str, path: Path, seed: int) -> Family:
-    """Windows of 16 tokens, entries of 4 and 8."""
-    v4_checkpoints.make_v4(path, seed, num_mtp_layers=1, max_position_embeddings=1024)
+def v4_family(kind: str, path: Path, seed: int, make: Callable[..., Path] | None = None, **fields: Any) -> Family:
+    """Windows of 16 tokens, entries of 4 and 8. make: writes the checkpoint by (path, seed, **fields)."""
+    make = make or partial(v4_checkpoints.make_v4, num_mtp_layers=1)
+    make(path, seed, **{"max_position_embeddings": 1024} | fields)
     model = v4_checkpoints.load_v4(path)
 
     def logits(ids: list[int], images: list[Pixels]) -> Tensor:
@@ -229,23 +234,24 @@ def _clear(family: Family) -> Family:
     return replace(family, prompts=prompts)
 
 
-def k3_family(kind: str, path: Path, seed: int) -> Family:
+def k3_family(kind: str, path: Path, seed: int, **fields: Any) -> Family:
     """The formulas in float64: transformers has no such model."""
-    reference = kimi_k3.K3Reference(kimi_k3.make_k3(path, seed, max_position_embeddings=1024))
+    reference = kimi_k3.K3Reference(kimi_k3.make_k3(path, seed, **{"max_position_embeddings": 1024} | fields))
     return Family(path, lambda ids, images: reference.logits(ids), text_prompts, reference.embeddings)
 
 
-def v41_family(kind: str, path: Path, seed: int) -> Family:
+def v41_family(kind: str, path: Path, seed: int, tower: dict[str, Any] | None = None, **fields: Any) -> Family:
     """The formulas in float64: no released transformers has such a model. With DSpark layers, and images. Prompts
     without near ties between entries or experts, as `_clear`."""
-    vision = v41_tower.VISION | {"max_image_tokens": 60}
-    made = v41_dspark.make_v41_dspark(path, seed, vision=vision, max_position_embeddings=1024)
+    vision = v41_tower.VISION | {"max_image_tokens": 60} | (tower or {})
+    made = v41_dspark.make_v41_dspark(path, seed, vision=vision, **{"max_position_embeddings": 1024} | fields)
     oracle, processor = v41_images.V41Oracle(made), load_processor(str(path))
+    image = type("Image", (v41_tower.DelimitedPixels,), {"side": vision["downsample_ratio"]})
 
     def pixels(picture: Any) -> Pixels:
         found = processor(images=[picture])
         grid = tuple(found["image_grid_thw"][0].tolist())
-        return v41_tower.DelimitedPixels(grid, torch.from_numpy(found["pixel_values"]))
+        return image(grid, torch.from_numpy(found["pixel_values"]))
 
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
         # with images as long as those of text alone: the pool of windows keeps all prefixes
@@ -257,18 +263,18 @@ def v41_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, oracle.logits, prompts, oracle.text.embeddings)
 
 
-def v41_fp4_family(kind: str, path: Path, seed: int) -> Family:
+def v41_fp4_family(kind: str, path: Path, seed: int, **more: Any) -> Family:
     """In the published form: FP4 experts, tables of n-grams in FP8, block FP8. The reference has the values of the
     stored numbers."""
     torch.manual_seed(seed)
-    fields = v41_quantized.WIDTHS | {"max_position_embeddings": 1024}
+    fields = v41_quantized.WIDTHS | {"max_position_embeddings": 1024} | more
     source = v41_dspark.make_v41_dspark(path / "source", seed, **fields)
     stored, values = v41_quantized.quantized_v41(source, path)
     reference = deepseek_v41.V41Reference(values)
     return Family(stored, lambda ids, images: reference.logits(ids), text_prompts, reference.embeddings)
 
 
-OWN_FAMILIES: dict[str, Callable[[str, Path, int], Family]] = {
+OWN_FAMILIES: dict[str, Callable[..., Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "mistral_large3": mistral_large3_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,

@@ -22,6 +22,7 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.models import stepper
 from tests.models.entry_steps import PAGE, check_mixed_batches, check_parts
 from tests.models.family_parity import FORMS, NUM_TOKENS, compare, make_family, serve
+from tests.models.parity_families import OWN_FAMILIES
 from tests.models.rows import all_rows
 from tests.models.sparse import clear_draw
 from tests.models.test_parity import assert_close, whole
@@ -93,6 +94,34 @@ def test_requests_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked = family.prompts(seed, 8, 100)
     result = compare(family, asked, serve(family.path, asked, NUM_TOKENS, form))
     assert result.tokens and not result.wrong and result.error < 1e-4, result
+
+
+@pytest.mark.drawn(1, group="requests of models of windows alone")
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("deepseek_v4", {"layer_types": [SLIDING] * 5}),
+        ("deepseek_v41", {
+            "compress_ratios": [0] * 9, "kv_source_layer_ids": [], "index_source_layer_ids": [],
+            "candidate_source_layer_id": -1,
+        }),
+    ],
+)  # fmt: skip
+def test_requests_of_models_of_windows_alone(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    seed = random.randrange(2**31)
+    family = OWN_FAMILIES[kind](kind, tmp_path / "model", seed, **fields)
+    asked = family.prompts(seed, 4, 90)
+    result = compare(family, asked, serve(family.path, asked, NUM_TOKENS, "cached"))
+    assert result.tokens and not result.wrong and result.error < 1e-4, result
+
+
+def test_ranks_with_parts_of_groups_of_heads_are_refused(tmp_path: Path) -> None:
+    path = make_v4(tmp_path, num_attention_heads=6, o_groups=3)
+    flags = {"model_path": str(path), "device": "cpu", "skip_tokenizer_init": True, "tp_size": 2}
+    with pytest.raises(ConfigError, match=r"3 groups of attention heads \(o_groups\) can neither be divided over 2"):
+        prepare(EngineArgs.from_kwargs(**flags))
+    assert prepare(EngineArgs.from_kwargs(**flags, attn_dp_size=2)).parallel.topology.attn_tp_size == 1
 
 
 def test_memory_is_what_the_ledger_says(made: Made) -> None:

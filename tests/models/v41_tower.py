@@ -27,11 +27,13 @@ VISION: dict[str, Any] = {
 
 
 class DelimitedPixels(Pixels):
-    """An image with a token behind each row of 3 x 3 patches, one before it and one behind it."""
+    """An image with a token behind each row of tokens of `side` x `side` patches, one before it and one behind it."""
+
+    side = 3
 
     @property
     def num_tokens(self) -> int:
-        return -(-self.grid[1] // 3) * (-(-self.grid[2] // 3) + 1) + 2
+        return -(-self.grid[1] // self.side) * (-(-self.grid[2] // self.side) + 1) + 2
 
 
 def picture(rows: int, columns: int) -> DelimitedPixels:

@@ -95,7 +95,8 @@ def load_v4(path: Path) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # which takes any width of experts
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **eager)
     return model.eval()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_engine.kernels.compression.protocol import Kept
 from moe_engine.kernels.kv_format.formats import STORED
 from moe_engine.models.compressed_cache import CompressedCache, num_kept
-from moe_engine.models.compressed_config import KeptRows, entry_group
+from moe_engine.models.compressed_config import CompressedConfig, KeptRows, entry_group
 from moe_engine.models.config import ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
@@ -35,11 +35,11 @@ class KVSpec:
     layers: tuple[tuple[tuple[int, ...], ...], ...]
     dtype: torch.dtype
     entries: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Tokens of an entry (0: none) and channels of its tensors, by layer; (): no layer has entries."""
+    """Tokens of an entry (0: none) and channels of its tensors, by layer; (): the model's attention has no entries."""
     kept: tuple[KeptRows | None, ...] = ()
-    """What is kept of contributions to entries, by layer; (): no layer has entries."""
+    """What is kept of contributions to entries, by layer; (): as above."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """The layers that read the entries of a layer's cache, by layer; (): no layer has entries."""
+    """The layers that read the entries of a layer's cache, by layer; (): as above."""
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
@@ -86,7 +86,7 @@ def kv_spec(
         layers += [head.kv_parts(i, kv_dtype) for i in range(head.num_layers)]
     entries = [config.entry_parts(i) for i in range(len(layers))]
     dtype = getattr(torch, STORED[kv_dtype][0])
-    if not any(rate for rate, _ in entries):
+    if not isinstance(config.attention, CompressedConfig):
         return KVSpec(tuple(layers), dtype)
     kept = tuple(config.kept_rows(i, draft_slots) for i in range(len(layers)))
     groups = tuple(entry_group(config.attention_of(i), i) for i in range(len(layers)))

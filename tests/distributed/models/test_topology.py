@@ -85,6 +85,7 @@ def test_sizes_that_do_not_fit(sizes: dict[str, int], words: tuple[str, ...]) ->
         (Topology(32), V3, ("dense layers of width 18432", "32 ranks", "blocks of 128", "--moe-dense-tp-size 1")),
         (Topology(2), ModelWidths(16, (), 0, 64, 1408, 2816, 128), ("1408", "blocks of 128", "1 or 11 can")),
         (Topology(3), ModelWidths(15, (), 0, 3, 9, 32), ("shared experts of width 32", "--moe-a2a-backend")),
+        (Topology(4), ModelWidths(12, (), output_groups=3), ("3 groups", "o_groups", "4 ranks", "3 divide them")),
     ],
 )
 def test_models_that_cannot_be_cut_so(topology: Topology, widths: ModelWidths, words: tuple[str, ...]) -> None:
@@ -100,6 +101,8 @@ def test_models_that_can() -> None:
         topology.check(V3)
     Topology(16).check(ModelWidths(128, (), 18432, 256, 2048, 2048, block=128))
     Topology(8).check(ModelWidths(32, (2,), 11008))  # 2 KV heads, each on 4 ranks
+    for groups in (2, 8):
+        Topology(4).check(ModelWidths(16, (), output_groups=groups))
 
 
 def test_needs_no_torch() -> None:
