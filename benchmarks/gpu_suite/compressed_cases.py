@@ -25,7 +25,9 @@ from moe_engine.kernels.compression.protocol import (
     PlannedRows,
     SelectedEntries,
 )
+from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.ops import gated_streams, ngram_rows
+from moe_engine.kernels.ops import ngram_products as products
 from moe_engine.kernels.ops.block_rounding import E4M3, round_rows
 from moe_engine.kernels.ops.ngram_rows import SCALED, NgramTokens
 from moe_engine.kernels.ops.protocol import CacheRows, RotaryTable
@@ -176,6 +178,32 @@ def gated(tokens: int, width: int, rank: int = 320) -> KernelCase:
     return counted("ops", f"gated_streams.{width}.t{tokens}", prepare)
 
 
+def ngram_products(requests: int, width: int, each: int = 1, apart: int = 3, taps: int = 4) -> KernelCase:
+    """Rows of n-gram tables in streams with gates of low rank, of `each` tokens of a request: all but the reads and the
+    product."""
+    tokens = requests * each
+
+    def prepare(ops: Any, device: str) -> Call:
+        kernels, wide = ops.capabilities.ngram_products or products.IN_TORCH, STREAMS * width
+        residual = normal(tokens, wide + STREAMS, device=device)
+        found = normal(tokens, wide + width, device=device)
+        weights, norm = (torch.rand(STREAMS, width, device=device) + 0.5 for _ in range(2))
+        conv, kept = torch.rand(taps, wide, device=device), normal(requests, (taps - 1) * apart, wide, device=device)
+        texts = torch.randint(9, (requests, apart - 1, 1), device=device).float()
+        ids = torch.randint(9, (tokens,), device=device)
+        runs = StateRuns.plain([each] * requests, torch.arange(requests, device=device))
+
+        def call() -> tuple[Tensor, ...]:
+            numbers = kernels.ids(ids, texts, runs, 1)
+            gated, normed = kernels.gate(residual[:, :wide], found, weights, norm, EPS)
+            kernels.mix(gated, normed, kept, conv, runs, residual, apart)
+            return numbers, gated, residual, kept, texts
+
+        return call
+
+    return counted("ops", f"ngram_products.{width}.r{requests}x{each}", prepare)
+
+
 def ngram_ids(requests: int, context: int, vocab: int = 129280, count: int = 4) -> KernelCase:
     """Ids of the n-grams that end at each token."""
 
@@ -277,6 +305,8 @@ def cases(requests: int, context: int, heads: int, width: int, hidden: int) -> l
         *(compress(requests, context, *rate, width, rotary) for rate in rates),
         compress(requests, context, 4, 2, width // 2, rotary),
         gated(requests, hidden),
+        ngram_products(requests, hidden),
+        ngram_products(requests, hidden, 20),
         pairs(requests, context, width),
         plan_rows(requests, context, min(128, context // 2), 4, min(512, context // 4)),
         plan_rows(requests, context, min(128, context // 2), rates[1][0]),

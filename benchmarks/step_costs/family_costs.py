@@ -140,6 +140,30 @@ def rank_gates(a: Any, s: Setting) -> Cost:
     return Cost(size(a.projected), size(a.out), programs=a.grid[0])
 
 
+@cost_of("text_ids_kernel")
+def text_ids(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.tokens, a.rows, a.starts, a.reads) + a.grid[0] * SECTOR, size(a.out) + a.grid[0] * SECTOR)
+
+
+@cost_of("gate_values_kernel")
+def gate_values(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.gated, a.found, a.weights, a.norm), size(a.gated, a.normed), programs=a.grid[0] * a.STREAMS)
+
+
+@cost_of("mix_products_kernel", "mix_long_kernel")
+def mix_products(a: Any, s: Setting) -> Cost:
+    """Each token reads `TAPS` products; short runs store all that a state keeps, of decodes one for each token."""
+    lines, states = size(a.gated), size(a.gated) // len(a.gated) * a.grid[0] * (a.TAPS - 1) * a.APART
+    kept = states if hasattr(a, "rows") else 0
+    return Cost(lines * (2 + a.TAPS) + kept + size(a.taps), lines + kept)
+
+
+@cost_of("keep_products_kernel")
+def keep_products(a: Any, s: Setting) -> Cost:
+    kept = len(a.stored) * a.LINES * a.WIDE * a.kept.element_size()
+    return Cost(kept, kept)
+
+
 @cost_of("read_gated_kernel")
 def read_gated(a: Any, s: Setting) -> Cost:
     return Cost(size(a.gates, a.normed), size(a.out))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.gated_streams import GatedStreams
+from moe_engine.kernels.ops.ngram_products import NgramProducts
 from moe_engine.kernels.ops.ngram_rows import Ngrams
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
 from moe_engine.kernels.ops.streams import MixNormStreams, MixStreams
@@ -236,6 +237,9 @@ class OpsCapabilities:
 
     ngrams: Ngrams | None = None
     """None: in torch, `kernels.ops.ngram_rows`."""
+
+    ngram_products: NgramProducts | None = None
+    """None: in torch, `kernels.ops.ngram_products`."""
 
     mix_norm_streams: MixNormStreams | None = None
     """Set if the norm costs no launch of its own."""

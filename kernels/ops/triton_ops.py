@@ -26,6 +26,7 @@ from moe_engine.kernels.ops.triton_gated_streams import TRITON as GATED_STREAMS
 from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
 from moe_engine.kernels.ops.triton_grouped import grouped_rows
 from moe_engine.kernels.ops.triton_lookup import lookup
+from moe_engine.kernels.ops.triton_ngram_products import TRITON as NGRAM_PRODUCTS
 from moe_engine.kernels.ops.triton_ngrams import NGRAMS
 from moe_engine.kernels.ops.triton_norm_route import add_norm_route
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -62,8 +63,8 @@ class TritonOps:
             self.route_ahead, None if self._deterministic else self.add_norm_route, routes_shared=True, absorb=absorb,
             grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), lookup=lookup,
             mix_streams=triton_streams.mix, mix_norm_streams=triton_streams.mix_norm, ngrams=NGRAMS,
-            gated_streams=GATED_STREAMS,
-            round_rows=round_rows, mix_blocks=triton_residual_blocks.mix,
+            gated_streams=GATED_STREAMS, ngram_products=NGRAM_PRODUCTS, round_rows=round_rows,
+            mix_blocks=triton_residual_blocks.mix,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Rows of n-gram tables, added to the residual streams before a layer's input is made of them (Qwen3.8-Flash-Next).
 
 A projection makes of a token's rows a key for each stream and one value. To each stream is added the value times its
-gate (`kernels.ops.ngram_rows.stream_gates`), and SiLU of a convolution over the normed products of earlier tokens,
-`longest` tokens apart. The state of a request keeps those products, and the ids of its last tokens.
+gate, and SiLU of a convolution over the normed products of earlier tokens (`kernels.ops.ngram_products`). The state of
+a request keeps those products, and the ids of its last tokens.
 
 Legend: T tokens, D hidden, n streams, N tokens of the longest n-gram, K taps.
 Source: transformers (qwen4_exp).
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moe_engine.errors import CheckpointError
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.ops.gated_streams import IN_TORCH as STREAMS_IN_TORCH
 from moe_engine.kernels.ops.hashed_rows import HashedRows
-from moe_engine.kernels.ops.ngram_rows import IN_TORCH, stream_gates
-from moe_engine.kernels.ops.state_tails import Tails
+from moe_engine.kernels.ops.ngram_products import IN_TORCH as PRODUCTS_IN_TORCH
+from moe_engine.kernels.ops.ngram_rows import IN_TORCH
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
@@ -45,8 +43,8 @@ class NgramInput:
         assert streams is not None and streams.engram is not None
         engram, count, name = streams.engram, streams.count, f"model.layers.{layer_index}.ple"
         self._engram, self._layer_index, self._eps = engram, layer_index, config.norm_eps
-        self._shape, wide = (count, hidden), count * hidden
-        self.norm, self._streams = norm, backends.ops.capabilities.gated_streams or STREAMS_IN_TORCH
+        self.norm, self._kernels = norm, backends.ops.capabilities.ngram_products or PRODUCTS_IN_TORCH
+        shape, wide = (count, hidden), count * hidden
         self.rows = _table(engram, layer_index, reader, backends, f"{name}.ple_embedding")
         self._project = load_linear(
             backends.linear, reader, [f"{name}.key_proj", f"{name}.value_proj"], [wide, hidden],
@@ -57,8 +55,9 @@ class NgramInput:
             reader.tensor(f"{name}.norm_{part}.weight", (wide,), dtype=torch.float32) + plus
             for part in ("key", "query", "conv")
         )
-        self._products, self._conv_norm = (key * query).view(self._shape), conv.view(self._shape)
-        self._taps = reader.tensor(f"{name}.conv1d.weight", (wide, 1, engram.taps), dtype=torch.float32).view(wide, -1)
+        self._products, self._conv_norm = (key * query).view(shape), conv.view(shape)
+        taps = reader.tensor(f"{name}.conv1d.weight", (wide, 1, engram.taps), dtype=torch.float32)
+        self._taps = taps.view(wide, -1).t().contiguous()
         self._dtype = reader.dtype
 
     def add(self, streams: Activation, residual: Tensor, batch: ForwardBatch) -> Tensor:
@@ -66,31 +65,11 @@ class NgramInput:
         input [T, D]."""
         assert isinstance(streams, Tensor)  # of `StreamAdder`
         *_, products, ids = batch.kv[self._layer_index]
-        found = self._project(self.rows.read(self._ngrams(batch, ids), self._dtype)).float()
-        keys, value = found[:, : streams.shape[1]].unflatten(1, self._shape), found[:, streams.shape[1] :]
-        gates = stream_gates(streams.float().unflatten(1, self._shape), keys, self._products, self._eps)
-        gated = (gates.unsqueeze(2) * value.unsqueeze(1)).flatten(1).to(streams.dtype)
-        tails = Tails(self._streams.norm(None, gated, self._conv_norm, self._eps), products, batch.state_runs)
-        mixed = torch.zeros(gated.shape, device=gated.device)
-        for tap, weights in enumerate(self._taps.T):
-            back = (self._engram.taps - 1 - tap) * self._engram.longest
-            mixed.addcmul_(tails.before(back).float(), weights)
-        tails.store()
-        residual[:, : streams.shape[1]] = streams + gated + functional.silu(mixed.to(streams.dtype))
+        ngrams = self._kernels.ids(batch.input_ids, ids, batch.state_runs, self._engram.pad_id)
+        found = self._project(self.rows.read(ngrams, self._dtype))
+        gated, normed = self._kernels.gate(streams, found, self._products, self._conv_norm, self._eps)
+        self._kernels.mix(gated, normed, products, self._taps, batch.state_runs, residual, self._engram.longest)
         return self.norm(residual)
-
-    def _ngrams(self, batch: ForwardBatch, kept: Tensor) -> Tensor:
-        """The ids of each token and of those before it, [T, N] int32: from the end of a text on, and before the first
-        token, the id of that end."""
-        end = self._engram.pad_id
-        tails = Tails((batch.input_ids + 1).float().unsqueeze(1), kept, batch.state_runs)
-        found, ended = [batch.input_ids], torch.zeros_like(batch.input_ids, dtype=torch.bool)
-        for back in range(1, self._engram.longest):
-            before = tails.before(back).squeeze(1).long() - 1
-            ended = ended | (before < 0) | (before == end)
-            found.append(before.masked_fill(ended, end))
-        tails.store()
-        return torch.stack(found, 1).int()
 
 
 def _table(engram: EngramConfig, layer_index: int, reader: WeightSource, backends: Backends, name: str) -> HashedRows:

@@ -219,16 +219,21 @@ def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert dict(zip(LAUNCHES, launches_of(path, monkeypatch), strict=True)) == LAUNCHES
 
 
-GATED_LAUNCHES = {"linear attention": 23, "selected pools": 36}
+GATED_LAUNCHES = {"before a table": 20, "linear attention with a table": 36, "selected pools": 36}
 
 
 def test_launches_of_a_layer_with_gated_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3.8-Flash-Next. Operations of torch are launches too; one is left, in the layer with pools."""
-    kinds = ["linear_attention", "linear_attention", "full_attention"]
-    fields = {"num_hidden_layers": 3, "layer_types": kinds, "ple_layer_ids": []}
-    path = make_checkpoint(GATED_STREAMS, tmp_path, dtype=torch.bfloat16, tokenizer=False, **fields)
+    """Qwen3.8-Flash-Next. Operations of torch are launches too; two are left, before a table and in the layer with
+    pools. The norm between two layers counts to the first one, or to a second one with a table."""
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    fields = {"num_hidden_layers": 4, "layer_types": kinds, "ple_layer_ids": [3]}
+    path = make_checkpoint(GATED_STREAMS, tmp_path / "table", dtype=torch.bfloat16, tokenizer=False, **fields)
     _, *counts = launches_of(path, monkeypatch)  # the first layer has the work of a step on states too
     assert dict(zip(GATED_LAUNCHES, counts, strict=True)) == GATED_LAUNCHES
+    path = make_checkpoint(
+        GATED_STREAMS, tmp_path / "none", dtype=torch.bfloat16, tokenizer=False, **fields | {"ple_layer_ids": []}
+    )
+    assert launches_of(path, monkeypatch)[1:3] == [23, 23]
 
 
 def launches_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
