@@ -90,7 +90,7 @@ def delta_system(a: Any, s: Setting) -> Cost:
     return Cost(keys + tokens * heads * gates, size(a.solve, a.scores, a.scales) + scaled, flops)
 
 
-@cost_of("scores_kernel")
+@cost_of("additive_kernel")
 def delta_scores(a: Any, s: Setting) -> Cost:
     """The same of additive states: products of keys with queries."""
     tokens, heads = len(a.taken), a.KEY_HEADS * a.SHARED

@@ -12,7 +12,7 @@ With a decay for each channel, exp(G_i - G_j) is within the sums over channels. 
 pairs of tokens in a block take the difference, and pairs of blocks relate both factors to the first token of the later
 block: then none is over 1. `system_kernel` then stores q and k with their factors for `states_kernel`.
 
-An additive state needs no inverse: u is v, and its step width is a factor of its products (`scores_kernel`).
+An additive state needs no inverse: u is v, and its step width is a factor of its products (`additive_kernel`).
 
 Sources: the UT transform of arXiv 2406.06484, section 3, with the decay of Gated DeltaNet, arXiv 2412.06464, section 3.
 
@@ -192,7 +192,7 @@ def system_kernel(
 
 
 @dependent_jit
-def scores_kernel(
+def additive_kernel(
     taken, a, a_log, dt_bias, bounds, scores, scales, a_stride,
     KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, A_BETWEEN: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
@@ -305,7 +305,7 @@ def run_chunks(
     scales = memory.new_empty(chunks.num, heads, shape.key if by_channel else 4 * size)
     scaled = taken.new_empty(chunks.num, heads, 3, size, shape.key) if by_channel else solve
     if shape.additive:
-        scores_kernel[(chunks.num, heads)](
+        additive_kernel[(chunks.num, heads)](
             taken, a, weights.a_log, weights.dt_bias, chunks.bounds, scores, scales, stride_of(a, 0),
             **_scores_constants(shape, taken.dtype, a.stride(1)), num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -380,7 +380,7 @@ def chunk_cases(name: str, shape: DeltaShape, dtype: torch.dtype, b_between: int
         named = ("taken", "a", "a_log", "dt_bias", "bounds", "scores", "scales", "a_stride")
         own = {argument: system[argument] for argument in named}
         constants = _scores_constants(shape, dtype, a_between)
-        first = AotCase(f"delta_scores_{name}", scores_kernel, own, constants, 4, 1, True)
+        first = AotCase(f"delta_additive_{name}", additive_kernel, own, constants, 4, 1, True)
     return [
         first,
         AotCase(f"delta_states_{name}", states_kernel, states, found, 4, 1, True),
