@@ -21,10 +21,12 @@ _get_np_dtype = interpreter._get_np_dtype
 _broadcast = _semantic.broadcast_impl_value
 _operands = _semantic.binary_op_type_checking_impl
 _computation_type = _semantic.computation_type_impl
+_cast = _semantic.cast
 _PLAIN = frozenset((int, float, bool, str, type(None), tl.dtype, tl.tensor, tl.pointer_type, tl.block_type, slice))
 """Types of values that are not unwrapped."""
 _NUMBERS = frozenset((int, float, bool))
 _MISSING = object()
+_WHOLE = slice(None)
 
 
 def unwrap(value: Any) -> Any:
@@ -178,10 +180,13 @@ def _constant(of: type, number: Any, sign: float, kind: Any, sizes: tuple[int, .
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _FLOATS, _INTEGERS = frozenset(("fp32", "fp64")), frozenset(("int32", "int64"))
 """Names of types of which numpy computes sums and products as the interpreter does."""
+_OPERATORS = {f"__{side}{name}__": (name, bool(side)) for name in _ARITHMETIC for side in ("", "r")}
+"""Name of the operation, and whether its operands change their places."""
 
 
 def arithmetic(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-    """`_semantic.add`, `sub` or `mul`. Quick: blocks of one type and shape, a block and a constant."""
+    """`_semantic.add`, `sub` or `mul`. Quick: blocks of one type and shape, a block and a constant, a pointer and
+    integers."""
     operation = _ARITHMETIC[name]
 
     def run(lhs: Any, rhs: Any, sanitize_overflow: Any) -> Any:
@@ -189,22 +194,78 @@ def arithmetic(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         if type(block) is tl.tensor:
             kind = block.dtype.name
             if kind in _FLOATS or (kind in _INTEGERS and not _semantic.builder.options.sanitize_overflow):
-                lhs, rhs = operands(lhs, rhs, name != "mul", name == "add")
-                left, right = lhs.handle, rhs.handle
-                if lhs.dtype.name == kind == rhs.dtype.name and left.data.shape == right.data.shape:
-                    return _like(lhs, operation(left.data, right.data))
+                if type(lhs) in _NUMBERS or type(rhs) in _NUMBERS:
+                    lhs, rhs = operands(lhs, rhs)
+                if type(lhs) is type(rhs) and lhs.dtype.name == kind == rhs.dtype.name and _match(lhs, rhs):
+                    data = operation(lhs.handle.data, rhs.handle.data)
+                    if data.itemsize * 8 == block.dtype.primitive_bitwidth:
+                        return _made(lhs, rhs, data)
+            elif name == "add" and block is lhs and block.dtype.is_ptr() and _is_offset(rhs) and _match(lhs, rhs):
+                return _made(lhs, rhs, _semantic.builder.create_addptr(lhs.handle, rhs.handle).data)
         return own(lhs, rhs, sanitize_overflow)
 
     return run
 
 
-def _like(block: Any, data: Any) -> Any:
-    """A tensor of the same type and shape."""
-    handle, made = object.__new__(interpreter.TensorHandle), object.__new__(tl.tensor)
-    handle.data, handle.dtype, handle.attr = data, block.dtype, {}
-    made.handle, made.type, made.dtype = handle, block.type, block.dtype
-    made.shape, made.numel = block.shape, block.numel
+def _is_offset(value: Any) -> bool:
+    """Whether pointers take it as it is."""
+    return type(value) is tl.tensor and value.dtype.name in ("int32", "int64", "uint64")
+
+
+def _match(lhs: Any, rhs: Any) -> bool:
+    """Whether numpy broadcasts the operands as Triton does."""
+    left, right = lhs.type, rhs.type
+    if not (left.is_block() and right.is_block()):
+        return True
+    if left.sizes == right.sizes:
+        return True
+    pairs = zip(left.sizes, right.sizes)
+    return len(left.sizes) == len(right.sizes) and all(a == b or a == 1 or b == 1 for a, b in pairs)
+
+
+def _made(lhs: Any, rhs: Any, data: Any) -> Any:
+    """A tensor with the element type of `lhs` and the shape of both."""
+    handle, made, element = object.__new__(interpreter.TensorHandle), object.__new__(tl.tensor), lhs.dtype
+    handle.data, handle.dtype, handle.attr = data, element, {}
+    shaped = lhs if lhs.type.is_block() else rhs
+    kind = shaped.type
+    if kind.is_block() and kind.sizes != data.shape:
+        tl.tensor.__init__(made, handle, _of_sizes(element, data.shape))
+        return made
+    made.handle, made.dtype, made.shape, made.numel = handle, element, shaped.shape, shaped.numel
+    made.type = kind if shaped is lhs else _of_sizes(element, kind.sizes) if kind.is_block() else element
     return made
+
+
+_NUMBER_TYPES = ("int1", "int32", "int64", "bf16", "fp32", "fp64")
+_CASTS = {(a, b) for a in _NUMBER_TYPES for b in ("int32", "int64", "fp32") if not (a[0] in "bf" and b[0] == "i")}
+"""Conversions that are one call of `cast_impl`."""
+_CASTS |= {("fp32", "bf16"), ("fp32", "fp64")}
+
+
+def cast(value: Any, target: Any, fp_downcast_rounding: Any = None) -> Any:
+    """`_semantic.cast`. Quick: the same type, and conversions between common types."""
+    of, wanted = value.dtype, target.scalar
+    if not of.is_ptr() and fp_downcast_rounding is None:
+        if of.name == wanted.name:
+            return value
+        if (of.name, wanted.name) in _CASTS:
+            handle, kind = _semantic.builder.cast_impl(value.handle, wanted), value.type
+            return tl.tensor(handle, _of_sizes(wanted, kind.sizes) if kind.is_block() else wanted)
+    return _cast(value, target, fp_downcast_rounding)
+
+
+def item(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`tl.tensor.__getitem__`. Quick: whole and new dimensions of a block."""
+
+    def run(self: Any, index: Any, _semantic: Any = _semantic) -> Any:
+        quick = type(index) is tuple and self.type.is_block() and index.count(_WHOLE) <= len(self.type.sizes)
+        if quick and all(part is None or (type(part) is slice and part == _WHOLE) for part in index):
+            handle = interpreter.TensorHandle(self.handle.data[index], self.handle.dtype)
+            return tl.tensor(handle, _of_sizes(self.dtype, handle.data.shape))
+        return own(self, index, _semantic=_semantic)
+
+    return run
 
 
 def expand_dims(builder: Any, arg: Any, axis: int) -> Any:
@@ -223,12 +284,23 @@ _changes: dict[frozenset[Any], list[tuple[Any, str, Any, Any]]] = {}
 def patch_member(holder: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
     """`_patch_attr`: without the check that `member` has got `_semantic`."""
     function = getattr(member, "__wrapped__", member)
+    if holder is tl.tensor and (name in _OPERATORS or name == "__getitem__"):
+        scope.set_attr(holder, name, _operator(*_OPERATORS[name]) if name in _OPERATORS else item(function))
+        return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = _semantic
         return function(*args, **kwargs)
 
     scope.set_attr(holder, name, call)
+
+
+def _operator(name: str, reverse: bool) -> Callable[..., Any]:
+    """An operator of tensors, without the calls between it and the operation."""
+    operation = getattr(_semantic, name)
+    if reverse:
+        return lambda self, other, _semantic=None: operation(unwrap(other), self, True)
+    return lambda self, other, _semantic=None: operation(self, unwrap(other), True)
 
 
 class _Patches:
@@ -296,6 +368,7 @@ def install() -> None:
     _semantic.broadcast_impl_value = broadcast
     _semantic.binary_op_type_checking_impl = operands
     _semantic.computation_type_impl = _type_of_both
+    _semantic.cast = cast
     for name in _ARITHMETIC:
         setattr(_semantic, name, arithmetic(name, getattr(_semantic, name)))
     interpreter._patch_attr = patch_member

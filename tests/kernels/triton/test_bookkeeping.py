@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tests.kernels.triton.bookkeeping import arithmetic, numpy_type, operands, patch_lang
+from tests.kernels.triton.bookkeeping import arithmetic, cast, numpy_type, operands, patch_lang
 
 OWN = TritonSemantic(interpreter.interpreter_builder)
 KINDS = (
@@ -20,6 +21,7 @@ KINDS = (
     tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.pointer_type(tl.float32), tl.pointer_type(tl.int32),
 )  # fmt: skip
 SHAPES = ((), (4,), (1, 4), (2, 1), (2, 4), (2, 8))
+GET_ITEM = getattr(tl.tensor.__getitem__, "__wrapped__", tl.tensor.__getitem__)
 NUMBERS = (0, 1, True, False, -1, 200, 1 << 31, 1 << 40, 0.0, -0.0, 1.0, 0.1, -2.5, float("inf"))
 USES: dict[str, tuple[bool, ...]] = {
     "add": (True, True), "sub": (True, False), "mul": (), "compare": (True, True, False),
@@ -73,7 +75,38 @@ def test_sums_and_products_are_those_of_triton(name: str) -> None:
         want, found = (shown(lambda *given, of=one: [of(*given)], lhs, rhs, checks) for one in (own, quick))
         assert found == want, (name, lhs, rhs)
         made += not isinstance(want, type)
+        if tl.tensor in (type(lhs), type(rhs)):
+            found = shown(lambda *given: [getattr(operator, name)(*given)], lhs, rhs)
+            assert found == shown(lambda *given: [own(*given, True)], lhs, rhs), (name, lhs, rhs)
     assert made > 300
+
+
+def test_casts_are_those_of_triton() -> None:
+    rng, made = random.Random(random.randrange(1 << 30)), 0
+    for _ in range(2000):
+        value, kind = drawn(rng), rng.choice(KINDS)
+        if type(value) is not tl.tensor:
+            continue
+        want, found = (shown(lambda *given, of=one: [of(*given)], value, kind) for one in (OWN.cast, cast))
+        assert found == want, (value, kind)
+        made += not isinstance(want, type)
+    assert made > 300
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), None), (None, slice(None)), (None, slice(None), slice(None)), (slice(None), None, slice(None)),
+        (slice(None), slice(None), None), (slice(None), slice(None), slice(None)), (slice(0, 1), None), (0,),
+    ],
+)  # fmt: skip
+def test_dimensions_are_those_of_triton(index: tuple[Any, ...]) -> None:
+    own, rng = GET_ITEM, random.Random(random.randrange(1 << 30))
+    for _ in range(50):
+        value = drawn(rng)
+        if type(value) is tl.tensor:
+            want = shown(lambda *given: [own(*given, _semantic=OWN)], value, index)
+            assert shown(lambda x, place: [x[place]], value, index) == want, (value, index)
 
 
 @pytest.mark.parametrize("kind", [tl.float32, tl.float64], ids=str)
