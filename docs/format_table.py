@@ -189,7 +189,7 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "Kimi Delta Attention, MLA (Kimi K3: with a gate)", ("mla", "delta"), ""
     if "ling:" in target:
         return "Kimi Delta Attention, MLA with a gate", ("mla", "delta"), ""
-    if "deepseek:" in target:
+    if "deepseek:" in target or "longcat_flash:" in target:
         return "MLA", ("mla",), ""
     if "config_hybrid" in parser:
         return "gated delta nets, GQA", ("gqa", "delta"), ""

@@ -68,6 +68,7 @@ class RoutedTokens:
     ids: Tensor  # [T] int64: token ids, for layers that choose experts by them
     real: Tensor | None = None  # [T] int32, as in `ForwardBatch`
     images: Tensor | None = None  # [T] bool: image tokens; None: there are none, or no router asks
+    own: slice | None = None  # this rank's tokens among those of all ranks; None: on one rank
 
 
 @dataclass(frozen=True)

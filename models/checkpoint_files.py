@@ -13,6 +13,7 @@ from moe_engine.gguf_container import find_gguf
 from moe_engine.models import ling_names, nemotron_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
+from moe_engine.models.longcat_names import has_longcat_names, longcat_names
 from moe_engine.models.mistral_native import has_native_names, native_names
 from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.step_names import has_step_names, step_names
@@ -94,6 +95,8 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
         return _renamed(files, native_names(files))
     if nemotron_names.has_names(files):
         return _renamed(files, {name: nemotron_names.inner_name(name) for name in files})
+    if has_longcat_names(files):
+        return _renamed(files, longcat_names(files, num_layers))
     return _with_mtp(_with_rates(_with_ling(_with_parts(_with_prefix(files)))), num_layers)
 
 

@@ -56,7 +56,8 @@ class MLAConfig:
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
     of the index key that is cached beside each token's latent, for sparse attention (0: none). `gate_width`: numbers
     from the layer's input whose sigmoid multiplies a head's result: one (Ling), or one for each channel (Kimi K3).
-    `latent_eps`: epsilon of the norms of both latents.
+    `latent_eps`: epsilon of the norms of both latents. `latent_factor`: factor of the normed latent of keys and values
+    (LongCat-Flash).
     """
 
     num_heads: int
@@ -70,6 +71,7 @@ class MLAConfig:
     indexer: IndexerConfig | None = None
     gate_width: int = 0
     latent_eps: float = 1e-6
+    latent_factor: float = 1.0
 
     kind = "mla"
 
@@ -254,6 +256,9 @@ class ModelConfig:
     has both."""
     activation: GatedActivation = SILU
     """Of the MLPs of a model without experts."""
+    shortcut: bool = False
+    """Experts are beside the dense layers: layers are pairs, and the experts of a pair read the input of the first
+    layer's MLP and are added to the result of the second's (LongCat-Flash)."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:
@@ -427,7 +432,7 @@ class ModelConfig:
     @property
     def is_mtp_moe(self) -> bool:
         """Whether MTP layers have experts."""
-        return self.moe_layers[0] if self.mtp_like_first else self.is_moe
+        return self.moe_layers[0] if self.mtp_like_first else self.is_moe and not self.shortcut
 
     def kv_parts(self, layer: int, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state, or without both."""

@@ -28,7 +28,7 @@ _POSITIONS: Mapping[int, str] = {
     2048: "llama deepseek_v2 dots1 hunyuan_v1_dense hunyuan_v1_moe", 4096: "deepseek_v3 nemotron_h",
     32768: "qwen2 qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
-    131072: "mistral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe hy_v3",
+    131072: "longcat_flash mistral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe hy_v3",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3",
     1048576: "mistral4 glm5_next_text deepseek_v4",
 }  # fmt: skip
@@ -61,6 +61,10 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "kimi_linear": {
         **_EPS, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "n_shared_experts": 1,
         "num_experts_per_tok": 8, "max_position_embeddings": 1048576,
+    },
+    "longcat_flash": {
+        **_EPS, "rope_theta": 1e7, "moe_topk": 12, "n_routed_experts": 512, "zero_expert_num": 256,
+        "routed_scaling_factor": 6.0,
     },
     "mimo_v2_flash": {"num_experts_per_tok": 8},
     "minimax_m2": {"rope_theta": 5000000.0, "num_experts_per_tok": 8},

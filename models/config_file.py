@@ -37,9 +37,11 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     defaults = read_json(generation) if generation.is_file() else {}
     fields = with_defaults(raw) | {"architectures": [architecture.name]}
     config = architecture.parse(Fields(fields, str(file)), defaults)
-    stored = text_fields(original).get("num_hidden_layers")
-    if overrides and is_whole(stored) and stored != config.num_layers:
-        config = dataclasses.replace(config, file_layers=int(stored))
+    if not overrides:
+        return config
+    stored = text_fields(original).get("num_layers" if config.shortcut else "num_hidden_layers")
+    if is_whole(stored) and (layers := int(stored) * (1 + config.shortcut)) != config.num_layers:
+        config = dataclasses.replace(config, file_layers=layers)
     return config
 
 

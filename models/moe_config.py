@@ -20,7 +20,8 @@ class MoEConfig:
     table. `latent`: channels of the routed experts, if not those of the hidden states; `latent_norm`: the sum of their
     results is normed there (Kimi K3). `dense_limit`: the `limit` of the MLPs of dense layers (GLM-5.3-Flash).
     `image_bias`: routers have another bias for image tokens (DeepSeek V4.1). `squared`: experts have no gate, and
-    relu(x)^2 as activation (Nemotron-H).
+    relu(x)^2 as activation (Nemotron-H). `num_zero`: zero experts, whose result is
+    their input: the router chooses them like the `num_experts` others, after which they are numbered (LongCat-Flash).
     """
 
     num_experts: int
@@ -48,6 +49,12 @@ class MoEConfig:
     dense_limit: float = 0.0
     image_bias: bool = False
     squared: bool = False
+    num_zero: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that the router chooses from."""
+        return self.num_experts + self.num_zero
 
     @property
     def of_all(self) -> GatedActivation | None:

@@ -41,6 +41,7 @@ _KIMI = "moe_engine.models.kimi:KimiModel"
 _LING = "moe_engine.models.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
 _KIMI_K3 = "moe_engine.models.kimi_linear:KimiK3Model"
+_LONGCAT = "moe_engine.models.longcat_flash:LongcatFlashModel"
 _MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
 _NEMOTRON_H = "moe_engine.models.nemotron_h:NemotronHModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
@@ -108,6 +109,7 @@ for _name, _target, _parser in (
     ("KimiK3ForConditionalGeneration", _KIMI_K3, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
     ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
+    ("LongcatFlashForCausalLM", _LONGCAT, "moe_engine.models.config_longcat:parse_longcat_flash"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),
@@ -176,6 +178,7 @@ _BY_MODEL_TYPE = {
     "kimi_k3": "KimiK3ForConditionalGeneration",
     "kimi_linear": "KimiLinearForCausalLM",
     "llama": "LlamaForCausalLM",
+    "longcat_flash": "LongcatFlashForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

@@ -98,6 +98,9 @@ _EXPERT_NAMES = {
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
     **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE, *QWEN4_EXP), ExpertNames(shared="shared_expert")),
+    "LongcatFlashForCausalLM": ExpertNames(
+        "moe", router="router.classifier.weight", router_bias="router.e_score_correction_bias"
+    ),
 }
 """By architecture; others use the default."""
 ROUTERS = tuple(sorted({f".{names.router}" for names in (ExpertNames(), *_EXPERT_NAMES.values())}))
@@ -366,15 +369,16 @@ def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:
 def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
     """The dense MLP of a layer, or its router, experts and shared expert. layer: as in `layer_tensors`."""
     hidden, moe = config.hidden_size, config.moe_of(config.num_layers if layer is None else layer)
-    if not is_moe or moe is None:
+    if not is_moe or moe is None or config.shortcut:
         yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias, not config.dense_activation.squared)
+    if not is_moe or moe is None:
         return
     names = expert_names(config)
-    yield TensorSpec(f"{names.block}.{names.router}", (moe.num_experts, hidden), Kind.WIDE)
+    yield TensorSpec(f"{names.block}.{names.router}", (moe.num_choices, hidden), Kind.WIDE)
     if layer is not None and moe.hashes(layer):
         yield TensorSpec(f"{names.block}.{names.router_table}", (config.vocab_size, moe.top_k), Kind.INDEX)
     elif moe.has_bias:
-        shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
+        shape = (1, moe.num_choices) if names.bias_rows else (moe.num_choices,)
         yield TensorSpec(f"{names.block}.{names.router_bias}", shape, Kind.WIDE)
     if layer is not None and config.routes_images(layer):
         yield TensorSpec(f"{names.block}.{names.router_image_bias}", (moe.num_experts,), Kind.WIDE)
@@ -412,6 +416,12 @@ def added(config: ModelConfig, name: str) -> float:
     return config.norm_plus if is_norm else 0.0
 
 
+def factor(config: ModelConfig, name: str) -> float:
+    """What a stored tensor is multiplied by before it is used (`MLAConfig.latent_factor`)."""
+    a = config.attention
+    return a.latent_factor if isinstance(a, MLAConfig) and name.endswith(".kv_a_layernorm.weight") else 1.0
+
+
 # -- tensors that are not required
 
 
@@ -421,7 +431,8 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
     have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's
     count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of
-    the KV cache; scores of the residual's rows before the first layer, where there is one row.
+    the KV cache; scores of the residual's rows before the first layer, where there is one row; projections of zero
+    experts, which transformers saves.
     """
     unread = {i for i in mtp_layers(names) if i >= config.num_layers} | set(
         range(config.num_layers, config.stored_layers)
@@ -431,6 +442,8 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     unused += (_FIRST_SCORES,) * (config.residual_block > 0)
     ends = (_ROTARY, *TABLES, *KV_SCALES) + (_IMAGE_BIAS,) * (not config.routes_images())
     found = {name for name in names if name.endswith(ends) or name.startswith(unused) or NGRAMS in name}
+    if config.moe is not None and config.moe.num_zero:
+        found |= {name for name in names if _expert(name) >= config.moe.num_experts}
     return found | {name for name in names if layer_index(name) in unread}
 
 
@@ -454,4 +467,10 @@ def layer_index(name: str) -> int:
     if not name.startswith(_LAYERS):
         return -1
     part = name[len(_LAYERS) :].partition(".")[0]
+    return int(part) if part.isdigit() else -1
+
+
+def _expert(name: str) -> int:
+    """``model.layers.3.moe.experts.7.up_proj.weight`` -> 7; -1 for tensors of no expert."""
+    part = name.partition(".experts.")[2].partition(".")[0]
     return int(part) if part.isdigit() else -1

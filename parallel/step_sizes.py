@@ -86,6 +86,12 @@ class StepSizes:
         return self._own(self.shares)
 
     @cached_property
+    def own_of_all(self) -> slice:
+        """This rank's share among the tokens of all groups."""
+        first = sum(self.shares[: self.world_rank])
+        return slice(first, first + self.shares[self.world_rank])
+
+    @cached_property
     def own_logits(self) -> slice:
         """This rank's share among the rows of its group's logits."""
         return self._own(self.logit_shares)

@@ -21,6 +21,7 @@ from moe_engine.kernels.kv_format.formats import E4M3, FP8_GROUPS, head_width, l
 from moe_engine.kernels.lora.protocol import AdapterTokens, LoraWeights
 from moe_engine.kernels.ops.protocol import HeadNorms
 from moe_engine.kernels.ops.residual_blocks import mix_blocks
+from moe_engine.kernels.ops.zero_experts import add_input
 from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
 from tests.kernels.drawn import block_residual, block_weights, delta_inputs
 
@@ -113,6 +114,19 @@ def lookup(tokens: int, vocab: int, width: int) -> KernelCase:
         return apart if found is None else lambda: found(ids, weight, vocab)
 
     return counted("ops", f"lookup.{vocab}x{width}.t{tokens}", prepare)
+
+
+def zero_experts(tokens: int, width: int, top_k: int) -> KernelCase:
+    """The input by the weights of a third of the choices, and an addend."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        x, add = normal(tokens, width, device=device), normal(tokens, width, device=device)
+        weights = torch.rand(tokens, top_k, device=device)
+        ids = torch.randint(-64, 128, (tokens, top_k), dtype=torch.int32, device=device).clamp(min=-1)
+        found = ops.capabilities.add_input or add_input
+        return lambda: found(x, weights, ids, add)
+
+    return counted("ops", f"zero_experts.{width}.k{top_k}.t{tokens}", prepare)
 
 
 def grouped_rows(tokens: int, heads: int, groups: int, width: int) -> KernelCase:
@@ -289,6 +303,7 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
         head_gates(tokens, heads, width, by_head=True),
         row_gates(tokens, hidden),
         lookup(tokens, 2 * hidden, hidden),
+        zero_experts(tokens, hidden, 12),
         grouped_rows(tokens, heads, groups, width),
         write_kv(tokens, groups, width, fp8=False),
         write_kv(tokens, groups, width, fp8=True),

@@ -60,6 +60,11 @@ def lookup(a: Any, s: Setting) -> Cost:
     return Cost(size(a.ids, a.out), size(a.out))
 
 
+@cost_of("add_input_kernel")
+def add_input(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.x, a.weights, a.ids) + size(given(a.add)), size(a.out))
+
+
 @cost_of("silu_and_mul_kernel")
 def silu_and_mul(a: Any, s: Setting) -> Cost:
     return Cost(size(a.gate_up), size(a.out))

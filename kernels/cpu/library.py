@@ -93,6 +93,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_write_latent": (None, [N, N, P, L, P, F, P, P, L, N, P, N, N, P, L, L, L, F]),
     "moe_write_kv": (None, [P, L, L, P, L, L, P, N, P, L, P, L, L, L, L, L]),
     "moe_write_kv_fp8": (None, [N, N, P, L, L, P, N, P, L, L, L, L]),
+    "moe_add_input": (None, [N, P, L, P, P, L, P, L, P, L, L]),
     "moe_route": (None, [N, N, P, L, L, L, P, P, P, P, P, P]),
     "moe_absorbed": (None, [N, N, P, L, L, P, L, P, L, L, L, F, P, P]),
     "moe_paged": (None, [N, N, P, L, L, P, L, L, P, L, L, P, L, L, L, L, F, P, P]),
@@ -159,6 +160,7 @@ class Library:
     moe_write_latent: Any
     moe_write_kv: Any
     moe_write_kv_fp8: Any
+    moe_add_input: Any
     moe_route: Any
     moe_absorbed: Any
     moe_paged: Any

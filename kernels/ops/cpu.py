@@ -23,6 +23,7 @@ class _Router(ctypes.Structure):
         ("renormalize", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("bias_on_logits", ctypes.c_int32),
+        ("held", ctypes.c_int32),
     ]
 
 
@@ -35,10 +36,13 @@ def router_struct(spec: RouterSpec) -> _Router:
     groups = spec.num_groups if spec.group_score else 1
     if spec.num_experts % groups or not 0 < spec.top_k <= spec.num_experts or spec.topk_groups > spec.num_groups:
         raise ValueError(f"invalid router: {spec}")
+    if spec.first or spec.num_shared:
+        raise ValueError(f"a router with shared experts, which this row does not support: {spec}")
     numbers = (spec.num_experts, spec.top_k, scores[spec.score], groups, spec.topk_groups)
     return _Router(
-        *map(int, numbers), group_scores[spec.group_score], int(spec.renormalize), spec.scale, int(spec.bias_on_logits)
-    )
+        *map(int, numbers), group_scores[spec.group_score], int(spec.renormalize), spec.scale,
+        int(spec.bias_on_logits), spec.num_held,
+    )  # fmt: skip
 
 
 def _positions(positions: Tensor) -> Tensor:
@@ -83,7 +87,20 @@ class CpuOps:
 
     @property
     def capabilities(self) -> OpsCapabilities:
-        return OpsCapabilities(mix_streams=self.mix_streams, mix_blocks=self.mix_blocks)
+        return OpsCapabilities(
+            mix_streams=self.mix_streams, mix_blocks=self.mix_blocks, add_input=self.add_input
+        )
+
+    def add_input(self, x: Tensor, weights: Tensor, ids: Tensor, add: Tensor | None) -> Tensor:
+        """See `AddInput`."""
+        x, add = rows(x), None if add is None else rows(add)
+        weights, ids = weights.contiguous(), ids.to(torch.int32).contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._lib.moe_add_input(
+            kind_of(x.dtype), x.data_ptr(), x.stride(0), weights.data_ptr(), ids.data_ptr(), ids.shape[1],
+            None if add is None else add.data_ptr(), 0 if add is None else add.stride(0), out.data_ptr(), *x.shape,
+        )  # fmt: skip
+        return out
 
     def mix_streams(self, x: Tensor | None, residual: Tensor, weights: StreamWeights) -> Tensor:
         """See `MixStreams`."""

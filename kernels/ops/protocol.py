@@ -21,6 +21,7 @@ from moe_engine.kernels.ops.ngram_products import NgramProducts
 from moe_engine.kernels.ops.ngram_rows import Ngrams
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
 from moe_engine.kernels.ops.streams import MixNormStreams, MixStreams
+from moe_engine.kernels.ops.zero_experts import AddInput
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 
@@ -249,6 +250,9 @@ class OpsCapabilities:
 
     mix_blocks: MixBlocks | None = None
     """None: in torch, `kernels.ops.residual_blocks`."""
+
+    add_input: AddInput | None = None
+    """None: in torch, `kernels.ops.zero_experts`."""
 
 
 class Ops(Protocol):

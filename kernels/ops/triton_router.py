@@ -220,13 +220,15 @@ QWEN3_NEXT = RouterSpec(512, 10, "softmax", renormalize=True, num_shared=1, shar
 GLM = RouterSpec(160, 8, "sigmoid", True, renormalize=True, scale=2.5, num_shared=1, shared_weight=0.5, held=80)
 """On two groups of ranks."""
 V4 = RouterSpec(256, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5)
+LONGCAT = RouterSpec(768, 12, "softmax", True, scale=6.0, held=512)
+"""With 256 zero experts."""
 
 
 def aot_cases() -> list[AotCase]:
-    """The routers of DeepSeek, Qwen, gpt-oss and GLM, for one, some and many tokens."""
+    """The routers of DeepSeek, Qwen, gpt-oss, GLM and LongCat, for one, some and many tokens."""
     routers = [("v3", 7168, V3), ("v2", 5120, V2), ("v2_lite", 2048, V2_LITE), ("qwen3", 2048, QWEN3_MOE)]
     routers += [("gpt_oss", 2880, GPT_OSS), ("v4", 4096, V4)]
-    routers += [("qwen3_next", 2048, QWEN3_NEXT), ("glm_ep2", 5120, GLM)]
+    routers += [("qwen3_next", 2048, QWEN3_NEXT), ("glm_ep2", 5120, GLM), ("longcat", 6144, LONGCAT)]
     cases = [
         case
         for label, hidden, spec in routers

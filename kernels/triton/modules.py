@@ -47,6 +47,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_grouped",
     f"{_FAMILIES}.ops.triton_lookup",
     f"{_FAMILIES}.ops.triton_ngram_products",
+    f"{_FAMILIES}.ops.triton_zero_experts",
     f"{_FAMILIES}.ops.triton_ngrams",
     f"{_FAMILIES}.ops.triton_norm",
     f"{_FAMILIES}.ops.triton_norm_route",

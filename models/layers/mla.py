@@ -85,7 +85,9 @@ class MLAAttention:
         self._limits, prefix = (max_expanded_tokens, max_absorbed_tokens), f"{name}.self_attn"
         self._absorb_and_write = self._ops.capabilities.absorb
         self._load_query(whole, reader, prefix, input_size or config.hidden_size)
-        self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, mla.latent_eps)
+        self._kv_norm = RMSNorm(
+            self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, mla.latent_eps, factor=mla.latent_factor
+        )
         self._load_kv_b(whole, reader, prefix)
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)

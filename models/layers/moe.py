@@ -17,6 +17,7 @@ from moe_engine.kernels.decoder.layers import FusedMoE, MoELayer
 from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from moe_engine.kernels.ops.reference import in_slots, with_padding
+from moe_engine.kernels.ops.zero_experts import AddInput, add_input
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
@@ -58,15 +59,16 @@ Choice = tuple[Tensor, Tensor]
 
 def router_spec(moe: MoEConfig, num_shared: int = 0, ep: Share = WHOLE) -> RouterSpec:
     """The router settings for the kernels; num_shared: shared experts fused into the routed ones. With them the ranks
-    of `ep` hold different routed experts, and each adds its part of the shared ones' result."""
+    of `ep` hold different routed experts, and each adds its part of the shared ones' result. No rank holds zero
+    experts: their choices are -1."""
     several = bool(num_shared) and ep.size > 1
     count = ep.width(moe.num_experts) if several else moe.num_experts  # placed experts need no equal parts
     return RouterSpec(
         shared_gate=bool(num_shared) and moe.shared_gate,
         shared_weight=1 / ep.size if several else 1.0,
         first=ep.rank * count if several else 0,
-        held=count if several else None,
-        num_experts=moe.num_experts,
+        held=count if several or moe.num_zero else None,
+        num_experts=moe.num_choices,
         top_k=moe.top_k,
         score=moe.score,
         has_bias=moe.has_bias,
@@ -118,9 +120,9 @@ class MoE:
         self.layer_index = layer_index
         prefix = f"model.layers.{layer_index}.{names.block}"
         router = f"{prefix}.{names.router}"
-        gate = reader.tensor(router, (moe.num_experts, hidden), dtype=reader.gate_dtype(router))
+        gate = reader.tensor(router, (moe.num_choices, hidden), dtype=reader.gate_dtype(router))
         bias = f"{prefix}.{names.router_bias}"
-        shape = (1, moe.num_experts) if names.bias_rows else (moe.num_experts,)
+        shape = (1, moe.num_choices) if names.bias_rows else (moe.num_choices,)
         hashes = moe.hashes(layer_index)
         self._bias = reader.tensor(bias, shape, dtype=wide).flatten() if moe.has_bias and not hashes else None
         self._image_bias: Tensor | None = None
@@ -162,6 +164,11 @@ class MoE:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
             else:
                 self._shared = MLP(*of_mlp, share=share, activation=moe.activation(layer_index, shared=True))
+        self._add_input: AddInput | None = None
+        """Adds the input times the weights of zero experts; None: the rank adds none of them. One rank of those with
+        partial sums does."""
+        if moe.num_zero and (travels or parallel.world_rank == 0):
+            self._add_input = backends.ops.capabilities.add_input or add_input
         self._route = backends.ops.route
         self._int64 = self._int64_phases(backends.ops)
         self._route_int64 = backends.ops.capabilities.route_int64
@@ -289,8 +296,13 @@ class MoE:
         if self._overlap is not None and self._overlap.shared_expert:
             return finish(self.stages(x, phase, tokens, chosen))
         weights, ids = chosen or self._choose(x, tokens, phase)
+        beside = self._beside(x, weights, ids)
+        return self._routed.run(as_format(x, self._routed.input_format), weights, ids, beside, phase)
+
+    def _beside(self, x: Activation, weights: Tensor, ids: Tensor) -> Tensor | None:
+        """What the routed experts' result is added to: the shared expert's, and that of zero experts."""
         shared = None if self._shared is None else self._shared.forward(x)
-        return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
+        return shared if self._add_input is None else self._add_input(unquantized(x), weights, ids, shared)
 
     def _forward_fused(self, x: Tensor) -> Tensor:
         """One call; a shared expert with a gate is added to it."""
@@ -314,8 +326,8 @@ class MoE:
         """`forward` before the sum over experts, if it `leaves_rows`."""
         assert isinstance(self._routed, LocalExperts)
         weights, ids = chosen or self._choose(x, tokens, "prefill")
-        shared = None if self._shared is None else self._shared.forward(x)
-        return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, shared)
+        beside = self._beside(x, weights, ids)
+        return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, beside)
 
     def before_norm(
         self, norm: RMSNorm, x: Activation, residual: Tensor, phase: Phase, tokens: RoutedTokens | None = None,
@@ -327,12 +339,12 @@ class MoE:
         if not isinstance(routed, DispatchedExperts):
             return norm.add(self.forward(x, phase, tokens, chosen), residual)
         weights, ids = chosen or self._choose(x, tokens, phase)
-        shared, stream = self._shared, InlineStream() if overlap is None else overlap.comm_stream
+        stream = InlineStream() if overlap is None else overlap.comm_stream
         if overlap is not None and overlap.shared_expert:
             sent = routed.send(stream, x, weights, ids, phase)
-            other = None if shared is None else shared.forward(x)
+            other = self._beside(x, weights, ids)
         else:
-            other, stream = None if shared is None else shared.forward(x), InlineStream()
+            other, stream = self._beside(x, weights, ids), InlineStream()
             sent = routed.dispatched(x, weights, ids, phase)
         if routed.norms_sums(phase):
             return norm.add_sum(routed.compute_norm(stream, sent, weights), residual, other)
@@ -348,8 +360,8 @@ class MoE:
 
     def before(self, x: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] -> weights and experts [T, K], and the shared expert's result [T, D]."""
-        shared = None if self._shared is None else self._shared.forward(x)
-        return *self._route(unquantized(x), self._gate, self._bias, self._spec), shared
+        weights, ids = self._route(unquantized(x), self._gate, self._bias, self._spec)
+        return weights, ids, self._beside(x, weights, ids)
 
     def after(self, x: Activation, weights: Tensor, ids: Tensor, shared: Tensor | None) -> Tensor:
         """[T, D]."""
@@ -385,7 +397,7 @@ class MoE:
     @property
     def _asked(self) -> RouterSpec:
         """What the router writes: experts instead of this rank's slots while they are counted."""
-        return self._spec.of_all_ranks if self._counting else self._spec
+        return self._spec.of_all_ranks if self._counting and self._spec.num_shared else self._spec
 
     @property
     def _counting(self) -> bool:
@@ -398,7 +410,7 @@ class MoE:
         if self._recorder is not None and self._recorder.counting:
             chosen = ids[:, : self._spec.top_k].contiguous()
             self._recorder.on_select(self.layer_index, chosen)
-            if self._spec.held is not None:
+            if self._spec.held is not None and self._spec.num_shared:
                 ids = with_padding(in_slots(chosen, self._spec), real)
         return weights, ids
 
@@ -411,9 +423,9 @@ class MoE:
             return self.forward(x, phase, tokens, chosen)
         weights, ids = chosen or self._choose(x, tokens, phase)
         sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
-        shared = None if self._shared is None else self._shared.forward(x)
+        beside = self._beside(x, weights, ids)
         yield
         back = routed.compute(overlap.comm_stream, sent, weights)
         yield
         out = back.wait()
-        return out if shared is None else out.add_(shared)
+        return out if beside is None else out.add_(beside)

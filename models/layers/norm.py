@@ -25,12 +25,17 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """x * rsqrt(mean(x^2) + eps) * weight. plus: added to the stored weights."""
+    """x * rsqrt(mean(x^2) + eps) * weight. plus: added to the stored weights; they are multiplied by `factor` then."""
 
-    def __init__(self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float, plus: float = 0.0) -> None:
+    def __init__(
+        self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float, plus: float = 0.0,
+        factor: float = 1.0,
+    ) -> None:  # fmt: skip
         self.weight = reader.tensor(prefix + ".weight", (width,), dtype=torch.float32)
         if plus and not reader.made_up:
             self.weight += plus
+        if factor != 1.0 and not reader.made_up:
+            self.weight *= factor
         self.eps = eps
         self._quantized_norms = ops.capabilities.quantized_norms
         self._rms_norm: Callable[..., Any] = ops.rms_norm

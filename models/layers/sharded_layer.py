@@ -151,14 +151,16 @@ def _routed(
     ids and kinds are gathered if layers read them, and all are real."""
     ids, real, kinds = batch.input_ids, batch.real, batch.is_image if images else None
     if parallel.dispatcher is None and parallel.attn_dp_size == 1:
-        return RoutedTokens(ids, real, kinds)
+        return RoutedTokens(ids, real, kinds, sizes.own_of_all)
     own = sizes.own_tokens
     if parallel.dispatcher is not None:
-        return RoutedTokens(ids[own], *(None if part is None else part[own] for part in (real, kinds)))
+        real, kinds = (None if part is None else part[own] for part in (real, kinds))
+        return RoutedTokens(ids[own], real, kinds, sizes.own_of_all)
     ids = ids[own]
     if images and sizes.prefills:  # image tokens are in prompts only
         found = torch.zeros_like(ids) if kinds is None else kinds[own].to(ids.dtype)
         kinds = gather_rows(parallel.world, found.unsqueeze(1), sizes.shares).squeeze(1) > 0
     return RoutedTokens(
-        gather_rows(parallel.world, ids.unsqueeze(1), sizes.shares).squeeze(1) if hashes else ids, None, kinds
-    )
+        gather_rows(parallel.world, ids.unsqueeze(1), sizes.shares).squeeze(1) if hashes else ids, None, kinds,
+        sizes.own_of_all,
+    )  # fmt: skip

@@ -106,6 +106,8 @@ def _excluded(args: EngineArgs, model: ModelConfig) -> Iterator[str]:
         yield f"--enable-lora: {model.architecture} is a model from outside; adapters need a built-in architecture"
     if model.pooling is not None:
         yield f"--enable-lora: not available yet for vectors ({model.source} is served for vectors); leave it out"
+    if model.shortcut:
+        yield f"--enable-lora: not available yet for {model.architecture}, whose layers are pairs; leave it out"
     if args.parallel.enable_two_batch_overlap:
         yield "--enable-two-batch-overlap with --enable-lora: not available yet; drop one"
     if args.backends.enable_torch_compile:

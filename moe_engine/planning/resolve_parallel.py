@@ -114,6 +114,11 @@ def resolve_parallel(
         where = Place(device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version)
         dispatch = _dispatch(topology, where, flags, record)
     _check_overlap(flags, dispatch is not None)
+    if flags.enable_two_batch_overlap and model.shortcut:
+        raise ConfigError(
+            f"--enable-two-batch-overlap: experts of {model.architecture} overlap with the layers beside them; use "
+            "--enable-single-batch-overlap"
+        )
     _check_fused(flags, dispatch)
     fp8 = flags.moe_dispatch_dtype == "fp8"  # auto: `with_dispatch_dtype`
     if fp8 and (dispatch is None or model.routed_size % 128):

@@ -90,6 +90,9 @@ REASONING_FORMATS = {
     "step3": ReasoningFormat(forced=True),
     "step3p5": ReasoningFormat(forced=True),
     "nemotron_3": ReasoningFormat(calls="<tool_call>"),
+    "longcat": ReasoningFormat(
+        "<longcat_think>", "</longcat_think>", switch="enable_thinking", calls="<longcat_tool_call>"
+    ),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),
     "solar_open": ReasoningFormat(

@@ -24,6 +24,7 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dots", ("<dots_function_call>",)),
     ("glm", ("<arg_key>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
+    ("longcat", ("<longcat_tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("ernie45", ("<tool_call>", "<response>")),
     ("qwen25", ("<tool_call>",)),
@@ -51,6 +52,8 @@ def reasoning_format(template: str) -> str | None:
         return tools
     if tools == "minimax-m3":
         return tools if "</mm:think>" in template else None
+    if "</longcat_think>" in template:
+        return "longcat"
     if "◁think▷" in template:
         return "kimi"
     if "[THINK]" in template and "[/THINK]" in template:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.models.partial_weights import CODES, FP8_CODES, code_source
 from moe_engine.models.tensor_names import TensorNames
-from moe_engine.models.tensors import added
+from moe_engine.models.tensors import added, factor
 from moe_engine.models.weights import WeightSource
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.model_runner import ModelRunner
@@ -74,7 +74,7 @@ class WeightRead:
             base = FP8_CODES if structure.format.has_kernel_formats else CODES
             with torch.no_grad():
                 numbers, values = _elements(module, structure, name, rows, total, base)
-                values -= added(self._options.model, name)
+                values = values / factor(self._options.model, name) - added(self._options.model, name)
         return {
             "shape": [rows, *shape[1:]],
             "numbers": numbers.numpy().tobytes(),

@@ -15,6 +15,7 @@ from moe_engine.kernels.gate_form import SQUARED, GatedActivation
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
+from moe_engine.kernels.ops.zero_experts import add_input
 from tests.kernels.cpu.formulas import (
     NAN,
     activated,
@@ -185,6 +186,27 @@ def check_given_experts(ops: Ops, dtype: torch.dtype) -> None:
         assert torch.equal(ids, torch.where(real.bool()[:, None], experts, -1)) and ids.dtype == torch.int32
         want = scores / scores.sum(-1, keepdim=True) if renormalize else scores
         torch.testing.assert_close(weights, (want * spec.scale).float(), rtol=2e-5, atol=0)
+
+
+def check_zero_experts(ops: Ops, dtype: torch.dtype, tokens: int, width: int) -> None:
+    """Choices of zero experts are -1 and keep their weights, by which the input is added to a strided addend."""
+    spec = RouterSpec(30, 6, "softmax", True, scale=2.5)
+    x, gate = normal(tokens, width + 8, dtype=dtype)[:, :width], torch.randn(30, width) / width**0.5
+    bias, real = torch.randn(30) / 30, torch.randint(2, (tokens,), dtype=torch.int32)
+    gate = ops.prepare_gate(gate)
+    for mask in (None, real):
+        want_weights, chosen = ops.route(x, gate, bias, spec, mask)
+        weights, ids = ops.route(x, gate, bias, replace(spec, held=19), mask)
+        assert torch.equal(ids, torch.where(chosen < 19, chosen, -1)) and torch.equal(weights, want_weights)
+        if mask is None:
+            assert (ids < 0).any() and (tokens < 9 or (ids >= 0).any())
+    own = torch.where(ids < 0, weights, 0.0).double().sum(1, keepdim=True)
+    add = ops.capabilities.add_input or add_input
+    for addend in (None, normal(tokens, width + 24, dtype=dtype)[:, :width]):
+        want = x.double() * own + (0 if addend is None else addend.double())
+        got = add(x, weights, ids, addend)
+        assert got.dtype == dtype and got.is_contiguous()
+        close(got, want)
 
 
 def check_no_tokens(ops: Ops, dtype: torch.dtype) -> None:

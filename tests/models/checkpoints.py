@@ -20,6 +20,8 @@ from torch import Tensor
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.models.fp8 import dequantize_fp8, quantize_fp8
 
+LONGCAT = "longcat_flash"
+"""The kind with experts on a shortcut, whose config.json has `num_layers` of two attentions each."""
 KINDS = (
     "deepseek_v3",
     "deepseek_v2",
@@ -42,6 +44,7 @@ KINDS = (
     "bailing_hybrid",
     "step3p7",
     "nemotron_h",
+    LONGCAT,
 )
 MORE_KINDS = (
     "dots1",
@@ -211,6 +214,15 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_MLA, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
         | {"norm_topk_prob": True, "topk_method": "noaux_tc", "rms_norm_eps": 1e-5, "rope_scaling": None}
         | {"mlp_layer_types": ["dense", "sparse", "dense"]},
+    ),
+    LONGCAT: (
+        "LongcatFlash",
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "head_dim": 8}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "ffn_hidden_size": 96}
+        | {"num_hidden_layers": 4, "expert_ffn_hidden_size": 32, "n_routed_experts": 16, "moe_topk": 5}
+        | {"zero_expert_num": 7, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+        | {"zero_expert_type": "identity", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
+        | {"attention_method": "MLA", "router_bias": False},
     ),
     "llama": ("Llama", {**_GQA, "rope_scaling": LLAMA3_ROPE, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {**_GQA, "sliding_window": None}),
@@ -412,6 +424,8 @@ def make_checkpoint(
     for index in range(num_mtp_layers):
         if kind == GATED_STREAMS:
             tensors |= gated_streams_mtp(tensors, generator)
+        elif kind == LONGCAT:
+            add_longcat_mtp(tensors, fields["hidden_size"], generator)
         else:
             add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
     if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP
@@ -423,7 +437,7 @@ def make_checkpoint(
         tensors = {renamed.get(name, name): t for name, t in tensors.items()}
     if kind == GATED_STREAMS:
         fields["mtp_num_hidden_layers"] = num_mtp_layers
-    elif num_mtp_layers and not deepseek_names:
+    elif num_mtp_layers and not deepseek_names and kind != LONGCAT:
         tensors = _with_own_names(kind, tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if kind == POOLED:
         fields["num_nextn_predict_layers"] = num_mtp_layers
@@ -673,6 +687,28 @@ def gated_streams_mtp(tensors: dict[str, Tensor], generator: torch.Generator) ->
     return found
 
 
+def add_longcat_mtp(tensors: dict[str, Tensor], hidden: int, generator: torch.Generator) -> None:
+    """The dense MTP layer of LongCat-Flash, under its published names."""
+    target = "model.mtp.layers.0."
+    parts = {"mlps.1.": "transformer_layer.mlp."}
+    parts |= {f"{part}.1.": f"{part}." for part in ("self_attn", "input_layernorm", "post_attention_layernorm")}
+    like = tensors["model.norm.weight"]
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for old, new in parts.items():
+        source = f"model.layers.0.{old}"
+        for name in [name for name in tensors if name.startswith(source)]:
+            tensor = tensors[name]
+            changed = (tensor.float() + 0.1 * noise(*tensor.shape)).to(tensor.dtype)
+            tensors[f"{target}{new}{name.removeprefix(source)}"] = changed
+    tensors["model.mtp.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{target}eh_proj.weight"] = (0.15 * noise(hidden, 2 * hidden)).to(like.dtype)
+    for name in (f"{target}enorm.m", f"{target}hnorm.m", "model.mtp.norm"):
+        tensors[f"{name}.weight"] = (1 + 0.2 * noise(hidden)).to(like.dtype)
+
+
 def with_mtp_beside(tensors: dict[str, Tensor], num_layers: int, generator: torch.Generator) -> dict[str, Tensor]:
     """The tensors, and those of an MTP layer under the names of Qwen3-Next and Qwen3.5."""
     tensors = dict(tensors)
@@ -778,13 +814,15 @@ def _write_config(
     if "text_config" in config:
         return
     config["num_nextn_predict_layers"] = num_mtp_layers
-    if not num_mtp_layers and not config["model_type"].startswith(("qwen3_next", "qwen3_5")):  # their default is 1
+    if not num_mtp_layers and not config["model_type"].startswith(("qwen3_next", "qwen3_5", LONGCAT)):  # default 1
         del config["num_nextn_predict_layers"]
     name = str(dtype).removeprefix("torch.")
     if dialect == "hub":
         for key in ("rope_parameters", "dtype", "head_dim", "transformers_version", "layers_block_type"):
             config.pop(key, None)
         config |= {key: value for key, value in fields.items() if key != "initializer_range"}
+        if "num_layers" in config:  # LongCat-Flash
+            del config["num_hidden_layers"]
         config["torch_dtype"] = name
     else:
         config["dtype"] = name

@@ -248,3 +248,16 @@ LING_FLASH: dict[str, Any] = {
     "eos_token_id": 156895, "pad_token_id": 156892, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16",
 }  # fmt: skip
 """Without its limits of activations."""
+LONGCAT_FLASH: dict[str, Any] = {
+    "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "attention_bias": False,
+    "vocab_size": 131072, "hidden_size": 6144, "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048,
+    "num_layers": 28, "num_attention_heads": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "qk_nope_head_dim": 128, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
+    "routed_scaling_factor": 6.0, "n_routed_experts": 512, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10000000.0, "attention_method": "MLA", "zero_expert_num": 256,
+    "zero_expert_type": "identity", "moe_topk": 12, "router_bias": False, "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+"""The FP8 release."""

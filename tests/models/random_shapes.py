@@ -35,15 +35,18 @@ EXPERTS = {
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
     "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts",
-    "nemotron_h": "n_routed_experts",
+    "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {
     "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
-    "step3p7": "moe_top_k",
+    "step3p7": "moe_top_k", "longcat_flash": "moe_topk",
 }  # fmt: skip
 WIDTHS = {"hunyuan_v1_moe": "intermediate_size", "mixtral": "intermediate_size"}
-WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size")
-MLA = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "bailing_hybrid")
+WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size") | {"longcat_flash": "expert_ffn_hidden_size"}
+MLA = (
+    "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "bailing_hybrid",
+    "longcat_flash",
+)  # fmt: skip
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 GROUPED = (
     "deepseek_v3",
@@ -58,7 +61,7 @@ GROUPED = (
     "nemotron_h",
 )
 """Routers that choose groups of experts."""
-NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "nemotron_h")
+NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "nemotron_h", "longcat_flash")
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
@@ -78,7 +81,7 @@ DROPPED = (
     "router_scaling_factor", "use_qk_norm", "tie_word_embeddings", "swiglu_limit", "moe_layer_end_index", "use_bias",
     "max_position_embeddings", "n_shared_experts", "first_k_dense_replace",
     "moe_layer_interval", "moe_layer_start_index", "moe_num_shared_experts", "attention_dropout", "torch_dtype",
-    "full_attention_interval",
+    "full_attention_interval", "zero_expert_type", "mla_scale_q_lora",
 )  # fmt: skip
 
 NULLED = ("rope_scaling", "layer_types", "norm_topk_prob", "rope_interleave", "partial_rotary_factor", "sliding_window")
@@ -146,6 +149,12 @@ def draw(kind: str, rng: random.Random) -> Shape:
             "layer_group_size": rng.choice([size for size in range(1, layers + 1) if layers % size == 0]),
             "head_dim": rng.choice((8, 12, 20, 40)), "short_conv_kernel_size": rng.choice((2, 3, 4)),
             "kda_safe_gate": rng.random() < 0.7, "kda_lower_bound": rng.choice((-5.0, -2.5)), "q_lora_rank": None,
+        }  # fmt: skip
+    if kind == "longcat_flash":
+        fields |= {
+            "num_hidden_layers": layers + layers % 2, "ffn_hidden_size": rng.choice((20, 37, 66, 96)),
+            "zero_expert_num": rng.choice((1, 2, 5)), "routed_scaling_factor": rng.choice((1.0, 2.5)),
+            "q_lora_rank": rng.choice((8, 10, 24)), "attention_bias": False, "head_dim": fields["qk_rope_head_dim"],
         }  # fmt: skip
     if kind not in OWN_ROPE and kind not in HYBRID:
         fields["rope_scaling"] = _rope(rng, kind)

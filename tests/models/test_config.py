@@ -27,7 +27,15 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.parameters import num_active_parameters
-from tests.models.published import KIMI_LINEAR, LING_FLASH, LLAMA, NEMOTRON_3_NANO, QWEN3_NEXT, V2_LITE
+from tests.models.published import (
+    KIMI_LINEAR,
+    LING_FLASH,
+    LLAMA,
+    LONGCAT_FLASH,
+    NEMOTRON_3_NANO,
+    QWEN3_NEXT,
+    V2_LITE,
+)
 from tests.models.published import YARN_V3 as V3
 
 
@@ -198,6 +206,47 @@ def test_ling(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             parse(tmp_path, LING_FLASH | wrong)
+
+
+def test_longcat_flash(tmp_path: Path) -> None:
+    """Its report has 560 billion parameters, of which a token uses 18.6 to 31.3 billion, 27 billion on average: 12
+    experts to none, 8 on average."""
+    config = parse(tmp_path, LONGCAT_FLASH)
+    attention, moe = config.attention, config.moe
+    assert isinstance(attention, MLAConfig) and moe is not None
+    assert sizes.num_parameters(config) == pytest.approx(560e9, rel=5e-3)
+    each = 28 * 3 * moe.width * config.hidden_size
+    most = num_active_parameters(config)
+    assert most == pytest.approx(31.3e9, rel=2e-2) and most - 12 * each == pytest.approx(18.6e9, rel=2e-2)
+    facts = model_facts(LONGCAT_FLASH)
+    assert (facts.top_k, facts.zero_experts, facts.layers, facts.moe_layers) == (8, 256, 56, 28)
+    norms_and_small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
+    assert 0 <= norms_and_small < 2e6
+    mtp = sizes.num_parameters(config, include_mtp=True) - sizes.num_parameters(config)
+    assert mtp == pytest.approx(2 * 6144**2 + 3 * 6144 * 12288 + 90e6, rel=0.1)
+    assert config.kv_bytes_per_token("bfloat16") == 56 * 576 * 2 and config.num_nextn_predict_layers == 1
+    assert config.moe_layers == (True, False) * 28 and moe.num_choices == 768
+    assert config.rope.softmax_factor == 2.0 and attention.latent_factor == pytest.approx(12**0.5)
+    plain = parse(tmp_path, LONGCAT_FLASH | {"mla_scale_q_lora": False, "mla_scale_kv_lora": False})
+    assert plain.rope.softmax_factor == plain.attention.latent_factor == 1.0  # type: ignore[union-attr]
+    cut = parse(tmp_path, LONGCAT_FLASH, overrides={"num_layers": 3})
+    assert cut.num_layers == 6 and cut.stored_layers == 56
+    ignored = {"modules_to_not_convert": ["model.layers.3.self_attn.1.o_proj", "model.layers.2.mlp.router"]}
+    quantized = LONGCAT_FLASH | {"quantization_config": LONGCAT_FLASH["quantization_config"] | ignored}
+    format = dataclasses.replace(parse(tmp_path, quantized).weight_format, kept=frozenset({"linear"}))  # type: ignore[type-var]
+    assert [format.bytes_per_element(f"model.layers.{i}.self_attn.o_proj", (6144, 8192), 2) > 1.5 for i in (6, 7)] == [
+        False, True,
+    ]  # fmt: skip
+    for wrong, message in (
+        ({"zero_expert_type": "copy"}, "zero_expert_type 'copy' is not supported; supported: identity"),
+        ({"router_bias": True}, "router_bias True is not supported"),
+        ({"attention_method": "GQA"}, "attention_method 'GQA' is not supported"),
+        ({"index_topk": 2048}, "index_topk is set"),
+        ({"oe_vocab_size_ratio": 2.5}, "oe_vocab_size_ratio is set"),
+        ({"n_routed_experts": 8}, "num_experts_per_tok 12 is more than the 8 experts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(tmp_path, LONGCAT_FLASH | wrong)
 
 
 QWEN3_5: dict[str, Any] = {

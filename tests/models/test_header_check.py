@@ -54,6 +54,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"num_mtp_layers": 2}),
     ("qwen3_next", {"num_mtp_layers": 1}),
     ("hy_v3", {"num_mtp_layers": 1}),
+    ("longcat_flash", {"num_mtp_layers": 1}),
     ("ernie4_5_moe", {"num_mtp_layers": 1}),
 ]
 

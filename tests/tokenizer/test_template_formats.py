@@ -48,6 +48,12 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "Qwen3-Coder": (CODER + ASK, None, "qwen3_coder"),
     "Qwen3.5": (CODER + SWITCHED, "qwen3", "qwen3_coder"),
     "GLM-4.5": ("<tool_call>{{ name }}\n<arg_key>" + SWITCHED, "glm45", "glm"),
+    "LongCat-Flash-Chat": ("<longcat_tool_call>\n" + ASK + " ASSISTANT:", None, "longcat"),
+    "LongCat-Flash-Thinking": (
+        "<longcat_tool_call><longcat_arg_key>{{ past.split('</longcat_think>') }}" + ASK + "<longcat_think>\n",
+        "longcat",
+        "longcat",
+    ),
     "MiniMax-M2": ("<minimax:tool_call>" + BACK + ASK + "<think>", "minimax", "minimax-m2"),
     "MiniMax-M3": (
         "{%- set ns = ']<]minimax[>[' -%}{{ ns ~ '<tool_call>' }}<mm:think></mm:think>" + ASK,

@@ -86,6 +86,13 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      f"<tool_call>\n{{\"arguments\": {{}}, \"name\": \"g\"}}\n</tool_call>",
      "Hi\n", [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
     ("hermes", '<tool_call>{"name": "g"}</tool_call>\n\nb', "\n\nb", [("g", {})]),
+    ("longcat", "a <longcat_tool_call>f\n<longcat_arg_key>s</longcat_arg_key>\n<longcat_arg_value>12"
+     "</longcat_arg_value>\n"
+     "<longcat_arg_key>n</longcat_arg_key>\n<longcat_arg_value>5</longcat_arg_value>\n</longcat_tool_call>\n"
+     "<longcat_tool_call>g</longcat_tool_call>", "a ", [("f", {"s": "12", "n": 5}), ("g", {})]),
+    ("longcat", f"a\n<longcat_tool_call>\n{FUNCTION_CALL}\n</longcat_tool_call>\n"
+     '<longcat_tool_call>{"name": "g", "arguments": {}}</longcat_tool_call>b', "a\nb",
+     [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
     ("qwen", '<tool_call>{"id": 1, "name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', "", [("f", {"n": 1})]),
     ("llama3", f"{FUNCTION_CALL}; {{\"name\": \"g\", \"parameters\": {{\"a\": 1.5}}}}", "",
      [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {"a": 1.5})]),

@@ -122,6 +122,7 @@ struct Router {
   int32_t groups, topk_groups, group_score, renormalize;  // group_score: 0 none, 1 max, 2 top2
   float scale;
   int32_t bias_on_logits;  // the bias is added to the logits, not to the choice alone
+  int32_t held;            // ids from here on become -1
 };
 
 // logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed. Rows of x
@@ -329,9 +330,30 @@ static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G*
   parallel_ranges(tokens, double(experts) * 6, [&](int64_t from, int64_t to) {
     float* room = scratch<float>(SCORES, 2 * experts);
     int32_t* index = scratch<int32_t>(STATS, experts);
-    for (int64_t t = from; t < to; t++)
-      choose(logits + t * experts, bias, r, room, index, weights + t * r.top_k, ids + t * r.top_k,
+    for (int64_t t = from; t < to; t++) {
+      int32_t* chosen = ids + t * r.top_k;
+      choose(logits + t * experts, bias, r, room, index, weights + t * r.top_k, chosen,
              given ? given + t * r.top_k : nullptr);
+      if (r.held < r.experts) std::replace_if(chosen, chosen + r.top_k, [&](int32_t e) { return e >= r.held; }, -1);
+    }
+  });
+}
+
+// out[t] = add[t] + x[t] * w, w the sum of t's weights whose id is -1.
+template <class T>
+static void add_input(const T* x, int64_t ldx, const float* weights, const int32_t* ids, int64_t top_k, const T* add,
+                      int64_t ldadd, T* out, int64_t tokens, int64_t width) {
+  parallel_ranges(tokens, double(width) * 0.3, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++) {
+      float total = 0;
+      for (int64_t k = t * top_k; k < (t + 1) * top_k; k++) total += ids[k] < 0 ? weights[k] : 0.f;
+      const F16 w = set1(total);
+      for (int64_t d = 0; d < width; d += LANES) {
+        F16 value = load_some(x + t * ldx + d, width - d) * w;
+        if (add) value = value + load_some(add + t * ldadd + d, width - d);
+        store_some(out + t * width + d, value, width - d);
+      }
+    }
   });
 }
 
@@ -421,6 +443,14 @@ API void moe_write_kv_fp8(int is_bf16, int form, const void* x, int64_t x_token,
           write_head(form, rows + t * x_token + h * x_head, width,
                      OUT(uint8_t, cache) + slot_of(slots, wide, t) * cache_row + h * head_bytes(form, width));
     });
+  });
+}
+
+API void moe_add_input(int is_bf16, const void* x, int64_t ldx, const float* weights, const int32_t* ids, int64_t top_k,
+                       const void* add, int64_t ldadd, void* out, int64_t tokens, int64_t width) {
+  typed(is_bf16, [&](auto a) {
+    using T = decltype(a);
+    add_input(IN(T, x), ldx, weights, ids, top_k, IN(T, add), ldadd, OUT(T, out), tokens, width);
   });
 }
 

@@ -42,6 +42,7 @@ from moe_engine.tokenizer.tool_calls.tagged import (
     DSML,
     GLM45,
     KIMI_K3,
+    LONGCAT,
     MIMO,
     MINIMAX_M2,
     QWEN3_CODER,
@@ -133,6 +134,11 @@ _QWEN = ToolFormat(
     parse_qwen,
     QWEN_MARKERS,
     _object_syntax(QWEN_BEGIN, "\n", "", f"\n{QWEN_BEGIN}\n", "arguments", f"\n{QWEN_END}"),
+)
+_LONGCAT = ToolFormat(
+    LONGCAT.parse,
+    (LONGCAT.begin, LONGCAT.end, LONGCAT.key_begin, LONGCAT.key_end, LONGCAT.value_begin, LONGCAT.value_end),
+    _object_syntax(LONGCAT.begin, "\n", "", f"\n{LONGCAT.begin}\n", "arguments", f"\n{LONGCAT.end}"),
 )
 _GLM = ToolFormat(
     GLM45.parse,
@@ -248,6 +254,7 @@ TOOL_FORMATS = {
     "qwen": _QWEN,
     "qwen25": _QWEN,
     "hermes": _QWEN,
+    "longcat": _LONGCAT,
     "qwen3_coder": _QWEN3_CODER,
     "step3p5": _QWEN3_CODER,
     "mimo": _MIMO,

@@ -1,5 +1,5 @@
 """Formats that write each argument between tags: Qwen3-Coder, MiMo, GLM 4.5, DeepSeek V3.2 and V4 (DSML), MiniMax M2,
-Hy3, dots, Kimi K3.
+Hy3, dots, Kimi K3, LongCat.
 
 Texts become JSON by the function's schema: a string stays as it is, other values are read as JSON.
 """
@@ -60,15 +60,15 @@ class TaggedFormat:
             yield from reader.space_behind(begins)
 
     def _calls(self, reader: CallReader) -> Wait[None]:
-        if not self.call_begin:
-            yield from self._call(reader)
-            return
         block = self.begin  # shown unless a call follows
         if self.block_may_be_json:
             block += yield from reader.space()
             if (yield from reader.at("[")) or (yield from reader.at("{")):
                 yield from self._objects(reader, block)
                 return
+        if not self.call_begin:
+            yield from self._call(reader, space=block.removeprefix(self.begin))
+            return
         any_call = False
         while True:
             between: list[str] = []
@@ -97,13 +97,13 @@ class TaggedFormat:
             yield from reader.until((self.end,), behind.append)
             reader.plain_unless_space("".join(behind))
 
-    def _call(self, reader: CallReader, before: str = "") -> Wait[bool]:
-        """`before` is shown if there is no call. False: there is no call."""
+    def _call(self, reader: CallReader, before: str = "", space: str = "") -> Wait[bool]:
+        """`before` is shown if there is no call, and `space` behind the begin. False: there is no call."""
         head: list[str] = []
         marker = yield from reader.until(self.name_ends, head.append)
         name = "".join(head).strip()
         if not marker or not name:
-            reader.no_call(before + (self.call_begin or self.begin) + "".join(head) + marker)
+            reader.no_call(before + (self.call_begin or self.begin) + space + "".join(head) + marker)
             return False
         if marker != self.name_ends[0]:
             reader.unread(marker)
@@ -280,6 +280,12 @@ GLM45 = TaggedFormat(
     "<tool_call>", "", ("\n", "<arg_key>", "</tool_call>"), "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "</tool_call>", "</tool_call>",
 )  # fmt: skip
+LONGCAT = TaggedFormat(
+    "<longcat_tool_call>", "", ("\n", "<longcat_arg_key>", "</longcat_tool_call>"), "<longcat_arg_key>",
+    "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>", "</longcat_tool_call>",
+    "</longcat_tool_call>", block_may_be_json=True,
+)  # fmt: skip
+"""The first release writes JSON, later ones tags."""
 MINIMAX_M2 = TaggedFormat(
     "<minimax:tool_call>", '<invoke name="', ('">',), '<parameter name="', '"', ">", "</parameter>", "</invoke>",
     "</minimax:tool_call>", trims=True,

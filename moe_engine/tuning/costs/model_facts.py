@@ -19,6 +19,7 @@ from moe_engine.models.config_fields import Fields, text_fields
 from moe_engine.models.config_glm5_next import glm5_next_fields
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
+from moe_engine.models.config_longcat import longcat_facts
 from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
 from moe_engine.models.config_mixtures import ernie_moe_fields, gpt_oss_fields
@@ -54,6 +55,7 @@ _COMPLETED = {
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
+    "longcat_flash": longcat_facts,
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip
@@ -137,6 +139,8 @@ class ModelFacts:
     mtp_layers: int = 0
     bare_layers: int = 0
     """Layers without a feed-forward (Nemotron-H)."""
+    zero_experts: int = 0
+    """Beside `num_experts`: the router chooses them too. `top_k` are the other choices of a token, on average."""
 
     @property
     def key(self) -> str:
@@ -161,7 +165,8 @@ class ModelFacts:
     def num_parameters(self) -> int:
         """Weights of projections, experts and the head; without norms, biases and the embedding."""
         attention = sum(group.layers * (group.sharded + group.replicated) for group in self.attention)
-        moe = self.moe_layers * (self.num_experts * (self.expert + self.hidden) + self.shared)
+        router = (self.num_experts + self.zero_experts) * self.hidden
+        moe = self.moe_layers * (self.num_experts * self.expert + router + self.shared)
         return attention + self.dense_layers * self.dense + moe + self.head
 
     def kv_token_bytes(self, attn_tp: int, kv: str, *, windows: bool) -> float:
@@ -222,6 +227,7 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
         num_heads=fields.integer("num_attention_heads"),
         mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
         bare_layers=bare,
+        zero_experts=_first(fields, "zero_expert_num"),
     )
 
 

@@ -18,7 +18,7 @@ class Products:
         cut = 1 if whole else form.ranks
         attention = sum(each.layers * (each.sharded / tp + each.replicated) for each in model.attention)
         beside = model.dense_layers * model.dense / cut + model.moe_layers * model.shared / cut
-        router = model.moe_layers * model.num_experts * model.hidden
+        router = model.moe_layers * (model.num_experts + model.zero_experts) * model.hidden
         other, bandwidth = precision.other_weights.num_bytes, gpu.peak_bytes_per_s
         rate = gpu.rate(precision.other_weights.units) * share.flops
         self.own_bytes_s = attention * other / (bandwidth * share.hbm)

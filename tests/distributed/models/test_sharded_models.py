@@ -65,6 +65,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "expert_swiglu_limit_list": [0, 0.3],
     },  # gates, grouped experts, one layer's bounded
     "nemotron_h": {"n_groups": 4},  # additive states, experts without gates, mixers without a feed-forward behind them
+    "longcat_flash": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shortcut over other tokens, zero experts
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
@@ -191,6 +192,12 @@ def test_sparse_attention_with_mtp(world: World, alone: Any, checkpoint: Checkpo
     some = ("tp", "dp-ep-all_to_all", "tp2-ep2", "dp2")
     path = checkpoint("glm_moe_dsa")
     run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
+
+
+def test_shortcut_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
+    """Experts and dense layers read the same tokens or others, in every form."""
+    path = checkpoint("longcat_flash")
+    run_all(world, alone, [Case(path, topology, "cpu", mtp=True) for topology in topologies(world).values()])
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "hy_v3", "ernie4_5_moe", "bailing_hybrid"])

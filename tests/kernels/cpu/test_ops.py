@@ -61,6 +61,11 @@ def test_given_experts(any_library: Library, dtype: torch.dtype) -> None:
     row_checks.check_given_experts(CpuOps(any_library), dtype)
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(1, 70), (90, 128)])
+def test_zero_experts(any_library: Library, dtype: torch.dtype, tokens: int, width: int) -> None:
+    row_checks.check_zero_experts(CpuOps(any_library), dtype, tokens, width)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("width", [64, 32, 12, 80])
 def test_rotate(any_library: Library, dtype: torch.dtype, width: int, interleaved: bool) -> None:

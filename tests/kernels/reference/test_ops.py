@@ -33,6 +33,10 @@ def test_given_experts(dtype: torch.dtype) -> None:
     row_checks.check_given_experts(OPS, dtype)
 
 
+def test_zero_experts(dtype: torch.dtype) -> None:
+    row_checks.check_zero_experts(OPS, dtype, 40, 24)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotate(dtype: torch.dtype, interleaved: bool) -> None:
     row_checks.check_rotate(OPS, dtype, 3, 8, interleaved)

@@ -645,6 +645,15 @@ def test_ids_of_other_ranks_have_no_row(ops, dtype, tokens: int, width: int, kin
         assert not part[ids // 8 != rank].any()
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1500), (9, 40), (300, 24)])
+def test_zero_experts(ops, dtype, tokens: int, width: int) -> None:
+    row_checks.check_zero_experts(ops, dtype, tokens, width)
+    x, weights, ids = normal(tokens, width, dtype=dtype), torch.rand(tokens, 3), torch.randint(-1, 2, (tokens, 3))
+    narrow = ops.capabilities.add_input(x, weights, ids.int(), None)
+    assert torch.equal(ops.capabilities.add_input(x, weights, ids, None), narrow)
+    assert ops.capabilities.add_input(x[:0], weights[:0], ids[:0], None).shape == (0, width)
+
+
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 4, 256), (7, 3, 40), (0, 2, 8)])
 def test_gates_equal_the_separate_operations(ops, dtype, tokens: int, heads: int, width: int) -> None:
     """Gates of heads lie beside the queries; rows are gated by the product of a strided input."""
