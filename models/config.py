@@ -134,6 +134,7 @@ class GQAConfig:
     of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks. `indexer`: they see selected pools of tokens,
     all heads the same (Qwen3.8-Flash-Next); `index_width`: channels of its key, which is cached beside each token's.
     `gate_width`: numbers that a projection of its own gives, whose sigmoid multiplies a head's result: one (Step 3.5).
+    `gate_softplus`: softplus instead of the sigmoid (Laguna).
     """
 
     num_heads: int
@@ -150,6 +151,7 @@ class GQAConfig:
     index_width: int = 0
     indexer: IndexerConfig | None = None
     gate_width: int = 0
+    gate_softplus: bool = False
 
     kind = "gqa"
 

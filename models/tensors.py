@@ -95,6 +95,7 @@ _EXPERT_NAMES = {
     **dict.fromkeys(KIMI_LINEAR, ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
+    "LagunaForCausalLM": ExpertNames(router_bias="experts.e_score_correction_bias", shared="shared_expert"),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
     **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE, *QWEN4_EXP), ExpertNames(shared="shared_expert")),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from benchmarks.attention_cases import PAGE, paged_queries, pool_size
 from benchmarks.gpu_suite.launched import counted
@@ -77,15 +78,18 @@ def residual_blocks(tokens: int, rows: int, width: int) -> KernelCase:
     return counted("ops", f"mix_blocks.{rows}x{width}.t{tokens}", prepare)
 
 
-def head_gates(tokens: int, heads: int, width: int, by_head: bool) -> KernelCase:
-    """Results of attention times the sigmoid of a gate."""
+def head_gates(tokens: int, heads: int, width: int, by_head: bool, by_softplus: bool = False) -> KernelCase:
+    """Results of attention times the sigmoid, or softplus, of a gate."""
 
     def prepare(ops: Any, device: str) -> Call:
         x, gate = (normal(tokens, heads, size, device=device) for size in (width, 1 if by_head else width))
         gates = ops.capabilities.gates
-        return lambda: x.clone() * gate.sigmoid() if gates is None else gates.heads(x.clone(), gate)
+        if gates is not None:
+            return lambda: gates.heads(x.clone(), gate, by_softplus)
+        return lambda: x.clone() * (softplus(gate.float()).to(gate.dtype) if by_softplus else gate.sigmoid())
 
-    return counted("ops", f"gate_heads.{heads}x{width}{'.by_head' * by_head}.t{tokens}", prepare)
+    form = ".by_head" * by_head + ".softplus" * by_softplus
+    return counted("ops", f"gate_heads.{heads}x{width}{form}.t{tokens}", prepare)
 
 
 def row_gates(tokens: int, width: int) -> KernelCase:
@@ -301,6 +305,7 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
         residual_blocks(tokens, 9, hidden),
         head_gates(tokens, heads, width, by_head=False),
         head_gates(tokens, heads, width, by_head=True),
+        head_gates(tokens, heads, width, by_head=True, by_softplus=True),
         row_gates(tokens, hidden),
         lookup(tokens, 2 * hidden, hidden),
         zero_experts(tokens, hidden, 12),

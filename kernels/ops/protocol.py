@@ -162,12 +162,16 @@ class GroupedRows(Protocol):
         be 0: no queries."""
 
 
+class GateHeads(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor, softplus: bool = False) -> Tensor:
+        """x [T, H, Dh] * sigmoid(gate [T, H, Dh] or [T, H, 1]), or * softplus(gate), in place if x is contiguous."""
+
+
 @dataclass(frozen=True)
 class Gates:
     """Gates by sigmoid, in one launch each; product and sigmoid are rounded to the dtype of their argument."""
 
-    heads: Callable[[Tensor, Tensor], Tensor]
-    """(x [T, H, Dh], gate [T, H, Dh] or [T, H, 1]): x * sigmoid(gate), in place if x is contiguous."""
+    heads: GateHeads
 
     rows: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(rows, x, weight): rows [T, D] *= sigmoid(x @ weight.T), in place; x [T, D], weight [1, D]."""

@@ -1,4 +1,5 @@
-"""Gates by sigmoid, one launch each: of attention's heads, and of a shared expert's result by the token's own product.
+"""Gates by sigmoid or softplus, one launch each: of attention's heads, and of a shared expert's result by the token's
+own product.
 
 Legend: T tokens, D hidden, H heads, Dh head width.
 """
@@ -19,17 +20,26 @@ _TILE = 1024
 
 @dependent_jit
 def gate_heads_kernel(
-    x, gate, stride, head_stride, HEADS: tl.constexpr, WIDTH: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK: tl.constexpr
+    x, gate, stride, head_stride, HEADS: tl.constexpr, WIDTH: tl.constexpr, BY_HEAD: tl.constexpr,
+    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [T, HEADS, WIDTH] *= sigmoid(gate), in place; the sigmoid is rounded before the product, as in torch. BY_HEAD:
-    a head has one number."""
+    """x [T, HEADS, WIDTH] *= sigmoid(gate), or softplus, in place; the factor is rounded before the product, as in
+    torch. BY_HEAD: a head has one number."""
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = item < HEADS * WIDTH
     head, channel = item // WIDTH, item % WIDTH
     number = tl.load(gate + token * stride + head * head_stride + (0 if BY_HEAD else channel), live, 0.0)
-    opened = tl.sigmoid(number.to(tl.float32)).to(number.dtype).to(tl.float32)
+    wide = number.to(tl.float32)
+    if SOFTPLUS:
+        small = tl.exp(-tl.abs(wide))  # log(1 + small) without the rounding of 1 + small
+        above = 1.0 + small
+        rest = tl.where(above == 1.0, small, tl.log(above) * (small / tl.where(above == 1.0, 1.0, above - 1.0)))
+        opened = tl.maximum(wide, 0.0) + rest
+    else:
+        opened = tl.sigmoid(wide)
+    opened = opened.to(number.dtype).to(tl.float32)
     place = x + token * (HEADS * WIDTH) + item
     value = tl.load(place, live, 0.0).to(tl.float32)
     tl.store(place, (value * opened).to(x.dtype.element_ty), live)
@@ -51,7 +61,7 @@ def gate_rows_kernel(
     tl.store(place, (tl.load(place, live, 0.0).to(tl.float32) * opened).to(rows.dtype.element_ty), live)
 
 
-def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
+def gate_heads(x: Tensor, gate: Tensor, softplus: bool = False) -> Tensor:
     """`Gates.heads`."""
     count, heads, width = x.shape
     if not x.is_contiguous():
@@ -60,7 +70,7 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
         gate, block = with_contiguous_rows(gate), min(_TILE, next_power_of_2(heads * width))
         gate_heads_kernel[(count, triton.cdiv(heads * width, block))](
             x, gate, stride_of(gate, 0), stride_of(gate, 1), HEADS=heads, WIDTH=width,
-            BY_HEAD=gate.shape[2] < width, BLOCK=block, num_warps=warps_for(block),
+            BY_HEAD=gate.shape[2] < width, SOFTPLUS=softplus, BLOCK=block, num_warps=warps_for(block),
         )  # fmt: skip
     return x
 
@@ -77,16 +87,18 @@ def gate_rows(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def aot_cases() -> list[AotCase]:
-    """Qwen3-Next on four ranks, Ling on one."""
+    """Qwen3-Next on four ranks, Ling and Laguna on one."""
     heads, width, hidden = 4, 256, 2048
     block, wide = min(_TILE, next_power_of_2(heads * width)), next_power_of_2(hidden)
     signature = {"x": "*bf16", "gate": "*bf16", "stride": "i32:16", "head_stride": "i32:16"}
-    constants = {"HEADS": heads, "WIDTH": width, "BY_HEAD": False, "BLOCK": block}
-    ling = {"HEADS": 32, "WIDTH": 128, "BY_HEAD": True, "BLOCK": _TILE, "head_stride": 1}
+    constants = {"HEADS": heads, "WIDTH": width, "BY_HEAD": False, "SOFTPLUS": False, "BLOCK": block}
+    ling = {"HEADS": 32, "WIDTH": 128, "BY_HEAD": True, "SOFTPLUS": False, "BLOCK": _TILE, "head_stride": 1}
+    laguna = ling | {"HEADS": 64, "SOFTPLUS": True}
     by_head = {name: kind for name, kind in signature.items() if name != "head_stride"}
     rows = dict.fromkeys(("rows", "x", "weight"), "*bf16") | dict.fromkeys(("row_stride", "x_stride"), "i32:16")
     return [
         AotCase("gate of heads", gate_heads_kernel, signature, constants, warps_for(block), 3, False),
         AotCase("gate of heads by one number", gate_heads_kernel, by_head, ling, warps_for(_TILE), 3, False),
+        AotCase("softplus gate of heads", gate_heads_kernel, by_head, laguna, warps_for(_TILE), 3, False),
         AotCase("gate of rows", gate_rows_kernel, rows, {"WIDTH": hidden, "BLOCK": wide}, warps_for(wide), 3, False),
     ]

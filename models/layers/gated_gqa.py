@@ -1,5 +1,5 @@
 """Grouped-query attention with an output gate: each head's result is multiplied by the sigmoid of a gate for each
-channel (Qwen3-Next) or of one number (Step 3.5).
+channel (Qwen3-Next) or of one number (Step 3.5), or by its softplus (Laguna).
 
 Legend: T tokens, D hidden, H query heads, G KV heads, Dh head width.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import Ops
@@ -65,10 +66,12 @@ class HeadGatedGQAttention(GQAttention):
         groups = group_inputs(batch, self._all_groups, self._backend) if groups is None else groups
         gate = self._gate(hidden).unflatten(1, (-1, self._gqa.gate_width))  # [T, H, 1]
         q = self.before(hidden, batch.positions, groups[self._group].slots, cache)
-        return self._o(_opened(self._ops, self._attend(q, k_cache, v_cache, groups), gate).flatten(1))
+        mixed = self._attend(q, k_cache, v_cache, groups)
+        return self._o(_opened(self._ops, mixed, gate, self._gqa.gate_softplus).flatten(1))
 
 
-def _opened(ops: Ops, mixed: Tensor, gate: Tensor) -> Tensor:
-    """mixed [T, H, V] * sigmoid(gate [T, H, V] or [T, H, 1]), in place."""
-    gates = ops.capabilities.gates
-    return mixed.mul_(gate.sigmoid()) if gates is None else gates.heads(mixed, gate)
+def _opened(ops: Ops, mixed: Tensor, gate: Tensor, by_softplus: bool = False) -> Tensor:
+    """mixed [T, H, V] * sigmoid(gate [T, H, V] or [T, H, 1]), or softplus, in place."""
+    if (gates := ops.capabilities.gates) is not None:
+        return gates.heads(mixed, gate, by_softplus)
+    return mixed.mul_(softplus(gate.float()).to(gate.dtype) if by_softplus else gate.sigmoid())

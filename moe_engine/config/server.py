@@ -80,7 +80,7 @@ class ServerArgs:
         "out: reasoning stays in the text; the embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("apertus2509", "beam", "dots", "k2_horizon", "muse", "poolside_v1",
+            ("apertus2509", "beam", "dots", "k2_horizon", "muse",
              "nanbeige", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
              "cohere_command4", "gigachat35", "response_template"),
             MORE_PARSERS,
@@ -94,7 +94,7 @@ class ServerArgs:
         unsupported=dict.fromkeys(
             ("step3",
              "apertus2509", "beam", "cohere_command4", "k2_horizon", "lfm2", "minicpm5",
-             "muse", "poolside_v1", "spark25", "nanbeige", "trinity", "interns1", "gigachat3",
+             "muse", "spark25", "nanbeige", "trinity", "interns1", "gigachat3",
              "gigachat35", "gemma4", "inkling", "iquest_q1", "response_template"),
             MORE_PARSERS,
         ),

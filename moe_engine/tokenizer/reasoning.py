@@ -87,6 +87,7 @@ REASONING_FORMATS = {
     "minimax-m3": ReasoningFormat("<mm:think>", "</mm:think>", calls="]<]minimax[>[<tool_call>"),
     "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
     "mimo": ReasoningFormat(switch="enable_thinking", calls="\n<tool_call>"),
+    "poolside_v1": ReasoningFormat(switch="enable_thinking", calls="<tool_call>"),
     "step3": ReasoningFormat(forced=True),
     "step3p5": ReasoningFormat(forced=True),
     "nemotron_3": ReasoningFormat(calls="<tool_call>"),

@@ -29,6 +29,7 @@ from tests.models.parity_families import Family, Pixels, Prompt
         ("minimax_m3", "MTP drafts"),
         ("mimo_v2_flash", "chunked"),
         ("step3p7", "chunked"),
+        ("laguna", "chunked"),
         ("gpt_oss", "chunked"),
         ("glm4_moe", "MTP drafts"),
         ("qwen3_next", "chunked"),

@@ -53,6 +53,7 @@ MORE_KINDS = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
+    "laguna",
     "ministral3",
     "mistral4",
     "solar_open",
@@ -262,6 +263,20 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            }
+        },
+    ),
+    "laguna": (
+        "Laguna",
+        {**_GQA, "head_dim": 24, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 2.5, "sliding_window": 20}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "gating": "per-head"}
+        | {"num_attention_heads_per_layer": [4, 6, 6], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "partial_rotary_factor": 0.5, "factor": 8.0}
+                | {"original_max_position_embeddings": 64, "beta_slow": 1.0, "beta_fast": 4.0, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
             }
         },
     ),

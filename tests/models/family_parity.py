@@ -65,6 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimax_m3": {"num_mtp_layers": 1},
     "mimo_v2_flash": {},
     "step3p7": {},
+    "laguna": {},
     "glm4_moe": {"num_mtp_layers": 1},
     "glm4_moe_lite": {"num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "gpt_oss": {},

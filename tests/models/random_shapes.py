@@ -34,7 +34,7 @@ EXPERTS = {
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
-    "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts",
+    "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts",
     "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {
@@ -61,14 +61,15 @@ GROUPED = (
     "nemotron_h",
 )
 """Routers that choose groups of experts."""
-NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "nemotron_h", "longcat_flash")
+NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "nemotron_h",
+             "longcat_flash")  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7", "nemotron_h",
+    "step3p7", "laguna", "nemotron_h",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
 NO_BIAS += ("nemotron_h",)
@@ -127,6 +128,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         fields["rope_scaling"] = {**YARN, **scaling, "partial_rotary_factor": part}
     if kind == "step3p7":
         _draw_step(rng, fields)
+    if kind == "laguna":
+        _draw_laguna(rng, fields)
     if kind in HYBRID:
         fields["head_dim"] = rng.choice((8, 16, 24, 40))
         keys = rng.choice((1, 2, 3))
@@ -166,8 +169,10 @@ def draw(kind: str, rng: random.Random) -> Shape:
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
     if fields.get("tie_word_embeddings", False) != kind.startswith("ernie"):
         shaping.append("tie_word_embeddings")
+    if kind == "laguna":  # heads are those of a kind of layer
+        shaping.append("layer_types")
     dropped = [name for name in DROPPED if rng.random() < 0.1 and name not in shaping]
-    nulled = [name for name in NULLED if rng.random() < 0.05]
+    nulled = [name for name in NULLED if rng.random() < 0.05 and (kind != "laguna" or name not in shaping)]
     if kind not in NO_HEAD_DIM and kind not in NO_ODD_HIDDEN and rng.random() < 0.4:
         fields["hidden_size"] = rng.choice((34, 50, 66, 100, 130))
     stored: dict[str, Any] = {"dtype": rng.choice(DTYPES), "dialect": rng.choice(("hub", "hub", "transformers"))}
@@ -239,6 +244,26 @@ def _draw_mixers(rng: random.Random, fields: dict[str, Any]) -> None:
         "mamba_head_dim": rng.choice((4, 12, 20, 64)), "ssm_state_size": rng.choice((4, 16, 20, 40)),
         "conv_kernel": rng.choice((2, 3, 4)), "chunk_size": rng.choice((8, 32)),
         "layer_norm_epsilon": fields.pop("rms_norm_eps"), "use_conv_bias": rng.random() < 0.7,
+    }  # fmt: skip
+
+
+def _draw_laguna(rng: random.Random, fields: dict[str, Any]) -> None:
+    """Windows in some, all or no layers, which may have other numbers of heads; gates of a head or a channel."""
+    layers, groups = fields["num_hidden_layers"], fields["num_key_value_heads"]
+    known = ("full_attention", "sliding_attention")
+    kinds = [rng.choice(known) for _ in range(layers)]
+    heads = {kind: groups * rng.choice((1, 2, 3)) for kind in known}
+    part = rng.choice((0.5, 1.0)) if fields["head_dim"] % 4 == 0 else 1.0
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.1}
+    fields |= {
+        "layer_types": kinds, "num_attention_heads_per_layer": [heads[kind] for kind in kinds],
+        "sliding_window": rng.choice((7, 20)), "shared_expert_intermediate_size": rng.choice((20, 37, 48)),
+        "mlp_layer_types": [rng.choice(("dense", "sparse")) for _ in kinds],
+        "moe_routed_scaling_factor": rng.choice((1.0, 2.5)), "gating": rng.choice((True, "per-head", "per-element")),
+        "rope_parameters": {
+            known[0]: rng.choice(({"rope_type": "default"}, yarn)) | {"rope_theta": 5e5, "partial_rotary_factor": part},
+            known[1]: {"rope_theta": 1e4, "rope_type": "default"},
+        },
     }  # fmt: skip
 
 

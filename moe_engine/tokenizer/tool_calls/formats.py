@@ -283,6 +283,7 @@ TOOL_FORMATS = {
     "glm": _GLM,
     "glm45": _GLM,
     "glm47": _GLM,
+    "poolside_v1": _GLM,
     "ling3": _GLM,
     "minimax-m2": _MINIMAX_M2,
     "minimax-m3": _MINIMAX_M3,

@@ -19,6 +19,7 @@ from moe_engine.models.config_fields import Fields, text_fields
 from moe_engine.models.config_glm5_next import glm5_next_fields
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
+from moe_engine.models.config_laguna import laguna_fields
 from moe_engine.models.config_longcat import longcat_facts
 from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
@@ -55,7 +56,7 @@ _COMPLETED = {
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
-    "longcat_flash": longcat_facts,
+    "longcat_flash": longcat_facts, "laguna": laguna_fields,
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip

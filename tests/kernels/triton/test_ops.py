@@ -667,6 +667,10 @@ def test_gates_equal_the_separate_operations(ops, dtype, tokens: int, heads: int
     number = normal(tokens, heads, dtype=dtype).unsqueeze(2)  # of a head
     want = x.double() * number.sigmoid().double()
     close(gates.heads(x, number), want)
+    number = torch.cat((number, 12 * number, -30 * number))[: 3 * tokens]  # far from zero on both sides
+    x = normal(3 * tokens, heads, width, dtype=dtype)
+    want = x.double() * torch.nn.functional.softplus(number.double())
+    close(gates.heads(x, number, True), want)
     hidden = normal(tokens, 2 * width, dtype=dtype)[:, width:]
     rows, weight = normal(tokens, width, dtype=dtype), normal(1, width, dtype=dtype, scale=width**-0.5)
     want = rows.double() * (hidden.double() @ weight.double().T).sigmoid()

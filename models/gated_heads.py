@@ -1,4 +1,4 @@
-"""Step 3.5 and the text model of Step 3.7: windows in three of four layers, and a gate for each head's result."""
+"""Step 3.5, the text model of Step 3.7, and Laguna: windows in some layers, and a gate for each head's result."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from moe_engine.models.layers.gated_gqa import HeadGatedGQAttention
 from moe_engine.models.weights import WeightSource
 
 
-class StepModel(DenseModel):
-    """`Model` of the family. `batch.kv[layer]` is (keys, values)."""
+class GatedHeadsModel(DenseModel):
+    """`Model` of the families. `batch.kv[layer]` is (keys, values)."""
 
     has_mtp = False
 
