@@ -41,8 +41,6 @@ def read_result(
     released = table.num_released
     waiting_logprobs = table.prompt_logprobs
     depths = record.depths
-    mine: PackedLogprobs | None = None
-    prompt: PackedLogprobs | None = None
     for i, (request, tokens) in enumerate(zip(record.sampled, with_jumps(record, result.tokens))):
         depth = depths[i] if i < len(depths) else 0
         if request.row < 0:
@@ -68,10 +66,8 @@ def read_result(
             kept, reason = _take_several(request, tokens, vocab, result.errors or {})
         if depth and outcomes is not None:
             outcomes.append(_count_accepted(request, depth, len(tokens), len(kept), ended=reason is not None))
-        if logprobs:
-            mine = _kept_logprobs(logprobs[i], len(kept))
-        if waiting_logprobs:
-            prompt = table.take_prompt_logprobs(request.rid)
+        mine = _kept_logprobs(logprobs[i], len(kept)) if logprobs else None
+        prompt = table.take_prompt_logprobs(request.rid) if waiting_logprobs else None
         if reason is not None:
             table.end_running(request, reason)
             push(finish_event(request, reason, now, kept, mine, prompt))
