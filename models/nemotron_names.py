@@ -46,20 +46,19 @@ def _with_norm(rest: str) -> str:
     return ".".join(parts)
 
 
-def quantization_names(section: Mapping[str, Any]) -> dict[str, Any]:
-    """quantization_config with the modules of its lists as they are named here; regular expressions stay. A mixer is
-    each of the blocks that it may be."""
+def quantization_names(section: Any) -> Any:
+    """quantization_config with the modules as they are named here, in lists and as names of fields; regular expressions
+    stay. A mixer in a list is each of the blocks that it may be."""
+    if isinstance(section, Mapping):
+        return {_named(key)[0]: quantization_names(value) for key, value in section.items()}
+    if isinstance(section, list):
+        return [new for old in section for new in (_named(old) if isinstance(old, str) else [quantization_names(old)])]
+    return section
 
-    def named(value: Any) -> list[Any]:
-        if not isinstance(value, str) or value.startswith("re:"):
-            return [value]
-        name = inner_name(value)
-        outer, mixer, rest = name.partition(_MIXER)
-        if not mixer or rest not in ("", ".*", "*"):
-            return [name]
-        return [f"{outer}.{block}{rest}" for block in ("linear_attn", "self_attn", "mlp")]
 
-    return {
-        key: [new for old in value for new in named(old)] if isinstance(value, list) else value
-        for key, value in section.items()
-    }
+def _named(name: str) -> list[str]:
+    inner = inner_name(name)
+    outer, mixer, rest = inner.partition(_MIXER)
+    if not mixer or rest not in ("", ".*", "*"):
+        return [inner]
+    return [f"{outer}.{block}{rest}" for block in ("linear_attn", "self_attn", "mlp")]

@@ -45,6 +45,10 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
         )
     if not registry.is_built_in(model.architecture):
         raise NotAvailableYet(f"{PATH} {head.path}: heads for external models ({model.architecture})")
+    if model.lone_feed_forwards is not None:
+        raise NotAvailableYet(
+            f"{PATH} {head.path}: heads for {model.architecture}, whose states are counted in layers of one mixer"
+        )
     layer = head.layer
     for name, ours, theirs in (
         ("hidden_size", model.hidden_size, head.target_hidden),

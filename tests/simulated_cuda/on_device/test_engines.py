@@ -293,7 +293,7 @@ def test_captured_steps_of_additive_states(tmp_path: Path, monkeypatch: pytest.M
     assert [wait for step in found.steps for wait in step.waits] == []
     launched = set(kernels.launches)
     assert launched >= {"conv_update_kernel", "delta_kernel", "group_norm_kernel", "additive_kernel", "states_kernel"}
-    assert launched >= {"gate_up_kernel", "silu_and_mul_kernel"}
+    assert "gate_up_kernel" in launched
 
 
 @pytest.mark.exhaustive
