@@ -248,9 +248,14 @@ def _capture(worker: Any, batch: int, case: Case) -> None:
 
 
 def _without_compiling() -> None:
-    """Skips steps that only compile kernels before READY, because no kernel is compiled here."""
+    """Skips steps that only compile kernels before READY, because no kernel is compiled here, and most of the random
+    weights, because nothing is computed."""
+    from moe_engine.models import dummy_weights
     from moe_engine.worker.startup import build_runner
 
+    reader = dummy_weights.DummyReader
+    fill, most = reader._fill, dummy_weights._POOL
+    reader._fill = lambda self, flat, *how: fill(self, flat[:most], *how)  # type: ignore[method-assign]
     build_runner.warm_sizes = lambda runner, most, top_k: 0  # type: ignore[assignment, misc]
     build_runner.compile_kernels = lambda backends, shapes: 0  # type: ignore[assignment]
 

@@ -40,6 +40,7 @@ def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path)
     assert code == 0 and " passed" in out and "skipped" not in out, out[-20000:] + errors[-3000:]
 
 
+@pytest.mark.drawn(1)
 def test_a_file_runs_directly() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", str(FOLDER / "test_rules.py")]
     run = subprocess.run([*command, "-k", "mixed"], cwd=ROOT, capture_output=True, text=True, timeout=250)
