@@ -17,7 +17,9 @@ from moe_engine.models.state_config import StateGroup, StatePart
 
 _INDEXED, _FULL = "indexed_attention", "full_attention"
 _SERVED: dict[str, Any] = {
-    "hidden_act": "silu", "attention_bias": False, "indexer_kv_heads": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "indexer_kv_heads": 1,
     "mtp_use_dedicated_embeddings": False,
 }
 _SILU = ("silu", "swish")

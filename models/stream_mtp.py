@@ -46,9 +46,7 @@ class StreamMTPLayer(JoiningLayer):
         self._embedding_norm, self._hidden_norm = (self._norm(reader, f"{name}.{norm}") for norm in _NORMS)
         self._embedding, self._hidden = (self._projection(reader, f"{name}.{part}") for part in _PROJECTIONS)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
-        self._output_norm: StreamNorm | GatedStreamNorm = cast(
-            Any, model.make_norm(reader, f"{name}.shared_head.norm")
-        )
+        self._output_norm: StreamNorm | GatedStreamNorm = cast(Any, model.make_norm(reader, f"{name}.shared_head.norm"))
         self._decoder = model.make_layer(layer_index, reader, cast(Any, _Streams(self._output_norm)))
         self._input_norm.feed(self._decoder.attention.input_format)
 

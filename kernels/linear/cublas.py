@@ -16,12 +16,17 @@ from moe_engine.kernels.device import starts_early
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, MOST_NORMED, MOST_QUANTIZED
+from moe_engine.kernels.quantization.protocol import BLOCK
 
 MAX_FEW_BYTES = 1 << 25
 """Size of the largest weight for which a gap is worth more than tuned tiles: about 8 us of an H200's memory."""
 
 MAX_NORMED_BYTES = 1 << 26
 """The same of a product that norms its rows, where a gap and a launch are worth more than tuned tiles."""
+
+MIN_PROGRAMS = 64
+"""Programs of a product per head, of 128 channels each, that read a weight at the memory's rate: about half of the SMs.
+cuBLAS divides a head between more."""
 
 
 class CublasLinear(TorchLinear):
@@ -54,6 +59,13 @@ def _is_few(x: Tensor, weight: Tensor) -> bool:
 def is_few(count: int, weight: Tensor) -> bool:
     """Whether a gap is worth more than a library's tiles, for `count` rows."""
     return 0 < count <= FEW_ROWS and weight.nbytes <= MAX_FEW_BYTES and starts_early(weight.device.type)
+
+
+def quantizes_few_heads(count: int, heads: Tensor, consumer: Tensor) -> bool:
+    """Whether `count` rows of a product per head [H, N, K] are quantized by it, for a consumer with an FP8 weight."""
+    wide = consumer.shape[1] > MOST_QUANTIZED and heads.shape[1] % BLOCK == 0
+    enough = heads.shape[0] * heads.shape[1] // BLOCK >= MIN_PROGRAMS
+    return wide and enough and 0 < count <= FEW_ROWS and starts_early(heads.device.type)
 
 
 def norms_few(count: int, weight: Tensor) -> bool:

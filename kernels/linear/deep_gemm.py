@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.linear.cublas import CublasLinear, is_few, norms_few
+from moe_engine.kernels.linear.cublas import CublasLinear, is_few, norms_few, quantizes_few_heads
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Operand
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
 from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, MOST_QUANTIZED
@@ -63,7 +63,10 @@ class DeepGemmLinear(CublasLinear):
     @property
     def capabilities(self) -> LinearCapabilities:
         heads = None if self._gemm.heads_quantized is None else self.run_heads_quantized
-        return LinearCapabilities({BlockFP8: self.prepare_blocks}, self.warm_up, heads, norms=self.norms)
+        better = None if heads is None else self.quantizes_heads
+        return LinearCapabilities(
+            {BlockFP8: self.prepare_blocks}, self.warm_up, heads, quantizes_heads=better, norms=self.norms
+        )
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; a weight of sizes that the library does not support becomes bf16."""
@@ -79,6 +82,12 @@ class DeepGemmLinear(CublasLinear):
 
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
         return self._gemm.input_format(weight.data.power_of_two) if isinstance(weight.data, Blocks) else UNQUANTIZED
+
+    def quantizes_heads(self, count: int, heads: PreparedLinear, consumer: PreparedLinear) -> bool:
+        """See `LinearCapabilities`."""
+        if self._gemm.exponents or not isinstance(consumer.data, Blocks) or not isinstance(heads.data, Tensor):
+            return False
+        return quantizes_few_heads(count, heads.data, consumer.data.operand[0])
 
     def norms(self, x: Tensor, weight: PreparedLinear) -> bool:
         """See `LinearCapabilities`."""

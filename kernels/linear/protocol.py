@@ -50,11 +50,15 @@ class LinearCapabilities:
     coded_heads: Callable[[Coded, int], PreparedLinear] | None = None
     """`prepare_heads` of a weight [H N, K] of that many heads, in codes."""
 
+    takes: Callable[[Any], bool] | None = None
+    """(format): whether a format of a class in `quantized` is supported; None: every format of the class is."""
+
     norms: Callable[[Tensor, PreparedLinear], bool] | None = None
     """(x [T, K], weight): whether `run` takes these rows as `RowsToNorm`."""
 
-    takes: Callable[[Any], bool] | None = None
-    """(format): whether a format of a class in `quantized` is supported; None: every format of the class is."""
+    quantizes_heads: Callable[[int, PreparedLinear, PreparedLinear], bool] | None = None
+    """(tokens, weight of wide heads, weight of the consumer): whether `heads_quantized` is worth more than `run_heads`
+    and a consumer that quantizes; needs `heads_quantized`. None: never."""
 
 
 class LinearKernel(Protocol):

@@ -25,6 +25,8 @@ from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous
 _BLOCK = tl.constexpr(BLOCK)
 
 _FEW_TOKENS = 16
+_LONG = 1024
+"""Channels beyond which a program of few tokens has more loads in flight: it reads a large part of the weight."""
 
 
 @dependent_jit(do_not_specialize=["num_tokens", "scale_stride"])
@@ -97,12 +99,15 @@ def _plan(
         "HEADS": heads, "N": n, "K": k, "BLOCK_T": 16 if few else 64,
         "BLOCK_K": min(wide, max(16, next_power_of_2(k))), "POWER_OF_TWO": power_of_two,
     }  # fmt: skip
-    return constants, 3
+    return constants, 5 if few and k > _LONG else 3
 
 
-def heads_case(label: str, heads: int, count: int, power_of_two: bool, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    """The specialization that `heads_quantized` launches for DeepSeek's values and `count` tokens."""
-    constants, stages = _plan(count, heads, 128, 512, dtype, power_of_two)
+def heads_case(
+    label: str, heads: int, count: int, power_of_two: bool, dtype: torch.dtype = torch.bfloat16, n: int = 128,
+    k: int = 512,
+) -> AotCase:  # fmt: skip
+    """The specialization that `heads_quantized` launches for `count` tokens; by default for DeepSeek's values."""
+    constants, stages = _plan(count, heads, n, k, dtype, power_of_two)
     kind = f"*{element(dtype)}"
     signature = {
         "x": kind, "weight": kind, "out": "*fp8e4nv", "scales": "*fp32", "num_tokens": "i32", "x_stride": "i32:16",
@@ -113,6 +118,7 @@ def heads_case(label: str, heads: int, count: int, power_of_two: bool, dtype: to
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek-V3 with all heads, and an eighth of them, for few and many tokens."""
+    """DeepSeek-V3 with all heads, and an eighth of them, for few and many tokens; V4-Flash's groups for few."""
     cases = [heads_case(f"{heads}h", heads, count, heads == 16) for heads in (16, 128) for count in (16, 128)]
+    cases.append(heads_case("v4_flash_groups", 8, 16, True, n=1024, k=4096))
     return [*cases, heads_case("16h", 16, 128, False, torch.float32)]

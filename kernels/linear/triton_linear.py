@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
-from moe_engine.kernels.linear.cublas import CublasLinear, is_few, norms_few
+from moe_engine.kernels.linear.cublas import CublasLinear, is_few, norms_few, quantizes_few_heads
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
 from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FIXED_BLOCK_FP8, MOST_QUANTIZED
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
@@ -59,6 +59,7 @@ class TritonLinear(CublasLinear):
             {BlockFP8: self.prepare_blocks, RowFP8: self.prepare_rows, GroupCodes: self.prepare_codes},
             heads_quantized=self.run_heads_quantized,
             norms=self.norms,
+            quantizes_heads=self.quantizes_heads,
             takes=lambda format: not isinstance(format, GroupCodes) or format.four_bits,
         )
 
@@ -85,6 +86,12 @@ class TritonLinear(CublasLinear):
 
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
         return ActivationFormat.fp8(weight.data.power_of_two) if isinstance(weight.data, _FP8) else UNQUANTIZED
+
+    def quantizes_heads(self, count: int, heads: PreparedLinear, consumer: PreparedLinear) -> bool:
+        """See `LinearCapabilities`."""
+        if self._deterministic or not isinstance(consumer.data, _FP8) or not isinstance(heads.data, Tensor):
+            return False
+        return quantizes_few_heads(count, heads.data, consumer.data.data)
 
     def norms(self, x: Tensor, weight: PreparedLinear) -> bool:
         """See `LinearCapabilities`."""

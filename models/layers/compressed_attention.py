@@ -216,6 +216,10 @@ class CompressedAttention:
             mixed = self._sparse.run(*given)
             self._ops.rotate(mixed, batch.positions, self._rotary, inverse=True)
         grouped = mixed.view(-1, a.output_groups, a.num_heads * a.head_dim // a.output_groups)
+        able = self._linear.capabilities
+        quantized, better = able.heads_quantized, able.quantizes_heads
+        if quantized is not None and better is not None and better(len(grouped), self._groups, self._o.weight):
+            return self._o(quantized(grouped, self._groups, self._o.input_format))
         return self._o(self._linear.run_heads(grouped, self._groups).flatten(1))
 
     def cache_of(self, batch: ForwardBatch) -> CompressedCache:

@@ -138,6 +138,26 @@ def test_which_rows_are_normed_by_their_product(rows, n, k, kind, expected) -> N
     assert not TritonLinear().norms(x, TritonLinear().prepare(torch.empty(n, k, dtype=BF16, device=kind)))
 
 
+@pytest.mark.parametrize(
+    ("count", "groups", "n", "columns", "expected"),
+    [
+        (FEW_ROWS, 8, 1024, 8192, True),  # DeepSeek V4-Flash with all groups
+        (FEW_ROWS + 1, 8, 1024, 8192, False),
+        (0, 8, 1024, 8192, False),
+        (1, 1, 1024, 4096, False),  # too few programs
+        (1, 64, 192, 64 * 192, False),  # no whole blocks
+        (1, 8, 1024, MOST_QUANTIZED, False),  # the consumer quantizes
+    ],
+)
+def test_which_products_per_head_are_quantized(count, groups, n, columns, expected) -> None:
+    heads = PreparedLinear(64, n, torch.empty(groups, n, 64, dtype=BF16, device="meta"), None, 0)
+    data = torch.empty(32, columns, dtype=torch.float8_e4m3fn, device="meta")
+    consumer = PreparedLinear(columns, 32, BlockWeight(data, None), None, 0)
+    assert TritonLinear().quantizes_heads(count, heads, consumer) == expected
+    assert not TritonLinear(deterministic=True).quantizes_heads(count, heads, consumer)
+    assert not TritonLinear().quantizes_heads(count, heads, TritonLinear().prepare(torch.empty(32, columns)))
+
+
 class Counted:
     """A kernel that notes its launches."""
 
