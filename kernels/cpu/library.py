@@ -51,6 +51,7 @@ UNITS = (
     "streams",
     "hashed_rows",
     "residual_blocks",
+    "gated_streams",
     "lora",
     "decoder",
     "decode_step",
@@ -125,6 +126,9 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_compress": (None, [N, P, P, L, P, L, P, L]),
     "moe_mix_streams": (None, [N, P, P, L, P, L, P]),
     "moe_mix_blocks": (None, [N, P, P, L, P, L, P]),
+    "moe_norm_gated": (None, [N, P, P, L, P, L, P, P]),
+    "moe_rank_gates": (None, [N, P, P, L, L, P, L, P]),
+    "moe_read_gated": (None, [N, P, P, P, P]),
     "moe_lora": (None, [N, P, P, P, L, L, L, P, P, L, P, L, P, P]),
 }
 
@@ -154,6 +158,9 @@ class Library:
     moe_compress: Any
     moe_mix_blocks: Any
     moe_mix_streams: Any
+    moe_norm_gated: Any
+    moe_rank_gates: Any
+    moe_read_gated: Any
     moe_add_rms_norm: Any
     moe_silu_and_mul: Any
     moe_rotate: Any

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
 from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.ops.cpu_gated_streams import CpuGatedStreams
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import with_padding
 from moe_engine.kernels.ops.residual_blocks import BlockWeights, mix_blocks
@@ -84,11 +85,15 @@ class CpuOps:
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
+        self._gated_streams = CpuGatedStreams(self._lib).kernels
 
     @property
     def capabilities(self) -> OpsCapabilities:
         return OpsCapabilities(
-            mix_streams=self.mix_streams, mix_blocks=self.mix_blocks, add_input=self.add_input
+            mix_streams=self.mix_streams,
+            gated_streams=self._gated_streams,
+            mix_blocks=self.mix_blocks,
+            add_input=self.add_input,
         )
 
     def add_input(self, x: Tensor, weights: Tensor, ids: Tensor, add: Tensor | None) -> Tensor:

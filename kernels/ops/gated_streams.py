@@ -50,7 +50,7 @@ def rank_gates(projected: Tensor, count: int) -> Tensor:
 
 def read_streams(gates: Tensor, normed: Tensor, count: int) -> Tensor:
     """up(...) and s, [T, n D] each -> [T, D]."""
-    gated = gates.float().sigmoid_().mul_(normed.float())
+    gated = gates.float().sigmoid().mul_(normed.float())
     return gated.unflatten(1, (count, -1)).mean(1).to(normed.dtype)
 
 
