@@ -394,6 +394,8 @@ class ModelConfig:
         kept = self.keeps_windows
         windows = tuple(None if own is None or (own >= context_len and not kept) else own for own in self.windows)
         model = self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
+        if (rope := self.rope.within(context_len)) != self.rope:
+            model = replace(model, rope=rope)
         return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)
 
     @property

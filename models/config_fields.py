@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
@@ -196,7 +197,9 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         )
     if kind == "yarn":
         return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
-    section.fail("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, dynamic")
+    if kind == "longrope":
+        return _parse_longrope(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original))
+    section.fail("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, longrope, dynamic")
 
 
 def rope_section(fields: Fields) -> Fields | None:
@@ -250,6 +253,31 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
         attention_factor=attention_factor,
         softmax_factor=yarn_mscale(factor, all_dim) ** 2 if scales_softmax and all_dim else 1.0,
     )
+
+
+def _parse_longrope(fields: Fields, section: Fields, base: RopeConfig) -> RopeConfig:
+    """Factors for contexts longer than the original one, and for others; an attention factor for both."""
+    positions, original = fields.integer("max_position_embeddings"), base.original_max_position
+    lists = {}
+    for name in ("long_factor", "short_factor"):
+        found = section.raw.get(name)
+        if not isinstance(found, list) or len(found) != base.width // 2:
+            section.fail(name, f"must be a list of {base.width // 2} numbers, one for each rotated pair")
+        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in found):
+            section.fail(name, "must have numbers above 0")
+        lists[name] = tuple(map(float, found))
+    for name in ("short_mscale", "long_mscale"):
+        if section.has(name):
+            section.fail(name, "is set; it is not supported: it needs a factor of attention for each length")
+    factor = section.number("factor", None, above=0) or positions / original
+    attention_factor = section.number("attention_factor", None)
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    rope = replace(
+        base, factor=factor, attention_factor=attention_factor, pair_factors=lists["long_factor"],
+        short_factors=lists["short_factor"],
+    )  # fmt: skip
+    return rope.within(positions)
 
 
 def parse_eos(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `width` channels of a head are rotated, as pairs (2j, 2j+1) if `interleaved`, else (j, j+R/2).
 
-    kind: ``default``, ``linear`` (positions divided by factor), ``yarn``, ``llama3``, or ``none``: nothing is rotated,
-    and the table has one row, for a model that gives all tokens position 0. `attention_factor` multiplies
+    kind: ``default``, ``linear`` (positions divided by factor), ``yarn``, ``llama3``, ``longrope``, or ``none``:
+    nothing is rotated, and the table has one row, for a model that gives all tokens position 0. `attention_factor` multiplies
     cosines and sines; `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared).
     """
 
@@ -33,6 +33,18 @@ class RopeConfig:
     """Queries at position p are multiplied by 1 + query_beta * ln(1 + floor(p / original_max_position))."""
     axes: tuple[int, ...] = ()
     """The axis of a token's position that rotates each pair (0: frame, 1: row, 2: column); (): one axis."""
+
+    pair_factors: tuple[float, ...] = ()
+    """``longrope``: the frequency of each pair is divided by its factor."""
+    short_factors: tuple[float, ...] = ()
+    """The factors for contexts within `original_max_position`, see `within`."""
+
+    def within(self, context_len: int) -> RopeConfig:
+        """For requests of at most `context_len` tokens. ``longrope`` has one list of factors for all positions, so that
+        cached keys stay valid: the short one if no request can exceed `original_max_position`."""
+        if not self.short_factors or context_len > self.original_max_position:
+            return self
+        return replace(self, pair_factors=self.short_factors, short_factors=())
 
     def num_rows(self, positions: int) -> int:
         """Rows of the table for this many positions."""

@@ -1,7 +1,7 @@
-"""Tables of cosines and sines by position: plain, linear, YaRN and Llama 3 frequencies.
+"""Tables of cosines and sines by position: plain, linear, YaRN, LongRoPE and Llama 3 frequencies.
 
 Legend: R rotary width, P positions. Angles are computed in float32 (frequencies in float64).
-Sources: YaRN, arXiv 2309.00071; the Llama 3.1 release for `llama3`.
+Sources: YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753; the Llama 3.1 release for `llama3`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
         return _llama3(base, rope)
     if rope.kind == "yarn":
         return _yarn(base, rope)
+    if rope.kind == "longrope":
+        return base / torch.tensor(rope.pair_factors, dtype=torch.float64)
     return base
 
 

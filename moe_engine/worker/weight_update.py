@@ -270,6 +270,8 @@ def _compare(config: ModelConfig, served: ModelConfig) -> None:
         config = replace(config, vision=None)  # --language-model-only
     elif config.vision is not None:  # the largest image is a setting of the processor
         config = replace(config, vision=replace(config.vision, max_patches=served.vision.max_patches))
+    if (short := config.rope.within(config.rope.original_max_position)) == served.rope:
+        config = replace(config, rope=short)  # --context-length
     differs = [
         field.name
         for field in fields(ModelConfig)

@@ -249,6 +249,27 @@ def test_longcat_flash(tmp_path: Path) -> None:
             parse(tmp_path, LONGCAT_FLASH | wrong)
 
 
+def test_longrope_by_the_longest_request(tmp_path: Path) -> None:
+    """One list of factors for all positions: the long one if requests may exceed the original length."""
+    long, short = [1.0 + i for i in range(64)], [1.0] * 64
+    scaling = {"type": "longrope", "long_factor": long, "short_factor": short}
+    fields = LLAMA | {"rope_scaling": scaling, "original_max_position_embeddings": 4096}
+    config = parse(tmp_path, fields)
+    assert config.context_length == 131072 and config.rope.pair_factors == tuple(long)
+    assert config.rope.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)
+    assert config.within(4097).rope == config.rope
+    within = config.within(4096).rope
+    assert within.pair_factors == tuple(short) and within.attention_factor == config.rope.attention_factor
+    assert parse(tmp_path, fields | {"max_position_embeddings": 4096}).rope.pair_factors == tuple(short)
+    for wrong, message in (
+        ({"long_factor": long[1:]}, "rope_scaling.long_factor must be a list of 64 numbers"),
+        ({"short_factor": [0.0] * 64}, "rope_scaling.short_factor must have numbers above 0"),
+        ({"long_mscale": 1.2}, "rope_scaling.long_mscale is set"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(tmp_path, LLAMA | {"rope_scaling": scaling | wrong, "original_max_position_embeddings": 4096})
+
+
 QWEN3_5: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248056,
     "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304}
@@ -482,7 +503,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (V3 | {"hidden_size": "big"}, ["hidden_size", "whole number", "big"]),
     (V3 | {"hidden_size": 0}, ["hidden_size", "at least 1"]),
     (V3 | {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method", "hqq"]),
-    (V3 | {"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling.rope_type", "longrope", "yarn"]),
+    (V3 | {"rope_scaling": {"type": "ntk", "factor": 2}}, ["rope_scaling.rope_type", "longrope", "yarn"]),
+    (V3 | {"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling.long_factor", "a list of 32 numbers"]),
     (V3 | {"rope_scaling": [1]}, ["rope_scaling", "object"]),
     (V3 | {"rope_theta": 0}, ["rope_theta", "more than 0"]),
     (V3 | {"rms_norm_eps": -1e-6}, ["rms_norm_eps", "more than 0"]),
