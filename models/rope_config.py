@@ -10,8 +10,9 @@ class RopeConfig:
     """Rotary embedding. `width` channels of a head are rotated, as pairs (2j, 2j+1) if `interleaved`, else (j, j+R/2).
 
     kind: ``default``, ``linear`` (positions divided by factor), ``yarn``, ``llama3``, ``longrope``, or ``none``:
-    nothing is rotated, and the table has one row, for a model that gives all tokens position 0. `attention_factor` multiplies
-    cosines and sines; `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared).
+    nothing is rotated, and the table has one row, for a model that gives all tokens position 0. `attention_factor`
+    multiplies cosines and sines; `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared, and
+    LongCat-Flash's scale of queries).
     """
 
     theta: float
