@@ -19,11 +19,13 @@ from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.tokenizer.tokenizer import load_tokenizer
 from moe_engine.types.constraint import Constraint
 from tests.engine.harness import Answer, InProcessEngine, Scripted
-from tests.models import random_shapes, random_sparse_shapes
+from tests.models import random_reference_shapes, random_shapes, random_sparse_shapes
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
+from tests.models.kimi_k3 import make_k3
 from tests.models.lora import make_adapter
 from tests.models.random_shapes import Refused, run_draws
 from tests.models.v4_checkpoints import make_v4
+from tests.models.v41_dspark import make_v41_dspark
 from tests.speculation.agreeing import agreeing_checkpoint
 
 ORDINARY = 250
@@ -31,6 +33,7 @@ MTP_KINDS = (
     "deepseek_v3", "glm4_moe", "hy_v3", "ernie4_5_moe", "bailing_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe",
     "deepseek_v32", "glm5_next", "minimax_m3",
 )  # fmt: skip
+FORMULAS = ("deepseek_v41", "kimi_k3")
 REGEX = r"[a-d]{3,9}(xy|zab)[0-9]{2,30}"
 EXACT = {"max_running_requests": 1, "disable_radix_cache": True, "max_total_tokens": 1024, "context_length": 256}
 TOLERANCE = 3e-4
@@ -52,7 +55,8 @@ class Form:
 
 
 def draw(kind: str, rng: random.Random) -> Form:
-    drawer = random_sparse_shapes if kind in random_sparse_shapes.KINDS else random_shapes
+    drawer: Any = random_sparse_shapes if kind in random_sparse_shapes.KINDS else random_shapes
+    drawer = random_reference_shapes if kind in FORMULAS else drawer
     fields = drawer.draw(kind, rng).fields | {"max_position_embeddings": 512, "vocab_size": 320}
     form = Form(kind, fields, {"max_running_requests": rng.choice((2, 5, 12))}, {"dtype": "float32"})
     form.common["attention_backend"] = rng.choice(("cpu", "torch", None))
@@ -63,7 +67,7 @@ def draw(kind: str, rng: random.Random) -> Form:
         "disable_radix_cache": rng.random() < 0.15, "schedule_policy": rng.choice(("fcfs", "lpm", "dfs-weight")),
         "disable_overlap_schedule": rng.random() < 0.3,
     }  # fmt: skip
-    if kind in random_sparse_shapes.KINDS:
+    if kind in (*random_sparse_shapes.KINDS, *FORMULAS):
         form.flags["page_size"] = rng.choice((None, 16, 32))
         form.flags["chunked_prefill_size"] = rng.choice((-1, 16, 48))
     if form.flags["chunked_prefill_size"] > 0 and form.flags["page_size"]:
@@ -79,6 +83,8 @@ def draw(kind: str, rng: random.Random) -> Form:
         steps = rng.choice((1, 2, 4))
         own = {"speculative_algorithm": "NEXTN", "speculative_num_steps": steps, "speculative_eagle_topk": 1}
         drafts += [own | {"speculative_num_draft_tokens": steps + 1}] * 2
+    if kind == "deepseek_v41":
+        drafts += [{"speculative_algorithm": "DSPARK"}] * 2
     form.flags |= rng.choice(drafts)
     if rng.random() < 0.5:
         form.scheduling = {"retract_decode_steps": 1, "schedule_conservativeness": 0.0, "clip_max_new_tokens": 2}
@@ -141,6 +147,12 @@ def _checkpoint(form: Form, path: Path, rng: random.Random) -> Path:
     try:
         if form.kind == "deepseek_v4":
             return make_v4(path, seed, num_mtp_layers=1, **form.fields)
+        if form.kind in FORMULAS:
+            layers = form.fields["num_hidden_layers"]
+            if form.kind == "kimi_k3":
+                return make_k3(path, seed, **form.fields)
+            own = {"dspark_target_layer_ids": [rng.randrange(layers)]}
+            return make_v41_dspark(path, seed, agreeing=True, **form.fields, **own)
         mtp = int(form.flags.get("speculative_algorithm") == "NEXTN")
         maker = agreeing_checkpoint if mtp else make_checkpoint
         return maker(form.kind, path, seed, num_mtp_layers=mtp, **form.fields)
@@ -188,4 +200,4 @@ def _check(form: Form, folder: Path, rng: random.Random, seed: int) -> str:
 
 
 if __name__ == "__main__":
-    run_draws(__doc__, [*KINDS, *MORE_KINDS, *random_sparse_shapes.KINDS], 20, draw, _check)
+    run_draws(__doc__, [*KINDS, *MORE_KINDS, *random_sparse_shapes.KINDS, *FORMULAS], 20, draw, _check)

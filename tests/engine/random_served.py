@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
+from moe_engine.planning.prepare import prepare
 from tests.models import random_images, random_reference_shapes, random_sparse_shapes, v4_dspark, v4_mtp
 from tests.models.family_parity import TOLERANCE, compare, serve_flags
 from tests.models.parity_families import OWN_FAMILIES, Family, Prompt
@@ -125,9 +127,15 @@ def check(form: Form, folder: Path, seed: int) -> str:
     """What ran. Raises AssertionError for a difference, and Refused for a launch that is refused by name."""
     try:
         family = OWN_FAMILIES[form.kind](form.kind, folder / "model", seed, **form.fields)
-        asked = prompts(family, form, seed)
     except Exception as error:
         raise Refused(f"no checkpoint: {type(error).__name__}: {error}") from error
+    try:
+        prepare(
+            EngineArgs.from_kwargs(model_path=str(family.path), device="cpu", skip_tokenizer_init=True, **form.flags)
+        )
+    except ConfigError as error:  # before the oracle runs
+        raise Refused(str(error)) from error
+    asked = prompts(family, form, seed)
     try:
         answers, cached, _ = serve_flags(family.path, asked, NUM_TOKENS, form.flags, form.again)
     except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.engine.random_forms import check, draw
+from tests.engine.random_forms import FORMULAS, check, draw
 from tests.examples import examples
 from tests.models.checkpoints import KINDS, MORE_KINDS
 from tests.models.random_shapes import Refused
@@ -17,7 +17,7 @@ def test_answers_are_those_of_the_requests_alone(tmp_path: Path) -> None:
     for number in range(examples(1)):
         for attempt in range(ATTEMPTS):
             rng = random.Random(random.getrandbits(32))
-            form = draw(rng.choice([*KINDS, *MORE_KINDS]), rng)
+            form = draw(rng.choice([*KINDS, *MORE_KINDS, *FORMULAS]), rng)
             try:
                 check(form, tmp_path / f"{number}-{attempt}", rng)
                 break

@@ -73,6 +73,7 @@ def draw(kind: str, rng: random.Random) -> Drawn:
     if rng.random() < 0.4:
         drawn.scheduling = {"retract_decode_steps": 1, "schedule_conservativeness": 0.0, "clip_max_new_tokens": 2}
         drawn.scheduling |= {"num_slots": rng.choice((96, 128, 160))}
+        drawn.flags["max_running_requests"] = 8
     drawn.features = rng.choice((0.0, 0.5, 0.8))
     return drawn
 
@@ -85,7 +86,8 @@ def _draw_target(kind: str, rng: random.Random) -> Drawn:
         if isinstance(found.form, BlockForm):
             flags = {"speculative_algorithm": found.form.algorithm, "speculative_num_steps": found.depth}
             flags |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": found.depth + 1}
-        return Drawn(kind, found.kind, found.fields | {"vocab_size": VOCAB_SIZE}, flags, found.form)
+        vocab_size = max(VOCAB_SIZE, found.fields["vocab_size"])  # a grammar needs the special tokens
+        return Drawn(kind, found.kind, found.fields | {"vocab_size": vocab_size}, flags, found.form)
     if kind in ("mtp", "exported"):
         target = rng.choice(MTP_KINDS) if kind == "mtp" else "deepseek_v3"
         drawer = random_sparse_shapes if target in random_sparse_shapes.KINDS else random_shapes
@@ -129,26 +131,26 @@ def requests(drawn: Drawn, rng: random.Random) -> list[Scripted]:
             sampling |= {"temperature": rng.choice((0.5, 0.9)), "top_p": rng.choice((1.0, 0.9))}
             sampling |= {"top_k": rng.choice((-1, 20)), "min_p": rng.choice((0.0, 0.02))}
         resolved: dict[str, Any] = {}
-        most = rng.choice((1, 2, 14, 30))
+        most = rng.choice((14, 30, 30) if drawn.scheduling else (1, 2, 14, 30))
         if rng.random() < drawn.features:
-            sampling |= _feature(rng, most)
+            sampling |= _feature(rng, most, drawn.fields["vocab_size"])
         if rng.random() < drawn.features / 3 and "min_new_tokens" not in sampling:  # which is refused beside it
             resolved = {"constraint": {"kind": "regex", "source": REGEX}}
             sampling["ignore_eos"] = False
         script.append(
             Scripted(
-                f"r{i}-", own, most, arrives=rng.randrange(9), sampling=sampling, seed=rng.getrandbits(40),
-                logprob=True, more={"top_logprobs": rng.choice((0, 3))}, resolved=resolved,
+                f"r{i}-", own, most, arrives=rng.randrange(3 if drawn.scheduling else 9), sampling=sampling,
+                seed=rng.getrandbits(40), logprob=True, more={"top_logprobs": rng.choice((0, 3))}, resolved=resolved,
             )
         )  # fmt: skip
     return script
 
 
-def _feature(rng: random.Random, most: int) -> dict[str, Any]:
-    stop = rng.sample(range(VOCAB_SIZE), 40)
+def _feature(rng: random.Random, most: int, vocab_size: int) -> dict[str, Any]:
+    stop = rng.sample(range(vocab_size), 40)
     return rng.choice((
         {"frequency_penalty": 0.7, "presence_penalty": 0.4}, {"repetition_penalty": 1.4},
-        {"logit_bias": {str(rng.randrange(VOCAB_SIZE)): 6.0}}, {"stop_token_ids": stop},
+        {"logit_bias": {str(rng.randrange(vocab_size)): 6.0}}, {"stop_token_ids": stop},
         {"stop_token_ids": stop, "min_new_tokens": rng.randint(1, most)}, {"frequency_penalty": -0.5},
     ))  # fmt: skip
 
