@@ -25,6 +25,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.tuning.simulator.fleet import Fleet, Outcome
 from moe_engine.tuning.simulator.parts import (
+    COMPARED,
     LEAST_WINDOW,
     WINDOWS,
     PartResult,
@@ -41,6 +42,9 @@ from moe_engine.tuning.simulator.workload import Workload
 
 FORK = multiprocessing.get_context("fork")
 CHUNK = 1 << 20
+TWICE = 2 * COMPARED
+"""Requests that a part usually simulates beyond the begin of the next one. The last part has none, so it begins
+earlier."""
 
 MakeFleet = Callable[[Workload, RankLog | None], Fleet]
 OpenLog = Callable[[str | None], contextlib.AbstractContextManager[RankLog | None]]
@@ -61,8 +65,8 @@ class Division:
     @classmethod
     def of(cls, total: int, processes: int) -> Division:
         size = max(-(-total // (processes * WINDOWS)), LEAST_WINDOW)
-        windows = -(-total // size)
-        return cls(size, [part * windows // processes for part in range(processes)])
+        windows, twice = -(-total // size), TWICE // size
+        return cls(size, [part * (windows - twice) // processes for part in range(processes)])
 
     def name(self, part: int) -> str:
         return f"process {part + 1} of {len(self.firsts)} (from request {self.firsts[part] * self.size} on)"

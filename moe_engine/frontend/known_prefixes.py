@@ -44,9 +44,9 @@ def prompt_blocks(tokens: list[int], namespace: Hashable = None) -> PromptBlocks
 
 def block_keys(tokens: list[int], before: int) -> list[int]:
     """Keys of the whole blocks of tokens that follow the block `before`. Hashes of numbers are equal in every run."""
-    keys = []
-    for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        before = hash((before, *tokens[begin : begin + BLOCK]))
+    keys, all_of = [], tuple(tokens)
+    for begin in range(0, len(all_of) - BLOCK + 1, BLOCK):
+        before = hash((before, all_of[begin : begin + BLOCK]))
         keys.append(before)
     return keys
 

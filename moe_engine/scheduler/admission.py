@@ -74,7 +74,7 @@ def expected_growth(request: Request, clip: int) -> int:
     return min(request.max_new_tokens - len(request.output_ids) - request.num_in_flight, clip)
 
 
-def _growth_of(requests: list[Request], clip: int) -> int:
+def growth_of(requests: list[Request], clip: int) -> int:
     """Sum of `expected_growth`, without a call for each."""
     total = 0
     for request in requests:
@@ -94,7 +94,7 @@ class PrefillBudget:
         clip = config.clip_max_new_tokens
         # The ratio also applies to requests that end by length only (ignore_eos): other requests end and free slots for
         # them; if that fails, a retracted request resumes from the radix cache.
-        self._reserved = ratio * _growth_of(running, clip)
+        self._reserved = ratio * growth_of(running, clip)
         self._windows = kv_cache.window_room
         self._windows_reserved = 0.0
         if self._windows is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.scheduler.admission import expected_growth
+from moe_engine.scheduler.admission import growth_of
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.decode_run import decode_plan
 from moe_engine.scheduler.plan_draft import StepRecord
@@ -126,8 +126,7 @@ def chunk_limits(scheduler: Scheduler, lengths: Mapping[str, int]) -> ChunkLimit
     size = 0 if most is None else scheduler.config.floor_page(most)
     if most is None or size <= 0 or not _has_slots(scheduler, entry, size):
         return None
-    clip = scheduler.config.clip_max_new_tokens
-    reserved = scheduler.ratio.value * sum([expected_growth(other, clip) for other in decodes])
+    reserved = scheduler.ratio.value * growth_of(decodes, scheduler.config.clip_max_new_tokens)
     room = int(min(kv_cache.slots.num_free + kv_cache.tree.num_evictable, kv_cache.available - reserved)) - size
     left = len(entry.tokens) - request.num_computed
     before_last = max((left - most - 1) // size + 1, 0)

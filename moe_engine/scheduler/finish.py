@@ -67,4 +67,5 @@ def end_ids(request: Request) -> frozenset[int]:
     """Stop token ids of the request; none with ignore_eos."""
     if request.sampling.ignore_eos:
         return frozenset()
-    return request.eos_token_ids | frozenset(request.sampling.stop_token_ids)
+    stops = request.sampling.stop_token_ids
+    return request.eos_token_ids | frozenset(stops) if stops else request.eos_token_ids

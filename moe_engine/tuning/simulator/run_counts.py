@@ -10,7 +10,7 @@ from moe_engine.scheduler.events import RequestEvent
 from moe_engine.tuning.costs.step_cost import StepCost
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group
-from moe_engine.tuning.simulator.recorder import Recorder
+from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.runs import NEVER, Runs
 
 
@@ -78,8 +78,7 @@ class RunCounts:
         for index in [index for index in runs.fresh if index not in flight.chunks]:
             group = groups[index]
             rows -= group.run_rows
-            for request in group.scheduler.table.decodes:
-                self._recorder.tokens(group.running[request.rid], 1, now)
+            self._add_further([group.running[request.rid] for request in group.scheduler.table.decodes], now)
             if flight.hold or index not in runs.chunking:
                 runs.fresh.remove(index)
         if flight.hold:
@@ -100,18 +99,25 @@ class RunCounts:
 
     def count_events(self, group: Group, events: list[RequestEvent], now: float) -> list[RequestEvent]:
         """Counts the events that are one further token of a request, without a frontend. Returns the others."""
-        others, counts = list[RequestEvent](), dict[float, int]()
+        further, others = list[Running](), list[RequestEvent]()
         for event in events:
             running = group.running[event.rid]
             if event.finish_reason is None and running.first and len(event.token_ids) == 1 and not running.uncomputed:
-                last, running.last = running.last, now
-                counts[last] = counts.get(last, 0) + 1
+                further.append(running)
             else:
                 others.append(event)
+        self._add_further(further, now)
+        group.load_tokens += len(further)
+        return others
+
+    def _add_further(self, further: list[Running], now: float) -> None:
+        """Each of these requests, which have a token, gets another one."""
+        counts = dict[float, int]()
+        for running in further:
+            last, running.last = running.last, now
+            counts[last] = counts.get(last, 0) + 1
         for last, count in counts.items():
             self.add(now - last, count, now)
-            group.load_tokens += count
-        return others
 
     def add(self, gap: float, rows: int, now: float) -> None:
         """`rows` requests get a token, `gap` seconds after the last one."""
