@@ -45,6 +45,8 @@ from tests.models.parity_families import Family, Pixels, Prompt
         ("qwen4_exp", "MTP drafts"),
         ("kimi_k3", "cached"),
         ("kimi_k3", "n-gram drafts"),
+        ("nemotron_h", "cached"),
+        ("nemotron_h", "n-gram drafts"),
         ("bailing_hybrid", "cached"),
         ("bailing_hybrid", "MTP drafts"),
         ("glm4_moe_lite", "MTP drafts"),
