@@ -261,6 +261,10 @@ class ModelConfig:
     shortcut: bool = False
     """Experts are beside the dense layers: layers are pairs, and the experts of a pair read the input of the first
     layer's MLP and are added to the result of the second's (LongCat-Flash)."""
+    norms_results: bool = False
+    """Results of attention and feed-forward are normed before they are added to the residual (Trinity)."""
+    embed_scale: float = 1.0
+    """Factor of embeddings (Trinity)."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:

@@ -46,6 +46,7 @@ _MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
 _NEMOTRON_H = "moe_engine.models.nemotron_h:NemotronHModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
+_TRINITY = "moe_engine.models.trinity:TrinityModel"
 _GATED_HEADS = "moe_engine.models.gated_heads:GatedHeadsModel"
 _QWEN4_EXP = "moe_engine.models.qwen4_exp:Qwen4ExpModel"
 
@@ -124,6 +125,7 @@ for _name, _target, _parser in (
     ("MiMoV2FlashForCausalLM", _DENSE, "moe_engine.models.config_mimo:parse_mimo_v2_flash"),
     ("Step3p5ForCausalLM", _GATED_HEADS, "moe_engine.models.config_step:parse_step"),
     ("Step3p7ForConditionalGeneration", _GATED_HEADS, "moe_engine.models.config_step:parse_step"),
+    ("AfmoeForCausalLM", _TRINITY, "moe_engine.models.config_afmoe:parse_afmoe"),
     ("LagunaForCausalLM", _GATED_HEADS, "moe_engine.models.config_laguna:parse_laguna"),
     ("Dots1ForCausalLM", _DENSE, f"{_MIXTURES}:parse_dots1"),
     ("SolarOpenForCausalLM", _DENSE, f"{_MIXTURES}:parse_solar_open"),
@@ -190,6 +192,7 @@ _BY_MODEL_TYPE = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
     "laguna": "LagunaForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
     "step3p7": "Step3p7ForConditionalGeneration",

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 class RopeConfig:
     """Rotary embedding. `width` channels of a head are rotated, as pairs (2j, 2j+1) if `interleaved`, else (j, j+R/2).
 
-    kind: ``default``, ``linear`` (positions divided by factor), ``yarn``, ``llama3``, ``longrope``, or ``none``:
-    nothing is rotated, and the table has one row, for a model that gives all tokens position 0. `attention_factor`
-    multiplies cosines and sines; `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared, and
-    LongCat-Flash's scale of queries).
+    kind: ``default``, ``linear`` (positions divided by factor), ``yarn``, ``llama3``, ``longrope``, ``zero``: angles
+    are 0 at all positions; or ``none``: nothing is rotated, and the table has one row, for a model that gives all
+    tokens position 0. `attention_factor` multiplies cosines and sines; `softmax_factor` multiplies the softmax scale
+    (DeepSeek's mscale_all_dim, squared, and LongCat-Flash's scale of queries).
     """
 
     theta: float

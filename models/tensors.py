@@ -95,6 +95,7 @@ _EXPERT_NAMES = {
     **dict.fromkeys(KIMI_LINEAR, ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
+    "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias"),
     "LagunaForCausalLM": ExpertNames(router_bias="experts.e_score_correction_bias", shared="shared_expert"),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
@@ -114,6 +115,11 @@ _SINKS = {"MiMoV2FlashForCausalLM": "attention_sink_bias"}
 def sinks_name(config: ModelConfig) -> str:
     """Name of an attention layer's sinks."""
     return _SINKS.get(config.architecture, "sinks")
+
+
+def gate_name(config: ModelConfig) -> str:
+    """Name of the projection of a GQA layer's output gate."""
+    return "gate_proj" if config.architecture == "AfmoeForCausalLM" else "g_proj"
 
 
 def expert_names(config: ModelConfig) -> ExpertNames:
@@ -161,6 +167,8 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     yield from attention_tensors(config, layer)
     yield from _input_norm(config, "post_attention_layernorm", streams)
     yield from feed_forward_tensors(config, is_moe, layer)
+    if config.norms_results:
+        yield from (_norm(f"{name}_mlp_layernorm", config.hidden_size) for name in ("pre", "post"))
     if streams is not None and streams.rank:
         if streams.engram is not None and layer in streams.engram.layers:
             yield from (spec.within("ple") for spec in ngram_tensors(streams.engram, streams.count, config.hidden_size))
@@ -252,7 +260,10 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
     if isinstance(attention, CompressedConfig):
         yield from (spec.within("self_attn") for spec in _compressed(attention, hidden, layer))
         return
-    found = _mla(attention, hidden) if isinstance(attention, MLAConfig) else _gqa(attention, hidden, sinks_name(config))
+    if isinstance(attention, MLAConfig):
+        found = _mla(attention, hidden)
+    else:
+        found = _gqa(attention, hidden, sinks_name(config), gate_name(config))
     yield from (spec.within("self_attn") for spec in found)
     if layer in attention.shared_layers:
         return
@@ -352,13 +363,13 @@ def _streams(streams: StreamsConfig, hidden: int, name: str, outputs: int) -> It
     yield TensorSpec(f"{name}.scale", (1 if outputs == streams.count else 3,), Kind.WIDE)
 
 
-def _gqa(a: GQAConfig, hidden: int, sinks: str) -> Iterator[TensorSpec]:
+def _gqa(a: GQAConfig, hidden: int, sinks: str, gate: str) -> Iterator[TensorSpec]:
     query, key, value = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.value_width
     for name, rows in (("q_proj", 2 * query if a.output_gate else query), ("k_proj", key), ("v_proj", value)):
         yield from _linear(name, rows, hidden, a.qkv_bias)
     yield from _linear("o_proj", hidden, a.num_heads * a.value_width, a.o_bias)
     if a.gate_width:
-        yield from _linear("g_proj", a.num_heads * a.gate_width, hidden)
+        yield from _linear(gate, a.num_heads * a.gate_width, hidden)
     if a.sinks:
         yield TensorSpec(sinks, (a.num_heads,), Kind.WIDE)
     if a.qk_norm:

@@ -18,6 +18,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.layers.gqa import GQAttention, Groups, ProjectedParts, group_inputs
 from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.tensors import gate_name
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share
@@ -45,14 +46,15 @@ class GatedGQAttention(GQAttention):
 
 
 class HeadGatedGQAttention(GQAttention):
-    """`GQAttention` with the projection `g_proj` [H, D]. No whole-layer call has the gate."""
+    """`GQAttention` with a projection of the gates, [H, D] or [H Dh, D]. No whole-layer call has the gate."""
 
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends,
         parallel: ParallelContext, *others: Any, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(config, layer_index, reader, backends, parallel, *others, **options)
-        whole, name = config.attention_of(layer_index), f"model.layers.{layer_index}.self_attn.g_proj"
+        whole = config.attention_of(layer_index)
+        name = f"model.layers.{layer_index}.self_attn.{gate_name(config)}"
         assert isinstance(whole, GQAConfig)
         rows, share = [whole.num_heads * whole.gate_width], Share.of(parallel.attn_tp)
         self._gate = load_linear(backends.linear, reader, [name], rows, config.hidden_size, out_shares=[share])

@@ -42,6 +42,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Angle per position of each pair, [R/2] float64."""
     pairs = torch.arange(0, rope.width, 2, dtype=torch.float64)
     base = rope.theta ** (-pairs / rope.width)
+    if rope.kind == "zero":
+        return torch.zeros_like(base)
     if rope.kind == "linear":
         return base / rope.factor
     if rope.kind == "llama3":

@@ -53,6 +53,7 @@ MORE_KINDS = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
+    "afmoe",
     "laguna",
     "ministral3",
     "mistral4",
@@ -265,6 +266,13 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             }
         },
+    ),
+    "afmoe": (
+        "Afmoe",
+        {**_GQA, "head_dim": 24, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+        | {"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.8, "sliding_window": 20}
+        | {"global_attn_every_n_layers": 2, "mup_enabled": True, "rms_norm_eps": 1e-5, "score_func": "sigmoid"}
+        | {"route_norm": True, "n_group": 1, "topk_group": 1},
     ),
     "laguna": (
         "Laguna",
@@ -540,13 +548,16 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
             stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniMaxM3", "Step3p7"))
             less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
+        elif name.endswith("embed_tokens.weight"):  # of a padding token zeros
+            empty = ~tensor.data.any(1)
+            tensor.data[empty] = 0.15 * torch.randn(int(empty.sum()), tensor.shape[1])
         elif name.endswith("A_log"):
             tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
         elif name.endswith(".D"):
             tensor.data = 1.0 + 0.5 * torch.randn_like(tensor)
         elif name.endswith("conv1d.weight"):
             tensor.data = 0.5 * torch.randn_like(tensor)
-        elif name.endswith("e_score_correction_bias"):
+        elif name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.data = 0.1 * torch.randn_like(tensor)
         elif name.endswith((".bias", "_bias")):
             tensor.data = 0.3 * torch.randn_like(tensor)

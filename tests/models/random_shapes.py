@@ -34,7 +34,7 @@ EXPERTS = {
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
-    "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts",
+    "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts", "afmoe": "num_experts",
     "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {
@@ -61,7 +61,7 @@ GROUPED = (
     "nemotron_h",
 )
 """Routers that choose groups of experts."""
-NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "nemotron_h",
+NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "afmoe", "nemotron_h",
              "longcat_flash")  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
@@ -69,7 +69,7 @@ NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7", "laguna", "nemotron_h",
+    "step3p7", "laguna", "afmoe", "nemotron_h",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
 NO_BIAS += ("nemotron_h",)
@@ -130,6 +130,12 @@ def draw(kind: str, rng: random.Random) -> Shape:
         _draw_step(rng, fields)
     if kind == "laguna":
         _draw_laguna(rng, fields)
+    if kind == "afmoe":
+        fields |= {
+            "num_dense_layers": rng.choice((0, 1, layers)), "num_shared_experts": rng.choice((1, 2)),
+            "global_attn_every_n_layers": rng.choice((1, 2, 4)), "sliding_window": rng.choice((7, 20)),
+            "route_scale": rng.choice((1.0, 2.8)), "mup_enabled": rng.random() < 0.5,
+        }  # fmt: skip
     if kind in HYBRID:
         fields["head_dim"] = rng.choice((8, 16, 24, 40))
         keys = rng.choice((1, 2, 3))

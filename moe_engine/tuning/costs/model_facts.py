@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.config_afmoe import afmoe_fields
 from moe_engine.models.config_bailing import bailing_fields
 from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
@@ -56,7 +57,7 @@ _COMPLETED = {
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
-    "longcat_flash": longcat_facts, "laguna": laguna_fields,
+    "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip

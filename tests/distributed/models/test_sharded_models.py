@@ -69,6 +69,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
+    "afmoe": {},  # norms of results, gates of channels
     "laguna": {"num_attention_heads_per_layer": [4, 8, 8]},  # gates by softplus, layers of different heads
     "step3p7": {
         "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2}
@@ -213,7 +214,7 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
     [
         "deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss-mxfp4", "qwen3_next", "qwen3_5_moe",
         "kimi_linear", "kimi_k3", "nemotron_h", "hunyuan_v1_moe", "mistral4", "mistral_large3", "solar_open", "dots1",
-        "mimo_v2_flash", "step3p7", "laguna", "minimax_m3",
+        "mimo_v2_flash", "step3p7", "laguna", "afmoe", "minimax_m3",
     ],
 )  # fmt: skip
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
