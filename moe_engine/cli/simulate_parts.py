@@ -65,7 +65,8 @@ class Division:
     @classmethod
     def of(cls, total: int, processes: int) -> Division:
         size = max(-(-total // (processes * WINDOWS)), LEAST_WINDOW)
-        windows, twice = -(-total // size), TWICE // size
+        windows = -(-total // size)
+        twice = min(TWICE // size, windows // (2 * processes))  # of few requests at most half a part
         return cls(size, [part * (windows - twice) // processes for part in range(processes)])
 
     def name(self, part: int) -> str:

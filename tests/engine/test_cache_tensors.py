@@ -24,6 +24,8 @@ def config_of(kind: str, folder: Path) -> ModelConfig:
     fields = hub_fields(kind) | {"architectures": [f"{_FAMILY[kind][0]}ForCausalLM"], "model_type": kind}
     if kind == BLOCK_SPARSE:  # the text model of its architecture
         fields["architectures"] = ["MiniMaxM3SparseForCausalLM"]
+    if kind == "step3p7":
+        fields["architectures"] = ["Step3p5ForCausalLM"]
     if kind == "deepseek_v2_lite":
         fields["model_type"] = "deepseek_v2"
     (folder / "config.json").write_text(json.dumps(fields))

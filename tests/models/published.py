@@ -230,7 +230,7 @@ MISTRAL_LARGE_3: dict[str, Any] = {
         "rope_theta": 10000.0, "add_pre_mm_projector_layer_norm": True, "adapter_bias": False,
     },
 }  # fmt: skip
-"""params.json of the FP8 checkpoint."""
+"""Fields of params.json; the sizes are those of the published 675 B model."""
 LING_FLASH: dict[str, Any] = {
     "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 2560,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768,

@@ -36,13 +36,14 @@ def test_a_step_with_trees(seed: int, real: int, padded: int, depth: int, topk: 
         return tables.slots[rows[:, None], columns.clamp_max(WIDTH - 1)].long()
 
     assert levels is not None and tree.visible[:real].equal(drafts.visible())
-    assert tree.positions[:real].equal(starts[:, None] + levels)
+    shifted = starts[:, None] + chain.shifts[:real, None]
+    assert tree.positions[:real].equal(shifted + levels)
     assert tree.uniform[:real].equal(chain.uniform[:real].gather(1, levels))
     assert tree.slots[:real].equal(slots_of(count))
     assert tree.lens[:real].equal((starts + count).int())
     for i, level in enumerate(tree.levels, 1):
         size = i * topk
-        assert level.positions[:real].equal(starts[:, None] + torch.arange(size) // topk)
+        assert level.positions[:real].equal(shifted + torch.arange(size) // topk)
         assert level.slots[:real].equal(slots_of(size))
         assert level.lens[:real].equal((starts + size).int()) and not level.slots[real:].any()
     assert not tree.slots[real:].any() and not tree.positions[real:].any() and tree.real.sum() == real * count

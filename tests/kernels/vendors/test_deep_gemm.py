@@ -72,7 +72,8 @@ def test_dependent_launch_is_on_where_the_library_has_it(arch, takes_ends):
 def test_linear_equals_float64(arch, power_of_two):
     emulator, gemm = library(arch)
     kernel = DeepGemmLinear(gemm)
-    assert kernel.capabilities == LinearCapabilities({BlockFP8: kernel.prepare_blocks}, kernel.warm_up)
+    wanted = LinearCapabilities({BlockFP8: kernel.prepare_blocks}, kernel.warm_up, norms=kernel.norms)
+    assert kernel.capabilities == wanted
     for tokens, n, k in ((0, 64, 128), (1, 576, 256), (7, 192, 640), (130, 128, 384)):
         w, bias = weight(n, k, power_of_two), normal(n, dtype=BF16)
         prepared = kernel.prepare_blocks(w, bias)

@@ -125,6 +125,10 @@ def test_widths_of_models() -> None:
     class Model:
         attention: Any = MLAConfig(16, None, 512, 128, 64, 96)
 
+        @property
+        def attentions(self) -> tuple[Any, ...]:
+            return (self.attention,)
+
     assert head_widths(Model()) == HeadWidths(16, 1, 192, 96, 512, 64)  # type: ignore[arg-type]
     Model.attention = GQAConfig(32, 4, 80)
     assert head_widths(Model()) == HeadWidths(32, 4, 80, 80)  # type: ignore[arg-type]
