@@ -224,7 +224,8 @@ def _clear(family: Family) -> Family:
     """With prompts without near ties between pools, entries or experts: a token beyond one follows another rounding."""
 
     def is_clear(prompt: Prompt) -> bool:
-        return sparse.with_margin(lambda: family.oracle(prompt.whole, prompt.images))[1] > CLEAR
+        oracle = partial(family.oracle, prompt.whole, prompt.images)
+        return sparse.with_margin(oracle, needed=False)[1] > CLEAR  # a short prompt may select all
 
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
         found = list(islice(filter(is_clear, family.prompts(seed, 3 * count, longest)), count))
