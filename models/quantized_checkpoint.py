@@ -113,6 +113,10 @@ def _check_source(source: Path, config: ModelConfig, target: Target) -> None:
         raise ConfigError(f"{source}: use --format mxfp4: other engines read the experts of gpt-oss in no other form")
     if target.format == "mxfp4" and not is_gpt_oss:
         raise ConfigError(f"{source}: --format mxfp4 is for gpt-oss; use fp8, int8 or int4")
+    if isinstance(format, FusedExpertsFormat) and not format.joined and target.format != "fp8":
+        raise ConfigError(
+            f"{source}: experts in tensors of gate and up apart are quantized to fp8 only; use --format fp8"
+        )
 
 
 def _prepare(source: Path, output: Path, target: Target) -> None:

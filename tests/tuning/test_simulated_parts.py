@@ -13,6 +13,7 @@ import pytest
 
 from moe_engine.cli import simulate_checks
 from moe_engine.cli.main import main
+from moe_engine.cli.simulate_parts import Division
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.simulator import parts
 from moe_engine.tuning.simulator.faults import Fault
@@ -228,7 +229,8 @@ def test_a_process_that_fails_is_named(tmp_path, capsys, monkeypatch, how):
     monkeypatch.setattr(Fleet, "run", broken)
     assert main(["simulate", "--cost-file", str(path), "--num-prompts", "2100", *FLAGS, "--processes", "2"]) == 1
     message = capsys.readouterr().err
-    assert "process 2 of 2 (from request 10" in message
+    division = Division.of(2100, 2)
+    assert 0 < division.firsts[1] * division.size < 2100 and division.name(1) in message
     assert ("out of luck" if how == "error" else "signal 9; each process has caches of its own") in message
 
 
