@@ -19,6 +19,7 @@ from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import cases, parts
 from tests.examples import FACTOR
 from tests.fork_server import ForkedProcess, ForkServer
+from tests.kernels.triton import on_gpu
 from tests.simulated_cuda.conftest import DEVICES, ROOT
 from tests.simulated_cuda.failures import BREAKS
 
@@ -59,6 +60,17 @@ def test_tests_for_a_gpu_run_on_a_simulated_one(device_server: ForkServer, tmp_p
     command = [*PYTEST, "-m", "gpu", "-q", "-k", chosen, *(str(ROOT / "tests" / file) for file in files)]
     code, out, errors = device_server.run(command, tmp_path, 250.0)
     assert code == 0 and out.startswith("..s "), out[-20000:] + errors[-3000:]
+
+
+@pytest.mark.drawn(1)
+def test_tests_of_kernels_run_on_a_gpu(device_server: ForkServer, tmp_path: Path) -> None:
+    """A file of them, whose launches have the GPU's memory."""
+    name = random.choice(["pools", "gated_streams", "lora", "ngrams"])
+    command = [*PYTEST, "-q", str(ROOT / f"tests/kernels/triton/test_{name}.py")]
+    variables = {on_gpu.GPU: "1", "SIMULATED_CUDA_LAUNCHED": str(tmp_path)}
+    code, out, errors = device_server.run(command, tmp_path, 250.0, **variables)
+    assert code == 0 and " failed" not in out, out[-20000:] + errors[-3000:]
+    assert list(tmp_path.glob("*_kernel"))
 
 
 @pytest.mark.drawn(1)

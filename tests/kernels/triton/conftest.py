@@ -3,8 +3,11 @@
 Triton selects the interpreter at the decoration of functions: its own during its import, kernels' during the import of
 their modules. So this file imports Triton with ``TRITON_INTERPRET=1`` before any test module does, and fails if Triton
 is already imported. The variable is removed at once: processes started by other tests must compile normally. Tests that
-need the compiler (ahead-of-time compilation) run in a separate process, `outside.py`; on a GPU the kernels are compared
-with torch's rows by ``python -m benchmarks.gpu_suite``, which has a case of each (`test_gpu_cases.py`).
+need the compiler (ahead-of-time compilation) run in a separate process, `outside.py`.
+
+``MOE_TEST_GPU=1 python -m pytest --processes 16 tests/kernels/triton`` compiles and runs the kernels on a GPU
+(`on_gpu.py`). ``python -m benchmarks.gpu_suite`` has a case of each kernel with its time (`test_gpu_cases.py`), but not
+of all its forms.
 """
 
 from __future__ import annotations
@@ -20,11 +23,21 @@ import torch
 
 from tests.examples import FACTOR
 from tests.fork_server import ForkServer
+from tests.kernels.triton import on_gpu
 
 collect_ignore_glob: list[str] = []
 
+ON_THE_HOST = (
+    "all_reduce", "aot", "aot_table", "bookkeeping", "compile_command", "dependent", "gpu_cases", "launch_checks",
+    "on_gpu", "symm_mem_kernels",
+)  # fmt: skip
+"""Tests of the compiler, of the interpreter, and of memory that several ranks write."""
+
 if find_spec("triton") is None:
     collect_ignore_glob.append("test_*.py")
+elif on_gpu.GPU in os.environ:
+    collect_ignore_glob += [f"test_{name}.py" for name in ON_THE_HOST]
+    on_gpu.install()
 else:
     if "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton was imported before these tests: import it in functions, or set TRITON_INTERPRET=1")
@@ -80,7 +93,7 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def checked(poisoned: None) -> Iterator[None]:
     """Of one test in four, drawn in each run: the memory accesses of all launches are checked, which takes time."""
-    if FACTOR == 1 and random.randrange(4):
+    if on_gpu.GPU in os.environ or (FACTOR == 1 and random.randrange(4)):
         yield
         return
     from tests.kernels.triton.memory_check import checked_accesses

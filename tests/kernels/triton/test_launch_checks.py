@@ -1,5 +1,5 @@
 """What the interpreter shows of a launch: results that depend on the order of its programs, reads of uninitialized
-memory, accesses outside of its arguments, and programs that read what others write."""
+memory, accesses outside of its arguments, and programs and threads that read what others write."""
 
 from __future__ import annotations
 
@@ -91,5 +91,28 @@ def test_a_race_between_programs_is_found() -> None:
 def test_rows_written_in_place_are_no_race() -> None:
     x = torch.zeros(4, dtype=torch.int32)
     with checked_accesses():
-        counting_kernel[(4, 1)](x)
+        counting_kernel[(4, 1)](x, num_warps=1)
     assert x.tolist() == [1] * 4
+
+
+@triton.jit
+def reversed_kernel(x, BLOCK: tl.constexpr, WAITS: tl.constexpr, SAME: tl.constexpr):
+    """x + 1, in reverse order unless SAME, in place."""
+    place = tl.arange(0, BLOCK)
+    value = tl.load(x + place) + 1
+    if WAITS:
+        tl.debug_barrier()
+    tl.store(x + (place if SAME else BLOCK - 1 - place), value)
+
+
+def test_a_race_between_threads_is_found() -> None:
+    """A warp that is ahead would overwrite what another one has not read. All threads read a scalar."""
+    x = torch.arange(256)
+    with checked_accesses():
+        reversed_kernel[(1,)](x, BLOCK=256, WAITS=True, SAME=False)
+        reversed_kernel[(1,)](x, BLOCK=256, WAITS=False, SAME=True)
+        assert x.tolist() == list(range(257, 1, -1))
+        reversed_kernel[(1,)](x, BLOCK=256, WAITS=False, SAME=False, num_warps=1)
+        for kernel, sizes in ((reversed_kernel, {"BLOCK": 256, "WAITS": False, "SAME": False}), (counting_kernel, {})):
+            with pytest.raises(Exception, match=f"{kernel.__name__}: threads read .* without a barrier"):
+                kernel[(1,)](x, **sizes)
