@@ -104,11 +104,17 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
 
 
 def report_refusal(address: str, keys: JobKeys | None, message: str) -> None:
-    """Aborts the startup on node 0 for a reason found on this node alone; waits for its reply."""
+    """Aborts the startup on node 0 for a reason found on this node alone; waits for its reply.
+
+    Raises:
+        ConfigError: the address is wrong.
+    """
+    leader = RendezvousAddress(address)
+    leader.check()
     report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
     heartbeat: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     heartbeat.setsockopt(zmq.LINGER, 0)
-    connect(heartbeat, RendezvousAddress(address).tcp(), keys)
+    connect(heartbeat, leader.tcp(), keys)
     heartbeat.send(messages.encode(report))
     logger.info("Reporting this to node 0 at %s, for up to %.0f s; Ctrl-C ends it", address, REPORT_SECONDS)
     heartbeat.poll(int(REPORT_SECONDS * 1000))

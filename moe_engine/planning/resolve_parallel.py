@@ -21,6 +21,7 @@ from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_elastic import Coverage, resolve_elastic
 from moe_engine.processes.dist_secret import DistSecret
+from moe_engine.processes.rendezvous_address import RendezvousAddress
 
 FP8_BLOCK = 128
 """Channels that share a scale."""
@@ -401,9 +402,7 @@ def _check_nodes(nodes: int, node_rank: int, leader: str | None) -> None:
             f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all nodes can reach"
         )
     if leader is not None:
-        host, _, port = leader.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f"--dist-init-addr {leader}: must be HOST:PORT, as in node0:20000")
+        RendezvousAddress(leader).check()
 
 
 def _dispatch(topology: Topology, place: Place, flags: ParallelArgs, record: Record) -> DispatchChoice:

@@ -23,6 +23,11 @@ class RendezvousAddress:
     def host(self) -> str:
         return self.text.rpartition(":")[0].strip("[]")
 
+    def check(self) -> None:
+        """Raises ConfigError: not ``HOST:PORT`` with a port that other nodes can connect to."""
+        if not self.host or "/" in self.host or not self.port.isdecimal() or not 0 < int(self.port) < 65536:
+            raise ConfigError(f"--dist-init-addr {self.text}: must be HOST:PORT, as in node0:20000")
+
     def tcp(self) -> str:
         """``tcp://IP:PORT``.
 

@@ -120,6 +120,7 @@ def test_wrong_files_and_flags_are_one_line(capsys: pytest.CaptureFixture[str], 
         {"end_seconds": -1},
         {"request_seconds": math.nan},
         {"acceptance": [3.0]},
+        {"launch": "serve --tp 2"},
     ],
     ids=str,
 )

@@ -146,9 +146,10 @@ def _place(options: Any, environ: Mapping[str, str]) -> ClusterPlace:
         raise ConfigError(f"--nnodes {nodes}: must be at least 1")
     if not 0 <= rank < nodes:
         raise ConfigError(f"--node-rank {rank}: must be 0 to {nodes - 1} with --nnodes {nodes}")
-    host, _, port = (address or "").rpartition(":")
-    if nodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
+    if nodes > 1 and address is None:
         raise ConfigError(
             f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all nodes reach"
         )
+    if address is not None:
+        RendezvousAddress(address).check()
     return ClusterPlace(nodes, rank, address if nodes > 1 else None, 0, "flags")

@@ -181,6 +181,8 @@ class CostFile:
             values["acceptance"] = tuple(map(float, values.get("acceptance", ())))
             if not values["decode"] or not all(0 <= chance <= 1 for chance in values["acceptance"]):
                 raise ValueError("decode needs a curve, and each acceptance a number from 0 to 1")
+            if not isinstance(values.get("launch", {}), dict):
+                raise ValueError("launch must be an object with the flags of the measured launch")
             for name in {each.name for each in fields(cls) if str(each.type).startswith("float")} & set(values):
                 value = values[name]
                 if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
