@@ -7,6 +7,7 @@ VENV ?= .venv
 TORCH ?=
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do if command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then echo $$p; break; fi; done)
 BIN := $(VENV)/bin
+STAMP_TORCH := $(VENV)/.installed-torch
 STAMP_SERVE := $(VENV)/.installed-serve
 STAMP_TEST := $(VENV)/.installed-test
 STAMP_KERNELS := $(VENV)/.compiled-kernels
@@ -15,11 +16,12 @@ TRITON := triton==3.9.0
 LOWEST_TRITON := triton==3.6.0
 LOWEST := build/$(subst ==,-,$(LOWEST_TRITON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-# pip compiles Python files with one process; COMPILE uses all cores and skips rarely imported packages.
+# pip compiles Python files with one process; COMPILE uses all cores and skips what is rarely imported, half of the bytes.
 export PIP_COMPILE := 0
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|testing|tests?)/' $(VENV)/lib || true
+SKIPPED := transformers/models|testing|tests?|_inductor|openai/types|pip|setuptools|mypyc?|matplotlib|fontTools|networkx|lexers
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/($(SKIPPED))/' $(VENV)/lib || true
 
-.PHONY: serve test test-exhaustive lint types unit aot-lowest clean help
+.PHONY: serve test environment test-exhaustive lint types unit aot-lowest clean help
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -30,28 +32,32 @@ $(BIN)/python:
 
 # torch first: its build depends on the machine. It is then pinned with its build tag, so that pip never replaces it.
 # setuptools is pinned too, and builds moe-engine in this environment rather than in an isolated one.
-$(STAMP_SERVE): pyproject.toml constraints.txt tools/install_torch.sh | $(BIN)/python
+$(STAMP_TORCH): constraints.txt tools/install_torch.sh | $(BIN)/python
 	@echo "installing moe-engine into $(VENV) ..."
 	$(PIP) install -c constraints.txt setuptools
 	@sh tools/install_torch.sh $(BIN)/python constraints.txt $(TORCH)
 	@sed "s/^torch==.*/$$($(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')/" \
 		constraints.txt > $(CONSTRAINTS)
+	@touch $@
+
+$(STAMP_SERVE): pyproject.toml $(STAMP_TORCH)
 	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e .
 	@$(COMPILE)
 	@touch $@
 
-$(STAMP_KERNELS): $(STAMP_SERVE)
+# Needs no package but torch: the compiler works while pip, which uses one core, installs the others.
+$(STAMP_KERNELS): $(STAMP_TORCH)
 	@$(BIN)/python -m moe_engine.kernels.cpu
 	@touch $@
 
 # torch's GPU builds depend on their Triton version; TRITON is for the CPU build, which has no such dependency.
-$(STAMP_TEST): $(STAMP_SERVE)
-	@echo "installing the test tools into $(VENV) ..."
+$(STAMP_TEST): pyproject.toml $(STAMP_TORCH)
 	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[test]' $$($(BIN)/python -c 'import triton' 2>/dev/null || echo $(TRITON))
 	@$(COMPILE)
 	@touch $@
 
-serve: $(STAMP_SERVE) $(STAMP_KERNELS) ## start the server with the embedded model (PORT=30000)
+serve: ## start the server with the embedded model (PORT=30000)
+	@$(MAKE) --no-print-directory -j 2 $(STAMP_SERVE) $(STAMP_KERNELS)
 	$(BIN)/moe-engine serve --port $(PORT)
 
 lint: $(STAMP_TEST) ## ruff
@@ -80,8 +86,10 @@ aot-lowest: $(LOWEST)/.installed ## compiles every Triton kernel for sm_90 with 
 	PYTHONPATH=$(LOWEST) $(BIN)/python -c 'import triton; assert "triton==" + triton.__version__ == "$(LOWEST_TRITON)"'
 	PYTHONPATH=$(LOWEST) $(BIN)/python -m benchmarks.aot_table --quick --arch 90 --no-json
 
-test: ## everything CI checks
-	@$(MAKE) --no-print-directory -j 2 $(STAMP_TEST) $(STAMP_KERNELS) # the compiler beside pip, which uses one core
+environment: ## everything that the tests need
+	@$(MAKE) --no-print-directory -j 2 $(STAMP_TEST) $(STAMP_KERNELS)
+
+test: environment ## everything CI checks
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory -j 2 types unit
 

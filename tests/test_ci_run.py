@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "id": 'echo "${USER_ID:-0}"',
-    "make": 'echo "make $*"',
+    "make": 'echo "make $*"; [ "$FAILS" != "$1" ] || exit 100',
     "apt-get": 'echo "apt-get $1" >&2; case "$FAILS" in "$1") exit 100;; esac\n'
     'if [ "$1" = install ]; then for p in slurmctld nft; do ln -sf true "${0%/*}/$p"; done; fi',
 }
@@ -53,4 +53,9 @@ def test_what_is_left_out_is_said_at_the_end(
 
 def test_an_install_that_fails_is_an_error(tmp_path: Path) -> None:
     done = ci(tmp_path, FAILS="install")
-    assert done.returncode != 0 and "make" not in done.stdout
+    assert done.returncode != 0 and "make test" not in done.stdout
+
+
+def test_an_environment_that_fails_is_an_error(tmp_path: Path) -> None:
+    done = ci(tmp_path, FAILS="environment")
+    assert done.returncode == 100 and "make test" not in done.stdout

@@ -21,10 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from moe_engine.kernels.device import cpu_device
 
@@ -199,6 +198,7 @@ class Library:
 
     def __init__(self, file: Path, amx: bool) -> None:
         try:
+            ctypes.CDLL(str(openmp_runtime()))  # torch's, found by its name afterwards, also before torch is imported
             self._dll = ctypes.CDLL(str(file))
         except OSError as error:
             raise LibraryError(f"cannot load the compiled CPU kernels: {error}") from error
@@ -226,7 +226,10 @@ def openmp_runtime() -> Path:
             found += [Path(line.split(None, 5)[5].strip()) for line in maps if line.count("/") > 1]
     except OSError:
         pass
-    package = Path(torch.__file__).parent
+    torch = find_spec("torch")  # not imported: `make` compiles before what torch imports is installed
+    if torch is None or torch.origin is None:
+        raise LibraryError("torch is not installed")
+    package = Path(torch.origin).parent
     for folder in (package / "lib", package.parent / "torch.libs"):
         if folder.is_dir():
             found += sorted(folder.iterdir())
