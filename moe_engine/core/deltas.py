@@ -34,10 +34,10 @@ def deltas_of(events: list[RequestEvent]) -> list[messages.RequestDelta]:
     plain = messages.RequestDelta
     return [
         plain(rid, tokens, None, None, None, cached, retractions)
-        if finish is None and logprobs is None and prompt_logprobs is None and vector is None
+        if finish is None and logprobs is None and prompt_logprobs is None and timing is None and vector is None
         else _delta(event)
         for event in events
-        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _, vector, _ in (event,)
+        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, timing, _, vector, _ in (event,)
     ]
 
 
@@ -58,6 +58,6 @@ def _delta(event: RequestEvent) -> messages.RequestDelta:
 
 
 def _queue_time(event: RequestEvent) -> float:
-    """Seconds from arrival in the queue to the first step; known at the last event."""
+    """Seconds from arrival in the queue to the first step, if the event has times."""
     timing = event.timing
     return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0

@@ -92,7 +92,8 @@ class Shutdown(Message, tag="shutdown"):
 
 
 class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Output of a step for one request. `finish` is `types.FinishReason.to_dict()`, or None."""
+    """Output of a step for one request. `finish` is `types.FinishReason.to_dict()`, or None. `queue_time`,
+    `speculation` and `tiers` come with `finish`, and with every delta of a request with stop strings."""
 
     rid: str
     token_ids: list[int]
@@ -105,12 +106,12 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     retractions: int = 0
     queue_time: float = 0.0
     speculation: tuple[int, int, list[int]] | None = None
-    """With `finish`, if drafts were made: verify steps, drafts, and a histogram of verify steps by accepted drafts."""
+    """If drafts were made: verify steps, drafts, and a histogram of verify steps by accepted drafts."""
     vector: bytes | None = None
     """float32 in native byte order. Pooled model: its vector, with `finish`. Otherwise, if requested: final hidden
     states of the tokens computed since the last delta, in order."""
     tiers: tuple[int, int, str] | None = None
-    """With `finish`, if there is a KV tier: cached tokens from host memory, from storage, and the storage's name."""
+    """If there is a KV tier: cached tokens from host memory, from storage, and the storage's name."""
 
 
 class StepOutput(Message, tag="step"):

@@ -28,7 +28,8 @@ class SpecCounts(NamedTuple):
 class RequestEvent(NamedTuple):
     """New output of one request. `token_ids` are new; the counts are totals. `finish_reason` marks the last event.
 
-    `logprobs` are those of `token_ids`; `prompt_logprobs` come once, with the first event that has tokens or an end.
+    `timing`, `speculation` and `tiers` come with the last event, and with every event of a request that the frontend
+    may end (`Request.ends_by_text`): its last event is too late for the answer. `logprobs` are those of `token_ids`; `prompt_logprobs` come once, with the first event that has tokens or an end.
     """
 
     rid: str
@@ -44,7 +45,7 @@ class RequestEvent(NamedTuple):
     """Pooled model: the vector, with the last event. Otherwise, if requested: the hidden states since the last
     event."""
     tiers: tuple[int, int, str] | None = None
-    """With the last event: see `Request.tiers`."""
+    """See `Request.tiers`."""
 
 
 def finish_event(
@@ -57,23 +58,19 @@ def finish_event(
     vector: bytes | None = None,
 ) -> RequestEvent:
     """The last event of a request."""
+    vector = _taken(request) if vector is None else vector
+    counts = request.cached_tokens, request.retractions
+    event = RequestEvent(request.rid, token_ids, reason, *counts, logprobs, prompt_logprobs, vector=vector)
+    return with_totals(event, request, now)
+
+
+def with_totals(event: RequestEvent, request: Request, now: float) -> RequestEvent:
+    """The event with times, speculation and tiers of its request."""
     timing = RequestTiming(request.queued_at, request.first_scheduled, request.first_token_at, now)
     speculation = None
     if request.spec_verify_ct:
         speculation = SpecCounts(request.spec_verify_ct, request.spec_proposed, request.spec_accepted)
-    return RequestEvent(
-        request.rid,
-        token_ids,
-        reason,
-        request.cached_tokens,
-        request.retractions,
-        logprobs,
-        prompt_logprobs,
-        timing,
-        speculation,
-        _taken(request) if vector is None else vector,
-        request.tiers,
-    )
+    return event._replace(timing=timing, speculation=speculation, tiers=request.tiers)
 
 
 def _taken(request: Request) -> bytes | None:

@@ -99,6 +99,7 @@ class RequestTable:
         request.seq = self._seq
         request.queued_at = now
         request.end_ids = end_ids(request)
+        request.ends_by_text = bool(request.sampling.stop or request.sampling.stop_regex)
         self.live[request.rid] = request
         entry = self.queue.push(request, front=request.retractions > 0)
         if self.kv_cache.storage is not None:

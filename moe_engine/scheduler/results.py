@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.draft_depth import IN_VAIN, DraftOutcome
-from moe_engine.scheduler.events import RequestEvent, finish_event
+from moe_engine.scheduler.events import RequestEvent, finish_event, with_totals
 from moe_engine.scheduler.finish import take_tokens
 from moe_engine.scheduler.hidden_states import keep_hidden, take_hidden
 from moe_engine.scheduler.jump_forward import with_jumps
@@ -73,6 +73,8 @@ def read_result(
             push(finish_event(request, reason, now, kept, mine, prompt))
             continue
         event = RequestEvent(request.rid, kept, None, request.cached_tokens, request.retractions, mine, prompt)
+        if request.ends_by_text:
+            event = with_totals(event, request, now)
         push(event._replace(vector=take_hidden(request)) if request.hidden else event)
     if record.ended:
         events += _end_prompts(table, record.ended, result.vectors, now)

@@ -209,10 +209,10 @@ class Metrics:
         self._cached_tokens.inc(generation.cached_tokens)
         self._prompt_sizes.observe(len(generation.prompt_ids))
         self._output_sizes.observe(len(generation.output_ids))
-        self._queue.observe(generation.queue_time)
         if generation.finish is None or generation.finish["type"] == "abort":
             self._aborted.inc()
         else:
+            self._queue.observe(generation.queue_time)
             self._e2e.observe((generation.finished_at or time.monotonic()) - generation.received_at)
 
     # -- the page

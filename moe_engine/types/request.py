@@ -119,6 +119,8 @@ class Request:
     """The adapter's slot while the request holds a row."""
     lora_waits_since: int = -1
     """Admissions of requests with adapters before it first waited for a slot; -1: it never waited."""
+    ends_by_text: bool = False
+    """The frontend may end it at any token, by a stop string."""
 
     @property
     def namespace(self) -> str | tuple[int, str | None] | None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_engine.core.deltas import deltas_of
 from moe_engine.scheduler import Scheduler, SchedulerConfig
 from moe_engine.scheduler.draft_depth import IN_VAIN
 from moe_engine.types import SpeculationConfig, StepPlan, StepResult
@@ -126,6 +127,22 @@ def test_drafts_behind_the_end_are_not_counted(
         assert event.speculation.histogram == [
             sum(right == count for _, right in outcomes) for count in range(max(right for _, right in outcomes) + 1)
         ]
+
+
+@pytest.mark.parametrize("stop", [(), ("\n",)])
+def test_totals_are_known_before_a_stop_string_ends_the_request(stop: tuple[str, ...]) -> None:
+    """The frontend finds stop strings, and the last event of the request is too late for the answer."""
+    now = iter(range(100))
+    config = SchedulerConfig(num_slots=1000, context_len=500, speculation=SpeculationConfig("ngram", 3))
+    s = Scheduler(config, clock=lambda: float(next(now)))
+    request = make_request("a", [5, 6, 7], 100)
+    request.sampling = replace(request.sampling, stop=stop)
+    s.add(request)
+    for tokens in ([9], [9, 9]):
+        plan = s.schedule()
+        assert isinstance(plan, StepPlan)
+        (delta,) = deltas_of(s.update(StepResult(plan.number, plan.rows, [tokens])))
+    assert (delta.queue_time > 0, delta.speculation) == ((True, (1, 3, [0, 1])) if stop else (False, None))
 
 
 def test_drafts_of_a_request_that_has_ended_are_in_vain() -> None:
