@@ -14,6 +14,7 @@ not fit. This head-of-line blocking is deliberate: small requests cannot starve 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -63,6 +64,8 @@ class PrefillBatch:
     cached_tokens: int = 0
     blocked: Blocked = Blocked.NOTHING
     blocked_entry: Waiting | None = None
+    without_adapter: Waiting | None = None
+    """The first request that found all slots of LoRA adapters in use."""
 
     @property
     def num_tokens(self) -> int:
@@ -199,12 +202,15 @@ class Admission:
         """Admits waiting requests in the policy's order until one is blocked; the number of those held back meanwhile,
         for a bounded time."""
         connector = self._kv_cache.connector
-        barred, num_held = False, 0
+        num_held, barred, urgency = 0, False, math.inf
         for entry in self._policy.order(self._queue, self._kv_cache.tree):
             if may_join is not None and not may_join(entry.request):
                 continue
-            if self._lora is not None and not self._lora.may_join(entry.request, barred):
+            # a request with an adapter overtakes no more urgent one
+            if self._lora is not None and not self._lora.may_join(entry.request, barred or entry.key[0] > urgency):
                 barred |= self._lora.bars(entry.request)
+                if batch.without_adapter is None:
+                    batch.without_adapter, urgency = entry, entry.key[0]
                 continue
             if num_held >= MAX_HELD and self._sessions is not None and not self._sessions.may_evict(entry):
                 continue

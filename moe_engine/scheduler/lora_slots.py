@@ -77,6 +77,14 @@ class LoraSlots:
             if adapter in self._retired:
                 self.retire(adapter)
 
+    def users_of_one(self, requests: Iterable[Request]) -> list[Request]:
+        """Of requests with a row: all users of one adapter, the fewest that free a slot; empty if they free none."""
+        users: dict[int, list[Request]] = {}
+        for request in requests:
+            users.setdefault(request.lora_id, []).append(request)
+        whole = [own for a, own in users.items() if len(own) == self._users.get(a) and a not in self._pinned]
+        return min(whole, key=len, default=[])
+
     def retire(self, adapter: int) -> None:
         """The adapter was unloaded: its slot is free once no request uses it."""
         if adapter in self._users:

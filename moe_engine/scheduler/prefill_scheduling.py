@@ -8,7 +8,7 @@ from moe_engine.scheduler.admission import Admission, Blocked, PrefillBatch
 from moe_engine.scheduler.admission_backoff import AdmissionBackoff
 from moe_engine.scheduler.plan_draft import PlanDraft
 from moe_engine.scheduler.request_table import RequestTable
-from moe_engine.scheduler.retraction import choose_preempted
+from moe_engine.scheduler.retraction import choose_preempted, less_urgent
 from moe_engine.scheduler.stats import Totals
 from moe_engine.scheduler.suspects import Suspects
 from moe_engine.scheduler.token_ratio import NewTokenRatio
@@ -75,16 +75,11 @@ class PrefillScheduling:
         batch = self.admit(num_mixed, may_admit, may_join)
         if not num_mixed:
             self.preempting = False
-        if batch.blocked is not Blocked.ROWS and batch.blocked is not Blocked.TOKENS:
+        if batch.jobs:  # admitted requests reserve less from the next step on: retry then
             return batch
-        entry = batch.blocked_entry
-        if batch.jobs or entry is None:  # admitted requests reserve less from the next step on: retry then
-            return batch
-        backoff.out_of_memory()
-        if not self._config.preempts:
-            return batch
-        need = self._config.ceil_page(len(entry.tokens)) + self._config.page_size
-        victims = choose_preempted(table.in_rows(), entry.request, self._config, self._kv_cache, need)
+        if batch.blocked is Blocked.ROWS or batch.blocked is Blocked.TOKENS:
+            backoff.out_of_memory()
+        victims = self._preempted_for(batch) if self._config.preempts else []
         if not victims:
             return batch
         if num_mixed or is_in_flight:  # decodes are planned already, or in flight: preempt in the next call
@@ -94,6 +89,19 @@ class PrefillScheduling:
         table.retract(victims)
         self._totals.preemptions += len(victims)
         return self.admit(num_mixed, may_admit, may_join)
+
+    def _preempted_for(self, batch: PrefillBatch) -> list[Request]:
+        """Running requests to preempt so that the first blocked request can run."""
+        table, config = self._table, self._config
+        if (entry := batch.without_adapter) is not None and table.lora is not None:
+            victims = table.lora.users_of_one(less_urgent(table.in_rows(), entry.request, config))
+            if victims:
+                return victims
+        entry = batch.blocked_entry
+        if entry is None or (batch.blocked is not Blocked.ROWS and batch.blocked is not Blocked.TOKENS):
+            return []
+        need = config.ceil_page(len(entry.tokens)) + config.page_size
+        return choose_preempted(table.in_rows(), entry.request, config, self._kv_cache, need)
 
     def admit(self, num_mixed: int, may_admit: bool, may_join: Callable[[Request], bool] | None = None) -> PrefillBatch:
         """A batch of the chunked request and, if `may_admit`, of waiting requests that `may_join`."""

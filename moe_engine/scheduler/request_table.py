@@ -151,6 +151,7 @@ class RequestTable:
 
     def _end_waiting(self, request: Request, reason: FinishReason, now: float) -> RequestEvent:
         del self.live[request.rid]
+        self.sessions.aborted(request)  # it may have run before a retraction
         request.status = Status.FINISHED
         request.finish_reason = reason
         return finish_event(request, reason, now, [])

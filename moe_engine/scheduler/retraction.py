@@ -75,17 +75,23 @@ def choose_victims(requests: Sequence[Request], config: SchedulerConfig, kv_cach
     return victims
 
 
+def less_urgent(running: Sequence[Request], waiting: Request, config: SchedulerConfig) -> list[Request]:
+    """Running requests that the waiting one may preempt: less urgent by more than the threshold, in the order of their
+    preemption."""
+    mine = config.priority_key(waiting.priority)
+    worse = [r for r in running if config.priority_key(r.priority) - mine > config.priority_preemption_threshold]
+    worse.sort(key=lambda r: (-config.priority_key(r.priority), -r.seq))
+    return worse
+
+
 def choose_preempted(
     running: Sequence[Request], waiting: Request, config: SchedulerConfig, kv_cache: KVCacheManager, need: int
 ) -> list[Request]:
     """Running requests to preempt for a much more urgent waiting one: the least urgent and newest first, until a row
     and `need` tokens would be free. Empty if requests less urgent by more than the threshold do not suffice."""
-    mine = config.priority_key(waiting.priority)
-    worse = [r for r in running if config.priority_key(r.priority) - mine > config.priority_preemption_threshold]
-    worse.sort(key=lambda r: (-config.priority_key(r.priority), -r.seq))
     room = kv_cache.available
     victims: list[Request] = []
-    for victim in worse:
+    for victim in less_urgent(running, waiting, config):
         victims.append(victim)
         room += config.ceil_page(len(victim.slots)) - victim.num_in_tree
         if room >= need:

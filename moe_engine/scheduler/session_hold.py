@@ -160,7 +160,7 @@ class SessionHold:
             self._drop(next(iter(self._sessions)))
 
     def aborted(self, request: Request) -> None:
-        """Records that a running request was aborted."""
+        """Records that a request was aborted."""
         self._running.pop(request.rid, None)
 
     def arrived(self, entry: Waiting) -> None:

@@ -278,6 +278,9 @@ class Simulation:
         kv_cache = scheduler.kv_cache
         assert kv_cache.slots.num_free + kv_cache.tree.num_evictable == self.config.num_slots
         assert kv_cache.rows.num_free == self.config.max_rows
+        table = scheduler.table
+        left = table.sessions._running, table.prompt_logprobs, getattr(kv_cache, "_pending", {})
+        assert not any(left) and (table.lora is None or not table.lora._users), "state of requests that have ended"
         assert scheduler.flush_cache()
         assert kv_cache.slots.num_free == self.config.num_slots and kv_cache.tree.num_evictable == 0
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.lora_slots import MAX_OVERTAKES, LoraSlots
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.types import NO_LORA_SLOT, Request, SamplingParams, StepPlan, StepResult
+from tests.scheduler.simulator import Simulation, make_request
 
 
 def request(rid: str, adapter: int, length: int = 4, new: int = 3, pinned: bool = False) -> Request:
@@ -104,6 +109,47 @@ def test_waiting_for_a_slot_ends() -> None:
     for _ in range(20):
         step(scheduler)
     assert "b" not in scheduler.table.live
+
+
+def urgent_behind(running: list[int], waiting: list[int], slots: int, **config: Any) -> tuple[list[str], Simulation]:
+    """The requests in the order of their ends: some run with these adapters, then some of priority 0 wait, then an
+    urgent one arrives with adapter 9."""
+    base = SchedulerConfig(num_slots=2048, context_len=128, max_rows=8, lora_slots=slots)
+    sim = Simulation(replace(base, uses_priority=True, **config))
+    ended: list[str] = []
+
+    def add(rid: str, adapter: int, new: int, priority: int) -> None:
+        one = make_request(rid, [3] * 5, new, ignore_eos=True, priority=priority)
+        one.lora_id = adapter
+        sim.add(one)
+
+    for i, adapter in enumerate(running):
+        add(f"r{i}", adapter, 30, 0)
+        for _ in range(3):
+            sim.turn()
+    for i, adapter in enumerate(waiting):
+        add(f"w{i}", adapter, 5, 0)
+    add("urgent", 9, 5, 50)
+    while sim.turn():
+        ended += [rid for rid, outcome in sim.outcomes.items() if outcome.reason is not None and rid not in ended]
+    ended += [rid for rid in sim.outcomes if rid not in ended]
+    sim.check_end()
+    return ended, sim
+
+
+def test_an_urgent_request_is_not_overtaken_by_less_urgent_ones_with_other_adapters() -> None:
+    ended, _ = urgent_behind([1], [1, 1, 0, 1], 1, disable_priority_preemption=True)
+    assert ended.index("urgent") == 2 and set(ended[:2]) == {"w2", "r0"}, "one of the base model and the running one"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_urgent_request_preempts_the_users_of_an_adapter(mixed: bool) -> None:
+    """The fewest: one request has adapter 2."""
+    ended, sim = urgent_behind([1, 1, 2], [], 2, enable_mixed_chunk=mixed)
+    assert ended[0] == "urgent"
+    assert [sim.outcomes[f"r{i}"].request.retractions for i in range(3)] == [0, 0, 1]
+    ended, sim = urgent_behind([1, 1, 2], [], 2, priority_preemption_threshold=50)
+    assert ended[0] != "urgent" and not sim.scheduler.stats().num_preemptions_total
 
 
 def test_loads_of_failed_steps_are_sent_again() -> None:

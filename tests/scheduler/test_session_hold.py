@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from moe_engine.scheduler import SchedulerConfig, admission
 from moe_engine.scheduler.radix_cache import RadixCache
+from moe_engine.scheduler.retraction import retract_all
 from moe_engine.scheduler.session_hold import SessionHold, _Session
 from moe_engine.scheduler.session_rotation import ROTATION
 from moe_engine.scheduler.waiting_queue import Waiting
 from tests.examples import examples
 from tests.scheduler.session_load import Load, Shape
-from tests.scheduler.simulator import make_request
+from tests.scheduler.simulator import Simulation, make_request
 
 pytestmark = pytest.mark.drawn(6)
 
@@ -225,6 +226,18 @@ def test_no_session_starves() -> None:
     load = Load(SHORT, 36, config_of(SHORT))
     load.run(30, warm=0)
     assert all(session.turns >= 1 for session in load.sessions)
+
+
+def test_a_request_that_is_aborted_after_a_retraction_is_forgotten() -> None:
+    sim = Simulation(SchedulerConfig(num_slots=1000, context_len=500))
+    sim.add(make_request("a", list(range(40)), 100, ignore_eos=True))
+    for _ in range(4):
+        sim.turn()
+    sim.finish_one()
+    retract_all(sim.scheduler.table, sim.scheduler.totals)
+    sim.abort("a")
+    sim.run_to_end()
+    sim.check_end()
 
 
 def test_requests_that_do_not_return_hold_nothing() -> None:
