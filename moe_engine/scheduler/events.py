@@ -29,7 +29,8 @@ class RequestEvent(NamedTuple):
     """New output of one request. `token_ids` are new; the counts are totals. `finish_reason` marks the last event.
 
     `timing`, `speculation` and `tiers` come with the last event, and with every event of a request that the frontend
-    may end (`Request.ends_by_text`): its last event is too late for the answer. `logprobs` are those of `token_ids`; `prompt_logprobs` come once, with the first event that has tokens or an end.
+    may end (`Request.ends_by_text`): its last event is too late for the answer. `logprobs` are those of `token_ids`;
+    `prompt_logprobs` come once, with the first event that has tokens or an end.
     """
 
     rid: str
