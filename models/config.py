@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.block_config import OwnBlock
@@ -20,33 +19,12 @@ from moe_engine.models.compressed_config import CompressedConfig, KeptRows, Stre
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.mtp_config import DEEPSEEK, MTPForm
 from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.models.rope_config import RopeConfig
+from moe_engine.models.selection_config import BlockSelection, IndexerConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 from moe_engine.models.vision_config import VisionConfig
-
-
-@dataclass(frozen=True)
-class IndexerConfig:
-    """DeepSeek sparse attention: the indexer that selects the tokens to which a query token attends.
-
-    Attributes:
-        num_heads, top_k: heads of the index query; max tokens selected for a query token.
-        interleaved: its rotary pairs are (2j, 2j+1), else (j, j+R/2); they are the first R channels of a head.
-        shared_layers: layers without an indexer, which use the selection of the last preceding layer with an indexer.
-        shares_drafts: draft steps of an MTP layer after the first use the selection of the first.
-        fp8_keys: index keys are cached as FP8 records also beside latents of another type.
-        pool: tokens of a pool. Above 1 the indexer scores means of the keys of adjacent tokens, and selects pools with
-            all their tokens; the tokens behind the last whole pool are always seen (GLM-5.3-Flash).
-    """
-
-    num_heads: int
-    top_k: int
-    interleaved: bool
-    shared_layers: tuple[int, ...] = ()
-    shares_drafts: bool = False
-    fp8_keys: bool = False
-    pool: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,20 +87,6 @@ class MLAConfig:
     def shared_layers(self) -> tuple[int, ...]:
         """Layers without the last of `kv_parts`, index keys: they use another layer's selection."""
         return () if self.indexer is None else self.indexer.shared_layers
-
-
-@dataclass(frozen=True)
-class BlockSelection:
-    """Block-sparse attention (MiniMax-M3): an indexer with a head of `width` channels for each KV head selects blocks
-    of the context by `rule`. `dense_layers` have no indexer and see all positions."""
-
-    rule: BlockRule
-    width: int
-    dense_layers: tuple[int, ...] = ()
-
-    def key_width(self, kv_dtype: str) -> int:
-        """Elements of an index key in the cache: bytes of bfloat16 beside FP8 rows."""
-        return 2 * self.width if kv_format.is_fp8(kv_dtype) else self.width
 
 
 @dataclass(frozen=True)
@@ -228,8 +192,6 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     own_block: OwnBlock | None = None
     """The checkpoint's draft layers fill in blocks (DSpark), and are no MTP layers."""
-    mtp_like_first: bool = False
-    """MTP layers have the feed-forward of layer 0 (ERNIE 4.5: dense), not experts."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer, see `CacheGroup.window`; (): no layer has one."""
     other_layers: OtherLayers | None = None
@@ -265,6 +227,8 @@ class ModelConfig:
     """Results of attention and feed-forward are normed before they are added to the residual (Trinity)."""
     embed_scale: float = 1.0
     """Factor of embeddings (Trinity)."""
+    mtp: MTPForm = DEEPSEEK
+    """MTP layers, where they are not as DeepSeek's."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:
@@ -285,11 +249,22 @@ class ModelConfig:
     def attention_of(self, layer: int) -> MLAConfig | GQAConfig | CompressedConfig:
         """The layer's attention. Draft layers come after the model's."""
         other = self.other_layers
-        return self.attention if other is None or layer not in other.layers else other.attention
+        return self.attention if other is None or self._like(layer) not in other.layers else other.attention
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The layer's rotary embedding."""
-        return self.rope if (other := self.other_layers) is None or layer not in other.layers else other.rope
+        other = self.other_layers
+        return self.rope if other is None or self._like(layer) not in other.layers else other.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """The layer's window; None: it sees all positions."""
+        if not self.windows or (layer >= self.num_layers and self.mtp.like is None):
+            return None
+        return self.windows[self._like(layer)]
+
+    def _like(self, layer: int) -> int:
+        """The layer whose attention a layer has: of MTP layers one of the model's, if they are as its layers are."""
+        return layer if layer < self.num_layers or self.mtp.like is None else self.mtp.like
 
     def moe_of(self, layer: int) -> MoEConfig | None:
         """The layer's experts; those of draft layers may be fewer."""
@@ -372,6 +347,12 @@ class ModelConfig:
         return tuple(i for i, own in enumerate(self.windows) if own is not None)
 
     @property
+    def windowed_drafts(self) -> tuple[int, ...]:
+        """The MTP layers with a window."""
+        layers = range(self.num_layers, self.num_layers + self.num_nextn_predict_layers)
+        return tuple(i for i in layers if self.window_of(i) is not None)
+
+    @property
     def longest_window(self) -> int:
         """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
@@ -424,8 +405,13 @@ class ModelConfig:
         return None if self.streams is None or self.streams.mean_head else self.streams
 
     @property
+    def drafts_read_residual(self) -> bool:
+        """Whether MTP layers read the residual after the last layer, not the result of the final norm."""
+        return self.mtp.reads_residual or self.draft_streams is not None
+
+    @property
     def draft_state_width(self) -> int:
-        """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
+        """Numbers of a token's hidden state that MTP layers read: one residual, or all streams."""
         return self.hidden_size * (1 if self.draft_streams is None else self.draft_streams.count)
 
     @property
@@ -440,7 +426,7 @@ class ModelConfig:
     @property
     def is_mtp_moe(self) -> bool:
         """Whether MTP layers have experts."""
-        return self.moe_layers[0] if self.mtp_like_first else self.is_moe and not self.shortcut
+        return self.is_moe and not self.mtp.dense
 
     def kv_parts(self, layer: int, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state, or without both."""

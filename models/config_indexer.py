@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_engine.models.config import IndexerConfig, MLAConfig
+from moe_engine.models.config import MLAConfig
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.selection_config import IndexerConfig
 
 _KINDS = {"full": False, "F": False, "shared": True, "S": True}
 """Name of a layer's indexer in the file: whether the layer uses another layer's selection."""

@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
-from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
-from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.delta_tensors import delta_tensors
+from moe_engine.models.entry_tensors import compressed_tensors
 from moe_engine.models.pooling import score_layers
+from moe_engine.models.selection_config import BlockSelection
 from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
 from moe_engine.models.tensor_spec import Kind, TensorSpec
 from moe_engine.models.tensor_spec import linear as _linear
@@ -37,9 +39,10 @@ MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCaus
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
+STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
     "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
-    *QWEN4_EXP, *MINIMAX_M3,
+    *QWEN4_EXP, *MINIMAX_M3, *STEP,
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, MiniMax-M3 and Qwen)."""
@@ -59,8 +62,20 @@ MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
 _BLOCK_INPUT = ".main_proj.weight"
 """The same of the first of the layers that fill in blocks."""
-MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
-"""Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
+MTP_HEAD = "shared_head.head"
+"""The LM head of an MTP layer, in the layer."""
+_EMBEDDING_COPY = ".embed_tokens.weight"
+_HEAD_COPIES = (f".{MTP_HEAD}.weight", ".shared_head.weight")
+
+
+def is_head(name: str) -> bool:
+    """True for an LM head: the model's, or an MTP layer's own."""
+    return name == "lm_head.weight" or name.endswith(f".{MTP_HEAD}.weight")
+
+
+def mtp_copies(config: ModelConfig) -> tuple[str, ...]:
+    """Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
+    return (_EMBEDDING_COPY,) if config.mtp.own_heads else (_EMBEDDING_COPY, *_HEAD_COPIES)
 
 
 def has_mtp_names(config: ModelConfig) -> bool:
@@ -235,8 +250,10 @@ def draft_tensors(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
-    """Tensors of an MTP layer, without its copies of embedding and head."""
+    """Tensors of an MTP layer, the first one's, without its copies of embedding and head."""
     hidden, streams = config.hidden_size, config.draft_streams
+    if config.mtp.own_heads:
+        yield TensorSpec(f"{MTP_HEAD}.weight", (config.vocab_size, hidden))
     yield _norm("enorm", hidden)
     yield _norm("hnorm", hidden if streams is None else streams.normed * hidden)
     yield from (spec.within("shared_head") for spec in _input_norm(config, "norm", streams))
@@ -256,9 +273,9 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
         found = delta_tensors(config.delta, hidden)
         yield from (spec.within(config.delta.block) for spec in found)
         return
-    attention = config.attention if layer is None else config.attention_of(layer)
+    attention = config.attention_of(config.num_layers if layer is None else layer)
     if isinstance(attention, CompressedConfig):
-        yield from (spec.within("self_attn") for spec in _compressed(attention, hidden, layer))
+        yield from (spec.within("self_attn") for spec in compressed_tensors(attention, hidden, layer))
         return
     if isinstance(attention, MLAConfig):
         found = _mla(attention, hidden)
@@ -315,45 +332,6 @@ def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
     if a.gate_width:
         yield from _linear("g_proj", a.num_heads * a.gate_width, hidden)
-
-
-def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
-    query = a.num_heads * a.head_dim
-    yield from _linear("q_a_proj", a.q_lora_rank, hidden)
-    yield _norm("q_a_layernorm", a.q_lora_rank)
-    yield from _linear("q_b_proj", query, a.q_lora_rank)
-    yield from _linear("kv_proj", a.head_dim, hidden)
-    yield _norm("kv_layernorm", a.head_dim)
-    yield TensorSpec("sinks", (a.num_heads,), Kind.WIDE)
-    yield from _linear("o_a_proj", a.output_groups * a.output_rank, query // a.output_groups)
-    yield from _linear("o_b_proj", hidden, a.output_groups * a.output_rank)
-    if layer is None or not a.rate(layer):
-        return
-    if isinstance(a, SharedEntriesConfig):
-        yield from _shared_entries(a, hidden, layer)
-        return
-    prefixes = ("compressor", "indexer.compressor")
-    for prefix, width in zip(prefixes, a.entry_widths(layer)):
-        series = 2 * width if a.selects(layer) else width
-        yield from _linear(f"{prefix}.kv_proj", series, hidden)
-        yield from _linear(f"{prefix}.gate_proj", series, hidden)
-        yield TensorSpec(f"{prefix}.position_bias", (a.rate(layer), series), Kind.WIDE)
-        yield _norm(f"{prefix}.norm", width)
-    if a.selects(layer):
-        yield from _linear("indexer.q_b_proj", a.index_heads * a.index_width, a.q_lora_rank)
-        yield TensorSpec("indexer.weights_proj.weight", (a.index_heads, hidden), Kind.WIDE)
-
-
-def _shared_entries(a: SharedEntriesConfig, hidden: int, layer: int) -> Iterator[TensorSpec]:
-    if a.writes(layer):
-        for name in ("kv_proj", "gate_proj") if a.rate(layer) > 1 else ("kv_proj",):
-            yield TensorSpec(f"compressor.{name}.weight", (a.head_dim, hidden))
-        yield _norm("compressor.norm", a.head_dim)
-        yield TensorSpec("indexer.wk.weight", (a.index_width, a.head_dim))
-        yield _norm("indexer.k_norm", a.index_width)
-    if a.selects(layer):
-        yield from _linear("indexer.q_b_proj", a.index_heads * a.index_width, a.q_lora_rank)
-        yield TensorSpec("indexer.weights_proj.weight", (a.index_heads, hidden), Kind.WIDE)
 
 
 def _streams(streams: StreamsConfig, hidden: int, name: str, outputs: int) -> Iterator[TensorSpec]:
@@ -462,7 +440,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, _IMAGE_BIAS, *MTP_COPIES, *KV_SCALES, *CONFIDENCE)
+    unread = (_ROTARY, _IMAGE_BIAS, *mtp_copies(config), *KV_SCALES, *CONFIDENCE)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
 
 
