@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from moe_engine.errors import nearest
 from moe_engine.frontend.client_api import EngineClient
 from moe_engine.frontend.frontend import Frontend, Observer
 from moe_engine.server.auth import KeyCheck
@@ -190,11 +191,14 @@ async def _no_such_route(request: Request, exc: Exception) -> Response:
 
 
 def _near_path(request: Request) -> str | None:
-    """The endpoint without or with one more `/v1`: clients differ in whether their base URL contains it."""
-    path = request.scope["path"]
+    """The endpoint without or with one more `/v1`: clients differ in whether their base URL contains it. Else one with
+    nearly the same name."""
+    path, routes = request.scope["path"], request.app.routes
     near = path.removeprefix("/v1") if path.startswith("/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": near}
-    return near if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes) else None
+    if any(route.matches(scope)[0] is Match.FULL for route in routes):
+        return near
+    return nearest(path, [route.path for route in routes if isinstance(route, Route)], cutoff=0.85)
 
 
 def _methods_of(request: Request) -> str:

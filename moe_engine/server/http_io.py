@@ -20,6 +20,7 @@ from moe_engine.errors import InputError
 from moe_engine.server.errors import ClientDisconnectedError
 from moe_engine.server.http_protocol import EXCHANGE, Exchange
 from moe_engine.server.large_schemas import cut_schema
+from moe_engine.server.unknown_fields import report_unknown
 from moe_engine.validation import check_unicode_within, checked, prepared
 
 T = TypeVar("T")
@@ -151,7 +152,11 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
     try:
         decoded: T = _decoder(kind).decode(rest)  # type: ignore[arg-type]  # types are hashable
     except _REFUSALS:
-        return checked(_decode_leniently(body), kind)
+        value = _decode_leniently(body)
+        decoded = checked(value, kind)
+        report_unknown(body, kind, value)
+        return decoded
+    report_unknown(rest, kind)
     if schema is not None:
         schema.put_back(decoded)
     return decoded
@@ -165,7 +170,8 @@ def decode_body_and_rest(body: bytes | bytearray, kind: type[T]) -> tuple[T, dic
         decoded = msgspec.convert(value, prepared(kind), str_keys=True)
     except _REFUSALS:
         value = _decode_leniently(body)
-        return checked(value, kind), value
+        decoded, schema = checked(value, kind), None
+    report_unknown(rest, kind, value)
     if schema is not None:
         schema.put_back(decoded)
     return decoded, value

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from moe_engine.server import unknown_fields
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, get, in_process, post, real_server, talk
 
@@ -391,13 +392,41 @@ def test_unexpected_exceptions_become_500():
     [
         ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"),
         ("/v1/generate", "/generate"), ("/v1/unheard", None), ("/unheard", None),
+        ("/v1/chat/completion", "/v1/chat/completions"), ("/healthz", "/health"), ("/v1/embedding", "/v1/embeddings"),
     ],
 )  # fmt: skip
-def test_a_path_of_another_base_url_names_the_endpoint(path, near):
+def test_a_wrong_path_names_the_endpoint(path, near):
     response = post(FakeClient(), path, CHAT)
     error = response.json()["error"]["message"]
     words = f"no such endpoint; did you mean {near}?" if near else "no such endpoint"
     assert response.status_code == 404 and error == f"POST {path}: {words}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "line"),
+    [
+        ("/v1/chat/completions", {**CHAT, "temprature": 0}, "no effect (did you mean temperature?)"),
+        ("/v1/chat/completions", {**CHAT, "temperatur": 0.0, "n": 1.0}, "no effect (did you mean temperature?)"),
+        ("/v1/completions", {"prompt": "a", "zzz": {"a": 1}}, "'zzz', which has no effect"),
+        ("/generate", {"text": "a", "max_new_tokens": 5}, "has no effect: it belongs into sampling_params"),
+        ("/configure_logging", {"log_request": True}, "no effect (did you mean log_requests?)"),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_is_logged_once(path, body, line, caplog, monkeypatch):
+    monkeypatch.setattr(unknown_fields, "_reported", set())
+    for _ in range(2):
+        assert post(FakeClient(), path, body).status_code == 200
+    (found,) = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert found.endswith(line), found
+    no_text = (json.dumps(CHAT)[:-1] + r', "\ud800": 1}').encode()
+    assert post(FakeClient(), "/v1/chat/completions", no_text).status_code < 500
+
+
+def test_clients_cannot_fill_the_log_with_names(caplog, monkeypatch):
+    monkeypatch.setattr(unknown_fields, "_reported", set())
+    post(FakeClient(), "/v1/chat/completions", {**CHAT, **{"a" * 100 + str(i): 1 for i in range(200)}})
+    found = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(found) == unknown_fields.MAX_LINES and max(map(len, found)) < 160
 
 
 def test_functions_names_its_successor():
