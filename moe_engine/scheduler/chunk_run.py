@@ -119,8 +119,10 @@ def chunk_limits(scheduler: Scheduler, lengths: Mapping[str, int]) -> ChunkLimit
         lengths: of `decode_run_limit`.
     """
     table, entry = scheduler.table, scheduler.table.chunked
-    if entry is None or not _is_of_run(scheduler, entry.request):
+    if entry is None or not _is_of_run(scheduler, entry.request, lengths):
         return None
+    if scheduler.in_flight[0].prefilled and scheduler.in_flight[0].sampled:
+        scheduler.prefills.cache_prefills()  # as the next plan does: its prompts may have tokens in common
     request, decodes, kv_cache = entry.request, table.decodes, scheduler.kv_cache
     most = table.settings.chunk_beside(len(decodes))
     size = 0 if most is None else scheduler.config.floor_page(most)
@@ -138,7 +140,7 @@ def chunk_limits(scheduler: Scheduler, lengths: Mapping[str, int]) -> ChunkLimit
     if chunks < before_last or table.queue.entries or not goes_on or room < chunks * size + behind:
         last = behind = 0
     if decodes:
-        limit = min([min(lengths[r.rid], r.max_new_tokens - 1) - len(r.output_ids) for r in decodes]) - 1 + chunk_first
+        limit = min([min(lengths[r.rid], r.max_new_tokens - 1) - len(r.output_ids) - r.num_in_flight for r in decodes])
         limit = min(limit, ((room - chunks * size - behind) // page // len(decodes)) * page - page + 1)
     elif not (chunks or last):
         return None
@@ -146,15 +148,17 @@ def chunk_limits(scheduler: Scheduler, lengths: Mapping[str, int]) -> ChunkLimit
     return ChunkLimits(size, request.num_computed, chunks, max(limit, 0), in_a_row, chunk_first, last)
 
 
-def _is_of_run(scheduler: Scheduler, request: Request) -> bool:
-    """Whether the step in flight is a chunk of this prompt alone or a decode of all running requests, and no suspect or
-    abort has a part in the next one."""
+def _is_of_run(scheduler: Scheduler, request: Request, lengths: Mapping[str, int]) -> bool:
+    """Whether the step in flight is a chunk of this prompt, beside others only the last chunk of prompts that decode
+    next, or a decode of all running requests, and no suspect or abort has a part in the next one."""
     table, flights, prefills = scheduler.table, scheduler.in_flight, scheduler.prefills
     if len(flights) != 1 or table.aborting or scheduler.suspects or prefills.preempting:
         return False
     record, decodes = flights[0], table.decodes
     if record.prefilled:
-        return not (record.sampled or record.ended or len(record.prefilled) > 1) and request.row in record.prefilled
+        if record.ended or request.row not in record.prefilled or len(record.prefilled) > len(record.sampled) + 1:
+            return False
+        return all([min(lengths[r.rid], r.max_new_tokens) - len(r.output_ids) > 1 for r in record.sampled])
     return bool(decodes) and record.sampled == decodes and not prefills.to_cache
 
 
@@ -228,12 +232,20 @@ def _complete(
         return
     scheduler.prefills.cache_prefills()
     table.row_writes.clear()
-    if prompt.first_token_at is None:
-        prompt.first_token_at = run.last.ended
-    prompt.output_ids += answer(prompt, 1)
+    begin_answers(scheduler, [prompt], run.last.ended, answer)
     kv_cache.extend(prompt, 1)
     prompt.num_computed += 1
-    scheduler.totals.generated_tokens += 1
+
+
+def begin_answers(
+    scheduler: Scheduler, requests: Sequence[Request], now: float, answer: Callable[[Request, int], list[int]]
+) -> None:
+    """Applies the first tokens of answers, whose last chunk may be beside the first one of the run's prompt."""
+    for request in requests:
+        if request.first_token_at is None:
+            request.first_token_at = now
+        request.output_ids += answer(request, 1)
+    scheduler.totals.generated_tokens += len(requests)
 
 
 def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
@@ -242,8 +254,12 @@ def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
     if sessions.is_off:
         return
     times, mark, waits = sessions.times, run.begin, NEVER if run.contended is None else run.contended.count
-    spans, contended = list[tuple[float, float]](), 0
-    for chunk in run.chunks:
+    spans, contended, chunks = list[tuple[float, float]](), 0, run.chunks
+    if chunks and (first := scheduler.in_flight[0].prompt_spans):  # its chunk may be beside others
+        size, mark = sum([end - start for start, end in first.values()]), chunks[0].after
+        times.add(chunks[0].launched, chunks[0].ended, size, 0, waits < mark.count)
+        chunks = chunks[1:]
+    for chunk in chunks:
         if running and chunk.before.count > mark.count:
             times.add_prompts(run.size, spans, contended)
             spans, contended = [], 0

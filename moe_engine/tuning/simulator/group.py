@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moe_engine.errors import InputError
-from moe_engine.scheduler.chunk_run import ChunkLimits, ChunkRun, ChunkTimes, chunk_limits, has_chunk_runs, run_chunks
+from moe_engine.scheduler.chunk_run import (
+    ChunkLimits,
+    ChunkRun,
+    ChunkTimes,
+    begin_answers,
+    chunk_limits,
+    has_chunk_runs,
+    run_chunks,
+)
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.decode_run import decode_plan, decode_run_limit, decodes_after, decodes_beyond, run_decodes
 from moe_engine.scheduler.events import RequestEvent
@@ -269,6 +277,11 @@ class Group:
             self._plans = [] if plan is None else [(plan.number, plan, self.scheduler.last_sampled)]
         self.run_rows = self.chunk_size = 0
         self.chunk_times = []
+
+    def first_tokens(self, sampled: Sequence[Request], now: float) -> list[RequestEvent]:
+        """Applies the first tokens of prompts whose last chunk was beside the first chunk of its run."""
+        begin_answers(self.scheduler, sampled, now, _answer)
+        return [RequestEvent(r.rid, r.output_ids[-1:], None, r.cached_tokens, r.retractions) for r in sampled]
 
     def first_token(self) -> RequestEvent:
         """The first token of the prompt whose last chunk has been computed in its run."""

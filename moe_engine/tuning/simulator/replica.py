@@ -271,6 +271,9 @@ class Replica:
             if self._runs.members:
                 self._counts.count(self._runs, self.groups, self._flight, previous, self.now)
                 self._changed.update([index for index in self._flight.chunks if self.groups[index].run_rows])
+                for index, sampled in self._flight.sampled.items():
+                    for event in self.groups[index].first_tokens(sampled, self.now):
+                        self._tell(index, self.groups[index], event)
                 for index in self._runs.joined:
                     self._tell(index, self.groups[index], self.groups[index].first_token())
                 for index in sorted(self._runs.ending):
@@ -365,6 +368,8 @@ class Replica:
         self._changed.add(index)
         if limits.begins_with_chunk:
             flight.chunks.add(index)
+            if sampled := group.scheduler.last_sampled:
+                flight.sampled[index] = sampled
         return True
 
     def _leave_run(self, index: int, flight: Flight | None = None) -> list[RequestEvent]:
@@ -395,6 +400,7 @@ class Replica:
         if flight is not None and in_flight and group.scheduler.in_flight:
             flight.pending.add(index)
             flight.chunks.discard(index)
+            flight.sampled.pop(index, None)
         return events
 
     def _jump(self, until: float) -> bool:

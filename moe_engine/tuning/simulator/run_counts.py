@@ -12,6 +12,7 @@ from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.group import Group
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.runs import NEVER, Runs
+from moe_engine.types import Request
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Flight:
         rows: decoding requests of all groups. tokens: their prompt tokens.
         began: when it began to run. `end` is later by its seconds and by the delays of arrivals and ends.
         hold: it has no prompts. chunks: groups in a run that compute a chunk in it.
+        sampled: of those groups, prompts whose last chunk is in it too.
         is_graph: a recorded step replays.
         launched: time of planning; `relaunched`: by groups behind `drained`, the first one that needed a result first.
     """
@@ -39,6 +41,7 @@ class Flight:
     launched: float = 0.0
     relaunched: float = 0.0
     drained: int = NEVER
+    sampled: dict[int, list[Request]] = field(default_factory=dict)
 
     def launched_by(self, group: int) -> float:
         """Time at which a group planned it."""
