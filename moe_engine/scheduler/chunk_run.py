@@ -158,7 +158,7 @@ def _is_of_run(scheduler: Scheduler, request: Request, lengths: Mapping[str, int
     if record.prefilled:
         if record.ended or request.row not in record.prefilled or len(record.prefilled) > len(record.sampled) + 1:
             return False
-        return all([min(lengths[r.rid], r.max_new_tokens) - len(r.output_ids) > 1 for r in record.sampled])
+        return all(min(lengths[r.rid], r.max_new_tokens) - len(r.output_ids) > 1 for r in record.sampled)
     return bool(decodes) and record.sampled == decodes and not prefills.to_cache
 
 

@@ -63,6 +63,15 @@ def decodes_beyond(scheduler: Scheduler, lengths: Mapping[str, int], steps: int)
     return found if len(found) < len(decodes) and _steps_with_room(scheduler) > steps else None
 
 
+def steps_behind_ends(scheduler: Scheduler, lengths: Mapping[str, int], steps: int) -> int:
+    """Decode steps that may follow `steps` steps of a run, with which some requests end (`decodes_beyond`), while the
+    others get the tokens and slots of all these steps later; 0: free slots may be short, or a request ends with the
+    next step."""
+    left = [min(lengths[r.rid], r.max_new_tokens) - len(r.output_ids) - steps for r in scheduler.table.decodes]
+    limit, page = min([count for count in left if count > 0], default=0) - 1, scheduler.kv_cache.page_size
+    return limit if len(left) * (steps + limit + page) <= scheduler.kv_cache.slots.num_free else 0
+
+
 def _only_decodes(scheduler: Scheduler, hold_prefill: bool) -> bool:
     """Whether the step in flight is a decode of all running requests, and no prompt, suspect or abort has a part in the
     next one."""
@@ -85,7 +94,12 @@ def decodes_after(decodes: list[Request], steps: int) -> list[Request]:
 
 
 def run_decodes(
-    scheduler: Scheduler, taken: Steps, contended: Steps, answer: Callable[[Request, int], list[int]]
+    scheduler: Scheduler,
+    taken: Steps,
+    contended: Steps,
+    answer: Callable[[Request, int], list[int]],
+    earlier: int = 0,
+    goes_on: bool = False,
 ) -> list[Request]:
     """Plans decode steps, and applies the results of as many steps, the oldest of which is already in flight. No step
     is planned behind the end of all requests.
@@ -94,34 +108,38 @@ def run_decodes(
         taken: the steps, with their seconds; the scheduler's clock shows the end of the last one.
         contended: the last of them, during which requests waited.
         answer: the next tokens of a request, so many.
+        earlier: steps before, of calls with `goes_on`: a later call gives the requests that have not ended the tokens
+        and slots of its steps (`steps_behind_ends`).
 
     Returns:
         The requests that have ended, by their length (`decodes_beyond`).
     """
     table, kv_cache, steps = scheduler.table, scheduler.kv_cache, taken.count
-    record, decodes = scheduler.in_flight[0], table.decodes
+    record, decodes, count = scheduler.in_flight[0], table.decodes, earlier + steps
     rest, ended, going = list[Request](), list[Request](), list[Request]()
     for request in decodes:
-        left = request.max_new_tokens - len(request.output_ids) - steps
+        left = request.max_new_tokens - len(request.output_ids) - count
         (rest if left > 0 else ended).append(request)
         if left > 1:
             going.append(request)
     table.sessions.decoded(len(decodes), taken, contended)
     if kv_cache.retire(record.number + steps - 1):
         scheduler.backoff.retry_now()
-    needed = kv_cache.decode_need(rest, steps) + (kv_cache.decode_need(ended, steps - 1) if ended else 0)
+    changed, growing = (ended, []) if goes_on else (decodes, rest)
+    needed = kv_cache.decode_need(growing, count) + (kv_cache.decode_need(ended, count - 1) if ended else 0)
     if not kv_cache.make_room(needed):
-        raise MoeEngineError(f"no room for {steps} decode steps; ask decode_run_limit first")
-    kv_cache.extend_all(rest, steps)
-    for request in decodes:
-        request.output_ids += answer(request, steps)
-        request.num_computed += steps
+        raise MoeEngineError(f"no room for {count} decode steps; ask decode_run_limit first")
+    kv_cache.extend_all(growing, count)
+    for request in changed:
+        request.output_ids += answer(request, count)
+        request.num_computed += count
     if ended:
-        kv_cache.extend_all(ended, steps - 1)
+        kv_cache.extend_all(ended, count - 1)
         for request in ended:
             request.num_computed -= 1
-    table.row_writes.clear()
-    table.finished_rows.clear()
+    if steps:
+        table.row_writes.clear()
+        table.finished_rows.clear()
     planned = steps if rest else steps - 1
     record.number += steps
     kv_cache.step += planned

@@ -331,7 +331,7 @@ class Fleet:
             now,
             sum(scheduler.table.num_running for scheduler in schedulers),
             sum(scheduler.num_waiting for scheduler in schedulers),
-            sum(scheduler.kv_cache.num_used for scheduler in schedulers),
+            sum(replica.used_tokens for replica in self.replicas),
             sum(replica.generated for replica in self.replicas),
             self.replicas[0].balancer.skew if self.replicas[0].balancer is not None else 0.0,
         )

@@ -21,7 +21,14 @@ from moe_engine.scheduler.chunk_run import (
     run_chunks,
 )
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.decode_run import decode_plan, decode_run_limit, decodes_after, decodes_beyond, run_decodes
+from moe_engine.scheduler.decode_run import (
+    decode_plan,
+    decode_run_limit,
+    decodes_after,
+    decodes_beyond,
+    run_decodes,
+    steps_behind_ends,
+)
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
 from moe_engine.scheduler.step_sums import Steps, StepSums
@@ -43,7 +50,9 @@ class Group:
         load_tokens: prompt and answer tokens of its requests, without those of a run. load_uncomputed: prompt tokens
         without known KV of requests that have no token yet.
         run_rows: requests that decode in its run; 0: none, or it is in no run. run_from: the step count of the replica
-        at the begin of its run, plus the chunks in it. chunk_size: of a run with chunks; 0: a run without.
+        at the begin of its run, or at the newest end of a request in it, plus the chunks in it. earlier: steps of the
+        run before that, whose tokens and slots its requests get when it ends. chunk_size: of a run with chunks; 0: a
+        run without.
         chunk_times: of the chunks of its run whose results have been applied.
     """
 
@@ -62,7 +71,7 @@ class Group:
         self.running: dict[str, Running] = {}
         self._lengths: dict[str, int] = {}
         """Tokens of the answers."""
-        self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = self.chunk_size = 0
+        self.load_tokens = self.load_uncomputed = self.run_rows = self.run_from = self.earlier = self.chunk_size = 0
         self.chunk_times: list[ChunkTimes] = []
         self._has_chunk_runs = has_chunk_runs(config)
         self._run_began: Steps = Steps()
@@ -231,7 +240,7 @@ class Group:
     def beyond_end(self, runs: Runs) -> tuple[int, int, int] | None:
         """How its run goes on behind the last step of some requests, which is in flight: the requests of the next step,
         their context tokens, and the number of those that decode behind it; None if the scheduler must plan."""
-        steps, scheduler = runs.step - self.run_from, self.scheduler
+        steps, scheduler = self.earlier + runs.step - self.run_from, self.scheduler
         if self.chunk_size or scheduler.num_waiting:
             return None
         rest = decodes_beyond(scheduler, self._lengths, steps)
@@ -240,20 +249,35 @@ class Group:
         context = sum([request.num_computed + steps + 1 for request in rest])
         return len(rest), context, len(decodes_after(rest, steps + 1))
 
-    def end_run(self, sums: StepSums) -> list[RequestEvent]:
-        """Applies the steps of a run to the scheduler. Returns the ends of requests; their tokens count as those of the
-        run."""
+    def go_on(self, index: int, runs: Runs) -> list[RequestEvent]:
+        """Ends the requests of its run, as group `index`, whose last step has passed; the run goes on with the others.
+        Returns their ends; none: the run must end."""
+        steps = self.earlier + runs.step - self.run_from
+        limit = steps_behind_ends(self.scheduler, self._lengths, steps)
+        if limit < 1:
+            return []
+        events = self.end_run(runs.sums, goes_on=True)
+        decodes = self.scheduler.table.decodes
+        self.begin_run(len(decodes), runs)
+        self.earlier = steps
+        runs.go_on(index, limit, len(decodes_after(decodes, steps + limit)))
+        return events
+
+    def end_run(self, sums: StepSums, goes_on: bool = False) -> list[RequestEvent]:
+        """Applies the steps of a run to the scheduler, `goes_on`: only those of requests that have ended. Returns the
+        ends of requests; their tokens count as those of the run."""
         taken, events = sums.since(self._run_began), list[RequestEvent]()
-        if steps := taken.count:
+        steps = taken.count
+        if steps or self.earlier:
             waits = Steps() if self._contended is None else sums.since(self._contended)
-            ended = run_decodes(self.scheduler, taken, waits, _answer)
+            ended = run_decodes(self.scheduler, taken, waits, _answer, self.earlier, goes_on)
             self.load_tokens += self.run_rows * steps
             number, plan, sampled = self._plans[0]
             self._plans[0] = (number + steps, plan, sampled)
             if ended:
                 self._plans = self._planned_behind(number + steps)
                 events = [RequestEvent(r.rid, [], r.finish_reason, r.cached_tokens, r.retractions) for r in ended]
-        self.run_rows = 0
+        self.run_rows = self.earlier = 0
         return events
 
     def _planned_behind(self, number: int) -> list[tuple[int, StepPlan, list[Request]]]:

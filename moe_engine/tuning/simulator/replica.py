@@ -112,6 +112,13 @@ class Replica:
         known = sum(group.scheduler.totals.generated_tokens for group in self.groups)
         return known + sum(group.run_rows * (step - group.run_from) for group in self.groups)
 
+    @property
+    def used_tokens(self) -> int:
+        """Tokens in the KV pools that requests hold, with those of runs, without their chunks."""
+        step, groups = self._runs.step, self.groups
+        known = sum(group.scheduler.kv_cache.num_used for group in groups)
+        return known + sum(group.run_rows * (group.earlier + step - group.run_from) for group in groups)
+
     def settle(self) -> None:
         """Brings the counts of waiting and computed prompts in the schedulers up to date, as single steps have them."""
         for index in list(self._runs.finishing):
@@ -277,7 +284,8 @@ class Replica:
                 for index in self._runs.joined:
                     self._tell(index, self.groups[index], self.groups[index].first_token())
                 for index in sorted(self._runs.ending):
-                    for event in self._leave_run(index, behind):
+                    self._changed.add(index)
+                    for event in self.groups[index].go_on(index, self._runs) or self._leave_run(index, behind):
                         self._tell(index, self.groups[index], event)
         self._flight, ends, self._ends = behind, self._ends, 0
         if behind is None:
@@ -382,7 +390,7 @@ class Replica:
         group, runs = self.groups[index], self._runs
         flight, events = flight or self._flight, list[RequestEvent]()
         chunking, in_flight = group.chunk_size > 0, "decode"
-        if runs.step > group.run_from and index not in runs.fresh:
+        if (runs.step > group.run_from or group.earlier) and index not in runs.fresh:
             last = self._counts.held_at if chunking else self._collected
             for request in group.scheduler.table.decodes:
                 group.running[request.rid].last = last
@@ -411,7 +419,8 @@ class Replica:
             return False
         room, sent = until - flight.end, self._sent(runs.total_rows)
         first = self._decode_cost().seconds + sent
-        steps = min(runs.next_end - runs.step, MAX_JUMP, self._same_skew, 1 + int(min(room / first, MAX_JUMP)))
+        most = MAX_JUMP if self.balancer is None else self.balancer.left  # steps of an equal skew
+        steps = min(runs.next_end - runs.step, MAX_JUMP, most, 1 + int(min(room / first, MAX_JUMP)))
         while steps >= 2:
             cost = self._decode_cost(steps - 1)
             last = cost.seconds + sent
@@ -449,11 +458,6 @@ class Replica:
         """Whether the step in the middle of a jump costs what the line between its first and its last step says."""
         seconds = self._decode_cost(steps // 2).seconds + sent
         return abs(first + (last - first) * (steps // 2) / (steps - 1) - seconds) <= BENT * first
-
-    @property
-    def _same_skew(self) -> int:
-        """Number of steps in which the balance of the experts is unchanged."""
-        return MAX_JUMP if self.balancer is None else self.balancer.left
 
     # -- faults
 

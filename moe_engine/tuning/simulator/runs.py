@@ -36,8 +36,8 @@ class Runs:
     finishing: chunking members whose last chunk is in flight.
     joined: members whose next step is the first decode of the prompt of that chunk, with its tokens.
     ending: members whose next step is without the requests that end with the step in flight.
-    Joined and ending members leave with the result of the step in flight. `rows_ahead`: requests that they have more in
-    their next step than in that one.
+    Joined members leave with the result of the step in flight, ending ones if they cannot go on. `rows_ahead`: requests
+    that they have more in their next step than in that one.
     total_rows: requests that decode, of all members.
     """
 
@@ -111,6 +111,13 @@ class Runs:
         them `rows_after` decode behind it."""
         self.ending.add(group)
         self._change(group, rows, context, rows_after)
+
+    def go_on(self, group: int, limit: int, rows_after: int) -> None:
+        """The run of an ending member goes on for at most `limit` steps with the requests of its next step."""
+        self.ending.remove(group)
+        self.rows_ahead -= self._ahead.pop(group)
+        self._ends[group], self._rows_after[group] = self.step + limit, rows_after
+        self._is_stale = True
 
     def _change(self, group: int, rows: int, context: int, rows_after: int) -> None:
         """A member's next step, with which its run ends, has other requests than the step in flight."""
