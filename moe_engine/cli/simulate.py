@@ -18,7 +18,14 @@ from typing import Any
 
 from moe_engine.cli.experts_report.dumps import read_dumps
 from moe_engine.cli.output_file import writing
-from moe_engine.cli.simulate_checks import check, check_launch, check_parts, left_out, parsed_goodput
+from moe_engine.cli.simulate_checks import (
+    LARGE_PART,
+    check,
+    check_launch,
+    left_out,
+    num_processes,
+    parsed_goodput,
+)
 from moe_engine.cli.simulate_parts import Parts
 from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser
@@ -89,6 +96,8 @@ def _simulate(own: argparse.Namespace, config: ResolvedConfig, source: _Source, 
     """Runs the simulation and writes its results. Returns the exit status."""
     spec = fleet_spec(own, config, source)
     workload = _workload(own, config)
+    num_tokens = config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups
+    own.processes = num_processes(own, config, num_tokens, workload)
     began = time.perf_counter()
     simulated = _simulated_in_parts if own.processes > 1 else _simulated
     outcome = simulated(own, config, source, spec, workload)
@@ -104,7 +113,7 @@ def _simulate(own: argparse.Namespace, config: ResolvedConfig, source: _Source, 
             Path(own.output_file).write_text(json.dumps(record | values, indent=1) + "\n", encoding="utf-8")
     if own.plot:
         with writing("--plot", own.plot):
-            report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
+            report.draw(outcome, own.plot, num_tokens)
     return 1 if values["failed"] else 0
 
 
@@ -123,7 +132,6 @@ def _simulated(
 def _simulated_in_parts(
     own: argparse.Namespace, config: ResolvedConfig, source: _Source, spec: FleetSpec, workload: Workload
 ) -> Outcome:
-    check_parts(own, config, workload)
     parts = Parts(
         workload,
         own.processes,
@@ -231,10 +239,9 @@ def own_parser() -> Parser:
     output.add_argument(
         "--processes",
         type=int,
-        default=1,
         metavar="N",
         help="simulate a long load in N parts at the same time, with a warm-up of each; needs N times the memory "
-        "(default: %(default)s)",
+        f"(default: the cores, for parts of {LARGE_PART} requests or more that wait for no answer)",
     )
     output.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     return parser

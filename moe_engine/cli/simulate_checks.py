@@ -11,6 +11,8 @@ from moe_engine.cli.output_file import check_writable
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.host_memory import host_memory
+from moe_engine.planning.machine import usable_cores
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.planner.given_form import OURS
@@ -29,6 +31,10 @@ LENGTHS = {
     "random_input_len": 1, "random_output_len": 1, "agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0,
     "gsp_system_prompt_len": 0, "gsp_question_len": 1, "gsp_output_len": 1, "sharegpt_output_len": 1,
 }  # fmt: skip
+LARGE_PART = 2 * LEAST_PART
+"""Least requests of a part by default. About a sixth of two such parts is simulated twice."""
+TOKEN_BYTES = 31
+"""Memory of a cached token (docs/simulate.md)."""
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -78,10 +84,31 @@ def check_launch(args: EngineArgs) -> None:
             raise ConfigError(f"{flag}: a simulation {reason}; leave it out")
 
 
-def check_parts(own: argparse.Namespace, config: ResolvedConfig, workload: Workload) -> None:
-    """Raises ConfigError: the load cannot be simulated in `--processes` parts."""
-    option, least = f"--processes {own.processes}", own.processes * LEAST_PART
-    reason = None
+def num_processes(own: argparse.Namespace, config: ResolvedConfig, num_tokens: int, workload: Workload) -> int:
+    """Processes of the simulation: `--processes`, or by default the cores, as far as the parts of the load are large
+    and their KV caches fit into half of the free memory.
+
+    Args:
+        num_tokens: of all KV pools.
+
+    Raises:
+        ConfigError: the load cannot be simulated in `--processes` parts.
+    """
+    if own.processes is not None:
+        reason = _refusal(own, config, workload, own.processes) if own.processes > 1 else None
+        if reason is not None:
+            raise ConfigError(f"--processes {own.processes}: {reason}; leave it out")
+        return int(own.processes)
+    if own.dataset_name.startswith("random") and not own.dataset_path:
+        num_tokens = min(num_tokens, workload.total * (own.random_input_len + own.random_output_len))
+    fitting = host_memory().available_bytes // (2 * TOKEN_BYTES * num_tokens)
+    most = min(usable_cores(), workload.total // LARGE_PART, fitting)
+    return most if most > 1 and _refusal(own, config, workload, most) is None else 1
+
+
+def _refusal(own: argparse.Namespace, config: ResolvedConfig, workload: Workload, processes: int) -> str | None:
+    """Why the load cannot be simulated in so many parts."""
+    least, reason = processes * LEAST_PART, None
     if own.max_concurrency or own.dataset_name == "agentic" or (isinstance(workload, Recorded) and workload.waits):
         reason = "requests wait for answers, so that a part of them does not begin before the part before it has ended"
     elif own.dataset_name != "trace" and math.isinf(own.request_rate):
@@ -92,8 +119,7 @@ def check_parts(own: argparse.Namespace, config: ResolvedConfig, workload: Workl
         reason = "--enable-eplb moves experts once, for the rest of the load"
     elif workload.total < least:
         reason = f"{workload.total} requests are too few, it takes {least}"
-    if reason is not None:
-        raise ConfigError(f"{option}: {reason}; leave it out")
+    return reason
 
 
 def left_out(own: argparse.Namespace, config: ResolvedConfig) -> list[str]:

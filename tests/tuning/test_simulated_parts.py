@@ -8,11 +8,13 @@ import random
 import re
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from moe_engine.cli import simulate_checks
 from moe_engine.cli.main import main
+from moe_engine.cli.simulate import own_parser
 from moe_engine.cli.simulate_parts import Division
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.simulator import parts
@@ -212,6 +214,30 @@ def test_the_command_in_two_processes(tmp_path, capsys):
     starts = [[line for line in text if "READY" in line] for text in (lines, lines_of_two)]
     assert len(starts[0]) == len(starts[1])
     assert sorted(os.listdir(tmp_path)) == ["costs.json", "load.png", "out.json", "server.log"]
+
+
+def test_the_default_is_the_cores_for_large_parts_of_an_open_load(monkeypatch):
+    cores, tokens = random.randint(2, 9), random.randint(1000, 9000)
+    monkeypatch.setattr(simulate_checks, "usable_cores", lambda: cores)
+    config = SimpleNamespace(
+        scheduling=SimpleNamespace(autopilot=False),
+        args=SimpleNamespace(experts=SimpleNamespace(enable_eplb=False)),
+    )
+
+    def chosen(count: int, *flags: str, free: float = 1e15, pool: int = tokens) -> int:
+        own = own_parser().parse_args(["--hardware", "H200", "--request-rate", "5", *flags])
+        monkeypatch.setattr(simulate_checks, "host_memory", lambda: SimpleNamespace(available_bytes=int(free)))
+        return simulate_checks.num_processes(own, config, pool, Fixed([], count))
+
+    large = simulate_checks.LARGE_PART
+    assert chosen(large * 20) == cores and chosen(2 * large - 1) == 1 and chosen(2 * large) == 2
+    assert chosen(large * 20, "--processes", "1") == 1 and chosen(large, "--processes", "2") == 2
+    for closed in (["--max-concurrency", "9"], ["--dataset-name", "agentic"], ["--request-rate", "inf"]):
+        assert chosen(large * 20, *closed) == 1
+    needed = 2 * simulate_checks.TOKEN_BYTES * tokens
+    assert chosen(large * 20, free=2.5 * needed) == 2 and chosen(large * 20, free=needed / 2) == 1
+    short = ["--random-input-len", "1", "--random-output-len", "1"]  # fewer tokens than the pool
+    assert chosen(large * 2, *short, free=1e9, pool=1 << 60) == 2
 
 
 @pytest.mark.parametrize("how", ["error", "signal"])
