@@ -218,6 +218,23 @@ def test_ends_of_answers_and_last_chunks_take_no_plan(monkeypatch):
         assert len(planned) == plans * len(arrivals)
 
 
+def test_prompts_that_follow_each_other_take_a_plan_each(monkeypatch):
+    """The last chunk of a prompt is in one step with the first chunk of the next one; a run begins with that step."""
+    planned, schedule = [], Scheduler.schedule
+
+    def counted(scheduler, hold_prefill=False):
+        plan = schedule(scheduler, hold_prefill)
+        planned.extend([plan] if isinstance(plan, StepPlan) else [])
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    prompts = [list(range(number << 20, (number << 20) + random.randint(410, 440))) for number in range(1, 5)]
+    arrivals = [Arrival(0.0, prompt, 90) for prompt in prompts]
+    spec = ReplicaSpec(config(chunked_prefill_size=100), Linear(), num_groups=2)
+    simulate(FleetSpec(spec, method="round_robin"), Fixed(arrivals, len(arrivals)))
+    assert sum(len(plan.new_rows) for plan in planned) == len(planned) == len(arrivals)
+
+
 def test_a_prompt_that_waits_for_its_turn_takes_no_plan_of_the_decodes(monkeypatch):
     """It arrives at a group that decodes while another group computes a long prompt, also if memory of an ended request
     is not free yet."""

@@ -252,6 +252,8 @@ class Group:
     def go_on(self, index: int, runs: Runs) -> list[RequestEvent]:
         """Ends the requests of its run, as group `index`, whose last step has passed; the run goes on with the others.
         Returns their ends; none: the run must end."""
+        if self.run_rows == 1:
+            return []
         steps = self.earlier + runs.step - self.run_from
         limit = steps_behind_ends(self.scheduler, self._lengths, steps)
         if limit < 1:
