@@ -179,7 +179,7 @@ def architecture_rows() -> Iterator[tuple[str, ...]]:
 def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, ...], str]:
     """Text, kernel families, and the required capability of a row of the first one."""
     parser, target = str(architecture.config_parser), str(architecture.target)
-    if "parse_sparse_deepseek" in parser:
+    if "parse_sparse_deepseek" in parser or "config_mistral_large4" in parser:
         return "MLA, sparse", ("mla", "indexer"), SPARSE
     if "mistral3:make_model" in target:
         return "that of the text model, GQA or MLA", ("gqa", "mla"), ""

@@ -89,8 +89,9 @@ class ExpertWidths:
 class Need:
     """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
-    `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant,
-    bit for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers.
+    `widths` None: not known yet; no backend is refused for them. `other_widths`: of layers that differ.
+    `deterministic`: results must be batch-invariant, bit for bit. `moe`: the model has MoE layers. `windows`: requests
+    may exceed the sliding window of some layers.
     `sinks`: attention has sinks. `biases`: routed experts have biases, or an activation that is not SiLU's.
     `blocks`: the model's indexer, if it has block-sparse attention. `clamped`: the activation of experts is
     clamped, without biases. `index`: the model's indexer, if it has sparse attention. `delta`: layers with a gated
@@ -119,6 +120,7 @@ class Need:
     varlen: bool = False
     experts: ExpertWidths | None = None
     linear_forms: frozenset[WeightForm] = frozenset()
+    other_widths: tuple[HeadWidths, ...] = ()
 
     @property
     def most_selected(self) -> int:

@@ -12,81 +12,34 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.block_config import OwnBlock
 from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.mla_config import IndexerConfig as IndexerConfig
+from moe_engine.models.mla_config import MLAConfig as MLAConfig
 from moe_engine.models.moe_config import MoEConfig
-from moe_engine.models.mtp_config import DEEPSEEK, MTPForm
 from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.models.rope_config import RopeConfig
-from moe_engine.models.selection_config import BlockSelection, IndexerConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 from moe_engine.models.vision_config import VisionConfig
 
 
 @dataclass(frozen=True)
-class MLAConfig:
-    """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
+class BlockSelection:
+    """Block-sparse attention (MiniMax-M3): an indexer with a head of `width` channels for each KV head selects blocks
+    of the context by `rule`. `dense_layers` have no indexer and see all positions."""
 
-    `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
-    of the index key that is cached beside each token's latent, for sparse attention (0: none). `gate_width`: numbers
-    from the layer's input whose sigmoid multiplies a head's result: one (Ling), or one for each channel (Kimi K3).
-    `latent_eps`: epsilon of the norms of both latents. `latent_factor`: factor of the normed latent of keys and values
-    (LongCat-Flash).
-    """
+    rule: BlockRule
+    width: int
+    dense_layers: tuple[int, ...] = ()
 
-    num_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    bias: bool = False
-    index_width: int = 0
-    indexer: IndexerConfig | None = None
-    gate_width: int = 0
-    latent_eps: float = 1e-6
-    latent_factor: float = 1.0
-
-    kind = "mla"
-
-    @property
-    def qk_head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def cache_width(self) -> int:
-        """Channels cached per token and layer: C + R."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
-        latent = (kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),)
-        if not self.index_width:
-            return (latent,)
-        if self.pool > 1:  # keys and gates of tokens; the last token of a whole pool has the pool's key
-            return latent, (1, self.index_width), (1, self.index_width)
-        if self.fp8_keys:
-            return latent, (1, kv_format.head_record_width(kv_dtype, self.index_width))
-        return latent, (1, kv_format.head_width(kv_dtype, self.index_width))
-
-    @property
-    def pool(self) -> int:
-        """See `IndexerConfig`."""
-        return 1 if self.indexer is None else self.indexer.pool
-
-    @property
-    def fp8_keys(self) -> bool:
-        """See `IndexerConfig`."""
-        return self.indexer is not None and self.indexer.fp8_keys
-
-    @property
-    def shared_layers(self) -> tuple[int, ...]:
-        """Layers without the last of `kv_parts`, index keys: they use another layer's selection."""
-        return () if self.indexer is None else self.indexer.shared_layers
+    def key_width(self, kv_dtype: str) -> int:
+        """Elements of an index key in the cache: bytes of bfloat16 beside FP8 rows."""
+        return 2 * self.width if kv_format.is_fp8(kv_dtype) else self.width
 
 
 @dataclass(frozen=True)
@@ -192,6 +145,8 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     own_block: OwnBlock | None = None
     """The checkpoint's draft layers fill in blocks (DSpark), and are no MTP layers."""
+    mtp_like_first: bool = False
+    """MTP layers have the feed-forward of layer 0 (ERNIE 4.5: dense), not experts."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer, see `CacheGroup.window`; (): no layer has one."""
     other_layers: OtherLayers | None = None
@@ -227,8 +182,8 @@ class ModelConfig:
     """Results of attention and feed-forward are normed before they are added to the residual (Trinity)."""
     embed_scale: float = 1.0
     """Factor of embeddings (Trinity)."""
-    mtp: MTPForm = DEEPSEEK
-    """MTP layers, where they are not as DeepSeek's."""
+    logit_cap: float = 0.0
+    """Logits are cap * tanh(logits / cap) (Mistral Large 4); 0: as they are."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:
@@ -249,22 +204,11 @@ class ModelConfig:
     def attention_of(self, layer: int) -> MLAConfig | GQAConfig | CompressedConfig:
         """The layer's attention. Draft layers come after the model's."""
         other = self.other_layers
-        return self.attention if other is None or self._like(layer) not in other.layers else other.attention
+        return self.attention if other is None or layer not in other.layers else other.attention
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The layer's rotary embedding."""
-        other = self.other_layers
-        return self.rope if other is None or self._like(layer) not in other.layers else other.rope
-
-    def window_of(self, layer: int) -> int | None:
-        """The layer's window; None: it sees all positions."""
-        if not self.windows or (layer >= self.num_layers and self.mtp.like is None):
-            return None
-        return self.windows[self._like(layer)]
-
-    def _like(self, layer: int) -> int:
-        """The layer whose attention a layer has: of MTP layers one of the model's, if they are as its layers are."""
-        return layer if layer < self.num_layers or self.mtp.like is None else self.mtp.like
+        return self.rope if (other := self.other_layers) is None or layer not in other.layers else other.rope
 
     def moe_of(self, layer: int) -> MoEConfig | None:
         """The layer's experts; those of draft layers may be fewer."""
@@ -347,12 +291,6 @@ class ModelConfig:
         return tuple(i for i, own in enumerate(self.windows) if own is not None)
 
     @property
-    def windowed_drafts(self) -> tuple[int, ...]:
-        """The MTP layers with a window."""
-        layers = range(self.num_layers, self.num_layers + self.num_nextn_predict_layers)
-        return tuple(i for i in layers if self.window_of(i) is not None)
-
-    @property
     def longest_window(self) -> int:
         """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
@@ -405,13 +343,8 @@ class ModelConfig:
         return None if self.streams is None or self.streams.mean_head else self.streams
 
     @property
-    def drafts_read_residual(self) -> bool:
-        """Whether MTP layers read the residual after the last layer, not the result of the final norm."""
-        return self.mtp.reads_residual or self.draft_streams is not None
-
-    @property
     def draft_state_width(self) -> int:
-        """Numbers of a token's hidden state that MTP layers read: one residual, or all streams."""
+        """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
         return self.hidden_size * (1 if self.draft_streams is None else self.draft_streams.count)
 
     @property
@@ -426,16 +359,19 @@ class ModelConfig:
     @property
     def is_mtp_moe(self) -> bool:
         """Whether MTP layers have experts."""
-        return self.is_moe and not self.mtp.dense
+        return self.moe_layers[0] if self.mtp_like_first else self.is_moe and not self.shortcut
 
     def kv_parts(self, layer: int, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state, or without both."""
+        """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state, or without
+        entries of its own."""
         if layer in self.state_layers or not self.has_attention(layer):
             return ()
         has_ids = layer == 0 and self.streams is not None and self.streams.ngram > 0
         ids = ((2,),) if has_ids else ()  # bits of the token's id
-        parts = (*self.attention_of(layer).kv_parts(kv_dtype), *ids)
-        return parts[:-1] if layer in self.attention.shared_layers else parts
+        attention = self.attention_of(layer)
+        parts = (*attention.kv_parts(kv_dtype), *ids)
+        parts = parts[:-1] if layer in attention.shared_layers else parts
+        return parts[1:] if isinstance(attention, MLAConfig) and attention.source_of(layer) != layer else parts
 
     def entry_parts(self, layer: int) -> tuple[int, tuple[int, ...]]:
         """Tokens of an entry in the layer's cache (0: it has none), and the channels of its tensors."""

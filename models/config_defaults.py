@@ -30,7 +30,7 @@ _POSITIONS: Mapping[int, str] = {
     128000: "qwen3_vl_text qwen3_vl_moe_text",
     131072: "longcat_flash mistral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe hy_v3",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3",
-    1048576: "mistral4 glm5_next_text deepseek_v4",
+    1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
 """`max_position_embeddings` by default, and the values of `model_type`."""
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
@@ -80,6 +80,11 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "mistral4": {
         "norm_topk_prob": True, "n_shared_experts": 1, "num_experts_per_tok": 4,
         "rope_scaling": {**_SCALED, "factor": 128.0, "original_max_position_embeddings": 8192}
+        | {"rope_theta": 10000.0},
+    },
+    "mistral_large4_text": {
+        **_EPS, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "index_topk": 2048,
+        "rope_scaling": {**_YARN, "factor": 2048.0, "original_max_position_embeddings": 512, "attention_factor": 1.0}
         | {"rope_theta": 10000.0},
     },
     "mixtral": {**_EPS, "rope_theta": 1000000.0, "num_experts_per_tok": 2},

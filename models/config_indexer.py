@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_engine.models.config import MLAConfig
+from moe_engine.models.config import IndexerConfig, MLAConfig
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.selection_config import IndexerConfig
 
 _KINDS = {"full": False, "F": False, "shared": True, "S": True}
 """Name of a layer's indexer in the file: whether the layer uses another layer's selection."""
 
 
-def parse_indexer(fields: Fields, attention: MLAConfig) -> MLAConfig:
-    """`attention` with its indexer.
+def parse_indexer(fields: Fields, attention: MLAConfig, from_input: bool = False) -> MLAConfig:
+    """`attention` with its indexer. from_input: its queries do not come from the query's latent.
 
     Raises:
         ConfigError: fields contradict each other.
     """
-    if attention.q_lora_rank is None:
+    if attention.q_lora_rank is None and not from_input:
         fields.fail("q_lora_rank", "is missing; the indexer reads the query's latent")
     width = fields.integer("index_head_dim")
     if width & (width - 1) or width < attention.qk_rope_head_dim:
@@ -35,6 +34,7 @@ def parse_indexer(fields: Fields, attention: MLAConfig) -> MLAConfig:
         interleaved=fields.flag("indexer_rope_interleave", is_glm),
         shared_layers=_shared_layers(fields),
         shares_drafts=fields.flag("index_share_for_mtp_iteration", False),
+        from_input=from_input,
     )
     return replace(attention, index_width=width, indexer=indexer)
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.kernels.block_index.rule import BlockRule
-from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config import BlockSelection, GQAConfig, ModelConfig
 from moe_engine.models.config_families import check_moe, parse_gqa
 from moe_engine.models.config_fields import Fields, added_tokens, rope_section
 from moe_engine.models.moe_config import MoEConfig
-from moe_engine.models.selection_config import BlockSelection
 from moe_engine.models.vision_config import MINIMAX_M3, VisionConfig
 
 SPARSE = "minimax_m3_sparse"

@@ -41,7 +41,7 @@ def parse_ministral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
 
 def parse_mistral4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Mistral Small 4: experts in common tensors."""
-    config, moe = _latent_mixture(fields, generation)
+    config, moe = latent_mixture(fields, generation)
     if config.weight_format.name:
         return replace(config, weight_format=_with_fused_experts(config.weight_format, moe.num_experts))
     fused = FusedExpertsFormat(moe.num_experts, alternating=False, transposed=False, optional=True)
@@ -51,7 +51,7 @@ def parse_mistral4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
 def parse_mistral_large3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Mistral Large 3 and Small 4 in Mistral's own files: each expert has matrices of its own, and the norms of both
     latents have the model's epsilon."""
-    config, _ = _latent_mixture(fields, generation)
+    config, _ = latent_mixture(fields, generation)
     assert isinstance(config.attention, MLAConfig)
     return replace(config, attention=replace(config.attention, latent_eps=config.norm_eps))
 
@@ -62,11 +62,11 @@ def parse_native_pixtral(fields: Fields, generation: Mapping[str, Any]) -> Model
     if section is None or section.raw.get("model_type") != NATIVE:
         fields.fail("vision_config", f"is served from {PARAMS_FILE} only; give the folder of Mistral's own files")
     first, last = section.raw["row_ends"]
-    tower = replace(_tower(fields, section, config), tower=PIXTRAL_NATIVE, row_ends=(first, last), projector_eps=1e-5)
+    tower = replace(tower_of(fields, section, config), tower=PIXTRAL_NATIVE, row_ends=(first, last), projector_eps=1e-5)
     return replace(config, vision=tower)
 
 
-def _latent_mixture(fields: Fields, generation: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
+def latent_mixture(fields: Fields, generation: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
     """DeepSeek's attention, a softmax router without a bias, which may choose groups of experts."""
     raw = {"topk_method": "noaux_tc", "scoring_func": "softmax"}
     config = parse_deepseek(Fields({**fields.raw, **raw}, fields.source), generation)
@@ -93,7 +93,7 @@ def parse_mistral3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
     config, section = parsers[kind](fields, generation), fields.section("vision_config")
     if section is None or section.text("model_type", "pixtral") != "pixtral":
         return config
-    return replace(config, vision=_tower(fields, section, config))
+    return replace(config, vision=tower_of(fields, section, config))
 
 
 def parse_llava(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -106,10 +106,10 @@ def parse_llava(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
         return config
     outer = Fields({**_LLAVA, **fields.raw}, fields.source)
     outer.check_served({"vision_feature_select_strategy": "full"})
-    return replace(config, vision=replace(_tower(outer, section, config), tower=PIXTRAL_12B, merge=1))
+    return replace(config, vision=replace(tower_of(outer, section, config), tower=PIXTRAL_12B, merge=1))
 
 
-def _tower(fields: Fields, section: Fields, config: ModelConfig) -> VisionConfig:
+def tower_of(fields: Fields, section: Fields, config: ModelConfig) -> VisionConfig:
     width, heads = section.integer("hidden_size", 1024), section.integer("num_attention_heads", 16)
     if width % heads or (width // heads) % 4:
         section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")

@@ -9,11 +9,10 @@ from math import ceil
 from typing import Any
 
 from moe_engine.models.compressed_config import StreamsConfig
-from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, IndexerConfig, ModelConfig
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_hybrid import parse_qwen3_5_moe
 from moe_engine.models.engram_config import EngramConfig
-from moe_engine.models.selection_config import IndexerConfig
 from moe_engine.models.state_config import StateGroup, StatePart
 
 _INDEXED, _FULL = "indexed_attention", "full_attention"

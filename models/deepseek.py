@@ -14,6 +14,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.decoder_layer import FeedForward
+from moe_engine.models.layers.input_queries import InputSparseMLA
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
@@ -43,9 +44,10 @@ class DeepseekModel(Decoder):
         super().__init__(config, reader, backends, parallel, max_positions)
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> MLAAttention:
-        attention = self.config.attention
-        sparse = isinstance(attention, MLAConfig) and attention.indexer is not None
-        return (SparseMLAAttention if sparse else MLAAttention)(
+        attention, kind = self.config.attention, MLAAttention
+        if isinstance(attention, MLAConfig) and attention.indexer is not None:
+            kind = InputSparseMLA if attention.indexer.from_input else SparseMLAAttention
+        return kind(
             self.config,
             layer_index,
             reader,

@@ -46,6 +46,7 @@ class ImageInputs(Decoder):
 
     Args:
         max_image_tokens: most image tokens of a step.
+        options: of the text model.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ImageInputs(Decoder):
         parallel: ParallelContext,
         max_positions: int | None = None,
         max_image_tokens: int = 0,
+        **options: Any,
     ) -> None:
         self.vision = config.vision
         self.tower: Tower | None = None if config.vision is None else make_tower(config.vision, reader, backends)
@@ -63,7 +65,7 @@ class ImageInputs(Decoder):
         self.max_image_tokens = max_image_tokens
         has_row_ends = config.vision is not None and config.vision.row_ends is not None
         self.row_ends = RowEnds(config, reader) if has_row_ends else None
-        super().__init__(config, reader, backends, parallel, first + (max_image_tokens if axes else 0))
+        super().__init__(config, reader, backends, parallel, first + (max_image_tokens if axes else 0), **options)
         self._axis_rows = AxisRows(self.rotary, first, axes) if axes else None
 
     def make_layer(self, layer_index: int, reader: WeightSource, next_norm: RMSNorm, shared_out: bool = False) -> Any:

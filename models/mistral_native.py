@@ -1,5 +1,5 @@
 """Mistral Large 3 and Small 4 as Mistral publishes them, without config.json: the fields of params.json under the names
-of config.json, and the names of tensors. Imports no torch.
+of config.json, and the names of tensors, which are those of Mistral Large 4 too. Imports no torch.
 
 Sources: vLLM (transformers_utils/configs/mistral.py, models/mistral_large_3.py), SGLang (models/mistral_large_3.py).
 """
@@ -101,11 +101,21 @@ def _rotary(fields: Fields) -> dict[str, Any]:
 
 def _quantization(section: Fields) -> Mapping[str, Any]:
     if not section.has("qformat_weight"):  # compressed-tensors
-        groups = section.raw.get("config_groups") or {}
-        found = {name: _with_names(group, "targets") for name, group in groups.items()}
-        return {**_with_names(section.raw, "ignore"), "config_groups": found}
+        return with_model_names(section)
     section.check_served({"qformat_weight": "fp8_e4m3", "qscheme_act": ("TENSOR", "NO_SCALES")})
     return _FP8
+
+
+def with_model_names(section: Fields) -> dict[str, Any]:
+    """`quantization_config` of files with Mistral's names, with the model's names of modules too."""
+    listed = (name for name in ("ignore", "modules_to_not_convert") if section.has(name))
+    found = dict(section.raw)
+    for name in listed:
+        found = _with_names(found, name)
+    groups = found.get("config_groups")
+    if isinstance(groups, Mapping):
+        found["config_groups"] = {name: _with_names(group, "targets") for name, group in groups.items()}
+    return found
 
 
 def _with_names(section: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -135,6 +145,7 @@ def _with_tower(text: Mapping[str, Any], tower: Fields) -> dict[str, Any]:
 _EMBEDDING = "tok_embeddings.weight"
 _OUTSIDE = {
     _EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "output.weight": "lm_head.weight",
+    "lerope.alpha": "model.rotary_emb.alpha",
 }  # fmt: skip
 _PARTS = {
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention": "self_attn",
@@ -149,6 +160,7 @@ _VISUAL = {
     "pre_mm_projector_norm.": "visual.projector.norm.",
 }  # fmt: skip
 """Queries and keys of the tower keep their names: transformers' have another order of channels."""
+_FACTORS = {".ssmax_scaling.s": ".softmax_scaling.scale", ".ssmax_scaling.b": ".softmax_scaling.bias"}
 _WORD = re.compile(r"\w+")
 _LATENT = re.compile(r"layers\.\d+\.attention\.wkv_a_with_mqa\.")
 
@@ -169,4 +181,8 @@ def _native_name(name: str) -> str:
             return new + name.removeprefix(old)
     if not name.startswith("layers."):
         return _OUTSIDE.get(name, name)
-    return ".".join(["model", *(_PARTS.get(part, part) for part in name.split("."))])
+    outer, *inner = name.split(".indexer.")  # whose wq_b keeps its name
+    renamed = ".".join(["model", *(_PARTS.get(part, part) for part in outer.split("."))])
+    renamed = ".indexer.".join((renamed, *inner))
+    factor = next((end for end in _FACTORS if renamed.endswith(end)), "")
+    return renamed.removesuffix(factor) + _FACTORS.get(factor, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_engine.kernels.device import BlockIndexWidths, ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.compressed_config import CompressedConfig
@@ -14,9 +16,10 @@ from moe_engine.parallel.share import Share
 
 
 def head_widths(model: ModelConfig) -> HeadWidths:
-    """Head widths of its attention, with the most heads of a layer; the config's heads are those of one rank, or of all
-    ranks."""
+    """Head widths of its attention, of a layer with the most or the widest heads; the config's heads are those of one
+    rank, or of all ranks."""
     attention = model.attention
+    attention = attention.widest if isinstance(attention, MLAConfig) else attention
     if isinstance(attention, MLAConfig) and attention.pool > 1:
         width = attention.kv_lora_rank
         return HeadWidths(attention.num_heads, 1, width, width, width, 0)
@@ -30,6 +33,13 @@ def head_widths(model: ModelConfig) -> HeadWidths:
         return HeadWidths(attention.num_heads, 1, width, width, width, 0)
     heads = max(kind.num_heads for kind in model.attentions)
     return HeadWidths(heads, attention.num_kv_heads, attention.head_dim, attention.value_width)
+
+
+def other_widths(model: ModelConfig) -> tuple[HeadWidths, ...]:
+    """Those of layers with narrower keys."""
+    own, widest = model.attention, head_widths(model)
+    found = replace(widest, key=own.qk_head_dim) if isinstance(own, MLAConfig) and own.plain_layers else widest
+    return () if found == widest else (found,)
 
 
 def index_widths(model: ModelConfig) -> IndexWidths | None:
@@ -91,6 +101,7 @@ def need_of_model(
         page_size,
         head_widths(model),
         deterministic,
+        other_widths=other_widths(model),
         moe=model.moe is not None,
         windows=bool(model.windows) and not compressed,
         index=index_widths(model),

@@ -34,6 +34,7 @@ _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
 _PIXTRAL = "moe_engine.models.mistral3:Mistral3Model"
 _MISTRAL3 = "moe_engine.models.mistral3:make_model"
+_LARGE4 = "moe_engine.models.config_mistral_large4"
 _DEEPSEEK_V4 = "moe_engine.models.deepseek_v4:DeepseekV4Model"
 _DEEPSEEK_V41 = "moe_engine.models.deepseek_v41:DeepseekV41Model"
 _GLM5_NEXT = "moe_engine.models.glm5_next:Glm5NextModel"
@@ -139,6 +140,7 @@ for _name, _target, _parser in (
     ("MistralLarge3ForCausalLM", _DEEPSEEK, "moe_engine.models.config_mistral:parse_mistral_large3"),
     ("PixtralForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_mistral:parse_native_pixtral"),
     ("LlavaForConditionalGeneration", _PIXTRAL, "moe_engine.models.config_mistral:parse_llava"),
+    ("MistralLarge4ForConditionalGeneration", _MISTRAL3, f"{_LARGE4}:parse_mistral_large4"),
     ("Mistral3ForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_mistral:parse_mistral3"),
     ("Qwen2VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_vl"),
     ("Qwen2_5_VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_5_vl"),
@@ -205,6 +207,8 @@ _BY_MODEL_TYPE = {
     "hy_v3": "HYV3ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "mistral_large4": "MistralLarge4ForConditionalGeneration",
+    "mistral_large4_text": "MistralLarge4ForConditionalGeneration",
     "nemotron_h": "NemotronHForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",

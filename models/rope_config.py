@@ -40,6 +40,9 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     """The factors for contexts within `original_max_position`, see `within`."""
 
+    stored_factors: bool = False
+    """Frequencies are multiplied by exp(alpha) of a tensor [R/2] of the checkpoint (Mistral Large 4)."""
+
     def within(self, context_len: int) -> RopeConfig:
         """For requests of at most `context_len` tokens. ``longrope`` has one list of factors for all positions, so that
         cached keys stay valid: the short one if no request can exceed `original_max_position`."""

@@ -28,7 +28,6 @@ from moe_engine.models.tensors import (
     Kind,
     TensorSpec,
     is_delta,
-    is_head,
     layer_index,
     model_tensors,
 )
@@ -201,7 +200,7 @@ def _alike(
     """Layers have the same tensors but for their number; a format may store them differently."""
     found: dict[tuple[object, ...], Alike] = {}
     for spec in specs:
-        layered = spec.name.startswith(_LAYER) and not is_head(spec.name)
+        layered = spec.name.startswith(_LAYER)
         each = None
         if layered and spec.kind is Kind.LINEAR and not spec.name.endswith(_BY_HEAD):
             shape = _local_shape(config, spec, topology)
@@ -244,7 +243,7 @@ def _sum_of(
         elif spec.name.endswith(_KV_B):
             plain += held if derived else 2 * held
             kept += _absorbed_bytes(config, held, format) if derived else 0
-        elif is_head(spec.name) and head and head.takes(spec.shape[1]):
+        elif spec.name == "lm_head.weight" and head and head.takes(spec.shape[1]):
             kept += held * Fraction(head.num_bytes(1, spec.shape[1]), spec.shape[1])
         elif each is not None:
             kept += held * each
@@ -258,7 +257,7 @@ def _sum_of(
 
 def _head_as_stored(spec: TensorSpec, format: WeightFormat, topology: Topology) -> bool:
     stored = isinstance(format, SchemeFormat) and format.stores_head
-    return stored and is_head(spec.name) and topology.tp_size == 1
+    return stored and spec.name == "lm_head.weight" and topology.tp_size == 1
 
 
 def _absorbed_bytes(config: ModelConfig, elements: int, format: WeightFormat) -> int:
@@ -321,7 +320,7 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         return 1
     if name == EMBEDDING:
         return topology.attn_tp_size
-    if is_head(name):
+    if name == "lm_head.weight":
         return topology.attn_tp_size if topology.enable_dp_lm_head else topology.tp_size
     if ".shared_expert" in name:
         if topology.travels or ".shared_expert_gate." in name:
@@ -396,7 +395,9 @@ def _attention_bytes(
         return max(own, _delta_bytes(config.delta, num_tokens, dtype_bytes))
     if isinstance(a, CompressedConfig):
         return _compressed_bytes(a, config.context_length, num_tokens, num_requests, dtype_bytes)
-    dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens) + _indexer_bytes(config, num_tokens, dtype_bytes)
+    dense = _mla_bytes(a.widest, num_tokens, dtype_bytes, expanded_tokens) + _indexer_bytes(
+        config, num_tokens, dtype_bytes
+    )
     return max(dense, _delta_bytes(config.delta, num_tokens, dtype_bytes))
 
 

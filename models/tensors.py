@@ -10,12 +10,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
-from moe_engine.models.compressed_config import CompressedConfig, StreamsConfig
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
+from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.delta_tensors import delta_tensors
-from moe_engine.models.entry_tensors import compressed_tensors
+from moe_engine.models.mla_tensors import indexer_tensors, mla_tensors
 from moe_engine.models.pooling import score_layers
-from moe_engine.models.selection_config import BlockSelection
 from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
 from moe_engine.models.tensor_spec import Kind, TensorSpec
 from moe_engine.models.tensor_spec import linear as _linear
@@ -30,6 +29,8 @@ BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 ROTATED_NORMS = ("query_layernorm", "key_layernorm")
 """Norms of q and k after the rotation."""
 _ROTARY = "rotary_emb.inv_freq"
+ROTARY_FACTORS = "model.rotary_emb.alpha"
+"""See `RopeConfig.stored_factors`."""
 _FIRST_SCORES = "model.layers.0.self_attention_res_"
 LATENT_SCALES = (".self_attn.k_proj.k_scale", ".self_attn.k_scale", ".self_attn.kv_scale")
 """Ends of the names of a layer's scale of its latent, in MLA."""
@@ -39,10 +40,9 @@ MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCaus
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
-STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
     "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
-    *QWEN4_EXP, *MINIMAX_M3, *STEP,
+    *QWEN4_EXP, *MINIMAX_M3,
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, MiniMax-M3 and Qwen)."""
@@ -51,6 +51,7 @@ UNREAD_MTP = {
     "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
     "NemotronHForCausalLM": ("model.mtp.",),
+    "MistralLarge4ForConditionalGeneration": ("mtp_dspark.",),
 }
 """By architecture: begins of the names of MTP layers that are not served."""
 TABLES = (".engram.embed.weight", ".engram.embed.scale")
@@ -62,20 +63,8 @@ MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
 _BLOCK_INPUT = ".main_proj.weight"
 """The same of the first of the layers that fill in blocks."""
-MTP_HEAD = "shared_head.head"
-"""The LM head of an MTP layer, in the layer."""
-_EMBEDDING_COPY = ".embed_tokens.weight"
-_HEAD_COPIES = (f".{MTP_HEAD}.weight", ".shared_head.weight")
-
-
-def is_head(name: str) -> bool:
-    """True for an LM head: the model's, or an MTP layer's own."""
-    return name == "lm_head.weight" or name.endswith(f".{MTP_HEAD}.weight")
-
-
-def mtp_copies(config: ModelConfig) -> tuple[str, ...]:
-    """Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
-    return (_EMBEDDING_COPY,) if config.mtp.own_heads else (_EMBEDDING_COPY, *_HEAD_COPIES)
+MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
+"""Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
 
 
 def has_mtp_names(config: ModelConfig) -> bool:
@@ -157,6 +146,8 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
             yield TensorSpec(name, shape, Kind.WIDE if wide else Kind.PLAIN)
     if config.residual_block:
         yield from _block_scores("model.output_attn_res", config.hidden_size)
+    if config.rope.stored_factors:
+        yield TensorSpec(ROTARY_FACTORS, (config.rope.width // 2,), Kind.WIDE)
     for i, is_moe in enumerate(config.moe_layers):
         yield from (spec.within(f"{_LAYERS}{i}") for spec in layer_tensors(config, is_moe, i))
     if include_mtp:
@@ -250,10 +241,8 @@ def draft_tensors(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
-    """Tensors of an MTP layer, the first one's, without its copies of embedding and head."""
+    """Tensors of an MTP layer, without its copies of embedding and head."""
     hidden, streams = config.hidden_size, config.draft_streams
-    if config.mtp.own_heads:
-        yield TensorSpec(f"{MTP_HEAD}.weight", (config.vocab_size, hidden))
     yield _norm("enorm", hidden)
     yield _norm("hnorm", hidden if streams is None else streams.normed * hidden)
     yield from (spec.within("shared_head") for spec in _input_norm(config, "norm", streams))
@@ -273,37 +262,25 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
         found = delta_tensors(config.delta, hidden)
         yield from (spec.within(config.delta.block) for spec in found)
         return
-    attention = config.attention_of(config.num_layers if layer is None else layer)
+    attention = config.attention if layer is None else config.attention_of(layer)
     if isinstance(attention, CompressedConfig):
-        yield from (spec.within("self_attn") for spec in compressed_tensors(attention, hidden, layer))
+        yield from (spec.within("self_attn") for spec in _compressed(attention, hidden, layer))
         return
     if isinstance(attention, MLAConfig):
-        found = _mla(attention, hidden)
+        found = mla_tensors(attention, hidden, layer)
     else:
         found = _gqa(attention, hidden, sinks_name(config), gate_name(config))
     yield from (spec.within("self_attn") for spec in found)
     if layer in attention.shared_layers:
         return
     if isinstance(attention, MLAConfig) and attention.indexer is not None:
-        yield from (spec.within("self_attn.indexer") for spec in _indexer(attention, hidden))
+        yield from (spec.within("self_attn.indexer") for spec in indexer_tensors(attention, hidden))
     if isinstance(attention, GQAConfig) and attention.indexer is not None:
         heads, width = attention.indexer.num_heads, attention.index_width
         yield from _linear("self_attn.indexer.index_qk_proj", (heads + 1) * width, hidden)
         yield from (_norm(f"self_attn.indexer.{name}_layernorm", width) for name in "qk")
     if isinstance(attention, GQAConfig) and attention.blocks is not None:
         yield from (spec.within("self_attn") for spec in _block_indexer(attention, attention.blocks, hidden))
-
-
-def _indexer(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
-    assert a.indexer is not None and a.q_lora_rank is not None
-    yield from _linear("wq_b", a.indexer.num_heads * a.index_width, a.q_lora_rank)
-    yield from _linear("wk", a.index_width, hidden)
-    yield _norm("k_norm", a.index_width)
-    yield TensorSpec("k_norm.bias", (a.index_width,), Kind.WIDE)
-    yield TensorSpec("weights_proj.weight", (a.indexer.num_heads, hidden), Kind.WIDE)
-    if a.indexer.pool > 1:
-        yield TensorSpec("index_kpool_compress_gate", (a.index_width, hidden), Kind.PLAIN)
-        yield TensorSpec("index_kpool_compress_ape", (a.indexer.pool, a.index_width), Kind.WIDE)
 
 
 def _block_indexer(a: GQAConfig, blocks: BlockSelection, hidden: int) -> Iterator[TensorSpec]:
@@ -318,20 +295,43 @@ def is_delta(config: ModelConfig, name: str) -> bool:
     return delta is not None and layer_index(name) in config.state_layers and f".{delta.block}." in name
 
 
-def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
-    query = a.num_heads * a.qk_head_dim
-    if a.q_lora_rank is None:
-        yield from _linear("q_proj", query, hidden)
-    else:
-        yield from _linear("q_a_proj", a.q_lora_rank, hidden, a.bias)
-        yield _norm("q_a_layernorm", a.q_lora_rank)
-        yield from _linear("q_b_proj", query, a.q_lora_rank)
-    yield from _linear("kv_a_proj_with_mqa", a.cache_width, hidden, a.bias)
-    yield _norm("kv_a_layernorm", a.kv_lora_rank)
-    yield from _linear("kv_b_proj", a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
-    yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
-    if a.gate_width:
-        yield from _linear("g_proj", a.num_heads * a.gate_width, hidden)
+def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
+    query = a.num_heads * a.head_dim
+    yield from _linear("q_a_proj", a.q_lora_rank, hidden)
+    yield _norm("q_a_layernorm", a.q_lora_rank)
+    yield from _linear("q_b_proj", query, a.q_lora_rank)
+    yield from _linear("kv_proj", a.head_dim, hidden)
+    yield _norm("kv_layernorm", a.head_dim)
+    yield TensorSpec("sinks", (a.num_heads,), Kind.WIDE)
+    yield from _linear("o_a_proj", a.output_groups * a.output_rank, query // a.output_groups)
+    yield from _linear("o_b_proj", hidden, a.output_groups * a.output_rank)
+    if layer is None or not a.rate(layer):
+        return
+    if isinstance(a, SharedEntriesConfig):
+        yield from _shared_entries(a, hidden, layer)
+        return
+    prefixes = ("compressor", "indexer.compressor")
+    for prefix, width in zip(prefixes, a.entry_widths(layer)):
+        series = 2 * width if a.selects(layer) else width
+        yield from _linear(f"{prefix}.kv_proj", series, hidden)
+        yield from _linear(f"{prefix}.gate_proj", series, hidden)
+        yield TensorSpec(f"{prefix}.position_bias", (a.rate(layer), series), Kind.WIDE)
+        yield _norm(f"{prefix}.norm", width)
+    if a.selects(layer):
+        yield from _linear("indexer.q_b_proj", a.index_heads * a.index_width, a.q_lora_rank)
+        yield TensorSpec("indexer.weights_proj.weight", (a.index_heads, hidden), Kind.WIDE)
+
+
+def _shared_entries(a: SharedEntriesConfig, hidden: int, layer: int) -> Iterator[TensorSpec]:
+    if a.writes(layer):
+        for name in ("kv_proj", "gate_proj") if a.rate(layer) > 1 else ("kv_proj",):
+            yield TensorSpec(f"compressor.{name}.weight", (a.head_dim, hidden))
+        yield _norm("compressor.norm", a.head_dim)
+        yield TensorSpec("indexer.wk.weight", (a.index_width, a.head_dim))
+        yield _norm("indexer.k_norm", a.index_width)
+    if a.selects(layer):
+        yield from _linear("indexer.q_b_proj", a.index_heads * a.index_width, a.q_lora_rank)
+        yield TensorSpec("indexer.weights_proj.weight", (a.index_heads, hidden), Kind.WIDE)
 
 
 def _streams(streams: StreamsConfig, hidden: int, name: str, outputs: int) -> Iterator[TensorSpec]:
@@ -440,7 +440,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, _IMAGE_BIAS, *mtp_copies(config), *KV_SCALES, *CONFIDENCE)
+    unread = (_ROTARY, _IMAGE_BIAS, *MTP_COPIES, *KV_SCALES, *CONFIDENCE)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
 
 

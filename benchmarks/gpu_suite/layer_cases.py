@@ -20,6 +20,7 @@ from moe_engine.kernels.delta.protocol import DeltaShape, StateRuns
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import E4M3, FP8_GROUPS, head_width, latent_width
 from moe_engine.kernels.lora.protocol import AdapterTokens, LoraWeights
+from moe_engine.kernels.ops.head_factors import scale_heads
 from moe_engine.kernels.ops.protocol import HeadNorms
 from moe_engine.kernels.ops.residual_blocks import mix_blocks
 from moe_engine.kernels.ops.zero_experts import add_input
@@ -90,6 +91,18 @@ def head_gates(tokens: int, heads: int, width: int, by_head: bool, by_softplus: 
 
     form = ".by_head" * by_head + ".softplus" * by_softplus
     return counted("ops", f"gate_heads.{heads}x{width}{form}.t{tokens}", prepare)
+
+
+def head_factors(tokens: int, heads: int, width: int, zeros: int) -> KernelCase:
+    """Queries times factors by head and position, with zeros behind them."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        q, run = normal(tokens, heads, width, device=device), ops.capabilities.scale_heads or scale_heads
+        scale, bias = (torch.rand(heads, device=device) for _ in range(2))
+        positions = torch.arange(tokens, device=device) * 1000
+        return lambda: run(q, positions, scale, bias, zeros)
+
+    return counted("ops", f"scale_heads.{heads}x{width}+{zeros}.t{tokens}", prepare)
 
 
 def row_gates(tokens: int, width: int) -> KernelCase:
@@ -306,6 +319,7 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
         head_gates(tokens, heads, width, by_head=False),
         head_gates(tokens, heads, width, by_head=True),
         head_gates(tokens, heads, width, by_head=True, by_softplus=True),
+        head_factors(tokens, heads, width, zeros=width // 2),
         row_gates(tokens, hidden),
         lookup(tokens, 2 * hidden, hidden),
         zero_experts(tokens, hidden, 12),

@@ -120,6 +120,11 @@ def gate_heads(a: Any, s: Setting) -> Cost:
     return Cost(2 * size(a.x), size(a.x))
 
 
+@cost_of("scale_heads_kernel")
+def scale_heads(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.q, a.scale, a.bias, a.positions), size(a.out))
+
+
 @cost_of("gate_rows_kernel")
 def gate_rows(a: Any, s: Setting) -> Cost:
     return Cost(size(a.rows, a.x, a.weight), size(a.rows))

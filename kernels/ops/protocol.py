@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.gated_streams import GatedStreams
+from moe_engine.kernels.ops.head_factors import ScaleHeads
 from moe_engine.kernels.ops.ngram_products import NgramProducts
 from moe_engine.kernels.ops.ngram_rows import Ngrams
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
@@ -257,6 +258,9 @@ class OpsCapabilities:
 
     add_input: AddInput | None = None
     """None: in torch, `kernels.ops.zero_experts`."""
+
+    scale_heads: ScaleHeads | None = None
+    """None: in torch, `kernels.ops.head_factors`."""
 
 
 class Ops(Protocol):

@@ -1,5 +1,5 @@
 """Gates by sigmoid or softplus, one launch each: of attention's heads, and of a shared expert's result by the token's
-own product.
+own product; factors of query heads by position.
 
 Legend: T tokens, D hidden, H heads, Dh head width.
 """
@@ -61,6 +61,24 @@ def gate_rows_kernel(
     tl.store(place, (tl.load(place, live, 0.0).to(tl.float32) * opened).to(rows.dtype.element_ty), live)
 
 
+@dependent_jit
+def scale_heads_kernel(
+    q, positions, scale, bias, out, stride, head_stride, HEADS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [T, HEADS, WIDTH + ZEROS] = q [T, HEADS, WIDTH] * (scale * ln(position + 1) + bias), then zeros."""
+    wait_for_inputs()
+    token = tl.program_id(0).to(tl.int64)
+    item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head, channel = item // (WIDTH + ZEROS), item % (WIDTH + ZEROS)
+    live = item < HEADS * (WIDTH + ZEROS)
+    known = live & (channel < WIDTH)
+    distance = tl.log((tl.load(positions + token) + 1).to(tl.float32))
+    factor = tl.load(scale + head, known, 0.0) * distance + tl.load(bias + head, known, 0.0)
+    value = tl.load(q + token * stride + head * head_stride + channel, known, 0.0).to(tl.float32)
+    tl.store(out + token * (HEADS * (WIDTH + ZEROS)) + item, (value * factor).to(out.dtype.element_ty), live)
+
+
 def gate_heads(x: Tensor, gate: Tensor, softplus: bool = False) -> Tensor:
     """`Gates.heads`."""
     count, heads, width = x.shape
@@ -86,8 +104,21 @@ def gate_rows(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return rows
 
 
+def scale_heads(q: Tensor, positions: Tensor, scale: Tensor, bias: Tensor, zeros: int = 0) -> Tensor:
+    """`ScaleHeads`."""
+    count, heads, width = q.shape
+    out, q = q.new_empty(count, heads, width + zeros), with_contiguous_rows(q)
+    block = min(_TILE, next_power_of_2(heads * (width + zeros)))
+    if count:
+        scale_heads_kernel[(count, triton.cdiv(heads * (width + zeros), block))](
+            q, positions, scale, bias, out, stride_of(q, 0), stride_of(q, 1), HEADS=heads, WIDTH=width, ZEROS=zeros,
+            BLOCK=block, num_warps=warps_for(block),
+        )  # fmt: skip
+    return out
+
+
 def aot_cases() -> list[AotCase]:
-    """Qwen3-Next on four ranks, Ling and Laguna on one."""
+    """Qwen3-Next on four ranks, Ling and Laguna on one, Mistral Large 4 on eight."""
     heads, width, hidden = 4, 256, 2048
     block, wide = min(_TILE, next_power_of_2(heads * width)), next_power_of_2(hidden)
     signature = {"x": "*bf16", "gate": "*bf16", "stride": "i32:16", "head_stride": "i32:16"}
@@ -95,10 +126,14 @@ def aot_cases() -> list[AotCase]:
     ling = {"HEADS": 32, "WIDTH": 128, "BY_HEAD": True, "SOFTPLUS": False, "BLOCK": _TILE, "head_stride": 1}
     laguna = ling | {"HEADS": 64, "SOFTPLUS": True}
     by_head = {name: kind for name, kind in signature.items() if name != "head_stride"}
+    factors = {"q": "*bf16", "positions": "*i64", "scale": "*fp32", "bias": "*fp32", "out": "*bf16"}
+    factors |= {"stride": "i32:16", "head_stride": "i32:16"}
+    plain = {"HEADS": 8, "WIDTH": 128, "ZEROS": 64, "BLOCK": _TILE}
     rows = dict.fromkeys(("rows", "x", "weight"), "*bf16") | dict.fromkeys(("row_stride", "x_stride"), "i32:16")
     return [
         AotCase("gate of heads", gate_heads_kernel, signature, constants, warps_for(block), 3, False),
         AotCase("gate of heads by one number", gate_heads_kernel, by_head, ling, warps_for(_TILE), 3, False),
         AotCase("softplus gate of heads", gate_heads_kernel, by_head, laguna, warps_for(_TILE), 3, False),
+        AotCase("factors of heads, zeros", scale_heads_kernel, factors, plain, warps_for(_TILE), 3, False),
         AotCase("gate of rows", gate_rows_kernel, rows, {"WIDTH": hidden, "BLOCK": wide}, warps_for(wide), 3, False),
     ]

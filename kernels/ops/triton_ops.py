@@ -23,7 +23,7 @@ from moe_engine.kernels.ops.protocol import Gates, OpsCapabilities, QuantizedNor
 from moe_engine.kernels.ops.triton_block_rounding import round_rows
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm
 from moe_engine.kernels.ops.triton_gated_streams import TRITON as GATED_STREAMS
-from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows
+from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows, scale_heads
 from moe_engine.kernels.ops.triton_grouped import grouped_rows
 from moe_engine.kernels.ops.triton_lookup import lookup
 from moe_engine.kernels.ops.triton_ngram_products import TRITON as NGRAM_PRODUCTS
@@ -65,7 +65,7 @@ class TritonOps:
             grouped_rows=grouped_rows, gates=Gates(gate_heads, gate_rows), lookup=lookup,
             mix_streams=triton_streams.mix, mix_norm_streams=triton_streams.mix_norm, ngrams=NGRAMS,
             gated_streams=GATED_STREAMS, ngram_products=NGRAM_PRODUCTS, round_rows=round_rows,
-            mix_blocks=triton_residual_blocks.mix, add_input=add_input,
+            mix_blocks=triton_residual_blocks.mix, add_input=add_input, scale_heads=scale_heads,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -141,7 +141,8 @@ def _fa3(device: Device, need: Need) -> str | None:
 
 
 def _too_wide(limit: limits.Limit, need: Need) -> str | None:
-    return None if need.widths is None else limit(need.widths)
+    all_widths = () if need.widths is None else (need.widths, *need.other_widths)
+    return next(filter(None, map(limit, all_widths)), None)
 
 
 def _has_fp8_cache(need: Need) -> bool:

@@ -29,14 +29,14 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
 from moe_engine.models.layers.pooler import Pooler
-from moe_engine.models.layers.rope import make_rotary_table
+from moe_engine.models.layers.rope import StoredFactors, make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.streamed_layers import StreamedLayers
 from moe_engine.models.needs import index_widths
 from moe_engine.models.pooling import score_layers
-from moe_engine.models.tensors import expert_names
+from moe_engine.models.tensors import ROTARY_FACTORS, expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
@@ -84,7 +84,13 @@ class Decoder:
         self.backends = backends
         self.parallel = parallel
         positions = max_positions or config.context_length
-        self.rotary_tables = {rope: make_rotary_table(rope, positions, reader.device) for rope in config.ropes}
+        tables = partial(make_rotary_table, max_positions=positions, device=reader.device)
+        self.rotary_tables = {rope: tables(rope) for rope in config.ropes if not rope.stored_factors}
+        self._rotary_factors: Reloadable | None = None
+        if config.rope.stored_factors:
+            make = partial(StoredFactors, config.rope, positions)
+            self._rotary_factors = Reloadable((ROTARY_FACTORS,), make(reader), make)
+            self.rotary_tables[config.rope] = self._rotary_factors.module.table
         self.embedding = Embedding(config, reader, backends.ops, parallel)
         norms = [self.make_norm(reader, f"model.layers.{i}.input_layernorm") for i, _ in config.blocks]
         norms.append(self.make_norm(reader, "model.norm"))
@@ -161,6 +167,8 @@ class Decoder:
             head = tuple(f"{layer.name}." for layer in score_layers(config))
         elif config.tie_word_embeddings:
             head = (EMBEDDING,)
+        if self._rotary_factors is not None:
+            yield self._rotary_factors
         yield Reloadable((EMBEDDING,), self.embedding, self._make_embedding)
         first = "model.layers.0.input_layernorm"
         yield Reloadable(self.norm_prefixes(first), self._first_norm, partial(self.make_norm, prefix=first))
@@ -230,7 +238,7 @@ class Decoder:
 
     def decode_step(self, tables: DecodeTables) -> FusedDecodeStep | None:
         """Whole decode steps as one call; None if it is not supported."""
-        if self.stack is None or not isinstance(self.head, Head):
+        if self.stack is None or not isinstance(self.head, Head) or self.config.logit_cap:
             return None
         return fuse_decode_step(self.stack.fused, self.head.weight, tables)
 

@@ -27,7 +27,6 @@ from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.uneven import exchange_columns, gather_rows, sum_over
 
 EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head"
 
 
 class Embedding:
@@ -58,9 +57,9 @@ class Embedding:
 class Head:
     """hidden [S, D] -> logits [S, V] float32. A tied head shares the embedding's memory if its kernel allows.
 
-    `name` is its tensor's, without ``.weight``. The vocabulary is sharded over all ranks, or inside an attention group
-    (`enable_dp_lm_head`). Over all ranks, each rank multiplies the rows of all groups by its part, and each group gets
-    its own rows back.
+    The vocabulary is sharded over all ranks, or inside an attention group (`enable_dp_lm_head`). Over all ranks, each
+    rank multiplies the rows of all groups by its part, and each group gets its own rows back. With
+    `ModelConfig.logit_cap` logits are bounded.
     """
 
     def __init__(
@@ -70,34 +69,32 @@ class Head:
         kernel: LinearKernel,
         embedding: Embedding,
         parallel: ParallelContext = SINGLE,
-        name: str = LM_HEAD,
     ) -> None:
-        self._name, self._is_tied = name, config.tie_word_embeddings and name == LM_HEAD
         self._spans = parallel.attn_dp_size > 1 and not parallel.topology.enable_dp_lm_head
         self._group = parallel.world if self._spans else parallel.attn_tp
         self._repeats = parallel.attn_tp_size
-        self._vocab_size = config.vocab_size
+        self._vocab_size, self._cap = config.vocab_size, config.logit_cap
         self._linear = self._as_stored(config, reader, kernel) or head_linear(
             kernel,
             self._load(config, reader, embedding),
-            None if self._is_tied else derived_codes(reader.format, config.hidden_size, is_head=True),
+            None if config.tie_word_embeddings else derived_codes(reader.format, config.hidden_size, is_head=True),
         )
 
     def _as_stored(self, config: ModelConfig, reader: WeightSource, kernel: LinearKernel) -> Linear | None:
         """The head in the checkpoint's form, if the files say that it has one and the kernel multiplies it."""
         format, shape = reader.format, (config.vocab_size, config.hidden_size)
-        if self._is_tied or not isinstance(format, SchemeFormat) or not format.stores_head:
+        if config.tie_word_embeddings or not isinstance(format, SchemeFormat) or not format.stores_head:
             return None
         if (
             self._group.size > 1
-            or format_for(kernel.capabilities.quantized, reader, [Projection(self._name, shape)]) is None
+            or format_for(kernel.capabilities.quantized, reader, [Projection("lm_head", shape)]) is None
         ):
             return None
-        return load_linear(kernel, reader, [self._name], shape[:1], shape[1])
+        return load_linear(kernel, reader, ["lm_head"], shape[:1], shape[1])
 
     def _load(self, config: ModelConfig, reader: WeightSource, embedding: Embedding) -> Tensor:
-        if not self._is_tied:
-            return load_vocabulary(partial(reader.linear, self._name), reader, config, self._group)
+        if not config.tie_word_embeddings:
+            return load_vocabulary(partial(reader.linear, "lm_head"), reader, config, self._group)
         if self._spans:  # sharded differently from the embedding
             return load_vocabulary(partial(reader.tensor, EMBEDDING), reader, config, self._group)
         return embedding.weight
@@ -109,6 +106,10 @@ class Head:
 
     def __call__(self, hidden: Tensor, step: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
         """`out`: memory for the result, contiguous; None: new memory."""
+        logits = self._logits(hidden, step, out)
+        return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
+
+    def _logits(self, hidden: Tensor, step: StepSizes | None, out: Tensor | None) -> Tensor:
         if self._group.size == 1:
             logits = self._linear(hidden)
             return logits.float() if out is None else out.copy_(logits)

@@ -13,10 +13,10 @@ from moe_engine.kernels.attention.sparse import PlansOwnRequests
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import IndexerConfig
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.pool_chunks import PoolSteps
 from moe_engine.models.layers.sparse_chunks import by_form, exceeds
-from moe_engine.models.selection_config import IndexerConfig
 
 
 class GroupedPoolSteps(PoolSteps):

@@ -1,7 +1,8 @@
 """The indexer of a sparse attention layer: its projections, its keys in the cache, and the selection of a step.
 
 Legend: T tokens, D hidden, Hi index heads, I channels of an index head, R rotary width.
-A head is [rotated R | rest]: the reverse of MLA's order. Queries come from the normed latent of MLA's query.
+A head is [rotated R | rest]: the reverse of MLA's order. Queries come from the normed latent of MLA's query,
+or from the layer's input.
 Source: DeepSeek-V3.2-Exp, `inference/model.py`.
 """
 
@@ -24,7 +25,7 @@ from moe_engine.kernels.quantization.protocol import (
     unquantized,
 )
 from moe_engine.models.config import MLAConfig
-from moe_engine.models.layers.latent_queries import NormedLatent
+from moe_engine.models.layers.latent_queries import IndexedQueries
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.weights import WeightSource
@@ -67,7 +68,7 @@ class Indexer:
         prefix: str,
         own_keys: bool = True,
     ) -> None:
-        assert mla.indexer is not None and mla.q_lora_rank is not None and backends.indexer is not None
+        assert mla.indexer is not None and backends.indexer is not None
         self._config, self._width = mla.indexer, mla.index_width
         self._ops, self._kernel, linear = backends.ops, backends.indexer, backends.linear
         self._rotary = RotaryTable(rotary.cos_sin, self._config.interleaved)
@@ -90,7 +91,7 @@ class Indexer:
         return UNQUANTIZED if self._k is None else common_format(self._k.input_format, UNQUANTIZED)
 
     def update(
-        self, hidden: Activation, latent: NormedLatent | None, positions: Tensor, slots: Tensor, cache: Tensor,
+        self, hidden: Activation, latent: IndexedQueries | None, positions: Tensor, slots: Tensor, cache: Tensor,
         page_size: int, chunks: Sequence[AttentionChunk] = (), keys: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes the index keys of tokens, hidden [T, D] -> cache[slots], and sets the selections of the chunks with
@@ -126,9 +127,11 @@ class Indexer:
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """`PrepareIndex` in operations of their own; the kernel quantizes. Changes q."""
         keys = norm.run(keys)
-        self._ops.rotate_leading(keys.unsqueeze(1), positions, table)
+        if table.width:
+            self._ops.rotate_leading(keys.unsqueeze(1), positions, table)
         self._kernel.write(keys, slots, cache, page_size)
         if q is None or gates is None:
             return None
-        self._ops.rotate_leading(q, positions, table)
+        if table.width:
+            self._ops.rotate_leading(q, positions, table)
         return q, gates.sum(0) * factor

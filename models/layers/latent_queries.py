@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,6 +17,16 @@ from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import Share
+
+
+class IndexedQueries(Protocol):
+    """A step's queries of a layer with an indexer."""
+
+    def queries(self) -> Tensor:
+        """Attention's, [T, H N] of this rank."""
+
+    def index_queries(self) -> Tensor:
+        """The indexer's, of all its heads."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,16 @@ class Linear:
         return self._run(as_format(x, self.input_format), replace(weight, bias=None)), weight.bias
 
 
+def stacks(reader: WeightSource, rows: Mapping[str, int]) -> bool:
+    """True if `load_linear` of matrices with this rank's rows of each, by name, keeps the form in which all of them are
+    stored."""
+    first, *others = (reader.format.kernel_format(name) for name in rows)
+    counts = [*rows.values()][:-1]
+    return all(other == first for other in others) and (
+        first is None or all(count % first.row_block == 0 for count in counts)
+    )
+
+
 def load_linear(
     kernel: LinearKernel,
     reader: WeightSource,

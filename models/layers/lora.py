@@ -168,7 +168,8 @@ def _linears(model: Decoder) -> Iterator[tuple[Linear, TokenLayout | None]]:
 
 def _own(module: object) -> list[Linear]:
     """Without the products of an indexer, which no adapter changes."""
-    parts = [value.query if isinstance(value, LatentQueries) else value for value in vars(module).values()]
+    values = (part for value in vars(module).values() for part in (value if isinstance(value, list) else [value]))
+    parts = [value.query if isinstance(value, LatentQueries) else value for value in values]
     return [part for part in parts if isinstance(part, Linear) and part.parts]
 
 

@@ -71,23 +71,25 @@ class MLAAttention:
         layer_name: str | None = None,
         input_size: int | None = None,
     ) -> None:
-        whole = config.attention
-        assert isinstance(whole, MLAConfig)
+        assert isinstance(config.attention, MLAConfig)
+        whole = config.attention.of_layer(layer_index)
         mla, self._share = local_attention(whole, parallel), Share.of(parallel.attn_tp)
         self._mla, self._layer_index, self._rotary = mla, layer_index, rotary
         self._ops, self._linear = backends.ops, backends.linear
         self._backend: MLABackend = backends.attention  # type: ignore[assignment]
         self._capabilities = self._backend.capabilities
-        self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
+        self._scale = config.attention.qk_head_dim**-0.5 * config.rope.softmax_factor
         name = layer_name or f"model.layers.{layer_index}"
         self._latent_scale = config.latent_scale(number_of(name))
         """Divides the cache rows; scores, values and gathered rows are multiplied by it."""
         self._limits, prefix = (max_expanded_tokens, max_absorbed_tokens), f"{name}.self_attn"
         self._absorb_and_write = self._ops.capabilities.absorb
         self._load_query(whole, reader, prefix, input_size or config.hidden_size)
-        self._kv_norm = RMSNorm(
-            self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, mla.latent_eps, factor=mla.latent_factor
-        )
+        self._source = mla.source_of(layer_index)
+        """The layer whose cache it reads."""
+        if self._source == layer_index:
+            norm = f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, mla.latent_eps
+            self._kv_norm = RMSNorm(self._ops, reader, *norm, factor=mla.latent_factor)
         self._load_kv_b(whole, reader, prefix)
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
@@ -282,7 +284,7 @@ class MLAAttention:
 
     def cache_of(self, batch: ForwardBatch) -> Tensor:
         """This layer's latent cache, [num_slots, C+R]; with index keys it is the first of two tensors."""
-        cache = batch.kv[self._layer_index]
+        cache = batch.kv[self._source]
         return cache[0] if isinstance(cache, tuple) else cache
 
     def slots_of(self, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:

@@ -21,11 +21,11 @@ from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import upload
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import IndexerConfig
 from moe_engine.models.layers.compressed_rows import entry_slots
 from moe_engine.models.layers.fixed_memory import FixedMemory
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.pools_in_place import PoolChoice, PoolsInPlace
-from moe_engine.models.selection_config import IndexerConfig
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS
 
 

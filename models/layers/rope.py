@@ -13,13 +13,20 @@ from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.rope_config import RopeConfig
+from moe_engine.models.tensors import ROTARY_FACTORS
+from moe_engine.models.weights import WeightSource
 
 _ROWS_AT_ONCE = 1 << 15
 
 
-def make_rotary_table(rope: RopeConfig, max_positions: int, device: torch.device | str) -> RotaryTable:
-    """The table [max_positions, R] float32 shared by all layers of a model; of kind ``none`` [1, R]."""
+def make_rotary_table(
+    rope: RopeConfig, max_positions: int, device: torch.device | str, factors: Tensor | None = None
+) -> RotaryTable:
+    """The table [max_positions, R] float32 shared by all layers of a model; of kind ``none`` [1, R]. factors [R/2]: of
+    frequencies."""
     inverse = inverse_frequencies(rope).float()  # [R/2]
+    if factors is not None:
+        inverse = inverse * factors.to(inverse)
     max_positions = rope.num_rows(max_positions)
     table = torch.empty(max_positions, rope.width)
     for start in range(0, max_positions, _ROWS_AT_ONCE):
@@ -28,6 +35,21 @@ def make_rotary_table(rope: RopeConfig, max_positions: int, device: torch.device
         rows[:, : rope.width // 2] = angles.cos() * rope.attention_factor
         rows[:, rope.width // 2 :] = angles.sin() * rope.attention_factor
     return RotaryTable(table.to(device), rope.interleaved, _query_scale(rope, max_positions, device))
+
+
+class StoredFactors:
+    """The table of a model with `RopeConfig.stored_factors`."""
+
+    def __init__(self, rope: RopeConfig, max_positions: int, reader: WeightSource) -> None:
+        self.alpha = reader.tensor(ROTARY_FACTORS, (rope.width // 2,), dtype=torch.float32)
+        self._table = make_rotary_table(rope, max_positions, reader.device, self.alpha.exp())
+        self.cos_sin = self._table.cos_sin  # replaced with the tensor
+        if reader.made_up:
+            self.cos_sin.zero_()
+
+    @property
+    def table(self) -> RotaryTable:
+        return self._table
 
 
 def _query_scale(rope: RopeConfig, max_positions: int, device: torch.device | str) -> Tensor | None:

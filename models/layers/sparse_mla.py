@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.layers import sparse_chunks
 from moe_engine.models.layers.indexer import Indexer, index_queries, joined_keys
-from moe_engine.models.layers.latent_queries import NormedLatent
+from moe_engine.models.layers.latent_queries import IndexedQueries
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.weights import WeightSource
@@ -26,7 +27,7 @@ from moe_engine.models.weights import WeightSource
 class SparseMLAAttention(MLAAttention):
     """`MLAAttention` whose layer has an indexer, or uses the selection of the last layer before it that has one.
 
-    ``batch.kv[layer]`` is a pair, the latents and the index keys; of a layer without an indexer the latents alone.
+    ``batch.kv[layer]`` is a pair, the latents and the index keys, or what of these the layer has.
     """
 
     _joined = False
@@ -39,15 +40,18 @@ class SparseMLAAttention(MLAAttention):
         super().__init__(config, layer_index, reader, backends, *others, **options)
         whole = config.attention
         assert isinstance(whole, MLAConfig) and whole.indexer is not None and backends.indexer is not None
-        assert self._queries is not None
         if self._capabilities.sparse is None:
             raise ValueError(f"attention backend {self._backend.name} has no sparse attention")
         self._top_k, self._indexer_kernel = whole.indexer.top_k, backends.indexer
         self._indexer: Indexer | None = None
         if layer_index not in whole.shared_layers:
             prefix = f"model.layers.{layer_index}.self_attn.indexer"
-            own = whole, config.hidden_size, reader, backends, self._rotary, prefix
+            own = whole, config.hidden_size, reader, backends, self._index_rotary, prefix
             self._indexer = Indexer(*own, own_keys=not self._joined)
+
+    @property
+    def _index_rotary(self) -> RotaryTable:
+        return self._rotary
 
     def _rows_between(self, mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
         rows = {} if self._layer_index in mla.shared_layers else joined_keys(mla, reader, prefix)
@@ -71,41 +75,51 @@ class SparseMLAAttention(MLAAttention):
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache = self._mla, self.cache_of(batch)
         chunks = self.chunks(batch) if chunks is None else chunks
-        latent, keys, kv_a = self._down(hidden)
+        latent, keys, kv_a = self._down(hidden, batch.positions)
         if self._indexer is not None:
             self._update_index(self._indexer, hidden, latent, keys, batch, chunks)
         q = latent.queries().view(-1, mla.num_heads, mla.qk_head_dim)
-        norm = self._kv_norm
         if (
             self._absorb_and_write is not None
+            and kv_a is not None
             and self._keys is not None
             and not self._adapted
             and _one_absorbed(chunks)
         ):
-            query = self._absorb_and_write(
-                q, self._keys, kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache
-            )
+            norm, where = self._kv_norm, (batch.positions, self._rotary, batch.slots, cache)
+            query = self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, *where)
             return self.after(self._mixed(query, cache, chunks[0]))
         self._ops.rotate(q, batch.positions, self._rotary)
-        self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
+        self._write(kv_a, batch)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
             self._attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
         return self._o(out.flatten(1))
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
-        down, norm = self._kv_a(hidden), self._kv_norm
-        kv_a, where = down[:, -self._mla.cache_width :], (batch.positions, self._rotary, batch.slots)
-        self._ops.write_latent(kv_a, norm.weight, norm.eps, *where, self.cache_of(batch))
+        keys, kv_a = self._kept_of(hidden)
+        self._write(kv_a, batch)
         if self._indexer is not None:
-            self._update_index(self._indexer, hidden, None, self._keys_in(down), batch, [])
+            self._update_index(self._indexer, hidden, None, keys, batch, [])
 
-    def _down(self, hidden: Activation) -> tuple[NormedLatent, Tensor | None, Tensor]:
-        """hidden [T, D] -> latent of the query, index keys [T, I] if the product has them, and kv_a [T, C+R]."""
+    def _write(self, kv_a: Tensor | None, batch: ForwardBatch) -> None:
+        """Writes the tokens' cache rows; None: they are another layer's."""
+        if kv_a is not None:
+            norm, where = self._kv_norm, (batch.positions, self._rotary, batch.slots, self.cache_of(batch))
+            self._ops.write_latent(kv_a, norm.weight, norm.eps, *where)
+
+    def _down(self, hidden: Activation, positions: Tensor) -> tuple[IndexedQueries, Tensor | None, Tensor | None]:
+        """hidden [T, D] -> what gives the queries, index keys [T, I] if the product has them, and kv_a [T, C+R]; None:
+        the cache rows are another layer's."""
         assert self._queries is not None
         down = self._kv_a(hidden)
         latent = down[:, : self._queries.norm.width]
         return self._queries(latent), self._keys_in(down), down[:, -self._mla.cache_width :]
+
+    def _kept_of(self, hidden: Activation) -> tuple[Tensor | None, Tensor | None]:
+        """`_down` without queries."""
+        down = self._kv_a(hidden)
+        return self._keys_in(down), down[:, -self._mla.cache_width :]
 
     def _keys_in(self, down: Tensor) -> Tensor | None:
         """The index keys [T, I] in the product of the layer's input, if they are part of it."""
@@ -114,11 +128,12 @@ class SparseMLAAttention(MLAAttention):
         return down[:, -self._mla.cache_width - self._mla.index_width : -self._mla.cache_width]
 
     def _update_index(
-        self, indexer: Indexer, hidden: Activation, latent: NormedLatent | None, keys: Tensor | None,
+        self, indexer: Indexer, hidden: Activation, latent: IndexedQueries | None, keys: Tensor | None,
         batch: ForwardBatch, chunks: list[AttentionChunk],
     ) -> None:  # fmt: skip
         """Writes the tokens' index keys, and selects for the chunks."""
-        cache: Tensor = batch.kv[self._layer_index][1]
+        own = batch.kv[self._layer_index]
+        cache: Tensor = own[1] if isinstance(own, tuple) else own
         if self._mla.fp8_keys:
             cache = cache.view(torch.uint8)
         group = batch.attention.decode if batch.attention.prefill is None else batch.attention.prefill

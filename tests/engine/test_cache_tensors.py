@@ -14,7 +14,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.engine.test_storage_tier import round_trip
-from tests.models.checkpoints import _FAMILY, BLOCK_SPARSE, KINDS, SPARSE_KINDS, hub_fields
+from tests.models.checkpoints import _FAMILY, BLOCK_SPARSE, KINDS, LARGE4, SPARSE_KINDS, hub_fields
 
 FORMATS = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
 
@@ -26,6 +26,8 @@ def config_of(kind: str, folder: Path) -> ModelConfig:
         fields["architectures"] = ["MiniMaxM3SparseForCausalLM"]
     if kind == "step3p7":
         fields["architectures"] = ["Step3p5ForCausalLM"]
+    if kind == LARGE4:  # a layer without latents of its own
+        fields |= {"architectures": ["MistralLarge4ForConditionalGeneration"], "kv_source_layers": [0, 1, 0, 3]}
     if kind == "deepseek_v2_lite":
         fields["model_type"] = "deepseek_v2"
     (folder / "config.json").write_text(json.dumps(fields))

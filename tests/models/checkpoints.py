@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.models.fp8 import dequantize_fp8, quantize_fp8
-from tests.models.step_mtp import add_step_mtp, with_mtp_fields
 
 LONGCAT = "longcat_flash"
 """The kind with experts on a shortcut, whose config.json has `num_layers` of two attentions each."""
@@ -70,7 +69,10 @@ GATED_STREAMS = "qwen4_exp"
 `text_config`."""
 MIXERS = "ME*M-M*E"
 """The layers of Nemotron-H: each kind, and mixers with and without a feed-forward behind them."""
-SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
+LARGE4 = "mistral_large4"
+"""The kind with products of the input instead of a query's latent, whose config.json has the text model in
+`text_config`."""
+SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa", LARGE4)
 """Kinds with sparse attention: contexts exceed `index_topk`."""
 
 YARN = {
@@ -202,6 +204,16 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsa",
         {**_DSA, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "rope_scaling": None}
         | {"index_topk_freq": 2, "index_skip_topk_offset": 2},
+    ),
+    LARGE4: (
+        "MistralLarge4",
+        {**_MLA, "n_shared_experts": 1, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "head_dim": 8}
+        | {"num_hidden_layers": 4, "index_n_heads": 12, "index_head_dim": 16, "index_topk": 8, "rms_norm_eps": 1e-5}
+        | {"no_rope_layer_interval": 2, "final_logit_softcapping": 3.0, "rope_scaling": None}
+        | {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "beta_fast": 32.0}
+            | {"beta_slow": 1.0, "original_max_position_embeddings": 16, "attention_factor": 1.0}
+        },
     ),
     POOLED: (
         "Glm5Next",
@@ -450,8 +462,6 @@ def make_checkpoint(
             tensors |= gated_streams_mtp(tensors, generator)
         elif kind == LONGCAT:
             add_longcat_mtp(tensors, fields["hidden_size"], generator)
-        elif kind == "step3p7":
-            add_step_mtp(tensors, fields, index, generator)
         else:
             add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
     if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP
@@ -461,9 +471,6 @@ def make_checkpoint(
         delta = {name.removesuffix("f_proj.weight") for name in tensors if name.endswith(".f_proj.weight")}
         renamed = {f"{prefix}dense.weight": f"{prefix}o_proj.weight" for prefix in delta}
         tensors = {renamed.get(name, name): t for name, t in tensors.items()}
-    if kind == "step3p7":
-        fields = with_mtp_fields(fields, num_mtp_layers)
-        fields |= {"num_nextn_predict_layers": num_mtp_layers} if num_mtp_layers else {}
     if kind == GATED_STREAMS:
         fields["mtp_num_hidden_layers"] = num_mtp_layers
     elif num_mtp_layers and not deepseek_names and kind != LONGCAT:
@@ -539,6 +546,8 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
         config, model_class = _with_small_tower(fields), transformers.MiniMaxM3SparseForConditionalGeneration
     elif family == "Glm5Next":
         config, model_class = _glm5_next(fields), transformers.Glm5NextForConditionalGeneration
+    elif family == "MistralLarge4":
+        config, model_class = _mistral_large4(fields), transformers.MistralLarge4ForConditionalGeneration
     elif family == "Step3p7":
         config, model_class = _step3p7(fields), transformers.Step3p7ForConditionalGeneration
     elif family == "Qwen4Exp":
@@ -557,6 +566,10 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
         elif name.endswith("embed_tokens.weight"):  # of a padding token zeros
             empty = ~tensor.data.any(1)
             tensor.data[empty] = 0.15 * torch.randn(int(empty.sum()), tensor.shape[1])
+        elif "softmax_scaling" in name:
+            tensor.data = 0.3 + 0.2 * torch.randn_like(tensor)
+        elif name.endswith("rotary_emb.alpha"):
+            tensor.data = 0.3 * torch.randn_like(tensor)
         elif name.endswith("A_log"):
             tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
         elif name.endswith(".D"):
@@ -608,6 +621,19 @@ def _glm5_next(fields: dict[str, Any]) -> Any:
         image_token_id=fields["vocab_size"] - 1,
         video_token_id=fields["vocab_size"] - 2,
     )
+
+
+def _mistral_large4(fields: dict[str, Any]) -> Any:
+    """The config of Mistral Large 4 with a small tower; the text model's fields are `fields`."""
+    import transformers
+
+    text = {name: value for name, value in copy.deepcopy(fields).items() if value is not None or name != "rope_scaling"}
+    tower = {"model_type": "pixtral", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 2, "patch_size": 4, "image_size": 32, "hidden_act": "silu"} | text.pop(
+        "vision", {}
+    )
+    image = fields["vocab_size"] - 4  # before the tokens behind rows
+    return transformers.MistralLarge4Config(text_config=text, vision_config=tower, image_token_index=image)
 
 
 def _step3p7(fields: dict[str, Any]) -> Any:

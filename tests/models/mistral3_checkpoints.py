@@ -1,5 +1,6 @@
 """Tiny random checkpoints by transformers' classes. `Mistral3ForConditionalGeneration`: Mistral Small 3.1, Ministral 3
-or Mistral Small 4, by its text model; `LlavaForConditionalGeneration`: Pixtral 12B."""
+or Mistral Small 4, by its text model; `MistralLarge4ForConditionalGeneration`; `LlavaForConditionalGeneration`: Pixtral
+12B."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
-from tests.models.checkpoints import _FAMILY, hub_fields, write_tensors
+from tests.models.checkpoints import _FAMILY, LARGE4, hub_fields, write_tensors
 from tests.models.vision_checkpoints import Made, Pixels
 
 IMAGE, BREAK, END = 270, 272, 273
 NAMES = {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", END: "[IMG_END]"}
 PATCH, MERGE = 4, 2
-TEXTS = ("mistral", "ministral3", "mistral4")
+TEXTS = ("mistral", "ministral3", "mistral4", LARGE4)
 VISION = {
     "model_type": "pixtral", "patch_size": PATCH, "num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 24,
     "intermediate_size": 28, "image_size": 64, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
@@ -84,12 +85,16 @@ def make_mistral3(
     import transformers
 
     fields = hub_fields(text) | {"initializer_range": 0.15} | more
-    inner = getattr(transformers, f"{_FAMILY[text][0]}Config")(**fields)
-    config = transformers.Mistral3Config(
+    if text == LARGE4:
+        del fields["rope_scaling"]
+    name = "MistralLarge4Text" if text == LARGE4 else _FAMILY[text][0]
+    outer = "MistralLarge4" if text == LARGE4 else "Mistral3"
+    inner = getattr(transformers, f"{name}Config")(**fields)
+    config = getattr(transformers, f"{outer}Config")(
         text_config=inner.to_dict(), vision_config=VISION | {"hidden_act": act} | (tower or {}),
         image_token_index=IMAGE, spatial_merge_size=merge, multimodal_projector_bias=bias, tie_word_embeddings=False,
     )  # fmt: skip
-    return _write(path, seed, transformers.Mistral3ForConditionalGeneration, config)
+    return _write(path, seed, getattr(transformers, f"{outer}ForConditionalGeneration"), config)
 
 
 def make_pixtral(path: Path, seed: int, tower: dict[str, Any] | None = None, **more: Any) -> Mistral3Oracle:
@@ -116,8 +121,13 @@ def _write(path: Path, seed: int, model_class: Any, config: Any) -> Mistral3Orac
     for name, tensor in model.named_parameters():
         if "norm" in name or "ln_pre" in name:
             tensor.data = 1 + 0.2 * torch.randn_like(tensor)
+        elif "softmax_scaling" in name:
+            tensor.data = 0.3 + 0.2 * torch.randn_like(tensor)
         elif "language_model" not in name:
             tensor.data = 0.2 * torch.randn_like(tensor)
+    for name, tensor in model.named_buffers():
+        if name.endswith("rotary_emb.alpha"):
+            tensor.data = 0.3 * torch.randn_like(tensor)
     model.lm_head.weight.data[IMAGE : END + 1] = 0  # no answer has a placeholder of an image
     model.save_pretrained(path)
     torch.random.set_rng_state(state)

@@ -34,7 +34,7 @@ from tests.models import (
     v41_tower,
     vision_checkpoints,
 )
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import LARGE4, make_checkpoint
 from tests.models.vision_checkpoints import Oracle, Pixels, random_picture
 
 ORDINARY = 250
@@ -183,6 +183,14 @@ def mistral_large3_family(kind: str, path: Path, seed: int) -> Family:
     return _with_rows(path, made, mistral3_checkpoints.RowPixels, side=80)
 
 
+def mistral_large4_family(kind: str, path: Path, seed: int) -> Family:
+    """A layer has the latents of another one, and one its selection; two of four have rotary positions."""
+    fields = {"max_position_embeddings": 1024, "kv_source_layers": [0, 1, 0, 3], "num_hidden_layers": 4}
+    fields |= {"indexer_types": ["full", "full", "full", "shared"]}
+    made = mistral3_checkpoints.make_mistral3(path, seed, LARGE4, **fields)
+    return _clear(_with_rows(path, made, mistral3_checkpoints.RowPixels, side=80))
+
+
 def pixtral_family(kind: str, path: Path, seed: int, tower: dict[str, Any] | None = None, **text: Any) -> Family:
     made = mistral3_checkpoints.make_pixtral(path, seed, tower, **{"max_position_embeddings": 1024} | text)
     return _with_rows(path, made, mistral3_checkpoints.PatchPixels, side=40)
@@ -277,7 +285,7 @@ def v41_fp4_family(kind: str, path: Path, seed: int, **more: Any) -> Family:
 
 OWN_FAMILIES: dict[str, Callable[..., Family]] = {
     "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
-    "mistral_large3": mistral_large3_family,
+    "mistral_large3": mistral_large3_family, LARGE4: mistral_large4_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
     "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
     "glm5_next": pooled_family, "qwen4_exp": qwen4_family,

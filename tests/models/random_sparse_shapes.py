@@ -17,13 +17,13 @@ from torch import Tensor
 from moe_engine.models.config_file import load_model_config
 from tests.models import sparse, stepper
 from tests.models.byte_tokenizer import EOS
-from tests.models.checkpoints import BLOCK_SPARSE, GATED_STREAMS, POOLED, make_checkpoint
+from tests.models.checkpoints import BLOCK_SPARSE, GATED_STREAMS, LARGE4, POOLED, make_checkpoint
 from tests.models.random_shapes import LENGTH, TOLERANCE, Refused, _rope, run_draws
 from tests.models.stepper import Chunk
 from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
 
 V4 = "deepseek_v4"
-KINDS = ("deepseek_v32", "glm_moe_dsa", POOLED, BLOCK_SPARSE, GATED_STREAMS, V4)
+KINDS = ("deepseek_v32", "glm_moe_dsa", LARGE4, POOLED, BLOCK_SPARSE, GATED_STREAMS, V4)
 MARGIN = 4e-6
 
 
@@ -43,7 +43,9 @@ def draw(kind: str, rng: random.Random) -> Shape:
         "hidden_size": rng.choice((48, 60, 84, 120)), "routed_scaling_factor": rng.choice((1.0, 2.5)),
         "num_hidden_layers": rng.choice((2, 3, 4)),
     }  # fmt: skip
-    own = {POOLED: _pooled, BLOCK_SPARSE: _blocks, GATED_STREAMS: streams, V4: _entries}.get(kind, _tokens)
+    own = {LARGE4: _inputs, POOLED: _pooled, BLOCK_SPARSE: _blocks, GATED_STREAMS: streams, V4: _entries}.get(
+        kind, _tokens
+    )
     fields |= own(rng, fields["num_hidden_layers"])
     if kind in ("deepseek_v32", "glm_moe_dsa"):
         fields |= {"rope_scaling": _rope(rng, kind), "rope_theta": rng.choice((1e4, 1e6))}
@@ -72,6 +74,17 @@ def _tokens(rng: random.Random, layers: int) -> dict[str, Any]:
     fields |= {"first_k_dense_replace": rng.choice((0, 1, layers)), "n_shared_experts": rng.choice((1, 2))}
     fields |= {"index_n_heads": rng.choice((10, 13, 16)), "index_head_dim": rng.choice((16, 32))}
     return fields | {"index_topk": rng.choice((3, 8, 17))}
+
+
+def _inputs(rng: random.Random, layers: int) -> dict[str, Any]:
+    """Without a query's latent. A layer has its own latents, or those of the first one of its kind: transformers shares
+    the latents of one layer of a kind."""
+    turned = [rng.randint(0, 1) for _ in range(layers)]
+    sources = [turned.index(kind) if rng.random() < 0.4 else i for i, kind in enumerate(turned)]
+    fields = _tokens(rng, layers) | {"no_rope_layers": turned, "kv_source_layers": sources}
+    del fields["q_lora_rank"]
+    fields |= {"indexer_types": ["full", *(rng.choice(("full", "shared")) for _ in range(layers - 1))]}
+    return fields | {"final_logit_softcapping": rng.choice((2.0, 30.0))}
 
 
 def _pooled(rng: random.Random, layers: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from moe_engine.models.header_check import check_headers
 from moe_engine.models.image_text import ImageInputs
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
+from tests.models.checkpoints import LARGE4
 from tests.models.image_parity import around, check_logits, check_requests
 from tests.models.mistral3_checkpoints import (
     BREAK,
@@ -47,7 +48,7 @@ def picture(made: Made, rows: int, columns: int) -> RowPixels:
 @pytest.fixture(scope="module", params=(*TEXTS, "pixtral"))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A random checkpoint, and transformers' model."""
-    other = request.param == "mistral4"
+    other = request.param in ("mistral4", LARGE4)
     folder, seed = tmp_path_factory.mktemp("made"), random.randrange(2**31)
     if request.param == "pixtral":
         return make_pixtral(folder, seed)

@@ -90,11 +90,10 @@ def install() -> None:
     except ImportError:
         return
     from tests.kernels.triton import interpreter
-    from tests.simulated_cuda import kernels, specializations
+    from tests.simulated_cuda import kernels
 
     interpreter.install()
     kernels.install()
-    specializations.install()
 
 
 def _device(torch: Any) -> Path:

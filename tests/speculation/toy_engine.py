@@ -131,7 +131,6 @@ class ExactMTP:
     fuses_drafts = False
     shares_selection = False
     attends_to_extend = False
-    windowed = False
     ids = None
 
     def __init__(self, table: Tensor, num_layers: int, history: TokenBuffer) -> None:
@@ -158,7 +157,7 @@ class ExactMTP:
     def prepare(self, states: Tensor) -> Tensor:
         return states
 
-    def logits(self, v: Tensor, sizes: object = None, layer: int = 0) -> Tensor:
+    def logits(self, v: Tensor, sizes: object = None) -> Tensor:
         return self._table[v[:, 0], v[:, 1]]
 
 

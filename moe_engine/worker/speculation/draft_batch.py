@@ -57,8 +57,7 @@ class DraftBatches:
             attention = AttentionBatch(queries, None)
             plan = self.attention.plan(attention)
             batch = ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self.kv)
-            windows = self._builder.window_slots(steps.flat[i])
-            yield replace(batch, pool_starts=pool_starts[i], windows=windows)
+            yield replace(batch, pool_starts=pool_starts[i])
 
     def runs(
         self,

@@ -10,6 +10,7 @@ import torch
 from moe_engine.kernels.kv_format import latent_records
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
+from moe_engine.kernels.ops.head_factors import scale_heads
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -652,6 +653,18 @@ def test_zero_experts(ops, dtype, tokens: int, width: int) -> None:
     narrow = ops.capabilities.add_input(x, weights, ids.int(), None)
     assert torch.equal(ops.capabilities.add_input(x, weights, ids, None), narrow)
     assert ops.capabilities.add_input(x[:0], weights[:0], ids[:0], None).shape == (0, width)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "width", "zeros"), [(1, 4, 256, 0), (7, 3, 40, 24), (0, 2, 8, 8)])
+def test_factors_of_heads(ops, dtype, tokens: int, heads: int, width: int, zeros: int) -> None:
+    """Queries lie in a wider product; positions far from each other."""
+    q = normal(tokens, heads * width + 16, dtype=dtype)[:, 16:].unflatten(1, (heads, width))
+    positions = torch.randint(0, 1 << 20, (tokens,))
+    scale, bias = torch.randn(heads), torch.randn(heads)
+    factors = (positions + 1).double().log()[:, None] * scale.double() + bias.double()
+    want = torch.nn.functional.pad(q.double() * factors[:, :, None], (0, zeros))
+    for run in (ops.capabilities.scale_heads, scale_heads):
+        close(run(q, positions, scale, bias, zeros), want)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 4, 256), (7, 3, 40), (0, 2, 8)])
