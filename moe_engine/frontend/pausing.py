@@ -6,9 +6,10 @@ While generation is paused, schedulers plan no step. Requests that arrive wait i
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Literal
 
-from moe_engine.errors import InputError
+from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend.frontend import Frontend, released_message
 
 logger = logging.getLogger("moe_engine")
@@ -52,3 +53,14 @@ class Pausing:
         if was_paused:
             logger.info("Generation continues")
         return was_paused
+
+    async def end(self) -> None:
+        """Before a drain, after which no client can resume: requests that wait run to their end, or are aborted if the
+        memory for it is released."""
+        frontend = self._frontend
+        if not frontend.paused:
+            return
+        if frontend.released:
+            frontend.abort(all=True, reason=f"the server is shutting down, and {released_message(frontend.released)}")
+        with suppress(MoeEngineError):  # the engine is dead: its requests have failed, or memory is released
+            await self.resume()

@@ -141,6 +141,7 @@ async def _serve(
 ) -> int:
     from moe_engine.frontend.client import CoreClient
     from moe_engine.frontend.frontend import Frontend
+    from moe_engine.frontend.pausing import Pausing
     from moe_engine.frontend.watchdog import watch
     from moe_engine.server.app import create_app
     from moe_engine.server.serve import serve as serve_http
@@ -148,7 +149,8 @@ async def _serve(
 
     by_room = config.args.disaggregation.disaggregation_mode == "prefill"
     client = CoreClient(cores, info, config.load_balance_method, by_room=by_room)
-    app = create_app(Frontend(client, tokenizer, settings.frontend), client, settings)
+    frontend = Frontend(client, tokenizer, settings.frontend)
+    app = create_app(frontend, client, settings)
     switch, second = StopSwitch(), SecondSignal(partial(kill_cores, cores))
 
     def replica_died(cause: str) -> None:
@@ -178,6 +180,7 @@ async def _serve(
         log_level=config.logging.log_level,
         log_level_http=config.logging.log_level_http,
         on_ready=ready,
+        on_stop=Pausing(frontend).end,
         keep_alive_seconds=config.server.timeout_keep_alive,
         drain_seconds=config.server.timeout_graceful_shutdown,
         quiet_paths=tuple(config.logging.uvicorn_access_log_exclude_prefixes.split()),

@@ -34,17 +34,25 @@ class GracefulServer(uvicorn.Server):
     With `second`, the handlers stay: a signal behind the server's end is the second one too.
     """
 
-    def __init__(self, config: uvicorn.Config, on_ready: Hook | None, second: SecondSignal | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Hook | None, second: SecondSignal | None, on_stop: Hook | None = None
+    ) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
+        self._on_ready, self._on_stop = on_ready, on_stop
         self._second = second
         self._ready_task: asyncio.Task[None] | None = None
+        self._stop_task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self._on_ready is not None and not self.should_exit and sockets:
             host, port = sockets[0].getsockname()[:2]
             self._ready_task = asyncio.create_task(_call(self._on_ready, host, port))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._on_stop is not None:
+            self._stop_task = asyncio.create_task(_call(self._on_stop))
+        await super().shutdown(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGHUP and self.should_exit:
@@ -92,6 +100,7 @@ async def serve(
     log_level: str = "info",
     log_level_http: str | None = None,
     on_ready: Hook | None = None,
+    on_stop: Hook | None = None,
     keep_alive_seconds: int = 60,
     drain_seconds: int | None = None,
     quiet_paths: tuple[str, ...] = (),
@@ -104,6 +113,7 @@ async def serve(
     Args:
         sock: from `bind`.
         on_ready: called with (host, port) once the server accepts requests; may be async.
+        on_stop: called when the drain begins; may be async.
         keep_alive_seconds: time for which a connection without a request stays open (`--timeout-keep-alive`).
         drain_seconds: max wait for running requests; None: no limit (`--timeout-graceful-shutdown`). A second
             signal, other than SIGHUP, ends the wait.
@@ -137,7 +147,7 @@ async def serve(
     except OSError as exc:  # another server that started concurrently listens already
         host, port = sock.getsockname()[:2]
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
-    server = GracefulServer(config, on_ready, second)
+    server = GracefulServer(config, on_ready, second, on_stop)
     if stop is not None:
         stop.connect(server.stop, server.disconnect_clients)
     try:

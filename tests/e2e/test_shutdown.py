@@ -28,6 +28,21 @@ def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None
         assert not psutil.pid_exists(core.pid)
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_sigterm_ends_a_pause_of_generation(checkpoint: Path, tmp_path: Path, released: bool) -> None:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--enable-memory-saver") as server:
+        threads, answers = in_background(server, 1, ENDLESS if released else LENGTH)
+        wait_running(server, 1)
+        with server.client() as client:
+            client.post("/pause_generation", json={"mode": "retract"}).raise_for_status()
+            if released:
+                client.post("/release_memory_occupation", json={}).raise_for_status()
+        assert server.terminate() == 0
+        threads[0].join(180)
+        finish = answers[0].json()["meta_info"]["finish_reason"]  # type: ignore[attr-defined]
+        assert finish["type"] == "abort" and "is shutting down" in finish["message"] if released else finish["length"]
+
+
 def test_a_profiled_server_ends_without_a_list_of_leaks(checkpoint: Path, tmp_path: Path) -> None:
     """torch's profiler imports Triton, whose bindings print such a list at the end of an interpreter."""
     with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
