@@ -1,9 +1,9 @@
-"""Random drafters on random targets with all features of requests: ``python -m tests.speculation.random_drafts``.
+"""Random drafters on random targets with features of requests: ``python -m tests.speculation.random_drafts``.
 
 EAGLE heads with chains and trees, DFlash and DSpark heads, MTP layers in the model's checkpoint and exported ones,
-DSpark layers of DeepSeek V4 and V4.1. Requests are greedy and sampled, with penalties, biases, stop tokens, bad words,
-constraints, log-probabilities, under drawn chunks, pages, memory and limits. Answers are those of the requests one by
-one without drafts.
+DSpark layers of DeepSeek V4 and V4.1. Requests are greedy and sampled, with penalties, biases, stop tokens, a regular
+expression, log-probabilities, under drawn chunks, pages, memory and limits. Answers are those of the requests one by
+one without drafts, up to the first token whose log-probability is that of another one (a tie).
 """
 
 from __future__ import annotations
