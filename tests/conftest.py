@@ -100,6 +100,7 @@ LONG = (
     "distributed/engine/test_weight_updates.py",
     "server/test_bodies.py",
     "worker/test_torch_compile.py",
+    "worker/test_expanded_prefix.py",
     "distributed/engine/test_pauses.py",
     "engine/test_structured_output.py",
     "slurm/test_cluster_check.py",

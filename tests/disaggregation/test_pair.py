@@ -86,8 +86,9 @@ def test_images(tmp_path: Path) -> None:
             whole = text + [token for i in chosen for token in (i, START, *[IMAGE] * images[i].num_tokens)]
             data = [address(pictures[i]) for i in chosen]
             answer = pair.post("/generate", body(ids, image_data=data)).json()
-            expected = [token for token, _ in oracle.greedy(whole, [images[i] for i in chosen], 12)]
-            assert answer["output_ids"][: len(expected)] == expected
+            found = answer["output_ids"]
+            expected = [token for token, _ in oracle.greedy(whole, [images[i] for i in chosen], 12, found)]
+            assert found[: len(expected)] == expected
             meta = answer["meta_info"]
             assert meta["prompt_tokens"] == len(whole) and meta["cached_tokens"] >= len(whole) - 2
         idle_and_free(pair)

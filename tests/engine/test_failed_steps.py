@@ -105,6 +105,7 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.each_value
 def test_other_requests_keep_their_tokens_after_a_failed_step(
     engine: InProcessEngine, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def sessions(seed: int, num: int = 5, turns: int = 3) -> list[Scripted]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.each_value
 def test_returning_sessions_get_the_same_tokens(engine: InProcessEngine, overlap: bool, mixed: bool) -> None:
     script = sessions(1)
     plain = engine.run(script, overlap=overlap, enable_mixed_chunk=mixed, host_tier_tokens=0)

@@ -240,6 +240,7 @@ def test_bad_words_and_allowed_tokens(engine: InProcessEngine) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.each_value
 def test_a_thinking_budget_ends_the_reasoning(engine: InProcessEngine, inside: bool) -> None:
     """Greedy tokens up to the budget, then the end tag, then what the model says behind it."""
     script = make_script(random.randrange(1 << 20), masked=1, count=4)

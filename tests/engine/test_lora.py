@@ -101,6 +101,7 @@ def script(count: int, lengths: tuple[int, ...] = (1, 3, 20, 70)) -> tuple[list[
 
 
 @pytest.mark.parametrize("slots", [4, 1])
+@pytest.mark.each_value
 def test_batches_of_base_and_adapters(served: Served, slots: int, tmp_path: Path) -> None:
     """Also with more adapters than slots."""
     flags = FLAGS | {"lora_paths": served.lora_paths, "max_loras_per_batch": slots}

@@ -79,6 +79,7 @@ def test_mixed_batches(made: Made, row: str) -> None:
          "candidate_source_layer_id": 2, "candidate_topk_blocks": 2, "candidate_block_size": 8, "rope_scaling": {}},
     ],
 )  # fmt: skip
+@pytest.mark.each_value
 def test_variants(tmp_path: Path, fields: dict[str, Any], row: str) -> None:
     want = Made(tmp_path, **fields)
     model = stepper.load(want.path, row, page_size=PAGE)

@@ -130,6 +130,7 @@ def test_whole_prompt(oracle: MakeOracle, kind: str, row: str) -> None:
 @every_row
 @every_family
 @pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.each_value
 def test_chunks_then_decode(oracle: MakeOracle, kind: str, row: str, page_size: int) -> None:
     """Chunks of other sizes, single tokens, several tokens at once as after a verification; another sequence in
     between."""

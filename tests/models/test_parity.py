@@ -33,6 +33,7 @@ def whole(model: Stepper, tokens: list[int], sequence: int = 0, decode: bool = F
 
 @every_row
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.each_value
 def test_whole_prompt(oracle: MakeOracle, kind: str, row: str) -> None:
     want = oracle(kind)
     assert_close(whole(stepper.load(want.path, row), want.tokens), want.logits)

@@ -201,6 +201,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 @pytest.mark.parametrize("format", ["fp8", "int4"])
 @pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
+@pytest.mark.each_value
 def test_names_are_those_of_the_source(made: Any, tmp_path: Path, kind: str, format: str) -> None:
     """MTP layers and prefixes of models for images keep their names. Each linear layer of transformers' model is either
     quantized or left out by name."""
@@ -289,6 +290,7 @@ def test_projections_that_engines_join_are_quantized_together(tmp_path: Path) ->
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 @pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_vl_moe", "mistral4"])
 @pytest.mark.parametrize("width", [128, 192])
+@pytest.mark.each_value
 def test_experts_in_common_tensors(tmp_path: Path, kind: str, format: str, width: int) -> None:
     """With FP8 the copies of models that are published so have them in common tensors, too."""
     source, output, sizes = tmp_path / "in", tmp_path / "out", SIZES | {"moe_intermediate_size": width}

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -222,16 +224,26 @@ class GreedyOracle(ABC):
         given = self.image_inputs(ids, images) if images else {}
         return self.model(torch.tensor([ids]), **given, **options)
 
-    def greedy(self, ids: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
-        """Tokens and log-probabilities of an answer, up to a token whose rank is doubtful (`TIE`)."""
+    def greedy(
+        self, ids: list[int], images: list[Pixels], count: int, likely: Sequence[int] = ()
+    ) -> list[tuple[int, float]]:
+        """Tokens and log-probabilities of an answer, up to a token whose rank is doubtful (`TIE`). Tokens of `likely`,
+        the answer that is checked, take one pass together as far as they are the model's."""
         answer: list[tuple[int, float]] = []
-        for _ in range(count):
-            scores = self.logits([*ids, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
-            best = scores.topk(2)
-            if best.values[0] - best.values[1] < TIE:
-                break
-            answer.append((int(best.indices[0]), float(best.values[0])))
-        return answer
+        drafts = list(likely[: count - 1])
+        while True:
+            known = [token for token, _ in answer]
+            scores = self.logits([*ids, *known, *drafts], images)[len(ids) + len(known) - 1 :].log_softmax(-1)
+            for best, draft in zip_longest(zip(*scores.topk(2)), drafts):
+                values, tokens = best
+                if values[0] - values[1] < TIE:
+                    return answer
+                answer.append((int(tokens[0]), float(values[0])))
+                if len(answer) == count:
+                    return answer
+                if tokens[0] != draft:
+                    break
+            drafts = []
 
 
 @dataclass(frozen=True)

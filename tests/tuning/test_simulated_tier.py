@@ -39,6 +39,7 @@ def limits(**changes: object) -> SchedulerConfig:
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through", "write_through_selective"])
 @pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.each_value
 def test_evicted_prefixes_are_loaded(policy: str, num_groups: int):
     rng, count = random.Random(random.getrandbits(32)), 24
     seed, spec = rng.getrandbits(32), ReplicaSpec(limits(), Linear(), num_groups)

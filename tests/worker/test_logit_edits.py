@@ -133,6 +133,7 @@ def random_logits(pick: np.random.Generator, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("scratch", [penalties.EDIT_BYTES, 3000])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.each_value
 def test_against_naive_over_a_random_life(monkeypatch: pytest.MonkeyPatch, scratch: int, seed: int) -> None:
     """One token per step: rows are added, sample, are retracted and resume with their outputs."""
     monkeypatch.setattr(penalties, "EDIT_BYTES", scratch)
@@ -155,6 +156,7 @@ def test_against_naive_over_a_random_life(monkeypatch: pytest.MonkeyPatch, scrat
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.each_value
 def test_nodes_of_drafts_against_naive(seed: int, tree: bool) -> None:
     """At each node the path above counts, rejected drafts do not, and prompts in the same step are unaffected."""
     life = Life(seed)

@@ -73,7 +73,7 @@ def test_equal_to_transformers(
     parts: list[list[Any]] = [[texts[0], pixels[0], texts[1]], [pixels[1], texts[1], pixels[0]], [texts[2]]]
     for answer, own in zip(answers, parts):
         ids, images, _ = with_images(own)
-        expected = oracle.greedy(ids, images, COUNT)
+        expected = oracle.greedy(ids, images, COUNT, answer["output_ids"])
         assert answer["output_ids"][: len(expected)] == [token for token, _ in expected]
         found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"][: len(expected)]]
         assert np.allclose(found, [logprob for _, logprob in expected], atol=2e-4)

@@ -103,6 +103,7 @@ def counted(choices: dict[int, Tensor], num_layers: int) -> np.ndarray:
 
 @pytest.mark.parametrize("row", ["torch", "cpu"])
 @pytest.mark.parametrize("mode", ["stat", "stat_approx", "per_pass", "per_token"])
+@pytest.mark.each_value
 def test_a_worker_records_what_its_routers_choose(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, row: str
 ) -> None:
@@ -195,6 +196,7 @@ def calls_of_a_step(worker: Worker, step: StepPlan) -> Counter[Any]:
 
 @pytest.mark.parametrize("row", ["torch", "cpu"])
 @pytest.mark.parametrize("mode", ["stat", "stat_approx", "per_pass", "per_token"])
+@pytest.mark.each_value
 def test_stopped_recording_has_no_overhead(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, row: str
 ) -> None:

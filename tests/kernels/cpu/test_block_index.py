@@ -29,6 +29,7 @@ def small_integers(*shape: int, dtype: torch.dtype) -> Tensor:
     ("rule", "heads", "width"),
     [(BlockRule(8, 3), 2, 16), (BlockRule(5, 4, 2), 3, 12), (BlockRule(128, 2), 4, 128), (BlockRule(16, 1), 1, 32)],
 )
+@pytest.mark.each_value
 def test_selection(any_library: Library, dtype: torch.dtype, rule: BlockRule, heads: int, width: int) -> None:
     queries, size = paged_queries(LENS, random.choice((1, 4, 64)))
     cache = filled_cache(queries, size, 1, width, dtype=dtype)

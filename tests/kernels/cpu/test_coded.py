@@ -115,6 +115,7 @@ def test_experts_on_tiles_have_the_bits_of_vectors(library: Library, vectors: Li
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.each_value
 def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype) -> None:
     """Routed tokens, and rows in groups, with the numbers of the plain kernel on dequantized weights."""
     experts, hidden, width = 5, 256, 512

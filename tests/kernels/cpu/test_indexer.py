@@ -53,6 +53,7 @@ def kernels(library: Library) -> list[IndexerKernel]:
         ),
     ],
 )
+@pytest.mark.each_value
 def test_selection(
     any_library: Library, dtype: torch.dtype, heads: int, width: int, page_size: int, trees: bool
 ) -> None:

@@ -77,6 +77,7 @@ def check(run: Callable[[Tensor, PagedQueries], Tensor], q: Tensor, queries: Pag
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize(("heads", "width", "value"), [(16, 128, 128), (5, 40, 24), (24, 64, 64)])
+@pytest.mark.each_value
 def test_keys_of_one_head(
     any_library: Library, dtype: torch.dtype, draw: str, heads: int, width: int, value: int
 ) -> None:
@@ -90,6 +91,7 @@ def test_keys_of_one_head(
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("heads", [16, 40, 128])
+@pytest.mark.each_value
 def test_latents(any_library: Library, dtype: torch.dtype, draw: str, heads: int) -> None:
     queries = queries_of(DRAWS[draw](random.randint(33, 60)))
     cache, q = normal(POOL, 96, dtype=dtype), normal(queries.num_tokens, heads, 96, dtype=dtype)

@@ -29,6 +29,7 @@ def spread(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(("width", "rotary"), [(512, 64), (128, 64), (48, 8), (40, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.each_value
 def test_rows(rounding: str, width: int, rotary: int, dtype: torch.dtype) -> None:
     """In a cache after a norm, with queries that are rotated, and heads that stay where they are. Float32: values at
     the bound between two numbers of a format may differ by one, of a few."""

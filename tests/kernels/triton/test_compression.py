@@ -12,6 +12,7 @@ from tests.kernels.reference.test_compression import SHAPES, Case, check, kernel
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.each_value
 def test_entries(shape: tuple[str, int, int, int], dtype: torch.dtype) -> None:
     check(kernel("triton"), dtype, shape)
 

@@ -22,6 +22,7 @@ SHAPES = (
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.each_value
 def test_decodes_drafts_and_prompts(shape: DeltaShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of several chunks and of one, with stored intermediate states, a decode, and drafts that all store."""
     monkeypatch.setattr(triton_delta, "SHORT", 8)

@@ -62,6 +62,7 @@ def counted_bytes(config: ModelConfig, ranks: int = 1) -> int:
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.each_value
 def test_a_matrix_with_one_scale_is_multiplied_as_stored(tmp_path: Path, name: str, kind: str) -> None:
     seed = random.randrange(1000)
     path = make_checkpoint(kind, tmp_path / "q", seed, tokenizer=False, **(SIZES if kind != "llama" else LLAMA))
@@ -80,6 +81,7 @@ def test_a_matrix_with_one_scale_is_multiplied_as_stored(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
 @pytest.mark.parametrize("name", ["fbgemm_fp8", "w8a8_fp8", "compressed fp8, rows"])
+@pytest.mark.each_value
 def test_rows_with_scales_are_multiplied_as_stored(tmp_path: Path, name: str, kind: str) -> None:
     seed = random.randrange(1000)
     path = make_checkpoint(kind, tmp_path / "q", seed, tokenizer=False, **(SIZES if kind != "llama" else LLAMA))

@@ -19,10 +19,8 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import need_of_model
 from moe_engine.types.image_tokens import ImageTokens, image_key, keyed_ids
-from moe_engine.worker.startup import build_runner
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.engine.harness import Scripted
-from tests.examples import FACTOR
 from tests.models.checkpoints import GATED_STREAMS, POOLED, make_checkpoint
 from tests.models.deepseek_v41 import make_v41
 from tests.models.qwen4_exp_images import make_qwen4
@@ -33,8 +31,8 @@ from tests.models.v4_mtp import make_agreeing
 from tests.models.v41_dspark import make_v41_dspark
 from tests.models.v41_tower import IMAGE, VISION, picture
 from tests.models.vision_checkpoints import Pixels, random_pixels
-from tests.simulated_cuda import kernels, quick_start
-from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared
+from tests.simulated_cuda import kernels
+from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared, sometimes_warm
 from tests.speculation.agreeing import agreeing_checkpoint
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}
@@ -47,12 +45,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "decodes": {}, "bounded windows": {"chunked_prefill_size": 8, "max_total_tokens": 256}, "n-gram drafts": NGRAM,
     "MTP drafts": CHAIN, "block drafts": BLOCK,
 }  # fmt: skip
-
-
-def sometimes_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a third of the runs the engine computes steps of every size before READY: more than half of all launches."""
-    if FACTOR > 1 or random.randrange(3) == 0:
-        monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
 
 
 @pytest.mark.drawn(3, group="engines on a device")

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.worker.startup import build_runner
 from tests.models.checkpoints import make_checkpoint
 from tests.models.mistral_native import make_mistral_large3_text
-from tests.simulated_cuda import quick_start
-from tests.simulated_cuda.on_device.test_engines import FEW, GREEDY, compared, script
+from tests.simulated_cuda.on_device.test_engines import FEW, GREEDY, compared, script, sometimes_warm
 
 MADE: dict[str, Callable[[Path], Path]] = {
     "mistral_large3": lambda path: make_mistral_large3_text(path, 5, num_hidden_layers=2),
@@ -22,10 +20,11 @@ MADE: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", MADE)
 def test_decodes_are_captured(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks, a prefix of the cache, replayed decodes, no waits."""
-    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    sometimes_warm(monkeypatch)
     path = MADE[kind](tmp_path / "model")
     more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "ops_backend": "triton"}
     found = compared(path, tmp_path, script([GREEDY, GREEDY]), {}, **more)
