@@ -28,6 +28,13 @@ TAKES_HOST_INDEX = {
     aten.index_put.default,
 }  # fmt: skip
 
+WITHOUT_BYTES = {
+    aten.index.Tensor, aten.index.Tensor_out, aten.index_copy.out, aten.index_copy_.default,
+    aten.index_fill_.int_Scalar, aten.masked_scatter_.default, aten.take.default,
+}  # fmt: skip
+"""Operators that CUDA, unlike CPUs, lacks for FP8 and wide unsigned integers (torch, native/cuda/IndexKernel.cu)."""
+BYTES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64}
+
 
 class Launch:
     """One launch on a device's current stream: its reads and writes are checked, and it is recorded during capture."""
@@ -199,6 +206,8 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in flat if isinstance(x, Tensor)]
     if op in BY_VALUES and kwargs.get("output_size") is None:
         note_wait(str(op))
+    if op in WITHOUT_BYTES and (lacking := {x.dtype for x in tensors} & BYTES):
+        raise NotImplementedError(f"{op} is not implemented on CUDA for {lacking.pop()}")
     launch = Launch(_schema(op).name, index)
     written = _written(op, args, kwargs)
     for tensor in tensors:
@@ -246,7 +255,8 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fresh = [host for host in leaves(result) if isinstance(host, Tensor) and id(host) not in given]
 
         def again() -> None:
-            found = [x for x in leaves(op(*host_args, **host_kwargs)) if isinstance(x, Tensor)]
+            made = op(*host_args, **host_kwargs)
+            found = [x for x in leaves(made) if isinstance(x, Tensor)]
             if fresh:
                 for into, value in zip(fresh, found):
                     into.copy_(value)

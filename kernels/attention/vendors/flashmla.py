@@ -67,7 +67,10 @@ class _Dense:
 
     def rectangle(self, q: Tensor) -> Tensor:
         """q [T, H, W] -> [B, t, H, W]."""
-        return q.contiguous().unflatten(0, (-1, self.most)) if self.token is None else q[self.token]
+        if self.token is None:
+            return q.contiguous().unflatten(0, (-1, self.most))
+        rows = q.view(torch.uint8) if q.element_size() == 1 else q  # torch cannot index float8 on a GPU
+        return rows[self.token].view(q.dtype)
 
     def tokens(self, x: Tensor) -> Tensor:
         """x [B, t, *] -> [T, *]."""

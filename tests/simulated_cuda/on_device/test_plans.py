@@ -20,10 +20,20 @@ from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
 from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, as_queries, pack
 from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.worker.device_stream import CudaGraphs
-from tests.kernels.cpu.formulas import attend, close, close_rows, drawn_scale, normal, selected_attention
+from tests.kernels.cpu.formulas import (
+    absorbed_attention,
+    attend,
+    close,
+    close_rows,
+    drawn_scale,
+    normal,
+    paged_queries,
+    selected_attention,
+)
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.contract import ContractBroken
 from tests.kernels.vendors.static_batch import SIZE, Static, planned, replays
+from tests.kernels.vendors.test_on_gpu import on_gpu
 from tests.simulated_cuda import libraries
 
 BF16 = torch.bfloat16
@@ -91,6 +101,20 @@ def test_absorbed_replayed_equals_float64(graphs: CudaGraphs, name: str, count: 
 
     for _ in replays(backend, graphs, static, q, layers, (SIZE, 1, 3, 2)):
         check(out, as_queries(q * 0.5) if rounds else q * 0.5, cache.cpu(), static, last)
+
+
+@pytest.mark.parametrize("name", MLA)
+def test_requests_of_different_lengths(name: str) -> None:
+    """Eager steps: queries that are copied into a rectangle have the cache's number format."""
+    backend, page_size, scale = MLA[name][0](), MLA[name][1], WIDTH**-0.5
+    queries, size = paged_queries([(4, 70), (1, 9), (3, 5)], page_size)
+    cache, q = normal(size, WIDTH, dtype=BF16), normal(queries.num_tokens, 3, WIDTH, dtype=BF16)
+    cache = as_queries(cache) if "e4m3" in name else cache
+    moved = on_gpu(queries)
+    plan = backend.plan(AttentionBatch(moved, None))
+    got = backend.absorbed(q.cuda(), cache.cuda(), moved, scale, plan, LATENT).cpu()
+    rounded = as_queries(q).to(BF16) if "e4m3" in name and backend.capabilities.fp8_queries else q
+    close(got, absorbed_attention(rounded, cache.to(BF16), queries, scale, LATENT), scale=3)
 
 
 def test_selections_replayed_equal_float64(graphs: CudaGraphs) -> None:

@@ -68,6 +68,15 @@ def test_waits_are_listed() -> None:
     assert not streams.waits
 
 
+def test_float8_is_not_indexed() -> None:
+    """Only copied, joined and selected; bytes are."""
+    x, places = torch.zeros(4, 3, dtype=torch.float8_e4m3fn, device=GPU), torch.tensor([2, 1], device=GPU)
+    for call in (lambda: x[places], lambda: x.index_copy_(0, places, x[:2].clone())):
+        with pytest.raises(NotImplementedError, match="float8_e4m3fn"):
+            call()
+    assert x.view(torch.uint8)[places].shape == x.index_select(0, places).shape == torch.cat((x[:1], x[1:2])).shape
+
+
 def test_a_download_is_complete_after_its_event() -> None:
     x, host = torch.arange(4.0, device=GPU), torch.empty(4, pin_memory=True)
     host.copy_(x, non_blocking=True)
