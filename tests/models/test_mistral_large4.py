@@ -25,9 +25,11 @@ from moe_engine.models.needs import head_widths, other_widths
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.worker.weight_parts import pairs
+from tests.engine.harness import InProcessEngine, Scripted
 from tests.models import sparse, stepper
 from tests.models.checkpoints import LARGE4, make_checkpoint
 from tests.models.conftest import Oracle
+from tests.models.lora import PREFIX, make_adapter, merge
 from tests.models.parameters import num_active_parameters
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
@@ -116,6 +118,45 @@ def test_weights_are_replaced(tmp_path: Path) -> None:
             for kept, read in pairs(old, new):
                 kept.copy_(read)
     assert torch.equal(*(one.step([Chunk(0, tokens, False)])[0] for one in (model, want)))
+
+
+ADAPTED = {
+    "wq": "q_proj", "wo": "o_proj", "wkv_b": "kv_b_proj", "wkv_a_with_mqa": "kv_a_proj_with_mqa", "w1": "gate_proj",
+    "w2": "down_proj", "w3": "up_proj",
+}  # fmt: skip
+"""Names of the files, and of transformers' modules, which adapters have."""
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    """All projections, of layers of both kinds, one without latents; prompts below and beyond the selection."""
+    path = make_checkpoint(LARGE4, tmp_path / "base", 5, kv_source_layers=[0, 1, 0, 3])
+    adapter = make_adapter(tmp_path / "a", path, list(ADAPTED))
+    file = adapter / "adapter_model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "vision" not in name}
+    save_file(tensors, file)
+    model = sparse.load(merge(path, adapter, tmp_path / "merged"))
+    save_file({_module(name): tensor for name, tensor in tensors.items()}, file)
+    settings = json.loads((adapter / "adapter_config.json").read_text()) | {"target_modules": list(ADAPTED.values())}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    flags = {"dtype": "float32", "max_total_tokens": 512, "chunked_prefill_size": 32, "lora_paths": [f"a={adapter}"]}
+    engine = InProcessEngine(path, tmp_path / "status", **flags)
+    greedy, more = {"temperature": 0.0, "ignore_eos": True}, {"lora_id": 1}
+    prompts = [torch.randint(0, 250, (length,)).tolist() for length in (5, 60)]
+    script = [Scripted(str(i), ids, 5, logprob=True, sampling=greedy, more=more) for i, ids in enumerate(prompts)]
+    answers = engine.run(script)
+    engine.close()
+    for item in script:
+        tokens, found = answers[item.rid].token_ids, answers[item.rid].logprobs
+        with torch.no_grad():
+            logits = model(torch.tensor([item.prompt_ids + tokens[:-1]])).logits[0, len(item.prompt_ids) - 1 :]
+        want = logits.log_softmax(-1)[range(5), tokens]
+        torch.testing.assert_close(torch.tensor([entry.logprob for entry in found]), want, rtol=2e-4, atol=2e-4)
+
+
+def _module(name: str) -> str:
+    parts = {"attention": "self_attn", "feed_forward": "mlp", "shared_experts": "mlp.shared_experts", **ADAPTED}
+    inner = name.removeprefix(PREFIX).split(".")
+    return ".".join((f"{PREFIX}model.language_model", *(parts.get(part, part) for part in inner)))
 
 
 @pytest.mark.parametrize(

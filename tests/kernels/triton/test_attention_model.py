@@ -12,7 +12,7 @@ from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers import mla_chunks
 from moe_engine.models.loader import LoadOptions, load_model
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import LARGE4, make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
@@ -60,13 +60,17 @@ def test_tokens_equal_those_of_the_torch_row(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive  # simulated_cuda/on_device has a whole engine with these kernels
-def test_a_sparse_model_equals_the_torch_rows(tmp_path: Path) -> None:
-    """DeepSeek V3.2 beyond its top-k: Triton indexer, and Triton attention over its selection."""
+@pytest.mark.parametrize("kind", ["deepseek_v32", LARGE4])
+def test_a_sparse_model_equals_the_torch_rows(kind: str, tmp_path: Path) -> None:
+    """Beyond its top-k: Triton indexer, and Triton attention over its selection. Mistral Large 4: also the operations
+    before them, with layers of both kinds."""
     from moe_engine.kernels.indexer.triton_indexer import TritonIndexer
+    from moe_engine.kernels.ops.triton_ops import TritonOps
 
-    path = make_checkpoint("deepseek_v32", tmp_path, seed=13, index_head_dim=16)
+    path = make_checkpoint(kind, tmp_path, seed=13, index_head_dim=16)
     expected_tokens, expected = greedy(path, None)
-    tokens, logits = greedy(path, triton_attention.TritonMLA(num_programs=5), indexer=TritonIndexer())
+    rows = {"indexer": TritonIndexer()} | ({"ops": TritonOps()} if kind == LARGE4 else {})
+    tokens, logits = greedy(path, triton_attention.TritonMLA(num_programs=5), **rows)
     assert tokens == expected_tokens
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
