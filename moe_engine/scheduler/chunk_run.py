@@ -152,7 +152,7 @@ def _is_of_run(scheduler: Scheduler, request: Request, lengths: Mapping[str, int
     """Whether the step in flight is a chunk of this prompt, beside others only the last chunk of prompts that decode
     next, or a decode of all running requests, and no suspect or abort has a part in the next one."""
     table, flights, prefills = scheduler.table, scheduler.in_flight, scheduler.prefills
-    if len(flights) != 1 or table.aborting or scheduler.suspects or prefills.preempting:
+    if len(flights) != 1 or table.aborting or scheduler.suspects or prefills.prefill_only:
         return False
     record, decodes = flights[0], table.decodes
     if record.prefilled:

@@ -79,7 +79,7 @@ def _only_decodes(scheduler: Scheduler, hold_prefill: bool) -> bool:
     if len(flights) != 1 or scheduler.speculator is not None or kv_cache.connector is not None:
         return False
     record, prefills, delays = flights[0], scheduler.prefills, scheduler.delays
-    if record.prefilled or prefills.to_cache or prefills.preempting or scheduler.suspects or table.aborting:
+    if record.prefilled or prefills.to_cache or prefills.prefill_only or scheduler.suspects or table.aborting:
         return False
     if table.chunked is not None and not hold_prefill:
         return False

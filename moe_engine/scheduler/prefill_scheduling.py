@@ -35,8 +35,9 @@ class PrefillScheduling:
         self._totals = totals
         self._clock = clock
         self._admission = Admission(table.settings, table.kv_cache, table.queue, table.lora, table.sessions)
-        self.preempting = False
-        """The next plan is prefill-only, so that it can preempt (mixed chunks plan decodes first)."""
+        self.prefill_only = False
+        """With mixed chunks, which plan decodes first: the next plan is prefill-only, to preempt, or because
+        decodes took most of the last chunk."""
         self.to_cache: list[Request] = []
         """Prefills of the last plan, which are not in the radix cache yet."""
 
@@ -48,7 +49,7 @@ class PrefillScheduling:
     def drop(self) -> None:
         """Drops the prefills of steps in flight, which will not end."""
         self.to_cache.clear()
-        self.preempting = False
+        self.prefill_only = False
 
     def cache_prefills(self) -> None:
         """Puts the prefills of the last plan into the radix cache: later steps run after it."""
@@ -73,8 +74,7 @@ class PrefillScheduling:
         if table.chunked is None and not may_admit:
             return PrefillBatch()
         batch = self.admit(num_mixed, may_admit, may_join)
-        if not num_mixed:
-            self.preempting = False
+        self.prefill_only = self._has_left_waiting(num_mixed, batch)
         if batch.jobs:  # admitted requests reserve less from the next step on: retry then
             return batch
         if batch.blocked is Blocked.ROWS or batch.blocked is Blocked.TOKENS:
@@ -83,12 +83,20 @@ class PrefillScheduling:
         if not victims:
             return batch
         if num_mixed or is_in_flight:  # decodes are planned already, or in flight: preempt in the next call
-            self.preempting = True
+            self.prefill_only = True
             backoff.retry_now()
             return batch if num_mixed else None
         table.retract(victims)
         self._totals.preemptions += len(victims)
         return self.admit(num_mixed, may_admit, may_join)
+
+    def _has_left_waiting(self, num_mixed: int, batch: PrefillBatch) -> bool:
+        """Whether decodes took most of the chunk, and prompts wait: they get more tokens from every second step."""
+        table, chunk = self._table, self._table.settings.chunk_tokens
+        if chunk is None or 2 * num_mixed <= chunk:
+            return False
+        taken = bool(batch.jobs) and batch.jobs[-1].is_last
+        return bool(table.queue.entries) or not (taken or table.chunked is None)
 
     def _preempted_for(self, batch: PrefillBatch) -> list[Request]:
         """Running requests to preempt so that the first blocked request can run."""

@@ -5,8 +5,9 @@ step may be in flight while the next is planned (overlap schedule): running requ
 token is still on the device, requests known to end by length are left out, and slots that a step in flight may use are
 not reallocated.
 
-Prefill has precedence: a plan has only prompts while some can be admitted (`--enable-mixed-chunk`: both), but after
-`max_consecutive_prefills` such plans, or one that took all waiting prompts, the running requests get a decode step.
+Prefill has precedence: a plan has only prompts while some can be admitted (`--enable-mixed-chunk`: both, and in turn
+only prompts while decodes take most of the chunk), but after `max_consecutive_prefills` such plans, or one that took
+all waiting prompts, the running requests get a decode step.
 `max_delayed_tokens` makes such a plan smaller while many requests decode, and prompts may have to wait for several
 decode steps (`prefill_delays.py`).
 """
@@ -232,7 +233,7 @@ class Scheduler:
     def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of all requests except suspects."""
         table, draft, num_before, in_flight = self.table, PlanDraft(), self.table.num_running, bool(self.in_flight)
-        mixed = self.config.enable_mixed_chunk and not self.prefills.preempting
+        mixed = self.config.enable_mixed_chunk and not self.prefills.prefill_only
         is_turn = hold_prefill or self._is_decode_turn(mixed)
         batch = PrefillBatch() if mixed or is_turn else self.prefills.build(0, in_flight)
         if batch is None:

@@ -117,15 +117,6 @@ class WaitingQueue:
             self.remove(entry)
         self._admissions += len(entries)
 
-    def clear(self) -> list[Request]:
-        """Empties the queue."""
-        requests = [entry.request for entry in self.entries]
-        self.entries.clear()
-        self._oldest.clear()
-        self.num_retracted = 0
-        self._by_arrival.clear()
-        return requests
-
     def oldest_arrival(self) -> float | None:
         """`queued_at` of the oldest waiting request; None if none waits."""
         return self._oldest[0][0] if self._oldest else None

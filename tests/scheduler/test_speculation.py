@@ -17,7 +17,7 @@ from moe_engine.scheduler.draft_depth import IN_VAIN
 from moe_engine.types import SpeculationConfig, StepPlan, StepResult
 from tests.examples import examples
 from tests.scheduler.drafting_worker import DraftingWorker
-from tests.scheduler.simulator import EOS, Simulation, make_request
+from tests.scheduler.simulator import EOS, Simulation, make_request, random_prompt
 from tests.scheduler.test_simulation import PRESSED, configs, play
 
 
@@ -82,6 +82,24 @@ def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: in
     assert worker.speculative_steps > steps and worker.accepted > 300
     assert stats.num_retractions_total > 10 and stats.cached_tokens_total > 200
     assert sum(stats.speculation.accepted) <= worker.accepted  # some belonged to ended requests
+
+
+def test_drafts_leave_prompts_a_share_of_mixed_steps() -> None:
+    """Decodes with drafts fill the chunk long before all rows are taken."""
+    turns = []
+    for mixed in (False, True):
+        config = SchedulerConfig(4000, 300, max_rows=24, chunked_prefill_size=24, enable_mixed_chunk=mixed)
+        config = replace(config, speculation=SpeculationConfig("ngram", 3))
+        sim = simulate(config, overlap=True, seed=0, luck=0.5)
+        for i in range(60):
+            sim.add(make_request(str(i), random_prompt(random.Random(i), 30), 100, ignore_eos=True))
+        most = 0
+        while sim.turn():
+            most = max(most, sim.scheduler.table.num_running)
+        sim.check_end()
+        assert most == 24
+        turns.append(sim.turns)
+    assert turns[1] < 1.2 * turns[0]
 
 
 @settings(max_examples=examples(15))
