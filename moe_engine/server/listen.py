@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Any
 
@@ -9,7 +10,7 @@ from moe_engine.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Binds a socket, not listening yet.
+    """Binds a socket, not listening yet; `listen` starts it.
 
     Args:
         host: an address or a name; IPv4 addresses of a name are preferred. An IPv6 address may have brackets.
@@ -20,13 +21,35 @@ def bind(host: str, port: int) -> socket.socket:
     flags = f"--host {host} --port {port}"
     family, address = find_address(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(address)
+        _bind_alone(sock, address)
     except OSError as exc:
         sock.close()
         raise ConfigError(f"{flags}: cannot listen there: {exc.strerror}") from None
     return sock
+
+
+def _bind_alone(sock: socket.socket, address: Any) -> None:
+    """Two sockets with SO_REUSEADDR that do not listen yet could both bind a port, and the second server would load its
+    model in vain. The option is needed only where connections of an earlier server have not expired yet."""
+    try:
+        sock.bind(address)
+    except OSError as exc:
+        if exc.errno != errno.EADDRINUSE:
+            raise
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
+def listen(sock: socket.socket, backlog: int) -> None:
+    """Starts a socket of `bind`. Its connections inherit SO_REUSEADDR: expiring ones leave the port to the next server.
+
+    Raises:
+        OSError: another process listens there since the socket was bound.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.listen(backlog)
 
 
 def find_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

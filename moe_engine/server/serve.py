@@ -20,6 +20,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.processes.stop_signals import stop_signals
 from moe_engine.server import access_log
 from moe_engine.server.http_protocol import Connection
+from moe_engine.server.listen import listen
 from moe_engine.server.stop import SecondSignal, StopSwitch
 from moe_engine.server.tls import Certificate
 
@@ -143,8 +144,8 @@ async def serve(
         ssl_keyfile_password=certificate.password if certificate is not None else None,
     )
     try:
-        sock.listen(BACKLOG)
-    except OSError as exc:  # another server that started concurrently listens already
+        listen(sock, BACKLOG)
+    except OSError as exc:  # another program listens already
         host, port = sock.getsockname()[:2]
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
     server = GracefulServer(config, on_ready, second, on_stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
 from moe_engine.server import launch, stop
-from moe_engine.server.listen import bind
+from moe_engine.server.listen import bind, listen
 from moe_engine.server.serve import GracefulServer, serve
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import make_app
@@ -151,13 +152,24 @@ def test_signals_behind_the_first(monkeypatch):
     assert dead.force_exit and not killed and not exits
 
 
-def test_taken_port():
-    sock = bind("127.0.0.1", 0)
-    sock.listen()
-    port = sock.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot listen"):
-        bind("127.0.0.1", port)
-    sock.close()
+@pytest.mark.parametrize("listens", [False, True])
+def test_taken_port(listens):
+    """Also of a server that starts, and on a port with connections of an earlier one that have not expired."""
+    port = 0
+    for _ in range(3):
+        sock = bind("127.0.0.1", port)
+        port = sock.getsockname()[1]
+        if listens:
+            listen(sock, 1)
+        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot listen"):
+            bind("127.0.0.1", port)
+        if not listens:
+            listen(sock, 1)
+        client = socket.create_connection(("127.0.0.1", port))
+        sock.accept()[0].close()  # this end waits for late packets
+        assert client.recv(1) == b""
+        client.close()
+        sock.close()
 
 
 def test_flags_reach_the_http_server(monkeypatch):
