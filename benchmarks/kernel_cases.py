@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts.batch import ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.shapes import LinearShape
@@ -215,18 +216,36 @@ def experts_case(shape: ExpertShape) -> KernelCase:
     return KernelCase("experts", shape.name, shape, model.fp8, prepare)
 
 
-def load_experts(kernel: Any, count: int, model: ExpertModel, device: str) -> Any:
+def load_experts(kernel: Any, count: int, model: ExpertModel, device: str) -> ExpertWeights:
     """Weights of `count` identical experts of a model, each in its own memory; dequantized for kernels without their
     format."""
-    hidden, width = model.hidden, model.width
-    parts = [normal(*shape, device=device, scale=0.02) for shape in ((width, hidden), (width, hidden), (hidden, width))]
+    able, form = kernel.capabilities, model.activation
+    if not able.biases and (model.biased or not form.is_silu):
+        raise NotServed("has no experts with this activation")
+    if form.clamps and not able.clamps:
+        raise NotServed("has no limit of the activation")
+    weights = _filled_experts(kernel, count, model, device)
+    weights.activation = form
+    if model.biased:
+        shapes = (count, 2 * model.width), (count, model.hidden)
+        biases = [normal(*shape, device=device, dtype=torch.float32) for shape in shapes]
+        weights.bias = ExpertBiases(biases[0], biases[1], 1.702, 7.0)
+    return weights
+
+
+def _filled_experts(kernel: Any, count: int, model: ExpertModel, device: str) -> ExpertWeights:
+    hidden, width, squared = model.hidden, model.width, model.activation.squared
+    rows = width // 2 if squared else width
+    parts = [normal(*shape, device=device, scale=0.02) for shape in ((rows, hidden), (rows, hidden), (hidden, width))]
     quantized = model.fp8 or model.format is not None
     found = [_stored(part, model.format, model.row_scales) for part in parts if quantized]
     stored, format = [part for part, _ in found], found[0][1] if found else None
     keeps = kernel.capabilities.quantized.get(type(format))
+    weights: ExpertWeights
     if keeps is None or (keeps.takes is not None and not keeps.takes(format)):
         parts = [_values(part, torch.bfloat16) for part in stored] or parts
-        weights = kernel.allocate(count, hidden, width, torch.bfloat16, device)
+        allocate = kernel.capabilities.allocate_squared if squared else kernel.allocate
+        weights = allocate(count, hidden, width, torch.bfloat16, device)
         for expert in range(count):
             kernel.load_expert(weights, expert, *parts)
         return weights

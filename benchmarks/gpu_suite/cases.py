@@ -32,7 +32,11 @@ from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.shapes import (
     DEEPSEEK_V3,
     FOUR_BIT_MODELS,
+    GPT_OSS_20B,
+    KIMI_K3,
+    MINIMAX_M3,
     MXFP4,
+    NEMOTRON_3,
     QWEN3_30B_ROWS,
     ExpertModel,
     ExpertShape,
@@ -41,6 +45,8 @@ from moe_engine.kernels.linear.shapes import AWQ, FOUR_BIT_PRODUCTS, LLAMA_8B_RO
 from moe_engine.kernels.ops.shapes import ModelOps
 
 EXPERTS = 16  # per rank
+OTHER_ACTIVATIONS = (NEMOTRON_3, GPT_OSS_20B, MINIMAX_M3, KIMI_K3.part(8))
+"""Without a gate, with biases, with a limit and a slope, SiTU. Limits of SiLU are in `four_bits`."""
 _EXCHANGE = "ranks in one process: `ranks_here.RanksHere`"
 _ALL_REDUCE = "ranks in one process: `all_reduce.RanksOfSum`"
 ELSEWHERE = {
@@ -157,6 +163,7 @@ def parity_cases() -> list[KernelCase]:
         *(experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, EXPERTS)) for tokens in (5, 300)),
         padded_experts(8, QWEN3_30B_ROWS),
         padded_experts(8),
+        *(experts_case(ExpertShape(model, tokens, EXPERTS)) for model in OTHER_ACTIVATIONS for tokens in (5, 300)),
         quantize(130, DEEPSEEK_V3.hidden),
         norm_quantize(130, DEEPSEEK_V3.hidden),
         permute(130),
@@ -175,6 +182,7 @@ def timed_cases() -> list[KernelCase]:
     experts = [padded_experts(rows) for rows in (8, 32, 64, 128)]
     hidden = DEEPSEEK_V3.hidden
     experts += [experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, QWEN3_30B_ROWS.num_experts)) for tokens in (32, 4096)]
+    experts += [experts_case(ExpertShape(NEMOTRON_3, tokens, NEMOTRON_3.num_experts)) for tokens in (8, 128, 4096)]
     experts += map(linear_case, row_products(1, 32, 256, 4096))
     return [
         *attention_cases(),
@@ -220,6 +228,9 @@ def tiny_cases() -> list[KernelCase]:
     rows += [experts_case(ExpertShape(fp8, 5, 4)), padded_experts(4, fp8, 4)]
     rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model), order(64)]
     coded = replace(model, name="tiny-mxfp4", hidden=128, width=128, format=MXFP4)
+    for form in OTHER_ACTIVATIONS:
+        own = replace(model, name=f"tiny-{form.name}", biased=form.biased, activation=form.activation)
+        rows.append(experts_case(ExpertShape(own, 5, 4)))
     return [
         *map(attention_case, shapes),
         *map(op_case, TINY_OPS.at(5)),

@@ -55,6 +55,15 @@ def test_every_kernel_has_a_case_or_a_reason(own, kernels, by_named_shapes):
     assert (kernels - found, cases.ELSEWHERE.keys() & found) == (set(), set())
 
 
+@pytest.mark.parametrize("own", [cases.parity_cases, cases.tiny_cases])
+def test_experts_have_every_activation(own):
+    """The forms of the first product that models have, not only SiLU's."""
+    launches = [launch for case in own() if case.family == "experts" for launch in launches_of(case)]
+    forms = [launch.arguments for launch in launches if launch.kernel == "gate_up_kernel"]
+    names = ("BIASED", "CLAMP", "SITU", "SQUARED")
+    assert {name for name in names for form in forms if getattr(form, name)} == set(names)
+
+
 def test_names_are_unique():
     for own in (cases.parity_cases, cases.timed_cases):
         names = [case.name for case in [*own(), *all_cases()]]
