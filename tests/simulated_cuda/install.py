@@ -90,10 +90,11 @@ def install() -> None:
     except ImportError:
         return
     from tests.kernels.triton import interpreter
-    from tests.simulated_cuda import kernels
+    from tests.simulated_cuda import kernels, specializations
 
     interpreter.install()
     kernels.install()
+    specializations.install()
 
 
 def _device(torch: Any) -> Path:

@@ -35,7 +35,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.kimi_k3 import make_k3
 from tests.models.latent_scales import add_latent_scales
 from tests.models.mxfp4 import mxfp4_copy
-from tests.simulated_cuda import kernels, libraries, quick_start, streams
+from tests.simulated_cuda import kernels, libraries, quick_start, specializations, streams
 from tests.speculation.agreeing import agreeing_checkpoint
 
 pytestmark = pytest.mark.drawn(4)
@@ -73,6 +73,8 @@ class Run:
     answers: dict[str, Answer]
     steps: list[Step]
     num_graphs: int
+    late: list[str]
+    """Kernels that a GPU would have compiled after READY."""
 
     @property
     def waits(self) -> list[str]:
@@ -120,7 +122,7 @@ def watched(engine: InProcessEngine, requests: list[Scripted]) -> Run:
         answers = engine.run(requests)
     finally:
         runner.launch = launch  # type: ignore[method-assign]
-    return Run(answers, steps, engine.worker.info.num_graphs)
+    return Run(answers, steps, engine.worker.info.num_graphs, list(specializations.late))
 
 
 def serve(path: Path, folder: Path, requests: list[Scripted], **flags: Any) -> Run:
@@ -140,7 +142,8 @@ def check_answers(found: dict[str, Answer], expected: dict[str, Answer], toleran
 
 
 def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str, Any], **flags: Any) -> Run:
-    """An engine on the device; checks that its answers are those of an engine on the CPU.
+    """An engine on the device; checks that its answers are those of an engine on the CPU, and if it has warmed up for
+    all sizes, that no request waits for a compilation.
 
     Args:
         both: flags of both engines. flags: of the engine on the device.
@@ -149,6 +152,8 @@ def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str,
     found = serve(path, folder, requests, device="cuda", **both, **flags)
     check_answers(found.answers, expected.answers)
     assert any(answer.cached_tokens for answer in found.answers.values())
+    if build_runner.warm_sizes is quick_start.warm_sizes:
+        assert found.late == []
     return found
 
 

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.simulated_cuda import streams
+from moe_engine.kernels.triton import guard
+from tests.simulated_cuda import specializations, streams
 from tests.simulated_cuda.streams import HazardError
 
 GPU = torch.device("cuda", 0)
@@ -33,6 +34,24 @@ def test_devices_are_not_mixed() -> None:
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
         double(x, torch.empty(3))
     assert (x * torch.tensor(2.0)).tolist() == [2.0] * 3  # a number may be
+
+
+def test_compilations_after_ready_are_listed() -> None:
+    """Of new alignments and divisibilities, of types and constants."""
+    x = torch.ones(64, device=GPU)
+    guard.reset()
+    double(x, x.clone())
+    guard.ready()
+    try:
+        double(torch.zeros(64, device=GPU), x)
+        assert specializations.late == []
+        double(x[1:], x)
+        assert "double_kernel" in specializations.late[0] and len(specializations.late) == 1
+        double(x.double(), x)
+        double(x.double()[:48], x)
+        assert len(specializations.late) == guard.compilations_after_ready() == 2
+    finally:
+        guard.reset()
 
 
 def _name_of_device(_: int) -> str:
