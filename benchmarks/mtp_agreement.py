@@ -91,7 +91,7 @@ class BatchModel:
         if config.own_block is not None:
             raise SystemExit(f"{path}: its draft layers fill in blocks; this program measures chains of MTP layers")
         self._mtp = cast(MTPLayers, load_mtp(path, config, self._model, options))
-        if self._mtp.reads_streams:
+        if self._mtp.reads_residual:
             self._model.taps = HiddenTaps((config.num_layers,))
         length = -(-max_len // page) * page
         spec = kv_spec(config, name, self._mtp.num_layers)

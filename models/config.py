@@ -22,6 +22,7 @@ from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.mla_config import IndexerConfig as IndexerConfig
 from moe_engine.models.mla_config import MLAConfig as MLAConfig
 from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.mtp_config import DEEPSEEK, MTPForm
 from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
@@ -145,8 +146,6 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     own_block: OwnBlock | None = None
     """The checkpoint's draft layers fill in blocks (DSpark), and are no MTP layers."""
-    mtp_like_first: bool = False
-    """MTP layers have the feed-forward of layer 0 (ERNIE 4.5: dense), not experts."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer, see `CacheGroup.window`; (): no layer has one."""
     other_layers: OtherLayers | None = None
@@ -184,6 +183,8 @@ class ModelConfig:
     """Factor of embeddings (Trinity)."""
     logit_cap: float = 0.0
     """Logits are cap * tanh(logits / cap) (Mistral Large 4); 0: as they are."""
+    mtp: MTPForm = DEEPSEEK
+    """MTP layers, where they are not as DeepSeek's."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:
@@ -204,11 +205,22 @@ class ModelConfig:
     def attention_of(self, layer: int) -> MLAConfig | GQAConfig | CompressedConfig:
         """The layer's attention. Draft layers come after the model's."""
         other = self.other_layers
-        return self.attention if other is None or layer not in other.layers else other.attention
+        return self.attention if other is None or self._like(layer) not in other.layers else other.attention
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The layer's rotary embedding."""
-        return self.rope if (other := self.other_layers) is None or layer not in other.layers else other.rope
+        other = self.other_layers
+        return self.rope if other is None or self._like(layer) not in other.layers else other.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """The layer's window; None: it sees all positions."""
+        if not self.windows or (layer >= self.num_layers and self.mtp.like is None):
+            return None
+        return self.windows[self._like(layer)]
+
+    def _like(self, layer: int) -> int:
+        """The layer whose attention a layer has: of MTP layers one of the model's, if they are as its layers are."""
+        return layer if layer < self.num_layers or self.mtp.like is None else self.mtp.like
 
     def moe_of(self, layer: int) -> MoEConfig | None:
         """The layer's experts; those of draft layers may be fewer."""
@@ -291,6 +303,12 @@ class ModelConfig:
         return tuple(i for i, own in enumerate(self.windows) if own is not None)
 
     @property
+    def windowed_drafts(self) -> tuple[int, ...]:
+        """The MTP layers with a window."""
+        layers = range(self.num_layers, self.num_layers + self.num_nextn_predict_layers)
+        return tuple(i for i in layers if self.window_of(i) is not None)
+
+    @property
     def longest_window(self) -> int:
         """The longest window of a layer; 0 without windows."""
         return max((own for own in self.windows if own is not None), default=0)
@@ -343,8 +361,13 @@ class ModelConfig:
         return None if self.streams is None or self.streams.mean_head else self.streams
 
     @property
+    def drafts_read_residual(self) -> bool:
+        """Whether MTP layers read the residual after the last layer, not the result of the final norm."""
+        return self.mtp.reads_residual or self.draft_streams is not None
+
+    @property
     def draft_state_width(self) -> int:
-        """Numbers of a token's hidden state that MTP layers read: of the final norm, or of all residual streams."""
+        """Numbers of a token's hidden state that MTP layers read: one residual, or all streams."""
         return self.hidden_size * (1 if self.draft_streams is None else self.draft_streams.count)
 
     @property
@@ -359,7 +382,7 @@ class ModelConfig:
     @property
     def is_mtp_moe(self) -> bool:
         """Whether MTP layers have experts."""
-        return self.moe_layers[0] if self.mtp_like_first else self.is_moe and not self.shortcut
+        return self.is_moe and not self.mtp.dense
 
     def kv_parts(self, layer: int, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in the layer's cache tensors; () for a layer with a state, or without

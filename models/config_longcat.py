@@ -13,6 +13,7 @@ from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.longcat_names import quantization_names
+from moe_engine.models.mtp_config import MTPForm
 
 _NAMES = {
     "ffn_hidden_size": "intermediate_size", "expert_ffn_hidden_size": "moe_intermediate_size",
@@ -74,5 +75,6 @@ def parse_longcat_flash(fields: Fields, generation: Mapping[str, Any]) -> ModelC
         moe=replace(moe, num_zero=zero),
         moe_layers=(True, False) * (config.num_layers // 2),
         shortcut=True,
+        mtp=MTPForm(dense=True),
         raw=fields.raw,
     )

@@ -15,6 +15,7 @@ from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 from moe_engine.models.formats.gguf import METHOD as GGUF
 from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.mtp_config import MTPForm
 
 
 def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -159,4 +160,5 @@ def _ernie(
 ) -> ModelConfig:
     if fields.flag("use_bias"):
         fields.fail("use_bias", "is true: biases are not supported for this model")
-    return replace(parse_gqa(fields, generation, moe, moe_layers, interleaved=True), mtp_like_first=moe is not None)
+    config = parse_gqa(fields, generation, moe, moe_layers, interleaved=True)
+    return replace(config, mtp=MTPForm(dense=moe is not None and not moe_layers[0]))

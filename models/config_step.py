@@ -21,6 +21,7 @@ from moe_engine.models.config_families import (
 from moe_engine.models.config_fields import Fields, parse_rope
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.mtp_config import MTPForm
 from moe_engine.models.step_names import quantization_names
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
@@ -43,14 +44,18 @@ _SERVED = {
 
 def parse_step(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Step 3.5 and the text model of Step 3.7: norms of weight 1 + w, a gate for each head, a sigmoid router with a
-    bias, a shared expert, activations bounded in some layers. MTP layers and the vision tower are not served."""
+    bias, a shared expert, activations bounded in some layers. MTP layers have a window, an MLP and a head of their own.
+    The vision tower is not served."""
     fields.check_served(_SERVED)
     read = step_fields(fields)
     moe = parse_deepseek_moe(read)
     if moe is None:
         fields.fail("moe_num_experts", "is missing; add it, or pass it with --json-model-override-args")
     moe_layers = deepseek_moe_layers(read, moe)
-    routed, shared = (layer_limits(fields, name, moe_layers) for name in ("swiglu_limits", "swiglu_limits_shared"))
+    drafts = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    each = moe_layers + (False,) * drafts
+    limits = (layer_limits(fields, name, each) for name in ("swiglu_limits", "swiglu_limits_shared"))
+    routed, shared = (found[: len(moe_layers)] for found in limits)
     moe = replace(moe, shared_width=read.integer("share_expert_dim"), layer_limits=routed, shared_limits=shared)
     bias = read.flag("attention_bias")
     config = parse_gqa(read, generation, moe, moe_layers, qkv_bias=bias, o_bias=bias, qk_norm="head", gate_width=1)
@@ -61,7 +66,7 @@ def parse_step(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     format = with_fused_experts(config.weight_format, moe.num_experts, transposed=False, joined=False)
     if not format.name:
         format = FusedExpertsFormat(moe.num_experts, alternating=False, transposed=False, optional=True, joined=False)
-    config = replace(config, norm_plus=1.0, num_nextn_predict_layers=0, weight_format=format, raw=fields.raw)
+    config = replace(config, norm_plus=1.0, weight_format=format, raw=fields.raw, mtp=_mtp_form(fields, config, drafts))
     if not config.windows:
         return config
     heads, groups = read.integer("swa_num_attention_heads"), read.integer("swa_num_key_value_heads")
@@ -71,6 +76,19 @@ def parse_step(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     rope = parse_rope(own, rotary_width(own, whole.head_dim, 1.0), interleaved=False, scales_softmax=False)
     attention = replace(whole, num_heads=heads, num_kv_heads=groups)
     return replace(config, other_layers=OtherLayers(config.windowed_layers, attention, rope))
+
+
+def _mtp_form(fields: Fields, config: ModelConfig, count: int) -> MTPForm:
+    """The kinds of MTP layers follow those of the model's layers, or have fields of their own."""
+    drafts = range(config.num_layers, config.num_layers + count)
+    listed = fields.raw.get("mtp_layer_types") or (fields.raw.get("layer_types") or [])[drafts.start : drafts.stop]
+    mlps = fields.raw.get("mtp_mlp_layer_types") or _mixtures(fields, drafts.stop)[drafts.start :]
+    if count and (not config.windows or any(kind != _WINDOW for kind in listed)):
+        fields.fail("layer_types", "has MTP layers without a window: they are not supported")
+    if "sparse" in mlps:
+        fields.fail("moe_layers_enum", "has an MTP layer: MTP layers with experts are not supported")
+    like = next(iter(config.windowed_layers), None)
+    return MTPForm(like, dense=True, own_heads=True, reads_residual=True)
 
 
 def step_fields(fields: Fields) -> Fields:

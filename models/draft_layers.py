@@ -30,6 +30,8 @@ class DraftLayers(Protocol):
     ids: Tensor | None
     """The target's ids [W] int64 of the draft vocabulary, ascending; None: it is the target's vocabulary."""
     weight_bytes: int
+    windowed: bool
+    """Whether the layers have a window, as layers of the target have."""
 
     @property
     def num_layers(self) -> int: ...
@@ -71,5 +73,5 @@ class DraftLayers(Protocol):
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache of a layer."""
 
-    def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """v [S, D] -> [S, W] float32."""
+    def logits(self, v: Tensor, sizes: StepSizes | None = None, layer: int = 0) -> Tensor:
+        """v [S, D] of a layer -> [S, W] float32."""

@@ -87,6 +87,8 @@ class EagleHead:
         """Empty: the head is unchanged when the target's weights are replaced."""
         return iter(())
 
+    windowed = False
+
     @property
     def attends_to_extend(self) -> bool:
         """As `DraftLayers.attends_to_extend`."""
@@ -140,7 +142,7 @@ class EagleHead:
             x = self._layers.run(x, stream, batch, slice(-1))
         self._layers.layers[-1].attention.remember(x, batch)
 
-    def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
+    def logits(self, v: Tensor, sizes: StepSizes | None = None, layer: int = 0) -> Tensor:
         """v [S, D] -> [S, W] float32. `sizes` as in `Model.logits`."""
         if self._norm is not None and not self.config.norms_output:
             v = self._norm(v)

@@ -11,7 +11,5 @@ from moe_engine.models.weights import WeightSource
 class GatedHeadsModel(DenseModel):
     """`Model` of the families. `batch.kv[layer]` is (keys, values)."""
 
-    has_mtp = False
-
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> HeadGatedGQAttention:
         return HeadGatedGQAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary)

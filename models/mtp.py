@@ -8,9 +8,11 @@ result) and the following token, and predicts the token after that (DeepSeek-V3 
     z = eh_proj([enorm(embedding(token i+1)) | hnorm(hidden i)])      the embedding comes first
     v = shared_head.norm(decoder_layer(z))                            logits for token i+2: head(v)
 
-In the next draft step, v is the hidden state: it is normed in the same way as the main model's hidden states.
+In the next draft step, v is the hidden state: it is normed in the same way as the main model's hidden states. Layers
+that read the residual (`MTPForm`) take it before the final norm, and v is their own, whose norm the head reads.
 `models.stream_mtp` has the layers of models with several residual streams.
-Embedding, head and rotary table are the main model's; the checkpoint's copies of the first two are not read.
+Embedding, rotary tables and, unless a layer has its own, the head are the main model's; the checkpoint's copies of
+embedding and head are not read.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ from moe_engine.models.layers.embedding import Head
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.sparse_chunks import SharedSelection
-from moe_engine.models.mtp_layer import JoiningLayer
+from moe_engine.models.mtp_layer import JoiningLayer, ResidualOnly
 from moe_engine.models.stream_mtp import StreamMTPLayer
+from moe_engine.models.tensors import MTP_HEAD
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 
@@ -48,7 +51,7 @@ FusedStepCall = Callable[[np.ndarray, int, StepDraws | None], VerifiedChains]
 
 
 class MTPLayers:
-    """The M MTP layers of a checkpoint, with the embedding and head of their `model`.
+    """The M MTP layers of a checkpoint, with the embedding and, unless they have their own, the head of their `model`.
 
     Their caches follow the model's: ``batch.kv[i] for i in kv_layers``, of the same type. Implements `DraftLayers`.
     """
@@ -61,6 +64,7 @@ class MTPLayers:
         self.kv_layers = range(first, first + count)
         self._model = model
         form = MTPLayer if model.config.draft_streams is None else StreamMTPLayer
+        self.windowed = bool(model.config.windowed_drafts)
         self._layers: list[JoiningLayer] = [form(model, index, reader) for index in self.kv_layers]
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the layers in addition to the model, in the kernels' layouts."""
@@ -91,9 +95,9 @@ class MTPLayers:
         return self._model.planner_of_decodes(drafts=True)
 
     @property
-    def reads_streams(self) -> bool:
-        """True if hidden states are the residual's streams after the last layer, not the result of the final norm."""
-        return self._model.config.draft_streams is not None
+    def reads_residual(self) -> bool:
+        """See `ModelConfig.drafts_read_residual`."""
+        return self._model.config.drafts_read_residual
 
     @property
     def state_width(self) -> int:
@@ -102,7 +106,7 @@ class MTPLayers:
 
     def prepare(self, states: Tensor) -> Tensor:
         """Hidden states for `forward`: the states, or the streams alone of a residual with streams."""
-        return states[:, : self.state_width].contiguous() if self.reads_streams else states
+        return states[:, : self.state_width].contiguous() if self.reads_residual else states
 
     @property
     def feed_forwards(self) -> list[Any]:
@@ -192,22 +196,34 @@ class MTPLayers:
         step = fuse_draft_step(self._fused, stack.fused, tables, kv)
         return None if step is None else step.run
 
-    def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """v -> [S, V] float32, by the model's head. `sizes` as in `Model.logits`."""
-        return self._model.logits(self._layers[-1].output(v), sizes)
+    def logits(self, v: Tensor, sizes: StepSizes | None = None, layer: int = 0) -> Tensor:
+        """v [S, `state_width`] of a layer -> [S, V] float32. `sizes` as in `Model.logits`."""
+        own = self._layers[layer]
+        return (own.head or self._model.logits)(own.output(v), sizes)
 
 
 class MTPLayer(JoiningLayer):
     """embedding [T, D] of the next tokens, hidden [T, D] -> v [T, D]."""
 
     def __init__(self, model: Decoder, layer_index: int, reader: WeightSource) -> None:
-        name, size = f"model.layers.{layer_index}", model.config.hidden_size
+        name, size, form = f"model.layers.{layer_index}", model.config.hidden_size, model.config.mtp
         self._embedding_norm = model.make_norm(reader, f"{name}.enorm")
         self._hidden_norm = model.make_norm(reader, f"{name}.hnorm")
         self._project = load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
-        self._decoder = model.make_layer(layer_index, reader, model.make_norm(reader, f"{name}.shared_head.norm"))
+        self._output_norm = model.make_norm(reader, f"{name}.shared_head.norm")
+        self._passes_residual = form.reads_residual
+        next_norm: Any = ResidualOnly(self._output_norm) if self._passes_residual else self._output_norm
+        self._decoder = model.make_layer(layer_index, reader, next_norm)
         self._input_norm.feed(self._decoder.attention.input_format)
+        self.head = self._make_head(model, layer_index, reader) if form.own_heads else None
+
+    def _make_head(self, model: Decoder, layer_index: int, reader: WeightSource) -> Head:
+        name = f"model.layers.{layer_index}.{MTP_HEAD}"
+        return Head(model.config, reader, model.backends.linear, model.embedding, model.parallel, name)
+
+    def output(self, v: Tensor) -> Tensor:
+        return self._output_norm(v) if self._passes_residual else v
 
     def modules(self, model: Decoder, layer_index: int) -> Iterator[Reloadable]:
         name, size = f"model.layers.{layer_index}", model.config.hidden_size
@@ -219,7 +235,11 @@ class MTPLayer(JoiningLayer):
         for norm, module in norms:
             yield Reloadable((f"{name}.{norm}.",), module, partial(model.make_norm, prefix=f"{name}.{norm}"))
         yield Reloadable((f"{name}.eh_proj.",), self._project, project)
-        yield from model.layer_modules(layer_index, self._decoder, f"{name}.shared_head.norm")
+        *inner, _ = model.layer_modules(layer_index, self._decoder, last := f"{name}.shared_head.norm")
+        yield from inner
+        yield Reloadable(model.norm_prefixes(last), self._output_norm, partial(model.make_norm, prefix=last))
+        if self.head is not None:
+            yield Reloadable((f"{name}.{MTP_HEAD}.",), self.head, partial(self._make_head, model, layer_index))
 
     def level(self) -> DraftLevel | None:
         decoder, part = self._decoder, self._decoder.feed_forward

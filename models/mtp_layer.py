@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,8 +15,14 @@ from moe_engine.kernels.decoder.drafting import DraftLevel
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.decoder_layer import DecoderLayer
+from moe_engine.models.layers.embedding import Head
+from moe_engine.models.layers.gated_streams import GatedStreamNorm
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.sharded_layer import ShardedLayer
+from moe_engine.models.layers.streams import StreamNorm
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 
 class JoiningLayer(ABC):
@@ -24,6 +30,8 @@ class JoiningLayer(ABC):
 
     _input_norm: RMSNorm
     _decoder: DecoderLayer | CompiledLayer | ShardedLayer
+    head: Head | None = None
+    """The layer's own LM head; None: it uses the model's."""
 
     @abstractmethod
     def _join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
@@ -51,3 +59,24 @@ class JoiningLayer(ABC):
     def level(self) -> DraftLevel | None:
         """The layer's weights, for draft chains in one call; None if its modules have no calls."""
         return None
+
+
+class ResidualOnly:
+    """Replaces the norm after a layer: adds the result, and returns the residual or its streams.
+
+    Args:
+        norm: of the head's input.
+    """
+
+    adds_rows = adds_pairs = False
+
+    def __init__(self, norm: RMSNorm | StreamNorm | GatedStreamNorm) -> None:
+        self._norm = norm
+
+    def sum_over(self, all_reduce: CustomAllReduce) -> None:
+        """See `RMSNorm`."""
+        self._norm.sum_over(all_reduce)
+
+    def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Tensor:
+        assert other is None
+        return self._norm.write(x, residual)

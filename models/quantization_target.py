@@ -20,7 +20,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.fused_experts import GROUP
 from moe_engine.models.tensors import Kind, TensorSpec, model_tensors
 
-_KEPT = (".eh_proj.", ".compressor.")
+_KEPT = (".eh_proj.", ".compressor.", ".shared_head.")
 """Parts of the names of projections that checkpoints publish unquantized."""
 _JOINED = {
     ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"): ("qkv_proj", "qkvb_proj", "in_proj_qkvgfab"),

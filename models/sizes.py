@@ -28,6 +28,7 @@ from moe_engine.models.tensors import (
     Kind,
     TensorSpec,
     is_delta,
+    is_head,
     layer_index,
     model_tensors,
 )
@@ -200,7 +201,7 @@ def _alike(
     """Layers have the same tensors but for their number; a format may store them differently."""
     found: dict[tuple[object, ...], Alike] = {}
     for spec in specs:
-        layered = spec.name.startswith(_LAYER)
+        layered = spec.name.startswith(_LAYER) and not is_head(spec.name)
         each = None
         if layered and spec.kind is Kind.LINEAR and not spec.name.endswith(_BY_HEAD):
             shape = _local_shape(config, spec, topology)
@@ -243,7 +244,7 @@ def _sum_of(
         elif spec.name.endswith(_KV_B):
             plain += held if derived else 2 * held
             kept += _absorbed_bytes(config, held, format) if derived else 0
-        elif spec.name == "lm_head.weight" and head and head.takes(spec.shape[1]):
+        elif is_head(spec.name) and head and head.takes(spec.shape[1]):
             kept += held * Fraction(head.num_bytes(1, spec.shape[1]), spec.shape[1])
         elif each is not None:
             kept += held * each
@@ -257,7 +258,7 @@ def _sum_of(
 
 def _head_as_stored(spec: TensorSpec, format: WeightFormat, topology: Topology) -> bool:
     stored = isinstance(format, SchemeFormat) and format.stores_head
-    return stored and spec.name == "lm_head.weight" and topology.tp_size == 1
+    return stored and is_head(spec.name) and topology.tp_size == 1
 
 
 def _absorbed_bytes(config: ModelConfig, elements: int, format: WeightFormat) -> int:
@@ -320,7 +321,7 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         return 1
     if name == EMBEDDING:
         return topology.attn_tp_size
-    if name == "lm_head.weight":
+    if is_head(name):
         return topology.attn_tp_size if topology.enable_dp_lm_head else topology.tp_size
     if ".shared_expert" in name:
         if topology.travels or ".shared_expert_gate." in name:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -27,11 +27,8 @@ from moe_engine.models.layers.gated_streams import GatedStreamNorm
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.streams import StreamNorm, spread
-from moe_engine.models.mtp_layer import JoiningLayer
+from moe_engine.models.mtp_layer import JoiningLayer, ResidualOnly
 from moe_engine.models.weights import WeightSource
-
-if TYPE_CHECKING:
-    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 _NORMS, _PROJECTIONS = ("enorm", "hnorm"), ("e_proj", "h_proj")
 
@@ -47,7 +44,7 @@ class StreamMTPLayer(JoiningLayer):
         self._embedding, self._hidden = (self._projection(reader, f"{name}.{part}") for part in _PROJECTIONS)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
         self._output_norm: StreamNorm | GatedStreamNorm = cast(Any, model.make_norm(reader, f"{name}.shared_head.norm"))
-        self._decoder = model.make_layer(layer_index, reader, cast(Any, _Streams(self._output_norm)))
+        self._decoder = model.make_layer(layer_index, reader, cast(Any, ResidualOnly(self._output_norm)))
         self._input_norm.feed(self._decoder.attention.input_format)
 
     def modules(self, model: Decoder, layer_index: int) -> Iterator[Reloadable]:
@@ -80,24 +77,3 @@ class StreamMTPLayer(JoiningLayer):
     def _projection(self, reader: WeightSource, prefix: str) -> Any:
         size = self._model.config.hidden_size
         return load_linear(self._model.backends.linear, reader, [prefix], [size], size)
-
-
-class _Streams:
-    """Replaces the norm after a layer: adds the result, and returns the streams.
-
-    Args:
-        norm: of the head's input.
-    """
-
-    adds_rows = adds_pairs = False
-
-    def __init__(self, norm: StreamNorm | GatedStreamNorm) -> None:
-        self._norm = norm
-
-    def sum_over(self, all_reduce: CustomAllReduce) -> None:
-        """See `RMSNorm`."""
-        self._norm.sum_over(all_reduce)
-
-    def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Tensor:
-        assert other is None
-        return self._norm.write(x, residual)

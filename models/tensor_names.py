@@ -12,7 +12,7 @@ from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor
 from moe_engine.models.formats.table import format_in_headers, hint_for
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import EMBEDDING, MTP_COPIES, Kind, layer_index, model_tensors
+from moe_engine.models.tensors import EMBEDDING, Kind, layer_index, model_tensors, mtp_copies
 
 MAX_SHOWN = 5
 
@@ -88,7 +88,7 @@ class TensorNames:
         config, index = self._config, layer_index(name)
         stop = config.num_layers + config.num_nextn_predict_layers
         if config.num_layers <= index < max(stop, config.stored_layers):
-            return not self._include_mtp or index >= stop or name.endswith(MTP_COPIES)
+            return not self._include_mtp or index >= stop or name.endswith(mtp_copies(config))
         no_head = config.tie_word_embeddings or config.pooling is not None
         return name.endswith("rotary_emb.inv_freq") or (no_head and name.startswith("lm_head."))
 

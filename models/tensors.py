@@ -40,9 +40,10 @@ MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCaus
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
+STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
     "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
-    *QWEN4_EXP, *MINIMAX_M3,
+    *QWEN4_EXP, *MINIMAX_M3, *STEP,
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, MiniMax-M3 and Qwen)."""
@@ -63,8 +64,20 @@ MTP_INPUTS = (".eh_proj.weight", ".h_proj.weight")
 """Ends of the names of an MTP layer's projection of hidden states: DeepSeek V3's, DeepSeek V4's."""
 _BLOCK_INPUT = ".main_proj.weight"
 """The same of the first of the layers that fill in blocks."""
-MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
-"""Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
+MTP_HEAD = "shared_head.head"
+"""The LM head of an MTP layer, in the layer."""
+_EMBEDDING_COPY = ".embed_tokens.weight"
+_HEAD_COPIES = (f".{MTP_HEAD}.weight", ".shared_head.weight")
+
+
+def is_head(name: str) -> bool:
+    """True for an LM head: the model's, or an MTP layer's own."""
+    return name == "lm_head.weight" or name.endswith(f".{MTP_HEAD}.weight")
+
+
+def mtp_copies(config: ModelConfig) -> tuple[str, ...]:
+    """Ends of the names of an MTP layer's copies of embedding and head, which are the model's."""
+    return (_EMBEDDING_COPY,) if config.mtp.own_heads else (_EMBEDDING_COPY, *_HEAD_COPIES)
 
 
 def has_mtp_names(config: ModelConfig) -> bool:
@@ -241,8 +254,10 @@ def draft_tensors(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
-    """Tensors of an MTP layer, without its copies of embedding and head."""
+    """Tensors of an MTP layer, the first one's, without its copies of embedding and head."""
     hidden, streams = config.hidden_size, config.draft_streams
+    if config.mtp.own_heads:
+        yield TensorSpec(f"{MTP_HEAD}.weight", (config.vocab_size, hidden))
     yield _norm("enorm", hidden)
     yield _norm("hnorm", hidden if streams is None else streams.normed * hidden)
     yield from (spec.within("shared_head") for spec in _input_norm(config, "norm", streams))
@@ -262,7 +277,7 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
         found = delta_tensors(config.delta, hidden)
         yield from (spec.within(config.delta.block) for spec in found)
         return
-    attention = config.attention if layer is None else config.attention_of(layer)
+    attention = config.attention_of(config.num_layers if layer is None else layer)
     if isinstance(attention, CompressedConfig):
         yield from (spec.within("self_attn") for spec in _compressed(attention, hidden, layer))
         return
@@ -440,7 +455,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, _IMAGE_BIAS, *MTP_COPIES, *KV_SCALES, *CONFIDENCE)
+    unread = (_ROTARY, _IMAGE_BIAS, *mtp_copies(config), *KV_SCALES, *CONFIDENCE)
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
 
 

@@ -43,6 +43,7 @@ class ChainSteps:
     slots: Tensor  # [S, R] int64
     context_lens: Tensor  # [S, R] int32, on the device
     queries: PagedQueries  # from any step: rows, slot table
+    flat: Tensor  # [S, R] int64: the tokens' places in the flat slot table
 
 
 class RowTables(NamedTuple):

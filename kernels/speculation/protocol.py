@@ -61,6 +61,7 @@ class ChainBuffers:
     draft_ids: Tensor  # [K, R] int64: the last tokens, then the drafts, which the drafter writes
     draft_positions: Tensor  # [S, R] int64
     draft_slots: Tensor  # [S, R] int64
+    draft_window_slots: Tensor  # [S, R] int64, of `RowTables.windows`; [S, 0] without
     draft_lens: Tensor  # [S, R] int32: context tokens
     draft_real: Tensor  # [R] int32: 0 for padding
     draft_uniform: Tensor  # [S, R] float32
@@ -108,6 +109,7 @@ class RunBuffers:
     cached: Tensor  # [R] int64: leading tokens of each row that are not computed; written by the host
     positions: Tensor  # [R, N] int64
     slots: Tensor  # [R, N] int64
+    window_slots: Tensor  # [R, N] int64, of `RowTables.windows`; [R, 0] without
     lens: Tensor  # [R] int32: context tokens, first + N
     real: Tensor  # [R, N] int32
     ids: Tensor  # [J, R, N] int64

@@ -93,6 +93,8 @@ class TorchChains:
         if chain.window_slots.numel():
             windowed = _taken(tables.windows, (rows * width)[:, None] + verified)
             chain.window_slots.copy_(torch.where(real[:, None], windowed, 0))
+            windowed = _taken(tables.windows, rows * width + drafted)
+            chain.draft_window_slots.copy_(torch.where(real, windowed, 0))
         chain.lens.copy_(torch.where(real, starts, 0) + len(places))
         numbers = device_uniforms(chain.seeds[:, None], starts[:, None] + 1 + places)
         chain.uniform.copy_(numbers)
@@ -141,6 +143,9 @@ class TorchChains:
         inside = positions.clamp_max(width - 1)
         runs.positions.copy_(inside + chain.shifts[:, None])
         runs.slots.copy_(torch.where(real, _taken(tables.slots, (rows * width)[:, None] + inside), 0))
+        if runs.window_slots.numel():
+            windowed = _taken(tables.windows, (rows * width)[:, None] + inside)
+            runs.window_slots.copy_(torch.where(real, windowed, 0))
         runs.lens.copy_(first[:, 0] + count)
         runs.real.copy_(real)
         for j, ids in enumerate(runs.ids):

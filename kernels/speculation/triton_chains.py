@@ -65,8 +65,8 @@ def _store_pools(places, axes, at, place, ends, is_real, wanted, POOL: tl.conste
 @dependent_jit(do_not_specialize=["num_requests", "width"])
 def chain_inputs_kernel(
     rows, seeds, lengths, last_tokens, slot_table, window_table, image_ends, starts, draft_ids, draft_positions,
-    draft_slots, draft_lens, draft_real, draft_uniform, ids, positions, slots, window_slots, lens, real, uniform,
-    shifts, places, pool_axes, draft_places, draft_axes, num_requests, width,
+    draft_slots, draft_window_slots, draft_lens, draft_real, draft_uniform, ids, positions, slots, window_slots, lens,
+    real, uniform, shifts, places, pool_axes, draft_places, draft_axes, num_requests, width,
     K: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LOOKBACK: tl.constexpr, WINDOWS: tl.constexpr,
     IMAGES: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
@@ -107,6 +107,9 @@ def chain_inputs_kernel(
     drafted = tl.where(has_row, start + FIRST + tl.maximum(place - LOOKBACK, 0), 0)
     tl.store(draft_positions + at, drafted + shift, drafting)
     tl.store(draft_slots + at, tl.load(table + drafted, drafting & has_row, 0).to(tl.int64), drafting)
+    if WINDOWS:
+        slot = tl.load(window_table + row * width + drafted, drafting & has_row, 0)
+        tl.store(draft_window_slots + at, slot.to(tl.int64), drafting)
     tl.store(draft_lens + at, (drafted + 1).to(tl.int32), drafting)
     tl.store(draft_uniform + at, numbers, drafting)
     if POOL > 1:
@@ -178,9 +181,10 @@ def _source(place, request, row, is_row, BACK: tl.constexpr, K: tl.constexpr):
 
 @dependent_jit(do_not_specialize=["num_requests", "width"])
 def chain_runs_kernel(
-    rows, all_starts, shifts, result, cached, tokens, slot_table, positions, slots, lens, real, ids, sources,
-    kept, num_requests, width,
+    rows, all_starts, shifts, result, cached, tokens, slot_table, window_table, positions, slots, window_slots, lens,
+    real, ids, sources, kept, num_requests, width,
     N: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, SHIFT: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """See `ChainKernels.runs`."""
     wait_for_inputs()
@@ -199,6 +203,9 @@ def chain_runs_kernel(
     tl.store(positions + at, kept_inside + tl.load(shifts + request), inside)
     slot = tl.load(slot_table + row * width + kept_inside, inside & is_real, 0)
     tl.store(slots + at, slot.to(tl.int64), inside)
+    if WINDOWS:
+        slot = tl.load(window_table + row * width + kept_inside, inside & is_real, 0)
+        tl.store(window_slots + at, slot.to(tl.int64), inside)
     tl.store(real + at, is_real.to(tl.int32), inside)
     tl.store(lens + request, (first + N).to(tl.int32))
     for j in tl.static_range(IDS):
@@ -282,9 +289,9 @@ class TritonChains:
         c, count = chain, chain.ids.shape[1]
         chain_inputs_kernel[(len(c.rows),)](
             c.rows, c.seeds, tables.lengths, tables.last_tokens, tables.slots, tables.windows, tables.image_ends,
-            c.starts, c.draft_ids, c.draft_positions, c.draft_slots, c.draft_lens, c.draft_real, c.draft_uniform, c.ids,
-            c.positions, c.slots, c.window_slots, c.lens, c.real, c.uniform, c.shifts, c.places, c.pool_axes,
-            c.draft_places, c.draft_axes, len(c.rows), tables.slots.shape[1],
+            c.starts, c.draft_ids, c.draft_positions, c.draft_slots, c.draft_window_slots, c.draft_lens, c.draft_real,
+            c.draft_uniform, c.ids, c.positions, c.slots, c.window_slots, c.lens, c.real, c.uniform, c.shifts, c.places,
+            c.pool_axes, c.draft_places, c.draft_axes, len(c.rows), tables.slots.shape[1],
             K=count, BLOCK=next_power_of_2(count), FIRST=c.first_draft, LOOKBACK=c.lookback,
             WINDOWS=c.window_slots.numel() > 0, IMAGES=len(tables.image_ends) > 0, POOL=c.pool, num_warps=1,
         )  # fmt: skip
@@ -312,10 +319,11 @@ class TritonChains:
     def runs(self, tables: RowTables, chain: ChainBuffers, runs: RunBuffers) -> None:
         r, count = runs, runs.positions.shape[1]
         chain_runs_kernel[(len(chain.rows),)](
-            chain.rows, chain.starts, chain.shifts, chain.result, r.cached, tables.tokens, tables.slots, r.positions,
-            r.slots, r.lens, r.real, r.ids, r.sources, r.kept, len(chain.rows), tables.slots.shape[1],
+            chain.rows, chain.starts, chain.shifts, chain.result, r.cached, tables.tokens, tables.slots, tables.windows,
+            r.positions, r.slots, r.window_slots, r.lens, r.real, r.ids, r.sources, r.kept, len(chain.rows),
+            tables.slots.shape[1],
             N=count, BLOCK=next_power_of_2(count), BACK=r.back, SHIFT=r.shift, IDS=len(r.ids), K=chain.ids.shape[1],
-            num_warps=1,
+            WINDOWS=r.window_slots.numel() > 0, num_warps=1,
         )  # fmt: skip
 
     def gather_states(self, kept: Tensor, hidden: Tensor, sources: Tensor) -> Tensor:
@@ -366,7 +374,8 @@ def aot_cases() -> list[AotCase]:
     gathered = {"kept": "*bf16", "hidden": "*bf16", "sources": "*i64", "out": "*bf16"}
     cases.append(AotCase("gather_states_v3", gather_states_kernel, gathered, constants, warps_for(_BLOCK_D), 3, False))
     run = {"N": 5, "BLOCK": 8, "BACK": 1, "SHIFT": 1, "IDS": 2, "K": 4}
-    cases.append(case("chain_runs_2_layers", chain_runs_kernel, **run))
+    cases.append(case("chain_runs_2_layers", chain_runs_kernel, **run, WINDOWS=False))
+    cases.append(case("chain_runs_2_layers_windows", chain_runs_kernel, **run, WINDOWS=True))
     cases.append(case("ngram_match", match_kernel, LEAST=1, MOST=12, BLOCK=_BLOCK_N))
     cases.append(case("ngram_drafts", match_drafts_kernel, S=4, BLOCKS=64, DRAFTS=4))
     return cases

@@ -31,7 +31,7 @@ INT4_GROUP = 32
 NAMES = ("fp8", "fp8wo", "int8", "int8wo", "int8dq", "int4")
 _GROUPED = "int4wo-"
 _READ_ELEMENTS = 1 << 22
-_UNQUANTIZED = ("kv_b_proj", "o_a_proj", "compressor", "eh_proj", "lm_head")
+_UNQUANTIZED = ("kv_b_proj", "o_a_proj", "compressor", "eh_proj", "lm_head", "shared_head")
 """Modules whose weights are held by head, or that checkpoints publish unquantized."""
 
 

@@ -27,6 +27,7 @@ from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.uneven import exchange_columns, gather_rows, sum_over
 
 EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head"
 
 
 class Embedding:
@@ -57,9 +58,9 @@ class Embedding:
 class Head:
     """hidden [S, D] -> logits [S, V] float32. A tied head shares the embedding's memory if its kernel allows.
 
-    The vocabulary is sharded over all ranks, or inside an attention group (`enable_dp_lm_head`). Over all ranks, each
-    rank multiplies the rows of all groups by its part, and each group gets its own rows back. With
-    `ModelConfig.logit_cap` logits are bounded.
+    `name` is its tensor's, without ``.weight``. The vocabulary is sharded over all ranks, or inside an attention group
+    (`enable_dp_lm_head`). Over all ranks, each rank multiplies the rows of all groups by its part, and each group gets
+    its own rows back. With `ModelConfig.logit_cap` logits are bounded.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Head:
         kernel: LinearKernel,
         embedding: Embedding,
         parallel: ParallelContext = SINGLE,
+        name: str = LM_HEAD,
     ) -> None:
+        self._name, self._is_tied = name, config.tie_word_embeddings and name == LM_HEAD
         self._spans = parallel.attn_dp_size > 1 and not parallel.topology.enable_dp_lm_head
         self._group = parallel.world if self._spans else parallel.attn_tp
         self._repeats = parallel.attn_tp_size
@@ -77,24 +80,24 @@ class Head:
         self._linear = self._as_stored(config, reader, kernel) or head_linear(
             kernel,
             self._load(config, reader, embedding),
-            None if config.tie_word_embeddings else derived_codes(reader.format, config.hidden_size, is_head=True),
+            None if self._is_tied else derived_codes(reader.format, config.hidden_size, is_head=True),
         )
 
     def _as_stored(self, config: ModelConfig, reader: WeightSource, kernel: LinearKernel) -> Linear | None:
         """The head in the checkpoint's form, if the files say that it has one and the kernel multiplies it."""
         format, shape = reader.format, (config.vocab_size, config.hidden_size)
-        if config.tie_word_embeddings or not isinstance(format, SchemeFormat) or not format.stores_head:
+        if self._is_tied or not isinstance(format, SchemeFormat) or not format.stores_head:
             return None
         if (
             self._group.size > 1
-            or format_for(kernel.capabilities.quantized, reader, [Projection("lm_head", shape)]) is None
+            or format_for(kernel.capabilities.quantized, reader, [Projection(self._name, shape)]) is None
         ):
             return None
-        return load_linear(kernel, reader, ["lm_head"], shape[:1], shape[1])
+        return load_linear(kernel, reader, [self._name], shape[:1], shape[1])
 
     def _load(self, config: ModelConfig, reader: WeightSource, embedding: Embedding) -> Tensor:
-        if not config.tie_word_embeddings:
-            return load_vocabulary(partial(reader.linear, "lm_head"), reader, config, self._group)
+        if not self._is_tied:
+            return load_vocabulary(partial(reader.linear, self._name), reader, config, self._group)
         if self._spans:  # sharded differently from the embedding
             return load_vocabulary(partial(reader.tensor, EMBEDDING), reader, config, self._group)
         return embedding.weight

@@ -209,10 +209,12 @@ class GQAttention:
         return self._grouped_rows(q, k, v, self._head_norms, positions, self._rotary, slots, *cache, bias)
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
-        """Writes the keys and values of `forward` without computing its result, if the caches have all positions."""
+        """Writes the keys and values of `forward` without computing its result."""
         parts = self._parts(self._qkv(hidden))
         _, k = self._turned(parts, batch.positions)
-        self._ops.write_kv(k, parts.v, batch.slots, *self.cache_of(batch))
+        windows = None if self._all_groups[self._group].window is None else batch.windows
+        slots = batch.slots if windows is None else windows.slots
+        self._ops.write_kv(k, parts.v, slots, *self.cache_of(batch))
 
     def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """This layer's caches, [num_slots, G, Dh] and [num_slots, G, V]; index keys may follow them."""
@@ -280,13 +282,9 @@ def _with_sinks(paged: Callable[..., Tensor], sinks: Tensor, *args: Any) -> Tens
 
 
 def _group_of(config: ModelConfig, layer_index: int) -> int:
-    """The cache group of a layer; MTP layers, which come after the model's, see all positions."""
-    mtp = layer_index >= config.num_layers
-    return next(
-        i
-        for i, group in enumerate(config.cache_groups)
-        if (group.window is None if mtp else layer_index in group.layers)
-    )
+    """The cache group of a layer: that of its window."""
+    window = config.window_of(layer_index)
+    return next(i for i, group in enumerate(config.cache_groups) if group.window == window)
 
 
 def group_inputs(batch: ForwardBatch, groups: Sequence[CacheGroup], backend: GQABackend) -> Groups:

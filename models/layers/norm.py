@@ -119,6 +119,11 @@ class RMSNorm:
         assert self._add_rows is not None
         return self._add_rows(rows, residual, self.weight, self.eps)
 
+    def write(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual [T, D] += x in place; returns it."""
+        self.add(x, residual)
+        return residual
+
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
         """residual [T, D] += x (+ other, if it `adds_pairs`) in place; returns the norm of the sum, see `__call__`."""
         if other is not None:

@@ -22,14 +22,15 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
         extra -= 2 * given.bf16_gates(mtp=True)
         number = count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         kind = "MTP" if model.own_block is None else "DSpark"
-        detail = f"{layers} {kind} layer{'s' * (layers > 1)}, {number} parameters; embedding and head are the model's"
+        shared = "embedding is" if model.mtp.own_heads else "embedding and head are"
+        detail = f"{layers} {kind} layer{'s' * (layers > 1)}, {number} parameters; {shared} the model's"
         if model.own_block is not None:
             return [LedgerRow(DRAFT_WEIGHTS, extra, detail)]
         # states of each row's last token; with several layers also of earlier tokens, and a copy of these during an
         # update
         states = given.limits.running * (2 * layers - 1)
         tapped = 0
-        if model.draft_streams is not None and given.graphs.sizes:
+        if model.drafts_read_residual and given.graphs.sizes:
             tapped = given.graphs.up_to(given.limits.running).max_tokens
         num_bytes = (states + tapped) * model.draft_state_width * size
         kept = LedgerRow("draft states", num_bytes, f"{states} states of running requests")
@@ -72,9 +73,9 @@ def step_bytes(given: SizingInput) -> int:
     if given.uses_mtp and given.model.own_block is not None:  # means of the streams, and the layers' input
         states = len(given.model.own_block.tapped) + 5
         return step + states * tokens * given.model.hidden_size * size
-    if given.uses_mtp and given.model.draft_streams is not None:  # the model's, a copy, and those of the MTP layer
-        return step + 3 * tokens * given.model.draft_state_width * size
-    return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
+    # hidden states, and eh_proj's input; of streams the model's, a copy, and those of the MTP layer
+    copied = given.model.mtp.reads_residual
+    return step + given.uses_mtp * (3 + copied) * tokens * given.model.draft_state_width * size
 
 
 def count(number: int) -> str:

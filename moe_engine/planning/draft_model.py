@@ -43,6 +43,11 @@ def load_draft(args: EngineArgs, model: ModelConfig) -> DraftModel | None:
         raise ConfigError(f"{FLAG} {path}: no config.json there; give the folder of a checkpoint")
     names = _architectures(file)
     if any(name.endswith(NEXTN) for name in names):
+        if model.mtp.own_heads:
+            raise ConfigError(
+                f"{FLAG} {path}: MTP layers of {model.architecture} exported on their own are not supported; leave the "
+                "flag out: those of the model's checkpoint draft"
+            )
         overrides = {"architectures": [name.removesuffix(NEXTN) for name in names], "num_nextn_predict_layers": 1}
         overrides |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
         return DraftModel(str(folder), load_model_config(folder, overrides), is_nextn=True)

@@ -22,7 +22,7 @@ from moe_engine.planning.resolution_log import Decision
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolve_speculation import speculative_values
 from moe_engine.planning.resolve_storage import resolve_write_policy
-from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.step_limits import StepLimits, kept_window
 from moe_engine.types import SpeculationConfig
 from moe_engine.types.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 
@@ -105,7 +105,7 @@ class ResolvedConfig:
     @property
     def window(self) -> int:
         """The window that bounds the KV of windowed layers; 0: no bound."""
-        return self.model.longest_window if self.num_window_slots else 0
+        return kept_window(self.model, self.limits) if self.num_window_slots else 0
 
     @property
     def lora_slots(self) -> int:

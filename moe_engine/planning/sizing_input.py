@@ -83,9 +83,14 @@ class SizingInput:
 
     @property
     def window_bytes_per_token(self) -> int:
-        """KV bytes of a token in all windowed layers, on one rank."""
-        model = self.local_model
-        return model.kv_bytes_of(model.windowed_layers, self.kv_dtype, self.limits.draft_slots)
+        """KV bytes of a token in all `windowed_layers`, on one rank."""
+        return self.local_model.kv_bytes_of(self.windowed_layers, self.kv_dtype, self.limits.draft_slots)
+
+    @property
+    def windowed_layers(self) -> tuple[int, ...]:
+        """The layers with a window, those of the drafter's MTP layers included."""
+        model = self.model
+        return (*model.windowed_layers, *(model.windowed_drafts if self.uses_mtp else ()))
 
     @property
     def model_bytes_per_token(self) -> int:

@@ -135,3 +135,9 @@ class StepLimits:
         if num_requests > self.running:
             return f"{num_requests} requests in a step; the limit is {self.running}"
         return None
+
+
+def kept_window(model: ModelConfig, limits: StepLimits) -> int:
+    """Positions up to a token whose KV layers with a window keep: the window, and tokens that MTP layers with a window
+    compute again. 0: no layer has a window."""
+    return model.longest_window + (limits.followed_again if model.windowed_drafts else 0)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.state_memory import state_bytes
+from moe_engine.planning.step_limits import kept_window
 from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS, TRANSFER_SLOTS, transfer_window_bytes
 
 COPY_ROWS_BYTES = 3 * (32 << 20)
@@ -60,7 +61,7 @@ def _window_tokens(given: SizingInput, ratio: float) -> int:
     """Tokens of the tier's window pool: at least one window."""
     if not given.num_window_slots:
         return 0
-    least = given.local_model.longest_window + 2 * given.page_size
+    least = kept_window(given.model, given.limits) + 2 * given.page_size
     return _pages(given, max(ratio * given.num_window_slots, least))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_engine.planning.ledger import KEPT_ROW, SLOT_TOKEN_BYTES, WINDOWS_ROW, LedgerRow, slot_table_bytes
 from moe_engine.planning.sizing_input import SizingInput
+from moe_engine.planning.step_limits import kept_window
 from moe_engine.types.row_sizes import window_pool_tokens
 
 INDEXED_WINDOWS = 16
@@ -17,8 +18,8 @@ def bound_windows(given: SizingInput, tokens: int) -> tuple[int, str]:
     The pool holds the windows of all running requests if that is less than a KV cache of `tokens`, which would hold the
     whole context of all layers. Otherwise it has its share of the memory, and admission counts its free pages.
     """
-    window, limits = given.local_model.longest_window, given.limits
-    kept = f"layers with a window of {window} tokens keep the KV of the whole context"
+    limits, window = given.limits, kept_window(given.model, given.limits)
+    kept = f"layers with a window of {given.model.longest_window} tokens keep the KV of the whole context"
     if given.tier_ratio or given.tier_bytes:
         if not given.windows_in_tier:
             return 0, f"{kept}: storage, another server or --kv-connector takes the KV of all layers"
@@ -79,5 +80,5 @@ def _pool_rows(given: SizingInput) -> list[LedgerRow]:
     if not given.num_window_slots:
         return []
     each, model, slots = given.window_bytes_per_token, given.local_model, given.num_window_slots
-    detail = f"{slots} tokens x {each} B in {len(model.windowed_layers)} layers with windows of {model.longest_window}"
+    detail = f"{slots} tokens x {each} B in {len(given.windowed_layers)} layers with windows of {model.longest_window}"
     return [LedgerRow(WINDOWS_ROW, (slots + given.page_size) * each, detail)]

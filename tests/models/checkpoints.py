@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.models.fp8 import dequantize_fp8, quantize_fp8
+from tests.models.step_mtp import add_step_mtp, with_mtp_fields
 
 LONGCAT = "longcat_flash"
 """The kind with experts on a shortcut, whose config.json has `num_layers` of two attentions each."""
@@ -462,6 +463,8 @@ def make_checkpoint(
             tensors |= gated_streams_mtp(tensors, generator)
         elif kind == LONGCAT:
             add_longcat_mtp(tensors, fields["hidden_size"], generator)
+        elif kind == "step3p7":
+            add_step_mtp(tensors, fields, index, generator)
         else:
             add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
     if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP
@@ -471,6 +474,9 @@ def make_checkpoint(
         delta = {name.removesuffix("f_proj.weight") for name in tensors if name.endswith(".f_proj.weight")}
         renamed = {f"{prefix}dense.weight": f"{prefix}o_proj.weight" for prefix in delta}
         tensors = {renamed.get(name, name): t for name, t in tensors.items()}
+    if kind == "step3p7":
+        fields = with_mtp_fields(fields, num_mtp_layers)
+        fields |= {"num_nextn_predict_layers": num_mtp_layers} if num_mtp_layers else {}
     if kind == GATED_STREAMS:
         fields["mtp_num_hidden_layers"] = num_mtp_layers
     elif num_mtp_layers and not deepseek_names and kind != LONGCAT:

@@ -64,7 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimax_m2": {},
     "minimax_m3": {"num_mtp_layers": 1},
     "mimo_v2_flash": {},
-    "step3p7": {},
+    "step3p7": {"num_mtp_layers": 3},
     "laguna": {},
     "afmoe": {},
     "glm4_moe": {"num_mtp_layers": 1},

@@ -56,6 +56,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("hy_v3", {"num_mtp_layers": 1}),
     ("longcat_flash", {"num_mtp_layers": 1}),
     ("ernie4_5_moe", {"num_mtp_layers": 1}),
+    ("step3p7", {"num_mtp_layers": 2}),
 ]
 
 

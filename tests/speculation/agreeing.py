@@ -18,6 +18,9 @@ from tests.models.checkpoints import make_checkpoint
 BRANCH_GAIN = 0.2
 PASSED_ON = 3.0
 NOISE = 0.3
+_BRANCHES = (
+    ".o_proj.weight", ".down_proj.weight", ".experts.down_proj", ".moe.down_proj", ".ple.value_proj.weight"
+)  # fmt: skip
 
 
 def agreeing_checkpoint(kind: str, directory: Path, seed: int, **fields: Any) -> Path:
@@ -34,7 +37,9 @@ def agreeing_checkpoint(kind: str, directory: Path, seed: int, **fields: Any) ->
             tensors[name] = embedding.clone()
         elif name.endswith(("lm_head.weight", "shared_head.head.weight")):
             tensors[name] = head.clone()
-        elif name.endswith((".o_proj.weight", ".down_proj.weight", ".experts.down_proj", ".ple.value_proj.weight")):
+        elif name.endswith("shared_head.output.weight"):  # a head of the layer's own
+            tensor.add_(head)
+        elif name.endswith(_BRANCHES):
             tensor.mul_(BRANCH_GAIN)
         elif name.endswith(".fc_hidden.weight"):
             tensor.mul_(NOISE)

@@ -131,6 +131,7 @@ class ExactMTP:
     fuses_drafts = False
     shares_selection = False
     attends_to_extend = False
+    windowed = False
     ids = None
 
     def __init__(self, table: Tensor, num_layers: int, history: TokenBuffer) -> None:
@@ -157,7 +158,7 @@ class ExactMTP:
     def prepare(self, states: Tensor) -> Tensor:
         return states
 
-    def logits(self, v: Tensor, sizes: object = None) -> Tensor:
+    def logits(self, v: Tensor, sizes: object = None, layer: int = 0) -> Tensor:
         return self._table[v[:, 0], v[:, 1]]
 
 

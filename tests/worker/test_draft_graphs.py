@@ -38,7 +38,7 @@ class Counting:
     forwards."""
 
     num_layers = 1
-    fuses_drafts = attends_to_extend = False
+    fuses_drafts = attends_to_extend = windowed = False
     ids = None
 
     def __init__(self, wrong: int = 1000) -> None:
@@ -58,7 +58,9 @@ class Counting:
             after = torch.where(after % self.wrong == 0, 0, after)
         return after[:, None].float()
 
-    def logits(self, hidden: Tensor, sizes: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, sizes: StepSizes | None = None, out: Tensor | None = None, layer: int = 0
+    ) -> Tensor:
         self.sizes.append(("head", None if sizes is None else sizes.logits))
         logits = -((hidden - torch.arange(VOCABULARY)) ** 2)
         return logits if out is None else out.copy_(logits)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
-from moe_engine.models.batch import PoolStarts
+from moe_engine.models.batch import PoolStarts, WindowSlots
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.paged_rows import PagedRows
@@ -200,6 +200,10 @@ class BatchBuilder:
             if length < start + count:
                 found.setdefault(row, []).append((length - start, first + snapshot))
         return found
+
+    def window_slots(self, flat: Tensor) -> WindowSlots | None:
+        """See `PagedRows.window_slots`."""
+        return self._paged.window_slots(flat)
 
     def pool_starts(self, rows: np.ndarray, places: np.ndarray) -> PoolStarts | None:
         """See `PagedRows.pool_starts`."""

@@ -103,7 +103,7 @@ class UniformBatches:
             shape.query_lens, ends[0].tolist(), shape.rows_int32, shape.query_starts, context_lens[0]
         )
         slots = self._rows.slots_at(flat_device)
-        return ChainSteps(levels, positions_device, slots, context_lens, queries)
+        return ChainSteps(levels, positions_device, slots, context_lens, queries, flat_device)
 
     def _shape(self, rows: np.ndarray, rows_device: Tensor, count: int) -> _Shape:
         if self._known_for is not rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -137,7 +138,7 @@ class _ModelDrafts:
         self.steps = [
             StaticBatch(
                 parts, chain, 1, chain.draft_positions[s], chain.draft_slots[s], chain.draft_lens[s], chain.draft_real,
-                kv, shared=shared, windows=windows,
+                kv, shared=shared, windows=windows, window_slots=chain.draft_window_slots[s],
             )
             for s in range(chain.num_drafts)
         ]  # fmt: skip
@@ -180,13 +181,17 @@ class MTPChain:
         taps: HiddenTaps | None,
     ) -> None:  # fmt: skip
         self._drafter, self._own, self._taps = drafter, own, taps
-        self._drafts = _ModelDrafts(parts, chain, drafter.batches.kv, planner)
+        windows = parts.windows if drafter.layers.windowed else ALL_POSITIONS
+        self._drafts = _ModelDrafts(parts, chain, drafter.batches.kv, planner, windows=windows)
         self._lookback = drafter.layers.num_layers - 1
         if self._lookback:
             self._runs = runs = parts.memory.runs_of(len(chain.rows), chain.num_drafts)
             count = runs.positions.shape[1]
             flat = runs.positions.flatten(), runs.slots.flatten(), runs.lens, runs.real.flatten()
-            self._run = StaticBatch(parts, chain, count, *flat, drafter.batches.kv)
+            self._run = StaticBatch(
+                parts, chain, count, *flat, drafter.batches.kv, windows=windows,
+                window_slots=runs.window_slots.flatten(),
+            )  # fmt: skip
 
     def prepare(self) -> bool:
         return self._drafts.prepare() and (not self._lookback or self._run.prepare(self._drafts.planner))
@@ -208,7 +213,8 @@ class MTPChain:
             layer = min(step, self._lookback)
             state = layers.forward(layer, chain.draft_ids[step], state, batch.forward)
             ids = chain.draft_ids[step + 1]
-            torch.clamp_min(drafts.draw(step, state, layers.logits, batch.forward.sizes), 0, out=ids)
+            head = partial(layers.logits, layer=layer)
+            torch.clamp_min(drafts.draw(step, state, head, batch.forward.sizes), 0, out=ids)
             if layers.ids is not None:
                 ids.copy_(layers.ids.index_select(0, ids))
         drafts.store()

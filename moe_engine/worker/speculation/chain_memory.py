@@ -80,6 +80,7 @@ class ChainMemory:
             "draft_ids": (count, requests),
             "result": (requests, count + 1),
             "window_slots": (requests, count if self._form.windows else 0),
+            "draft_window_slots": (drafts, requests if self._form.windows else 0),
             "places": (requests, count if self._form.pool > 1 else 0),
             "pool_axes": (requests, count if self._form.pool > 1 else 0, 3),
             "draft_places": (drafts, requests if self._form.pool > 1 else 0),
@@ -95,6 +96,7 @@ class ChainMemory:
         each = (requests, form.run_tokens(drafts) if form.num_ids else 0)
         return {
             **{f"run_{name}": each for name in ("positions", "slots", "real", "sources")},
+            "run_window_slots": each if form.windows else (requests, 0),
             "run_lens": (requests,), "run_ids": (form.num_ids, *each), "run_kept": (requests, form.back),
         }  # fmt: skip
 

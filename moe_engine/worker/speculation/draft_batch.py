@@ -57,7 +57,8 @@ class DraftBatches:
             attention = AttentionBatch(queries, None)
             plan = self.attention.plan(attention)
             batch = ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self.kv)
-            yield replace(batch, pool_starts=pool_starts[i])
+            windows = self._builder.window_slots(steps.flat[i])
+            yield replace(batch, pool_starts=pool_starts[i], windows=windows)
 
     def runs(
         self,

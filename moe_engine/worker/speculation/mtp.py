@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,12 +103,14 @@ class MTPDrafter:
             sizes = task.sizes[step] if task.sizes else None
             batch = replace(batch, sizes=sizes)
             selection = shared if step >= self._lookback else None  # steps of the last layer
-            state = self.layers.forward(min(step, self._lookback), tokens[-1], state, batch, selection)
+            layer = min(step, self._lookback)
+            state = self.layers.forward(layer, tokens[-1], state, batch, selection)
             if not chain:
                 expand = _LevelByLevel(self.layers, self.batches, task, state)
                 return grow(task, self.layers.logits, state, expand, self._sampler, self.layers.ids)
             sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
-            tokens.append(target_ids(self.layers.ids, self._sampler.draw(self.layers.logits, state, sampled, sizes)))
+            head = partial(self.layers.logits, layer=layer)
+            tokens.append(target_ids(self.layers.ids, self._sampler.draw(head, state, sampled, sizes)))
         self.join(task.sizes[task.depth :])
         return Drafts(torch.stack(tokens, 1))
 

@@ -175,8 +175,8 @@ def _make_pools(
     spec = kv_spec(local, options.kv_dtype, num_mtp, head, num_drafts)
     pool = KVPool(
         spec, options.num_slots, options.kernels.page_size, stream,
-        windowed=local.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,
-        states=rows.states, max_rows=options.max_rows,
+        windowed=(*local.windowed_layers, *local.windowed_drafts) if options.num_window_slots else (),
+        num_window_slots=options.num_window_slots, states=rows.states, max_rows=options.max_rows,
     )  # fmt: skip
     if options.num_window_slots:
         rows.bound_windows(pool.num_slots, pool.page_size)

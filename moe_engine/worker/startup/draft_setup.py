@@ -44,8 +44,9 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
         attention = drafter.batches.attention
         if attention.capabilities.plan_in_place is None:
             return f"the {attention.name} attention backend of the drafter cannot be replayed for other steps"
-        if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and any(runner.windows.windows):
-            return "MTP layers of a model with sliding windows: their queries are planned by the model"
+        own = drafter.layers if isinstance(drafter, MTPDrafter) else None
+        if isinstance(own, MTPLayers) and any(runner.windows.windows) and not own.windowed:
+            return "MTP layers without a window of a model with windows: their queries are planned by the model"
         if isinstance(drafter, MTPDrafter) and drafter.layers.attends_to_extend:
             return "a head of several layers: its draft extend runs attention"
     elif isinstance(drafter, NgramDrafter) and step.config.has_thresholds:

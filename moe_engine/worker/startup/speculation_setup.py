@@ -98,7 +98,7 @@ def _own_layers(
         assert isinstance(runner.model, Decoder) and own is not None and streams is not None
         runner.taps = runner.model.taps = HiddenTaps(own.tapped, streams.count, model.hidden_size)
         return BlockDrafter(layers, target, runner.sampler, runner.stream)
-    if layers.reads_streams:
+    if layers.reads_residual:
         assert isinstance(runner.model, Decoder)
         runner.taps = runner.model.taps = HiddenTaps((model.num_layers,))
     width, images = layers.state_width, _draft_images(runner)

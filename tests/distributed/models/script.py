@@ -87,7 +87,7 @@ def run(
         if sizes is not None:
             batch = replace(batch, sizes=sizes)
         model = stepper.model
-        taps = model.taps if mtp is not None and mtp.reads_streams else None
+        taps = model.taps if mtp is not None and mtp.reads_residual else None
         hidden = model.forward(batch) if taps is None else taps.during(model.forward, batch)
         assert hidden.shape[0] == batch.num_tokens
         logits = stepper.model.logits(hidden, sizes)

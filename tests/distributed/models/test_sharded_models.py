@@ -72,7 +72,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "afmoe": {},  # norms of results, gates of channels
     "laguna": {"num_attention_heads_per_layer": [4, 8, 8]},  # gates by softplus, layers of different heads
     "step3p7": {
-        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2}
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2}, "num_mtp_layers": 1,
+        "vocab_size": 323,
     },  # gates, layers of different heads, bounded activations, experts in common tensors
     "mistral_large4": {"kv_source_layers": [0, 1, 0, 3]},  # factors of heads, layers without rotary channels or latents
     "mistral_large3": {"num_hidden_layers": 2},  # names of its own files, without a tower
@@ -221,7 +222,8 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """On the C++ kernels, if they run here: their code of experts and layers is different."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "ep-all_to_all")
-    run_all(world, alone, [Case(checkpoint(name), t, "cpu") for key, t in topologies(world).items() if key in some])
+    path, mtp = checkpoint(name), name == "step3p7"  # whose MTP layers have windows and heads of their own
+    run_all(world, alone, [Case(path, t, "cpu", mtp=mtp) for key, t in topologies(world).items() if key in some])
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v4-fp4"])

@@ -82,7 +82,7 @@ def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelC
     if not case.mtp:
         return stepper, None, parallel
     mtp = load_mtp(case.path, config, model, LoadOptions("float32"))
-    if mtp.reads_streams:
+    if mtp.reads_residual:
         model.taps = HiddenTaps((config.num_layers,))
     stepper.kv += make_kv(local, stepper.num_slots, torch.float32, num_mtp_layers=mtp.num_layers)
     return stepper, mtp, parallel

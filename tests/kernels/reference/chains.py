@@ -61,6 +61,7 @@ def drawn_chain(
         draft_ids=garbage(count, size),
         draft_positions=garbage(drafts, size),
         draft_slots=garbage(drafts, size),
+        draft_window_slots=garbage(drafts, size if windows else 0),
         draft_lens=garbage(drafts, size, dtype=torch.int32),
         draft_real=garbage(size, dtype=torch.int32),
         draft_uniform=garbage(drafts, size, dtype=torch.float32),
@@ -120,7 +121,9 @@ def drawn_tree(generator: torch.Generator, size: int, depth: int, topk: int) -> 
     return cloned(tree_buffers)
 
 
-def drawn_runs(generator: torch.Generator, chain: ChainBuffers, back: int, shift: int, num_ids: int) -> RunBuffers:
+def drawn_runs(
+    generator: torch.Generator, chain: ChainBuffers, back: int, shift: int, num_ids: int, windows: bool = True
+) -> RunBuffers:
     """Runs of rows of which some tokens come from a cache; what the kernels write holds garbage."""
     size = len(chain.rows)
     count = back + (chain.num_drafts + 1 if shift else 1)
@@ -130,6 +133,7 @@ def drawn_runs(generator: torch.Generator, chain: ChainBuffers, back: int, shift
 
     return RunBuffers(
         back, shift, torch.randint(0, WIDTH, (size,), generator=generator), garbage(size, count), garbage(size, count),
-        garbage(size, dtype=torch.int32), garbage(size, count, dtype=torch.int32), garbage(num_ids, size, count),
+        garbage(size, count if windows else 0), garbage(size, dtype=torch.int32),
+        garbage(size, count, dtype=torch.int32), garbage(num_ids, size, count),
         garbage(size, count), garbage(size, back),
     )  # fmt: skip

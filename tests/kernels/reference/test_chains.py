@@ -61,6 +61,7 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
     behind = starts - 1 + torch.arange(drafts)[:, None]
     assert chain.draft_positions[:, :real].equal(behind + chain.shifts[:real])
     assert chain.draft_slots[:, :real].equal(tables.slots[rows, behind].long())
+    assert chain.draft_window_slots[:, :real].equal(tables.windows[rows, behind].long())
     assert chain.draft_lens[:, :real].equal((behind + 1).int())
     for k in range(drafts + 1):
         wanted = numbers(chain, chain.starts.numpy() + 1 + k)[:real].tolist()
@@ -78,6 +79,7 @@ def check_inputs(tables: RowTables, chain: ChainBuffers, real: int) -> None:
         chain.slots[real:],
         chain.window_slots[real:],
         chain.draft_slots[:, real:],
+        chain.draft_window_slots[:, real:],
         chain.ids[real:, :1],
     ):
         assert not neutral.any()

@@ -71,6 +71,7 @@ def test_runs_and_their_states(back: int, shift: int, num_ids: int) -> None:
     check_alike(run, other_run)
     assert all(a.equal(b) for a, b in zip(states, other_states))
     assert run.real.any() and not run.slots[run.real == 0].any()
+    assert run.window_slots[run.real == 1].all() and not run.window_slots[run.real == 0].any()
 
 
 @pytest.mark.parametrize(("real", "padded", "depth", "topk"), [(4, 1, 3, 2), (0, 2, 1, 4), (3, 0, 4, 3)])

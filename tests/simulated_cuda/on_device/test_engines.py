@@ -180,6 +180,22 @@ def test_experts_on_a_shortcut_are_captured(tmp_path: Path) -> None:
         assert set(kernels.launches) >= {"add_input_kernel", "route_kernel", "latent_kernel"}
 
 
+def test_drafts_within_windows_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 3.7: steps with drafts of two MTP layers with windows and heads of their own are replayed without waits;
+    their KV is in the pool of windows. Drafts beyond the window, and beyond the layers."""
+    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    sizes = {"moe_num_experts": 4, "moe_top_k": 2, "sliding_window": 5}
+    path = agreeing_checkpoint("step3p7", tmp_path / "model", random.randrange(1000), num_mtp_layers=2, **sizes)
+    both = CHAIN | {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4, "context_length": 24}
+    requests = [replace(request, max_new_tokens=10) for request in script([GREEDY, GREEDY])]
+    flags = FEW | {"sampling_backend": "triton"}
+    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **flags)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs and any(step.plan.speculation and step.plan.speculation.depth == 3 for step in replayed)
+    assert [wait for step in replayed for wait in step.waits] == []
+    assert set(kernels.launches) >= {"chain_inputs_kernel", "chain_runs_kernel", "paged_kernel"}
+
+
 def test_e4m3_latents_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scaled cache rows and attention in Triton: the tokens of the CPU, whose last bits may round to another e4m3
     number."""

@@ -1,0 +1,104 @@
+"""Drafts of Step's MTP layers in whole engines: tokens of transformers, the acceptance of an offline count."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_engine import Engine
+from moe_engine.errors import ConfigError
+from moe_engine.frontend.weight_updates import WeightUpdates
+from tests.engine.harness import InProcessEngine
+from tests.engine.test_v4_mtp import FLAGS, GREEDY
+from tests.engine.test_windows import make_script, pool_rows
+from tests.models.step_mtp import StepOracle
+from tests.speculation.agreeing import agreeing_checkpoint
+from tests.speculation.eagle_heads import chain_counts
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+DEPTH = 4
+CHAIN: dict[str, Any] = {"speculative_num_steps": DEPTH, "speculative_num_draft_tokens": DEPTH + 1}
+FORMS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "bounded windows": {"chunked_prefill_size": 32, "page_size": 16, "max_running_requests": 2},
+    "tp": {"tp_size": 2},
+    "ep": {"tp_size": 2, "ep_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StepOracle]:
+    path = agreeing_checkpoint("step3p7", tmp_path_factory.mktemp("step"), random.randrange(1 << 30), num_mtp_layers=3)
+    return path, StepOracle(path)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_acceptance(oracle: tuple[Path, StepOracle], form: str) -> None:
+    path, mtp = oracle
+    prompts = [[random.randrange(250) for _ in range(length)] for length in (1, 7, 40, 90)]
+    with Engine(str(path), **FLAGS | CHAIN | FORMS[form]) as engine:
+        outputs: Any = engine.generate(input_ids=prompts, sampling_params=GREEDY)
+        again: Any = engine.generate(input_ids=prompts, sampling_params=GREEDY)
+        assert bool(engine.config.num_window_slots) == (form == "bounded windows")
+    counts, wanted = [], []
+    for prompt, output, cached in zip(prompts, outputs, again):
+        tokens = output["output_ids"]
+        assert cached["output_ids"] == tokens
+        with torch.no_grad():
+            logits = mtp.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        assert tokens == logits.argmax(-1).tolist()
+        wanted.append(sum(chain_counts(mtp.chain, mtp.states(prompt + tokens), prompt, tokens, DEPTH)[1]))
+        counts.append(output["meta_info"]["spec_num_correct_drafts"])
+    assert counts == wanted and 0 < sum(counts) < DEPTH * 4 * 20
+
+
+def test_windows_are_bounded(oracle: tuple[Path, StepOracle], tmp_path: Path) -> None:
+    """The pool of windows has the KV of the MTP layers too, and positions that they compute again."""
+    path, _ = oracle
+    flags = {name: FLAGS[name] for name in FLAGS if name.startswith("speculative")} | CHAIN
+    flags |= {"dtype": "float32", "max_total_tokens": 700, "max_running_requests": 4, "chunked_prefill_size": 32}
+    engine = InProcessEngine(path, tmp_path / "status", **flags)
+    try:
+        slots, config = engine.config.num_window_slots, engine.config
+        assert 0 < slots < 700 and config.window == 20 + 2
+        assert pool_rows(engine) == [700 + 1, slots + 1, 700 + 1, *(slots + 1,) * 3]
+        assert engine.worker.info.kv_bytes == config.ledger.kv_bytes + config.ledger.bytes_of("KV of windows")
+        script = make_script(random.Random(random.randrange(1 << 30)), 6)
+        answers = engine.run(script, overlap=False)
+        together = {item.rid: answers[item.rid].token_ids for item in script}
+        assert {rid: answer.token_ids for rid, answer in engine.run(script).items()} == together
+    finally:
+        engine.close()
+
+
+def test_weights_of_another_checkpoint(oracle: tuple[Path, StepOracle], tmp_path: Path) -> None:
+    """All of them are replaced while serving, heads and norms of the MTP layers too."""
+    path, _ = oracle
+    prompt = [random.randrange(250) for _ in range(60)]
+    other = agreeing_checkpoint("step3p7", tmp_path, random.randrange(1 << 30), num_mtp_layers=3)
+    with Engine(str(other), **FLAGS | CHAIN) as engine:
+        first: Any = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+        engine._loop.run(WeightUpdates(engine._frontend).update(str(path), None, None))
+        output: Any = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+    with Engine(str(path), **FLAGS | CHAIN) as engine:
+        wanted: Any = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+    assert output["output_ids"] == wanted["output_ids"] != first["output_ids"]
+    assert output["meta_info"]["spec_num_correct_drafts"] == wanted["meta_info"]["spec_num_correct_drafts"] > 0
+
+
+def test_refusals(oracle: tuple[Path, StepOracle], tmp_path: Path) -> None:
+    tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
+    path, exported = oracle[0], tmp_path / "config.json"
+    with pytest.raises(ConfigError, match="draft trees need layers without a sliding window"):
+        Engine(str(path), **FLAGS | tree)
+    exported.write_text('{"architectures": ["Step3p5ForCausalLMNextN"]}')
+    with pytest.raises(ConfigError, match="exported on their own are not supported"):
+        Engine(str(path), **FLAGS | {"speculative_draft_model_path": str(tmp_path)})
+    with pytest.raises(ConfigError, match="3 MTP layers, and more than one needs a single attention group"):
+        Engine(str(path), **FLAGS | {"tp_size": 2, "attn_dp_size": 2})
