@@ -94,7 +94,8 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
     if has_native_names(files):
         return _renamed(files, native_names(files))
     if nemotron_names.has_names(files):
-        return _renamed(files, {name: nemotron_names.inner_name(name) for name in files})
+        first = nemotron_names.num_layers(files) if num_layers is None else num_layers
+        return _renamed(files, {name: nemotron_names.inner_name(name, first) for name in files})
     if has_longcat_names(files):
         return _renamed(files, longcat_names(files, num_layers))
     return _with_mtp(_with_rates(_with_ling(_with_parts(_with_prefix(files)))), num_layers)

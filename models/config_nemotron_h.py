@@ -25,6 +25,8 @@ _KINDS = {
 }  # fmt: skip
 """Names of transformers, present and former, of the letters of published files."""
 _PATTERN, _LIST = "hybrid_override_pattern", "layers_block_type"
+_DRAFT = ATTENTION + EXPERTS
+"""The kinds of an MTP layer."""
 _SERVED = {
     "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "mlp_bias": False, "use_bias": False,
     "attention_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False, "n_shared_experts": 1,
@@ -33,18 +35,7 @@ _SERVED = {
 
 def nemotron_kinds(fields: Fields) -> str:
     """A letter for each layer. Raises ConfigError: no kinds, unknown ones, or an order that is not served."""
-    listed, pattern = fields.raw.get(_LIST), fields.text(_PATTERN, None)
-    if listed is None and pattern is None:
-        fields.fail(_PATTERN, f"is missing, and so is {_LIST}; add one of them")
-    if listed is not None:
-        if not isinstance(listed, list) or not all(name in _KINDS for name in listed):
-            fields.fail(_LIST, f"needs a list of {', '.join(_KINDS)}, not {listed!r}")
-        kinds = "".join(_KINDS[name] for name in listed)
-    else:
-        kinds = str(pattern)
-        if unknown := set(kinds) - set(_KINDS.values()):
-            fields.fail(_PATTERN, f"has unknown layers {', '.join(sorted(unknown))}; known: M, *, E, -")
-    name = _PATTERN if listed is None else _LIST
+    name, kinds = _letters(fields, _LIST, _PATTERN)
     count = fields.integer("num_hidden_layers", len(kinds))
     if count > len(kinds):
         fields.fail(name, f"has {len(kinds)} layers, and num_hidden_layers is {count}")
@@ -57,20 +48,45 @@ def nemotron_kinds(fields: Fields) -> str:
     return kinds
 
 
+def _letters(fields: Fields, as_list: str, as_pattern: str, default: str | None = None) -> tuple[str, str]:
+    """A field that lists kinds of layers, and their letters."""
+    listed, pattern = fields.raw.get(as_list), fields.text(as_pattern, default)
+    if listed is None and pattern is None:
+        fields.fail(as_pattern, f"is missing, and so is {as_list}; add one of them")
+    if listed is not None:
+        if not isinstance(listed, list) or not all(name in _KINDS for name in listed):
+            fields.fail(as_list, f"needs a list of {', '.join(_KINDS)}, not {listed!r}")
+        return as_list, "".join(_KINDS[name] for name in listed)
+    if unknown := set(str(pattern)) - set(_KINDS.values()):
+        fields.fail(as_pattern, f"has unknown layers {', '.join(sorted(unknown))}; known: M, *, E, -")
+    return as_pattern, str(pattern)
+
+
+def _num_drafts(fields: Fields, kinds: str) -> int:
+    """Number of MTP layers: attention and experts, in a model with these layers."""
+    count = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    name, own = _letters(fields, "mtp_layers_block_type", "mtp_hybrid_override_pattern", _DRAFT)
+    if count and (own != _DRAFT or EXPERTS not in kinds):
+        fields.fail(name, f"is {own}: only MTP layers of attention and experts ({_DRAFT}), as in the model, are known")
+    return count
+
+
 def nemotron_fields(fields: Fields) -> Fields:
     """The fields under common names, with the modules of quantization_config as they are named here."""
-    raw = {**fields.raw, "num_hidden_layers": len(nemotron_kinds(fields))}
+    count = len(nemotron_kinds(fields))
+    raw = {**fields.raw, "num_hidden_layers": count}
     raw["rms_norm_eps"] = fields.number("layer_norm_epsilon", None, above=0) or fields.number("rms_norm_eps", 1e-5)
     raw["head_dim"] = fields.integer("head_dim", None) or fields.integer("attention_head_dim", 128)
     raw |= {"rope_scaling": None, "rope_parameters": None, "hidden_act": "silu", "partial_rotary_factor": None}
     if (stored := fields.section("quantization_config")) is not None:
-        raw["quantization_config"] = quantization_names(stored.raw)
+        drafts = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+        raw["quantization_config"] = quantization_names(stored.raw, count, drafts)
     return Fields(raw, fields.source)
 
 
 def parse_nemotron_h(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Nemotron-3 (Nano, Super, Ultra) and Nemotron-H: Mamba2, attention without positions, a sigmoid router with a bias
-    and a shared expert, relu2 without gates. MTP layers are not read."""
+    and a shared expert, relu2 without gates. An MTP layer is attention with experts behind it."""
     fields.check_served(_SERVED)
     if fields.has("sliding_window"):
         fields.fail("sliding_window", "is not supported in this family")
@@ -87,7 +103,7 @@ def parse_nemotron_h(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
         windows=(),
         activation=SQUARED,
         lone_feed_forwards=tuple(i for i, kind in enumerate(kinds) if kind in (EXPERTS, MLP)),
-        num_nextn_predict_layers=0,
+        num_nextn_predict_layers=_num_drafts(fields, kinds),
         raw=fields.raw,
     )
 

@@ -18,8 +18,6 @@ from moe_engine.models.weights import WeightSource
 class NemotronHModel(DenseModel):
     """`Model` of the family. `batch.kv[layer]` is (keys, values); for Mamba2, its state tensors; else ()."""
 
-    has_mtp = False
-
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         if layer_index in self.config.state_layers:
             return Mamba2(self.config, layer_index, reader, self.backends, self.parallel)

@@ -1,17 +1,31 @@
 """Names of Nemotron-H's tensors and modules as published, and here. Imports no torch.
 
-A layer is one mixer: ``backbone.layers.N.mixer``. Its parts tell what it is.
+A layer is one mixer: ``backbone.layers.N.mixer``. Its parts tell what it is. An MTP layer is two of ``mtp.layers``,
+attention and experts, and is one layer here, after the model's `first` ones.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from moe_engine.models.formats.module_rules import Modules
 
 _OUTER = {"embeddings": "embed_tokens", "norm_f": "norm"}
 _MIXER = ".mixer"
 _STATE = ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "k_scale", "v_scale")
+_DRAFT = re.compile(r"(?:language_model\.)?mtp\.layers\.(\d+)\.(.+)")
+_DRAFT_NORMS: tuple[dict[str, str], ...] = (
+    {"norm": "input_layernorm"},
+    {"norm": "post_attention_layernorm", "final_layernorm": "shared_head.norm"},
+)
+_DRAFT_MODULES = (
+    ("eh_proj", "mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj"),
+    ("mixer.experts", "mixer.shared_experts", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+)
+"""Of both mixers of an MTP layer: norms with other names here, and modules."""
 _LATENT = {"fc1_latent_proj": "routed_expert_down_proj", "fc2_latent_proj": "routed_expert_up_proj"}
 
 
@@ -20,10 +34,23 @@ def has_names(names: Iterable[str]) -> bool:
     return any(name.startswith("backbone.") or f"{_MIXER}." in name for name in names)
 
 
-def inner_name(name: str) -> str:
-    """A name, or its beginning up to a whole part, as it is here; the name of a mixer stays."""
-    if name.startswith("mtp."):
-        return f"model.{name}"
+def num_layers(names: Iterable[str]) -> int:
+    """Of a model with these tensors."""
+    found = (re.match(r"(?:backbone|model)\.layers\.(\d+)\.", name) for name in names)
+    return 1 + max((int(match[1]) for match in found if match is not None), default=-1)
+
+
+def inner_name(name: str, count: int) -> str:
+    """A name, or its beginning up to a whole part, as it is here; the name of a mixer stays. count: of the model's
+    layers."""
+    if (draft := _DRAFT.fullmatch(name)) is not None:
+        place, is_second = divmod(int(draft[1]), 2)
+        part, _, more = draft[2].partition(".")
+        if part == _MIXER[1:]:
+            inside, _, rest = more.partition(".")
+            part, more = ("self_attn", "mlp")[is_second], ".".join(filter(None, (_LATENT.get(inside, inside), rest)))
+        part = _DRAFT_NORMS[is_second].get(part, part)
+        return ".".join(filter(None, ("model.layers", str(count + place), part, more)))
     first, _, rest = name.partition(".")
     if first not in ("backbone", "model"):
         return name
@@ -46,18 +73,30 @@ def _with_norm(rest: str) -> str:
     return ".".join(parts)
 
 
-def quantization_names(section: Any) -> Any:
+def quantization_names(section: Any, count: int, drafts: int = 0) -> Any:
     """quantization_config with the modules as they are named here, in lists and as names of fields; regular expressions
-    stay. A mixer in a list is each of the blocks that it may be."""
+    stay. A mixer in a list is each of the blocks that it may be, and what names MTP layers is each of their modules.
+    Of a model with `count` layers and `drafts` MTP layers."""
     if isinstance(section, Mapping):
-        return {_named(key)[0]: quantization_names(value) for key, value in section.items()}
+        return {_named(key, count)[0]: quantization_names(value, count, drafts) for key, value in section.items()}
     if isinstance(section, list):
-        return [new for old in section for new in (_named(old) if isinstance(old, str) else [quantization_names(old)])]
+        texts = {old: _named(old, count) + _of_drafts(old, count, drafts) for old in section if isinstance(old, str)}
+        each = (texts[old] if isinstance(old, str) else [quantization_names(old, count, drafts)] for old in section)
+        return [new for found in each for new in found]
     return section
 
 
-def _named(name: str) -> list[str]:
-    inner = inner_name(name)
+def _of_drafts(name: str, count: int, drafts: int) -> list[str]:
+    """The modules of MTP layers that a name, pattern or regular expression with ``mtp`` means."""
+    if "mtp" not in name:
+        return []
+    kinds = enumerate(_DRAFT_MODULES * drafts)
+    modules = (f"mtp.layers.{i}.{module}" for i, listed in kinds for module in listed)
+    return [inner_name(module, count) for module in modules if module in Modules((name,), (name,))]
+
+
+def _named(name: str, count: int) -> list[str]:
+    inner = inner_name(name, count)
     outer, mixer, rest = inner.partition(_MIXER)
     if not mixer or rest not in ("", ".*", "*"):
         return [inner]

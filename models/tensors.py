@@ -42,8 +42,8 @@ QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
 STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
-    "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5,
-    *QWEN4_EXP, *MINIMAX_M3, *STEP,
+    "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "NemotronHForCausalLM",
+    "Qwen3NextForCausalLM", *QWEN3_5, *QWEN4_EXP, *MINIMAX_M3, *STEP,
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, MiniMax-M3 and Qwen)."""
@@ -51,7 +51,6 @@ KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
     "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
-    "NemotronHForCausalLM": ("model.mtp.",),
     "MistralLarge4ForConditionalGeneration": ("mtp_dspark.",),
 }
 """By architecture: begins of the names of MTP layers that are not served."""

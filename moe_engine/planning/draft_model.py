@@ -43,7 +43,7 @@ def load_draft(args: EngineArgs, model: ModelConfig) -> DraftModel | None:
         raise ConfigError(f"{FLAG} {path}: no config.json there; give the folder of a checkpoint")
     names = _architectures(file)
     if any(name.endswith(NEXTN) for name in names):
-        if model.mtp.own_heads:
+        if model.mtp.own_heads or model.lone_feed_forwards is not None:
             raise ConfigError(
                 f"{FLAG} {path}: MTP layers of {model.architecture} exported on their own are not supported; leave the "
                 "flag out: those of the model's checkpoint draft"

@@ -205,7 +205,7 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
     if has_mtp and not has_mtp_names(model):
         raise NotAvailableYet(
             f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek, GLM, Hy3, "
-            "ERNIE 4.5, MiniMax-M3, Step 3.5 and Qwen are); use NGRAM"
+            "ERNIE 4.5, MiniMax-M3, Step 3.5, Nemotron-3 and Qwen are); use NGRAM"
         )
     if not model.num_nextn_predict_layers:
         raise ConfigError(

@@ -37,15 +37,13 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StepOracle]:
     return path, StepOracle(path)
 
 
-@pytest.mark.drawn(2)
-@pytest.mark.parametrize("form", FORMS)
-def test_acceptance(oracle: tuple[Path, StepOracle], form: str) -> None:
-    path, mtp = oracle
+def check_acceptance(path: Path, mtp: Any, windows: bool = False, **flags: Any) -> None:
+    """Tokens and accepted drafts of an engine are those of an oracle of the model and its MTP layers."""
     prompts = [[random.randrange(250) for _ in range(length)] for length in (1, 7, 40, 90)]
-    with Engine(str(path), **FLAGS | CHAIN | FORMS[form]) as engine:
+    with Engine(str(path), **FLAGS | CHAIN | flags) as engine:
         outputs: Any = engine.generate(input_ids=prompts, sampling_params=GREEDY)
         again: Any = engine.generate(input_ids=prompts, sampling_params=GREEDY)
-        assert bool(engine.config.num_window_slots) == (form == "bounded windows")
+        assert bool(engine.config.num_window_slots) == windows
     counts, wanted = [], []
     for prompt, output, cached in zip(prompts, outputs, again):
         tokens = output["output_ids"]
@@ -56,6 +54,12 @@ def test_acceptance(oracle: tuple[Path, StepOracle], form: str) -> None:
         wanted.append(sum(chain_counts(mtp.chain, mtp.states(prompt + tokens), prompt, tokens, DEPTH)[1]))
         counts.append(output["meta_info"]["spec_num_correct_drafts"])
     assert counts == wanted and 0 < sum(counts) < DEPTH * 4 * 20
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_acceptance(oracle: tuple[Path, StepOracle], form: str) -> None:
+    check_acceptance(*oracle, windows=form == "bounded windows", **FORMS[form])
 
 
 def test_windows_are_bounded(oracle: tuple[Path, StepOracle], tmp_path: Path) -> None:

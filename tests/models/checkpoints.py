@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.models.fp8 import dequantize_fp8, quantize_fp8
+from tests.models.nemotron_mtp import add_nemotron_mtp
 from tests.models.step_mtp import add_step_mtp, with_mtp_fields
 
 LONGCAT = "longcat_flash"
@@ -465,6 +466,8 @@ def make_checkpoint(
             add_longcat_mtp(tensors, fields["hidden_size"], generator)
         elif kind == "step3p7":
             add_step_mtp(tensors, fields, index, generator)
+        elif kind == "nemotron_h":
+            add_nemotron_mtp(tensors, fields["hybrid_override_pattern"], index, generator)
         else:
             add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
     if kind == "kimi_linear" and dialect == "hub":  # the published name of the dense layer's MLP

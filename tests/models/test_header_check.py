@@ -57,6 +57,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("longcat_flash", {"num_mtp_layers": 1}),
     ("ernie4_5_moe", {"num_mtp_layers": 1}),
     ("step3p7", {"num_mtp_layers": 2}),
+    ("nemotron_h", {"num_mtp_layers": 2}),
 ]
 
 

@@ -19,8 +19,6 @@ from moe_engine.models.header_check import check_headers
 from moe_engine.models.nemotron_names import inner_name, quantization_names
 from moe_engine.planning.eagle_checks import check_head
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve import resolve
-from tests.config.conftest import machine
 from tests.models import stepper
 from tests.models.checkpoints import dequantized_copy, make_checkpoint, write_tensors
 from tests.models.conftest import reference_logits
@@ -42,15 +40,28 @@ def test_names() -> None:
         ("backbone.layers.5.mixer.k_proj.k_scale", "model.layers.5.self_attn.k_proj.k_scale"),
         ("backbone.layers.7.mixer.experts.12.up_proj.weight", "model.layers.7.mlp.experts.12.up_proj.weight"),
         ("model.layers.7.mixer.fc1_latent_proj.weight", "model.layers.7.mlp.routed_expert_down_proj.weight"),
-        ("mtp.layers.0.mixer.q_proj.weight", "model.mtp.layers.0.mixer.q_proj.weight"),
+        ("mtp.layers.0.norm.weight", "model.layers.9.input_layernorm.weight"),
+        ("mtp.layers.0.mixer.q_proj.weight", "model.layers.9.self_attn.q_proj.weight"),
+        ("language_model.mtp.layers.0.eh_proj.weight", "model.layers.9.eh_proj.weight"),
+        ("mtp.layers.1.norm.weight", "model.layers.9.post_attention_layernorm.weight"),
+        ("mtp.layers.1.mixer.experts.3.up_proj.weight", "model.layers.9.mlp.experts.3.up_proj.weight"),
+        ("mtp.layers.3.mixer.fc2_latent_proj.weight", "model.layers.10.mlp.routed_expert_up_proj.weight"),
+        ("mtp.layers.1.final_layernorm.weight", "model.layers.9.shared_head.norm.weight"),
         ("lm_head.weight", "lm_head.weight"),
     ):
-        assert inner_name(stored) == here
+        assert inner_name(stored, 9) == here
     section = {"ignore": ["lm_head", "re:.*conv1d", "backbone.layers.4.mixer"], "method": "fp8", "bits": 8}
     blocks = [f"model.layers.4.{block}" for block in ("linear_attn", "self_attn", "mlp")]
-    assert quantization_names(section) == section | {"ignore": ["lm_head", "re:.*conv1d", *blocks]}
-    by_module = {"quantized_layers": {"backbone.layers.4.mixer.in_proj": {"quant_algo": "FP8"}}}
-    assert list(quantization_names(by_module)["quantized_layers"]) == ["model.layers.4.linear_attn.in_proj"]
+    assert quantization_names(section, 9) == section | {"ignore": ["lm_head", "re:.*conv1d", *blocks]}
+    stored = ("backbone.layers.4.mixer.in_proj", "mtp.layers.0.mixer.q_proj")
+    by_module = {"quantized_layers": {key: {"quant_algo": "FP8"} for key in stored}}
+    here = ["model.layers.4.linear_attn.in_proj", "model.layers.9.self_attn.q_proj"]
+    assert list(quantization_names(by_module, 9)["quantized_layers"]) == here
+    attention = [f"model.layers.9.{part}" for part in ("eh_proj", *(f"self_attn.{name}_proj" for name in "qkvo"))]
+    experts = ["experts", "shared_experts", "routed_expert_down_proj", "routed_expert_up_proj"]
+    both = [*attention, *(f"model.layers.9.mlp.{part}" for part in experts)]
+    for name, modules in (("mtp*", both), ("re:.*mtp.*", both), ("mtp.layers.0*", attention), ("Linear", [])):
+        assert quantization_names([name], 9, 1) == [name, *modules]
 
 
 @pytest.mark.parametrize("row", all_rows())
@@ -83,21 +94,14 @@ def test_step_widths_are_bounded(tmp_path: Path) -> None:
     assert (found["narrow"] - found["open"]).abs().max() > 1e-3
 
 
-def test_mtp_layers_are_not_read_and_refused_by_name(tmp_path: Path) -> None:
+def test_other_mtp_layers_are_refused_by_name(tmp_path: Path) -> None:
     path = make_checkpoint("nemotron_h", tmp_path, tokenizer=False)
-    tensors = load_file(path / "model.safetensors")
-    mtp = {
-        f"mtp.layers.{i}.{part}.weight": torch.ones(4) for i in range(2) for part in ("eh_proj", "norm", "mixer.q_proj")
-    }
-    write_tensors(path, tensors | mtp)
     fields = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (path / "config.json").write_text(json.dumps(fields))
-    config = load_model_config(path)
-    assert config.num_nextn_predict_layers == 0
-    check_headers(path, read_checkpoint(path), config)
-    asked = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
-    with pytest.raises(ConfigError, match=r"NEXTN: .*MTP layers of NemotronHForCausalLM.*use NGRAM"):
-        resolve(EngineArgs.from_kwargs(**asked), config, machine())
+    fields.pop("mtp_layers_block_type", None)
+    for pattern, message in (("ME", "is ME: only MTP layers of attention and experts"), ("*X", "unknown layers X")):
+        (path / "config.json").write_text(json.dumps(fields | {"mtp_hybrid_override_pattern": pattern}))
+        with pytest.raises(ConfigError, match=rf"mtp_hybrid_override_pattern .*{message}"):
+            load_model_config(path)
 
 
 def test_eagle_heads_are_refused_by_name(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ BRANCH_GAIN = 0.2
 PASSED_ON = 3.0
 NOISE = 0.3
 _BRANCHES = (
-    ".o_proj.weight", ".down_proj.weight", ".experts.down_proj", ".moe.down_proj", ".ple.value_proj.weight"
+    ".o_proj.weight", ".down_proj.weight", ".experts.down_proj", ".moe.down_proj", ".ple.value_proj.weight",
+    ".mixer.out_proj.weight",
 )  # fmt: skip
 
 
@@ -29,11 +30,13 @@ def agreeing_checkpoint(kind: str, directory: Path, seed: int, **fields: Any) ->
     file = path / "model.safetensors"
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(seed)
-    vocab_size, width = next(t.shape for name, t in tensors.items() if name.endswith("embed_tokens.weight"))
+    vocab_size, width = next(
+        tensor.shape for name, tensor in tensors.items() if name.endswith(("embed_tokens.weight", ".embeddings.weight"))
+    )
     embedding = torch.randn(vocab_size, width, generator=generator)
     head = torch.randn(vocab_size, width, generator=generator) * 3 * width**-0.5
     for name, tensor in tensors.items():
-        if name.endswith("embed_tokens.weight"):
+        if name.endswith(("embed_tokens.weight", ".embeddings.weight")):
             tensors[name] = embedding.clone()
         elif name.endswith(("lm_head.weight", "shared_head.head.weight")):
             tensors[name] = head.clone()

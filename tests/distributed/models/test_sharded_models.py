@@ -64,7 +64,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 1,
         "expert_swiglu_limit_list": [0, 0.3],
     },  # gates, grouped experts, one layer's bounded
-    "nemotron_h": {"n_groups": 4},  # additive states, experts without gates, mixers without a feed-forward behind them
+    # additive states, experts without gates, mixers without a feed-forward behind them
+    "nemotron_h": {"n_groups": 4, "num_mtp_layers": 1},
     "longcat_flash": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shortcut over other tokens, zero experts
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
@@ -222,7 +223,7 @@ def test_families_with_mtp(world: World, alone: Any, checkpoint: Checkpoint, nam
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """On the C++ kernels, if they run here: their code of experts and layers is different."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "ep-all_to_all")
-    path, mtp = checkpoint(name), name == "step3p7"  # whose MTP layers have windows and heads of their own
+    path, mtp = checkpoint(name), name in ("nemotron_h", "step3p7")  # with windows and heads of their own
     run_all(world, alone, [Case(path, t, "cpu", mtp=mtp) for key, t in topologies(world).items() if key in some])
 
 

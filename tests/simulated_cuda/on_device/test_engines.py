@@ -307,18 +307,22 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
     assert launched >= {"conv_update_kernel", "delta_kernel", "gated_norm_kernel", "system_kernel", "states_kernel"}
 
 
-def test_captured_steps_of_additive_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_captured_steps_of_additive_states(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nemotron-H: the same of Mamba2, beside attention without positions, experts and an MLP without gates, and mixers
-    without a feed-forward behind them."""
+    without a feed-forward behind them; with drafts of an MTP layer."""
     sometimes_warm(monkeypatch)
     monkeypatch.setattr(triton_delta, "SHORT", 3)
     sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
-    path = make_checkpoint("nemotron_h", tmp_path / "model", 5, **sizes)
+    path = make_checkpoint("nemotron_h", tmp_path / "model", 5, num_mtp_layers=1, **sizes)
     requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
     flags = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
+    flags |= CHAIN | {"page_size": 1} if drafts else {}
     found = compared(path, tmp_path, requests, flags, cuda_graph_bs_decode="2", **FEW)
-    assert found.num_graphs and any(step.cuda_graph for step in found.steps)
-    assert [wait for step in found.steps for wait in step.waits] == []
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs and len(replayed) > 1
+    assert [wait for step in (replayed if drafts else found.steps) for wait in step.waits] == []
+    assert not drafts or any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
     launched = set(kernels.launches)
     assert launched >= {"conv_update_kernel", "delta_kernel", "group_norm_kernel", "additive_kernel", "states_kernel"}
     assert "gate_up_kernel" in launched
