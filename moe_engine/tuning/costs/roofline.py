@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from moe_engine.tuning.costs.all_to_all import AllToAll
 from moe_engine.tuning.costs.attention import Attention
 from moe_engine.tuning.costs.collectives import Collectives
@@ -49,29 +51,24 @@ class RooflineCost:
         self._bus_s = form.host_bytes / cluster.gpu.bus_bytes_per_s
         self._form, self._deviation, self._layers = form, deviation, model.layers
         self._skew = expected_skew(model.num_experts, form) if form.travels else 1.0
+        self._known = lru_cache(maxsize=1 << 13)(self._beside_attention)
 
     def step(self, shape: StepShape) -> StepCost:
         """Raises nothing; a step without tokens costs its launches."""
-        form, skew = self._form, shape.expert_skew or self._skew
-        tokens = shape.decode_rows * (1 + shape.drafts) + shape.prefill_tokens
-        everyone = max(tokens, shape.global_tokens)
-        logits = shape.decode_rows * (1 + shape.drafts) + (1 if shape.prefill_tokens else 0)
-        hbm = flops = 0.0
-        halves = 2 if form.overlap and tokens > 1 else 1
-        parts = self._products.parts(-(-tokens // halves), -(-logits // halves), -(-everyone // halves), skew)
-        for bytes_s, flops_s in (*parts * halves, self._attention.seconds(shape)):
-            if bytes_s > flops_s:
-                hbm += bytes_s
-            else:
-                flops += flops_s
+        skew, drafted = shape.expert_skew or self._skew, shape.decode_rows * (1 + shape.drafts)
+        tokens = drafted + shape.prefill_tokens
+        everyone, prompts = max(tokens, shape.global_tokens), shape.prefill_tokens > 0
+        counts = tokens, drafted + prompts, everyone, prompts, skew
+        hbm, flops, dispatched, hidden, reduced = self._known(*counts)
+        bytes_s, flops_s = self._attention.seconds(shape)
+        if bytes_s > flops_s:
+            hbm += bytes_s
+        else:
+            flops += flops_s
         flops += tokens * self._products.token_s
-        # without dispatch a rank sends its share of the attention group's rows
-        sent, prompts = -(-tokens // form.attn_tp), shape.prefill_tokens > 0
-        dispatched = self._all_to_all.seconds(sent, skew, prompts)
-        reduced = self._collectives.seconds(tokens, everyone)
         launches, host = self._launches.seconds(shape), self._host.seconds(shape)
-        if halves == 2:  # each half reads the weights and is launched
-            dispatched -= min(HIDDEN * self._all_to_all.seconds(sent, 1.0, prompts), hbm + flops)
+        if hidden is not None:  # each half reads the weights and is launched
+            dispatched -= min(hidden, hbm + flops)
             launches *= 2
         if shape.drafts:  # each draft runs one layer and the head
             more = shape.drafts / self._layers
@@ -85,3 +82,21 @@ class RooflineCost:
         if self._bus_s:  # weights are copied while the step computes
             by["bus"] = max(0.0, self._bus_s - sum(by.values()))
         return StepCost(sum(by.values()), by)
+
+    def _beside_attention(
+        self, tokens: int, logits: int, everyone: int, prompts: bool, skew: float
+    ) -> tuple[float, float, float, float | None, float]:
+        """Parts of a step that do not depend on the context: HBM, operations, messages, what two-batch overlap may hide
+        of these (None without it), and collectives."""
+        form, hbm, flops = self._form, 0.0, 0.0
+        halves = 2 if form.overlap and tokens > 1 else 1
+        parts = self._products.parts(-(-tokens // halves), -(-logits // halves), -(-everyone // halves), skew)
+        for bytes_s, flops_s in parts * halves:
+            if bytes_s > flops_s:
+                hbm += bytes_s
+            else:
+                flops += flops_s
+        sent = -(-tokens // form.attn_tp)  # without dispatch a rank sends its share of the attention group's rows
+        dispatched = self._all_to_all.seconds(sent, skew, prompts)
+        hidden = HIDDEN * self._all_to_all.seconds(sent, 1.0, prompts) if halves == 2 else None
+        return hbm, flops, dispatched, hidden, self._collectives.seconds(tokens, everyone)

@@ -18,7 +18,7 @@ from moe_engine.tuning.simulator.rank_log import GroupLogs, RankLog
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica import Replica
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
-from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers, Workload, answer_tokens
+from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers, Workload
 
 NEVER = math.inf
 
@@ -285,8 +285,7 @@ class Fleet:
     def _ended(self, replica: Replica, group: int, running: Running, now: float) -> None:
         arrival = running.arrival
         if running.prompt is not None:
-            answer = answer_tokens(arrival.answer_ids, 0, arrival.output_len)
-            self._router.ended(self._indices[replica, group], running.prompt, answer)
+            self._router.ended(self._indices[replica, group], running.prompt, running.answer[:-1])
         self._followed_by(arrival, now + self.recorder.answer_seconds)
 
     def _followed_by(self, arrival: Arrival, now: float) -> None:

@@ -40,6 +40,7 @@ from moe_engine.tuning.simulator.workload import answer_tokens
 from moe_engine.types import KVOps, Request, SamplingParams, StepPlan, StepResult
 
 EOS = 0
+END_IDS = frozenset((EOS,))
 SAMPLING = SamplingParams(max_new_tokens=None)
 
 
@@ -94,8 +95,7 @@ class Group:
             arrival.prompt_ids,
             SAMPLING,
             arrival.max_tokens,
-            frozenset((EOS,)),
-            seed=arrival.answer_ids,
+            END_IDS,
             output_ids=list(output_ids),
             retractions=1 if output_ids else 0,
         )
@@ -106,6 +106,7 @@ class Group:
         except InputError as error:
             return str(error)
         self.running[rid], self._lengths[rid], running.request = running, arrival.output_len, request
+        running.answer = answer_tokens(arrival.answer_ids, 0, arrival.output_len + 1)
         self.load_tokens += len(arrival.prompt_ids) + len(output_ids)
         self.load_uncomputed += running.uncomputed
         return None
@@ -183,15 +184,21 @@ class Group:
 
     def _next_tokens(self, request: Request, count: int) -> list[int]:
         """The next tokens of its answer; the last one is the end token, unless the answer ends by its length."""
-        done = len(request.output_ids)
-        length = self._lengths.get(request.rid)
-        if length is None or done + count < length:
-            return answer_tokens(request.seed, done, done + count)
+        done, length = len(request.output_ids), self._lengths.get(request.rid)
+        if length is None:  # it has ended meanwhile
+            return [EOS]
+        if done + count < length:
+            return self._answer(request, count)
         left = max(length - done, 1)
-        tokens = answer_tokens(request.seed, done, done + left)
+        tokens = self._answer(request, left)
         if done + left < request.max_new_tokens:
             tokens[-1] = EOS
         return tokens
+
+    def _answer(self, request: Request, count: int) -> list[int]:
+        """The next tokens of its answer, which does not end with them."""
+        done = len(request.output_ids)
+        return self.running[request.rid].answer[done : done + count]
 
     def _accepted(self, drafts: int) -> int:
         for i in range(drafts):
@@ -272,7 +279,7 @@ class Group:
         steps = taken.count
         if steps or self.earlier:
             waits = Steps() if self._contended is None else sums.since(self._contended)
-            ended = run_decodes(self.scheduler, taken, waits, _answer, self.earlier, goes_on)
+            ended = run_decodes(self.scheduler, taken, waits, self._answer, self.earlier, goes_on)
             self.load_tokens += self.run_rows * steps
             number, plan, sampled = self._plans[0]
             self._plans[0] = (number + steps, plan, sampled)
@@ -298,7 +305,7 @@ class Group:
                 self.chunk_size, decodes, times, self._run_began, runs.sums.mark(), self._contended, in_flight,
                 launched, runs.chunks_in_a_row(index), runs.last_size(index), last,
             )  # fmt: skip
-            plan = run_chunks(self.scheduler, run, _answer)
+            plan = run_chunks(self.scheduler, run, self._answer)
             self.load_tokens += self.run_rows * decodes
             self._plans = [] if plan is None else [(plan.number, plan, self.scheduler.last_sampled)]
         self.run_rows = self.chunk_size = 0
@@ -306,7 +313,7 @@ class Group:
 
     def first_tokens(self, sampled: Sequence[Request], now: float) -> list[RequestEvent]:
         """Applies the first tokens of prompts whose last chunk was beside the first chunk of its run."""
-        begin_answers(self.scheduler, sampled, now, _answer)
+        begin_answers(self.scheduler, sampled, now, self._answer)
         return [RequestEvent(r.rid, r.output_ids[-1:], None, r.cached_tokens, r.retractions) for r in sampled]
 
     def first_token(self) -> RequestEvent:
@@ -314,19 +321,13 @@ class Group:
         chunked = self.scheduler.table.chunked
         assert chunked is not None
         request = chunked.request
-        return RequestEvent(request.rid, _answer(request, 1), None, request.cached_tokens, request.retractions)
+        return RequestEvent(request.rid, self._answer(request, 1), None, request.cached_tokens, request.retractions)
 
     def decode_shape(self) -> StepShape:
         """Shape of a step in which all running requests decode, after the step in flight."""
         decodes = self.scheduler.table.decodes
         context = len(decodes) + sum([request.num_computed for request in decodes])
         return StepShape(len(decodes), context, 0, 0, 0, len(decodes))
-
-
-def _answer(request: Request, count: int) -> list[int]:
-    """The next tokens of its answer, which does not end with them."""
-    done = len(request.output_ids)
-    return answer_tokens(request.seed, done, done + count)
 
 
 def loaded_tokens(kv_ops: KVOps) -> int:

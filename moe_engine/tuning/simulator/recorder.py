@@ -26,6 +26,8 @@ class Running:
     """As its scheduler has it."""
     prompt: PromptBlocks | None = None
     uncomputed: int = 0
+    answer: list[int] = field(default_factory=list)
+    """Its tokens, and a further one."""
 
 
 @dataclass
