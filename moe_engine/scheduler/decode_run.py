@@ -167,6 +167,36 @@ def _end(scheduler: Scheduler, record: StepRecord, rest: list[Request], ended: l
     scheduler.rows_released()
 
 
+def take_decode(
+    scheduler: Scheduler, lengths: Mapping[str, int], answer: Callable[[Request, int], list[int]], now: float
+) -> list[Request] | None:
+    """Applies the result of the oldest step in flight if that is a decode with which no answer begins or ends. Returns
+    its requests; None: call `Scheduler.update`. The next step may be planned, of any kind.
+
+    Args:
+        lengths: of `decode_run_limit`. answer: of `run_decodes`. now: by the scheduler's clock.
+    """
+    record, table, kv_cache = scheduler.in_flight[0], scheduler.table, scheduler.kv_cache
+    if record.prefilled or record.depths or table.aborting or scheduler.suspects or kv_cache.connector is not None:
+        return None
+    if scheduler.autopilot is not None or scheduler.speculator is not None or record.jumped:
+        return None
+    for request in record.sampled:
+        if request.row < 0 or request.first_token_at is None:
+            return None
+        if len(request.output_ids) + 1 >= min(request.max_new_tokens, lengths[request.rid]):
+            return None
+    scheduler.in_flight.popleft()
+    if kv_cache.retire(record.number):
+        scheduler.backoff.retry_now()
+    table.sessions.stepped(record.launched, now, {}, record.num_decodes, bool(table.queue.entries))
+    for request in record.sampled:
+        request.num_in_flight -= 1
+        request.output_ids += answer(request, 1)
+    scheduler.totals.generated_tokens += len(record.sampled)
+    return record.sampled
+
+
 def decode_plan(number: int, requests: list[Request]) -> StepPlan:
     """The plan of a step in flight in which these requests decode."""
     rows, count = [request.row for request in requests], len(requests)

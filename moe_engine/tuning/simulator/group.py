@@ -28,6 +28,7 @@ from moe_engine.scheduler.decode_run import (
     decodes_beyond,
     run_decodes,
     steps_behind_ends,
+    take_decode,
 )
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
@@ -181,6 +182,16 @@ class Group:
             self._log.runs()
             self._log.reporter.finished(result, self.scheduler.speculator)
         return events
+
+    def take_decode(self, now: float) -> list[Running] | None:
+        """`finish` of a decode in which no answer begins or ends: the requests, which have a further token. None: call
+        `finish`."""
+        taken = None if self._log is not None else take_decode(self.scheduler, self._lengths, self._answer, now)
+        if taken is None:
+            return None
+        self._plans.pop(0)
+        self.load_tokens += len(taken)
+        return [self.running[request.rid] for request in taken]
 
     def _next_tokens(self, request: Request, count: int) -> list[int]:
         """The next tokens of its answer; the last one is the end token, unless the answer ends by its length."""

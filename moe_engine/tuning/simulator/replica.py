@@ -59,7 +59,7 @@ class Replica:
         self._turns = GroupTurns(spec.scheduler, spec.num_groups, lambda: self.now)
         self._turns.begin(self.groups, self.lost)
         self._exact = spec.exact or self._turns.has_delayer or logs is not None
-        self._runs, self._counts = Runs(spec.num_groups), RunCounts(recorder, front)
+        self._runs, self._counts = Runs(spec.num_groups), RunCounts(recorder, front, self._exact)
         self._awake: set[int] = set()
         """Groups whose scheduler plans the next step: groups with requests that are not in a run."""
         self._held: set[int] = set()
@@ -312,8 +312,7 @@ class Replica:
         self.now = max(self.now, flight.end)
         group = self.groups[index]
         self._changed.add(index)
-        events = group.finish(flight.cost, flight.is_graph)
-        for event in events if self._front is not None else self._counts.count_events(group, events, self.now):
+        for event in self._counts.finish(group, flight, self.now):
             self._tell(index, group, event)
 
     def _tell(self, index: int, group: Group, event: RequestEvent) -> None:

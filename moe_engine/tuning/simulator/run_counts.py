@@ -53,8 +53,9 @@ class RunCounts:
     held_at: end of the newest step without prompts, in which all requests in runs got a token.
     """
 
-    def __init__(self, recorder: Recorder, front: FrontEnd | None) -> None:
+    def __init__(self, recorder: Recorder, front: FrontEnd | None, exact: bool) -> None:
         self._recorder, self._front = recorder, front
+        self._takes_decodes = front is None and not exact
         self.held_at = 0.0
 
     def count(self, runs: Runs, groups: Sequence[Group], flight: Flight, previous: float, now: float) -> None:
@@ -100,8 +101,16 @@ class RunCounts:
             group.chunk_times.append(late if index > flight.drained else times)
         return rows
 
-    def count_events(self, group: Group, events: list[RequestEvent], now: float) -> list[RequestEvent]:
-        """Counts the events that are one further token of a request, without a frontend. Returns the others."""
+    def finish(self, group: Group, flight: Flight, now: float) -> list[RequestEvent]:
+        """Gives a group the result of its step. Counts the events that are one further token of a request, without a
+        frontend. Returns the others."""
+        taken = group.take_decode(now) if self._takes_decodes else None
+        if taken is not None:
+            self._add_further(taken, now)
+            return []
+        events = group.finish(flight.cost, flight.is_graph)
+        if self._front is not None:
+            return events
         further, others = list[Running](), list[RequestEvent]()
         for event in events:
             running = group.running[event.rid]
