@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import random
 import re
 import subprocess
 import sys
@@ -19,75 +20,67 @@ FROM_NOWHERE = {"SystemRandom", "urandom", "time_ns", "randbits"}
 DRAWN = """
 import random
 import pytest
+from hypothesis import Phase, given, settings, strategies as st
 
 @pytest.fixture(scope="module", params="ab")
 def of_module(request):
-    return random.random()
+    return request.param, random.random()
 
 def test_before(of_module):
     random.random()
 
 def test_it(of_module):
-    print("drew", of_module, random.random())
+    print(f"drew test_it[{of_module[0]}]:", of_module[1], random.random())
     assert False
-"""
-EXAMPLES = """
-import sys
-import pytest
-from hypothesis import given, strategies as st
 
 @pytest.mark.parametrize("case", "ab")
+@settings(phases=[Phase.generate])
 @given(st.lists(st.integers() | st.floats() | st.text()))
-def test_it(case, value):
-    print("drew", ascii(value))
+def test_examples(case, value):
+    print(f"drew test_examples[{case}]:", ascii(value))
     assert len(value) < 4
 
 class TestClass:
     @given(st.binary())
     def test_it(self, value):
-        print("drew", value)
+        print("drew TestClass::test_it:", value)
         assert len(value) < 4
 """
+NAMES = ["test_it[a]", "test_it[b]", "test_examples[a]", "test_examples[b]", "TestClass::test_it"]
 
 
-def draws(folder: Path, *arguments: str, seed: str | None = None) -> tuple[str, list[str]]:
-    """The seed shown with failures, and the random values of their tests."""
+def draws(folder: Path, *arguments: str, seed: str | None = None) -> tuple[str, dict[str, list[str]]]:
+    """The seed shown with failures, and the random values of each test."""
     environment = {name: value for name, value in os.environ.items() if name != "MOE_TEST_SEED"}
-    environment |= {"PYTHONPATH": str(TESTS.parent)} | ({} if seed is None else {"MOE_TEST_SEED": seed})
-    command = [sys.executable, "-m", "pytest", "-p", "tests.random_seed", "-p", "no:cacheprovider", "-c", os.devnull]
-    done = subprocess.run(
-        [*command, f"--rootdir={folder}", *arguments], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    environment |= {"PYTHONPATH": str(TESTS.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # most of the time
+    environment |= {} if seed is None else {"MOE_TEST_SEED": seed}
+    command = [sys.executable, "-m", "pytest", "-p", "tests.random_seed", "-p", "pytest_rerunfailures"]
+    command += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={folder}", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     (shown,) = set(re.findall(r"MOE_TEST_SEED=(\d+) repeats it", done.stdout))
-    return shown, re.findall(r"^drew (.*)$", done.stdout, re.MULTILINE)
+    found: dict[str, list[str]] = {}
+    for name, values in re.findall(r"^drew (\S+): (.*)$", done.stdout, re.MULTILINE):
+        found.setdefault(name, []).append(values)
+    return shown, found
 
 
 def test_a_failure_shows_how_to_draw_again(tmp_path: Path) -> None:
+    """In a process with other modules, whose constants Hypothesis would draw too; a test alone; a second attempt."""
     (tmp_path / "test_drawn.py").write_text(DRAWN)
-    seed, drawn = draws(tmp_path, "test_drawn.py")
-    assert len(drawn) == len(set(drawn)) == 2
-    assert draws(tmp_path, "test_drawn.py::test_it", seed=seed) == (seed, drawn)
-    assert set(draws(tmp_path, "test_drawn.py::test_it")[1]).isdisjoint(drawn)
-
-
-def test_examples_are_drawn_again(tmp_path: Path) -> None:
-    """In a process with other modules, whose constants Hypothesis would draw too."""
-    (tmp_path / "test_drawn.py").write_text(EXAMPLES)
     (tmp_path / "constants.py").write_text(f"NUMBERS = {[10**9 + 7 * number for number in range(1000)]}")
     (tmp_path / "test_first.py").write_text("import constants\n")
     seed, drawn = draws(tmp_path, "test_first.py", "test_drawn.py")
-    cases = [f"test_drawn.py::{name}" for name in ("test_it[a]", "test_it[b]", "TestClass::test_it")]
-    again = [draws(tmp_path, case, seed=seed)[1] for case in cases]
-    assert [example for examples in again for example in examples] == drawn and again[0] != again[1]
-    assert draws(tmp_path, "test_drawn.py")[1] != drawn
-
-
-def test_a_second_attempt_draws_anew(tmp_path: Path) -> None:
-    (tmp_path / "test_drawn.py").write_text(DRAWN)
-    seed, drawn = draws(tmp_path, "test_drawn.py::test_it", "--reruns", "1")
-    first = draws(tmp_path, "test_drawn.py::test_it", seed=seed)[1]
-    assert set(first) < set(drawn) and len(set(drawn)) == 2 * len(first)
+    assert sorted(drawn) == sorted(NAMES)
+    assert drawn["test_it[a]"] != drawn["test_it[b]"] and drawn["test_examples[a]"] != drawn["test_examples[b]"]
+    chosen = [random.choice(NAMES[:2]), random.choice(NAMES[2:])]
+    alone = draws(tmp_path, *(f"test_drawn.py::{name}" for name in chosen), seed=seed)
+    assert alone == (seed, {name: drawn[name] for name in chosen})
+    _, others = draws(tmp_path, "test_drawn.py")
+    assert all(others[name] != drawn[name] for name in NAMES)
+    _, twice = draws(tmp_path, "test_drawn.py::test_it", "--reruns", "1", seed=seed)
+    for name in NAMES[:2]:
+        assert set(drawn[name]) < set(twice[name]) and len(set(twice[name])) == 2
 
 
 def hidden_draws(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -23,7 +23,7 @@ from moe_engine.kernels.quantization.quantize import RANGES
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
-from moe_engine.models.formats.online import Online
+from moe_engine.models.formats.online import INT4_GROUP, Online
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.quantization_target import Target
 from moe_engine.models.quantized_checkpoint import quantize_checkpoint
@@ -58,9 +58,7 @@ JOINED = (
 PLAIN_BESIDE_INTEGERS = (".kv_b_proj", ".wo_a", ".indexer.wk")
 """vLLM 0.32.0 absorbs or multiplies the first two by head, and reads the last in FP8 or unquantized only."""
 ENDS = ("_scale_inv", "_packed")
-GROUP = 32
-"""Of int4 while loading."""
-TIE = 3e-6
+TIE = 1e-6
 """Sums of squares in float32 have smaller errors."""
 
 
@@ -75,10 +73,10 @@ def make(kind: str, path: Path) -> Path:
 def scales_are_clear(path: Path) -> bool:
     """Whether rounding decides no scale of a group in int4: those of the ranges have errors that differ."""
     for tensor in load_file(path / "model.safetensors").values():
-        if tensor.dim() < 2 or tensor.shape[-1] % GROUP:
+        if tensor.dim() < 2 or tensor.shape[-1] % INT4_GROUP:
             continue
-        groups = tensor.double().reshape(-1, GROUP)
-        scales = groups.abs().amax(1) * torch.tensor(RANGES, dtype=torch.float64)[:, None] / 7
+        groups, parts = tensor.float().reshape(-1, INT4_GROUP), torch.tensor([part / 7 for part in RANGES])
+        scales, groups = (groups.abs().amax(1) * parts[:, None]).bfloat16().double(), groups.double()
         codes = (groups / scales[..., None]).round().clamp(-8, 7)
         best, second = (codes * scales[..., None] - groups).square().sum(-1).topk(2, dim=0, largest=False).values
         if float(((second - best) / best).min()) < TIE:
