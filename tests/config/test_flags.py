@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,8 @@ def _any_accepted(word: str, pattern: str) -> bool:
 
 
 def test_some_misspellings_are_recognized():
-    for option in ACCEPTED - {option for option in ACCEPTED if len(option) < 9}:
+    options = sorted(option for option in ACCEPTED if len(option) >= 9)
+    for option in random.sample(options, min(examples(60), len(options))):
         wrong = option[:5] + option[6:] + "x"
         if wrong not in ACCEPTED | REFUSED:
             with pytest.raises(ConfigError, match=r"did you mean --\S+\?"):

@@ -86,6 +86,7 @@ def _script(rng: random.Random) -> list[Scripted]:
     ]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("checkpoint", "kv_dtype"), FORMATS, indirect=["checkpoint"])
 def test_outputs_do_not_depend_on_step_boundaries_or_drafts(checkpoint: Path, tmp_path: Path, kv_dtype: str) -> None:
     """Bit for bit, in float32 with one form of attention: a different last bit may change the rounding of a row to

@@ -75,6 +75,7 @@ def test_steps_of_one_request(
     assert steps[0] - steps[1] == saved >= len(found[1].token_ids) // 2
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_of_batches(engine: InProcessEngine, grammars: GrammarCompiler, overlap: bool) -> None:
     """Random schemas, free neighbors, limits within forced tokens, aborts, log-probabilities, a pool too small."""

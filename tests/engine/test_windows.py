@@ -113,6 +113,7 @@ def test_answers_equal_transformers(name: str, form: str, tmp_path: Path) -> Non
         engine.close()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "flags", [{}, {"page_size": 4, "disable_radix_cache": True}, NGRAM, {"disable_overlap_schedule": True}]
 )

@@ -59,7 +59,7 @@ def test_exact_drafts_are_always_accepted(
     assert stats is not None and stats.accepted == stats.proposed
 
 
-@pytest.mark.each_value
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("depth", "topk", "nodes", "limits", "temperature"), TREES)
 def test_trees(depth: int, topk: int, nodes: int, limits: str, temperature: float) -> None:
     """The same tokens, and as many accepted drafts as in steps that are not captured; KV of accepted nodes moves. The

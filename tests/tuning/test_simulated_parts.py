@@ -255,8 +255,7 @@ def test_a_process_that_fails_is_named(tmp_path, capsys, monkeypatch, how):
     monkeypatch.setattr(Fleet, "run", broken)
     assert main(["simulate", "--cost-file", str(path), "--num-prompts", "2100", *FLAGS, "--processes", "2"]) == 1
     message = capsys.readouterr().err
-    division = Division.of(2100, 2)
-    assert 0 < division.firsts[1] * division.size < 2100 and division.name(1) in message
+    assert Division.of(2100, 2) == Division(256, [0, 3]) and "process 2 of 2 (from request 768 on)" in message
     assert ("out of luck" if how == "error" else "signal 9; each process has caches of its own") in message
 
 

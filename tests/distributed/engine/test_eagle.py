@@ -10,7 +10,7 @@ import pytest
 from moe_engine import Engine
 from tests.speculation.eagle_pairs import Pair, make_pair
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(1)]
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 20}
 DEPTH = 2

@@ -167,17 +167,17 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
     assert launched >= {"latent_kernel", "expanded_kernel", "gate_up_kernel", "norm_route_kernel", "greedy_kernel"}
 
 
-def test_experts_on_a_shortcut_are_captured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_experts_on_a_shortcut_are_captured(drafts: bool, tmp_path: Path) -> None:
     """LongCat-Flash: zero experts, and drafts of its dense MTP layer: the tokens of the CPU, replayed decodes."""
     sizes = {"n_routed_experts": 4, "zero_expert_num": 3, "moe_topk": 3}
     path = agreeing_checkpoint("longcat_flash", tmp_path / "model", 5, num_hidden_layers=2, num_mtp_layers=1, **sizes)
-    for drafts in (False, True):
-        requests, flags = script([GREEDY, GREEDY]), {**FEW, "ops_backend": "triton"}
-        more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4}
-        found = compared(path, tmp_path, requests, CHAIN if drafts else {}, **more, **flags)
-        assert found.num_graphs and any(step.cuda_graph for step in found.steps)
-        assert drafts or found.waits == []
-        assert set(kernels.launches) >= {"add_input_kernel", "route_kernel", "latent_kernel"}
+    requests, flags = script([GREEDY, GREEDY]), {**FEW, "ops_backend": "triton"}
+    more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4}
+    found = compared(path, tmp_path, requests, CHAIN if drafts else {}, **more, **flags)
+    assert found.num_graphs and any(step.cuda_graph for step in found.steps)
+    assert drafts or found.waits == []
+    assert set(kernels.launches) >= {"add_input_kernel", "route_kernel", "latent_kernel"}
 
 
 def test_drafts_within_windows_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
