@@ -43,6 +43,8 @@ class ParserOptions:
     think_start_id: int | None = None
     """None also if the start tag is several tokens."""
     think_end_id: int | None = None
+    fills_content: bool = False
+    """Reasoning without content behind it is the content (SGLang's `force_nonempty_content`)."""
 
     def count_reasoning(self, output_ids: Sequence[int]) -> int:
         """Tokens up to and including `</think>`; all of them if it is missing; 0 without reasoning, where a text may
@@ -86,6 +88,7 @@ def parser_options(
         keep_special=frozenset(i for i in ids if i is not None and i in tokenizer.special_ids),
         think_start_id=tokenizer.token_id(reasoning.start) if reasoning else None,
         think_end_id=tokenizer.token_id(reasoning.end) if reasoning else None,
+        fills_content=bool(kwargs.get("force_nonempty_content")),
     )
 
 
@@ -99,6 +102,8 @@ class ChoiceParser:
             else None
         )
         self._shows_reasoning = options.shows_reasoning
+        self._fills: list[str] | None = [] if options.fills_content else None
+        """The reasoning, while there is no content, if it may have to be the content."""
         self._tools = (
             ToolCallParser(
                 options.tool_form,
@@ -130,6 +135,8 @@ class ChoiceParser:
         deltas: list[dict[str, Any]] = []
         if self._reasoning is not None:
             deltas += self._parts(*self._reasoning.finish(beginnings))
+            if self._fills:
+                deltas.append({"content": "".join(self._fills)})
         if self._tools is not None:
             deltas += _deltas(self._tools.last_parts(beginnings))
         return deltas
@@ -154,6 +161,8 @@ class ChoiceParser:
                     calls.append(call)
                 else:
                     calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        if self._fills:  # the content is the reasoning
+            reasoning.clear()
         shown = "".join(content)
         if calls and not shown.strip():
             shown = ""
@@ -165,6 +174,8 @@ class ChoiceParser:
         }
 
     def _parts(self, reasoning: str, content: str) -> list[dict[str, Any]]:
+        if self._fills is not None:
+            self._fills = None if content else [*self._fills, reasoning] if reasoning else self._fills
         deltas = [{"reasoning_content": reasoning}] if reasoning and self._shows_reasoning else []
         return deltas + (self._content(content) if content else [])
 
