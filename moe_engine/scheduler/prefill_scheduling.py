@@ -93,7 +93,7 @@ class PrefillScheduling:
     def _has_left_waiting(self, num_mixed: int, batch: PrefillBatch) -> bool:
         """Whether decodes took most of the chunk, and prompts wait: they get more tokens from every second step."""
         table, chunk = self._table, self._table.settings.chunk_tokens
-        if chunk is None or 2 * num_mixed <= chunk:
+        if not num_mixed or chunk is None or 2 * self._config.floor_page(max(chunk - num_mixed, 0)) >= chunk:
             return False
         taken = bool(batch.jobs) and batch.jobs[-1].is_last
         return bool(table.queue.entries) or not (taken or table.chunked is None)

@@ -84,11 +84,12 @@ def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: in
     assert sum(stats.speculation.accepted) <= worker.accepted  # some belonged to ended requests
 
 
-def test_drafts_leave_prompts_a_share_of_mixed_steps() -> None:
-    """Decodes with drafts fill the chunk long before all rows are taken."""
+@pytest.mark.parametrize("page", [1, 8, 24])
+def test_drafts_leave_prompts_a_share_of_mixed_steps(page: int) -> None:
+    """Decodes with drafts fill the chunk long before all rows are taken; the last page of it is the first to go."""
     turns = []
     for mixed in (False, True):
-        config = SchedulerConfig(4000, 300, max_rows=24, chunked_prefill_size=24, enable_mixed_chunk=mixed)
+        config = SchedulerConfig(4800, 300, page, 24, chunked_prefill_size=24, enable_mixed_chunk=mixed)
         config = replace(config, speculation=SpeculationConfig("ngram", 3))
         sim = simulate(config, overlap=True, seed=0, luck=0.5)
         for i in range(60):
