@@ -25,9 +25,13 @@ class Calls:
         return current().capturing is not None
 
     def launch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [x for x in tensors if x.is_cuda]
         if not given:
             return function(*args, **kwargs)
+        public = not function.__name__.startswith("_")  # others get values that the emulator keeps on the host
+        if public and any(x.numel() and not x.is_cuda for x in tensors):
+            raise RuntimeError(f"{function.__name__}: tensors must be on the device")
         launch = Launch(function.__name__, given[0].device)
         for x in given:
             launch.input_format(x)

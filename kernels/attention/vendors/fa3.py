@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,11 +27,11 @@ from moe_engine.kernels.attention.vendors.paging import (
     StepPlan,
     as_pages,
     plan_of,
-    prefix_sums,
 )
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.device import IndexWidths
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.uploads import upload
 from moe_engine.kernels.vendors import limits
 from moe_engine.kernels.vendors.probe import FA3, FLASH_MLA, accepts
 from moe_engine.kernels.workspaces import fa3_splits
@@ -217,7 +218,7 @@ class FA3MLA(MergesChunks, _Backend):
         self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
         part, queries = plan.part, plan.part.queries
-        starts = plan.get(queries, "key_starts", lambda: prefix_sums(list(part.key_lens), q.device))
+        starts = plan.get(queries, "key_starts", lambda: _uploaded_sums(part.key_lens, q.device))
         out, lse, *_ = self._varlen(
             q, kv, k_rope, queries, starts, part.key_lens, scale, causal=part.causal, **self._lse_asked
         )
@@ -263,6 +264,11 @@ class FA3GQA(_Backend):
 def _refuse(reason: str | None) -> None:
     if reason:
         raise ValueError(reason)
+
+
+def _uploaded_sums(lens: Sequence[int], device: torch.device) -> Tensor:
+    """[R+1] int32 on the device: the library refuses sums in host memory."""
+    return upload(np.cumsum([0, *lens]).astype(np.int32), device)
 
 
 def _context_starts(queries: PagedQueries) -> Tensor:

@@ -117,6 +117,32 @@ def test_requests_of_different_lengths(name: str) -> None:
     close(got, absorbed_attention(rounded, cache.to(BF16), queries, scale, LATENT), scale=3)
 
 
+CHUNKED = ("flashinfer", "trtllm_mla", "fa3")
+"""Libraries with kernels of their own for the expanded form."""
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_contexts_in_chunks(name: str) -> None:
+    """A context whose keys and values are expanded part by part, the last one causal."""
+    backend, page_size, heads, lens = MLA[name][0](), MLA[name][1], 2, (16, 17, 7)
+    queries, size = paged_queries([(7, sum(lens))], page_size)
+    cache, moved = drawn(size, WIDTH), on_gpu(queries)
+    q, kv = drawn(7, heads, 192), drawn(sum(lens), heads, 256)
+    chunks = backend.capabilities.chunks
+    assert chunks is not None
+    found, ropes, first = [], [], 0
+    for length in lens:
+        plan = chunks.plan(moved, [first], [length])
+        latent = backend.gather_latent(cache, moved, plan, q.new_empty(length, WIDTH), LATENT)
+        ropes.append(latent[:, LATENT:])
+        found.append(chunks.expanded(q, kv[first : first + length], ropes[-1], 0.07, plan))
+        first += length
+    for part in found[1:]:
+        chunks.merge(*found[0], *part)
+    keys = torch.cat((kv[..., :128], torch.cat(ropes)[:, None].expand(-1, heads, -1)), -1).cpu()
+    close(found[0][0].cpu(), attend(q.cpu(), keys, kv[..., 128:].cpu(), 0.07), scale=3)
+
+
 def test_selections_replayed_equal_float64(graphs: CudaGraphs) -> None:
     """FlashAttention 3 over selected tokens: each replay reads the lists and lengths written before it."""
     most, heads, size, scale = 12, 3, 40, WIDTH**-0.5
