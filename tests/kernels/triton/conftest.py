@@ -29,9 +29,9 @@ collect_ignore_glob: list[str] = []
 
 ON_THE_HOST = (
     "all_reduce", "aot", "aot_table", "bookkeeping", "compile_command", "dependent", "gpu_cases", "launch_checks",
-    "on_gpu", "symm_mem_kernels",
+    "prefetch", "symm_mem_kernels",
 )  # fmt: skip
-"""Tests of the compiler, of the interpreter, and of memory that several ranks write."""
+"""Tests of the compiler, of the interpreter, of addresses, and of memory that several ranks write."""
 
 if find_spec("triton") is None:
     collect_ignore_glob.append("test_*.py")

@@ -41,6 +41,7 @@ _ARITHMETIC = {
     name: getattr(interpreter.InterpreterBuilder, name) for name in ("create_fadd", "create_fsub", "create_fmul")
 }
 _patch_tensor = interpreter._patch_lang_tensor
+_set_attr = interpreter.TensorHandle.set_attr
 
 
 def convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -97,8 +98,16 @@ def patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def set_attr(handle: Any, key: str, values: Any) -> None:
+    """A hint, as of `tl.multiple_of`: the compiler believes it, and a device faults if it is wrong."""
+    if key == "tt.divisibility" and any((handle.data % value).any() for value in values):
+        raise ValueError(f"not a multiple of {values}: {handle.data}")
+    _set_attr(handle, key, values)
+
+
 def install() -> None:
     """Installs the patches for the whole process; idempotent."""
+    interpreter.TensorHandle.set_attr = set_attr
     bookkeeping.install()
     program_order.install()
     interpreter.interpreter_builder.options = dataclasses.replace(

@@ -1,7 +1,8 @@
 """Checks of the memory accesses of launches under Triton's interpreter, as compute-sanitizer's memcheck and racecheck
 on a device.
 
-A launch may access only memory of its arguments: elsewhere a device reads other tensors, or faults. A program may not
+A launch may access only memory of its arguments: elsewhere a device reads other tensors, or faults, as it does where an
+element is not aligned. A program may not
 read what another program of its launch writes, unless both have atomic operations in between, as tickets have: a device
 runs programs in any order. Programs may write the same place (rows of padding).
 
@@ -70,6 +71,10 @@ class Launch:
             verb = "writes" if writes else "reads"
             raise MemoryAccessError(
                 f"{self._name} {verb} {outside.sum()} of {addresses.size} elements outside of its arguments' memory"
+            )
+        if (addresses % np.uint64(width)).any():  # a CPU reads them
+            raise MemoryAccessError(
+                f"{self._name} accesses elements of {width} bytes at addresses that are not aligned"
             )
         if self._left >= addresses.size:
             self._left -= addresses.size

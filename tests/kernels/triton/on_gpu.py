@@ -66,11 +66,6 @@ def _moved(run: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-def _resident_programs(device: Any) -> int:
-    """Those of the GPU for tensors on the CPU."""
-    return int(torch.cuda.get_device_properties("cuda").multi_processor_count)
-
-
 def install() -> None:
     """For the whole process, before it imports kernels."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -78,6 +73,12 @@ def install() -> None:
 
     from moe_engine.kernels.triton import grid_barrier
 
-    grid_barrier.resident_programs = _resident_programs
+    own = grid_barrier.resident_programs
+
+    def resident_programs(device: torch.device) -> int:
+        """Those of the GPU for tensors on the CPU."""
+        return own(torch.device("cuda", 0) if device.type == "cpu" else device)
+
+    grid_barrier.resident_programs = resident_programs
     for kind in (JITFunction, InterpretedFunction):  # the latter on simulated devices
         kind.run = _moved(kind.run)

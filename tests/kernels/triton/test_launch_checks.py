@@ -79,6 +79,23 @@ def test_a_tail_without_a_mask_is_found() -> None:
             copy_kernel[(1,)](x, out, length, MASKED=False, BLOCK=128)
 
 
+@triton.jit
+def aligned_kernel(x, out, offset, HINT: tl.constexpr):
+    """The number of four bytes at an offset."""
+    tl.store(out, tl.load((x + tl.multiple_of(offset, HINT)).to(tl.pointer_type(tl.int32))))
+
+
+def test_an_address_that_is_not_aligned_is_found() -> None:
+    x, out = torch.arange(64, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    with checked_accesses():
+        aligned_kernel[(1,)](x, out, 12, HINT=4)
+        assert out.item() == 12 + (13 << 8) + (14 << 16) + (15 << 24)
+        with pytest.raises(Exception, match="4 bytes at addresses that are not aligned"):
+            aligned_kernel[(1,)](x, out, 10, HINT=2)
+        with pytest.raises(Exception, match=r"not a multiple of \[16\]"):
+            aligned_kernel[(1,)](x, out, 12, HINT=16)
+
+
 def test_a_race_between_programs_is_found() -> None:
     x, ticket, out = torch.randn(8), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
     with checked_accesses():
