@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulated_cuda import failures, observer, order, profiler
+from tests.simulated_cuda import any_order, failures, observer, order, profiler
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.streams import Stream, current, deliver, note_wait, under_way
 
@@ -235,7 +235,7 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         h.untyped_storage().data_ptr(): x
         for h, x in zip(hosts, flat) if isinstance(x, Tensor) and x.is_cuda and not skipped
     }  # fmt: skip
-    result = op(*host_args, **host_kwargs)
+    result = any_order.compute(op, host_args, host_kwargs)
 
     def back(host: Tensor) -> Tensor:
         if id(host) in given:
@@ -255,7 +255,7 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fresh = [host for host in leaves(result) if isinstance(host, Tensor) and id(host) not in given]
 
         def again() -> None:
-            made = op(*host_args, **host_kwargs)
+            made = any_order.compute(op, host_args, host_kwargs)
             found = [x for x in leaves(made) if isinstance(x, Tensor)]
             if fresh:
                 for into, value in zip(fresh, found):

@@ -96,6 +96,25 @@ def test_float8_is_not_indexed() -> None:
     assert x.view(torch.uint8)[places].shape == x.index_select(0, places).shape == torch.cat((x[:1], x[1:2])).shape
 
 
+def test_of_several_values_for_one_place_any_is_kept() -> None:
+    places, values = torch.zeros(9, dtype=torch.int64, device=GPU), torch.arange(9.0, device=GPU)
+    graph, replayed = torch.cuda.CUDAGraph(), torch.zeros(3, device=GPU)
+    with torch.cuda.graph(graph):
+        replayed.index_copy_(0, places, values)
+    found: list[set[float]] = [set() for _ in range(4)]
+    for _ in range(12):
+        x = [torch.zeros(3, device=GPU) for _ in range(3)]
+        x[0].index_copy_(0, places, values)
+        x[1][places] = values
+        x[2].scatter_(0, places, values)
+        graph.replay()
+        for kept, result in zip(found, (*x, replayed)):
+            kept.add(result[0].item())
+    assert all(len(kept) > 1 for kept in found)
+    x[0].index_copy_(0, torch.tensor([2, 0], device=GPU), values[:2])
+    assert x[0].tolist()[::2] == [1.0, 0.0]
+
+
 def test_a_download_is_complete_after_its_event() -> None:
     x, host = torch.arange(4.0, device=GPU), torch.empty(4, pin_memory=True)
     host.copy_(x, non_blocking=True)
