@@ -22,6 +22,7 @@ def tokens_of(count: int, slots: int) -> AdapterTokens:
     ("count", "k", "rank", "columns"), [(1, 40, 3, (0, 20)), (45, 70, 5, (0, 24, 31, 50)), (20, 32, 16, (0, 33, 40))]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.each_value
 def test_several_adapters(count: int, k: int, rank: int, columns: tuple[int, ...], dtype: torch.dtype) -> None:
     parts, n, slots = len(columns) - 1, columns[-1], 2
     weights = LoraWeights(torch.randn(slots, parts * rank, k).to(dtype), torch.randn(slots, rank, n).to(dtype), columns)

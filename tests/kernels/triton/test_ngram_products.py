@@ -49,6 +49,7 @@ forms = pytest.mark.parametrize("form", [prompts, drafts, decodes], ids=lambda f
 
 @forms
 @pytest.mark.parametrize("longest", [2, 3, 5])
+@pytest.mark.each_value
 def test_ids(form: object, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends of texts and beginnings of sequences, in a step and before it; several iterations."""
     monkeypatch.setattr(triton_products, "_TOKENS", 8)
@@ -83,6 +84,7 @@ def test_gated_products(n: int, width: int, dtype: torch.dtype) -> None:
 @dtypes
 @forms
 @pytest.mark.parametrize(("taps", "apart"), [(4, 3), (2, 2), (3, 4)])
+@pytest.mark.each_value
 def test_mixed_products(form: object, taps: int, apart: int, dtype: torch.dtype) -> None:
     runs: StateRuns = form()  # type: ignore[operator]
     tokens, wide, bound = runs.num_tokens, random.choice((90, 1100)), 2e-2 if dtype == torch.bfloat16 else 1e-5

@@ -295,6 +295,7 @@ def test_shared_experts_are_choices_of_every_token(ops, name, num_shared):
 
 @pytest.mark.parametrize("name", ["v3", "mixtral", "gpt-oss"])
 @pytest.mark.parametrize("tokens", [5, 300])
+@pytest.mark.each_value
 def test_shared_experts_with_a_gate(ops, dtype, name, tokens):
     """The gate's last row gives the weight of all shared experts, and changes no other choice."""
     spec = ROUTERS[name]

@@ -18,6 +18,7 @@ SHAPES = [(3, 1100, 1), (9, 72, 3), (1, 40, 5), (18, 24, 2)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.each_value
 def test_mix_blocks(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     drawing = drawn(*shape, dtype)
     mix = TritonOps().capabilities.mix_blocks
