@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
-from moe_engine.models import ling_names, nemotron_names
+from moe_engine.models import joined_rows, ling_names, nemotron_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.longcat_names import has_longcat_names, longcat_names
@@ -87,6 +87,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
     if not files and load_format != "safetensors":
         index = directory / TORCH_INDEX_FILE
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
+    files = joined_rows.with_parts(files)
     if has_v4_names(files):
         return _renamed(files, v4_names(files, num_layers))
     if has_step_names(files):

@@ -135,6 +135,17 @@ def parse_dense(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     return parse_gqa(fields, generation, None, ())
 
 
+def parse_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Phi-3 and Phi-4: Llama's layers, whose files have joined matrices (`joined_rows`)."""
+    fields.check_served({"attention_bias": False})
+    if fields.has("quantization_config"):
+        fields.fail("quantization_config", "is not supported with joined matrices; use the unquantized checkpoint")
+    section = rope_section(fields)
+    if section is not None and "su" in (section.raw.get("type"), section.raw.get("rope_type")):  # an older name
+        fields = Fields({**fields.raw, "rope_scaling": {**section.raw, "rope_type": "longrope"}}, fields.source)
+    return parse_gqa(fields, generation, None, ())
+
+
 def parse_qwen3_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3-MoE: softmax over all experts, no shared expert; some layers may be dense."""
     moe = MoEConfig(
@@ -254,7 +265,7 @@ def build_config(fields: Fields, generation: Mapping[str, Any], *, rope: RopeCon
     )
 
 
-_WINDOW_BY_DEFAULT = ("mistral", "mixtral", "ministral", "ministral3")
+_WINDOW_BY_DEFAULT = ("mistral", "mixtral", "ministral", "ministral3", "phi3")
 _FULL_BEFORE = ("qwen2", "qwen3", "dots1")
 """Families whose `sliding_window` applies from layer `max_window_layers` on; in others it applies to all layers."""
 _DEFAULT_FULL_LAYERS = 28

@@ -29,6 +29,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.table import format_in_headers
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.joined_rows import JOINED
 from moe_engine.models.mistral_native import native_file
 from moe_engine.models.quantization_section import quantization_config
 from moe_engine.models.quantization_target import Target, select
@@ -108,6 +109,8 @@ def _check_source(source: Path, config: ModelConfig, target: Target) -> None:
         raise ConfigError(f"{source}: is quantized already ({format.name}); use an unquantized checkpoint")
     if not is_built_in(config.architecture):
         raise ConfigError(f"{source}: the projections of {config.architecture} are not known")
+    if config.architecture in JOINED:
+        raise ConfigError(f"{source}: matrices are joined by rows in these files; serve them with --quantization")
     is_gpt_oss = isinstance(format, FusedExpertsFormat) and format.alternating
     if is_gpt_oss and target.format != "mxfp4":
         raise ConfigError(f"{source}: use --format mxfp4: other engines read the experts of gpt-oss in no other form")

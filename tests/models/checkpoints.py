@@ -59,6 +59,7 @@ MORE_KINDS = (
     "laguna",
     "ministral3",
     "mistral4",
+    "phi3",
     "solar_open",
 )
 """Families that differ little from those of `KINDS`."""
@@ -420,6 +421,7 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"routed_scaling_factor": 1.5}
         | {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 8 / 24}},
     ),
+    "phi3": ("Phi3", {**_GQA, "partial_rotary_factor": 0.75, "hidden_size": 64, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 

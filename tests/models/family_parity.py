@@ -97,13 +97,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "hy_v3": {"num_mtp_layers": 1},
     "ministral3": {},
     "mistral4": {},
+    "phi3": {},
     "solar_open": {},
 }
 """Options of the checkpoints of the table."""
 IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
-    "hunyuan_v1_dense", "ministral3", "mistral3",
+    "hunyuan_v1_dense", "ministral3", "mistral3", "phi3",
     "pixtral",
 )  # fmt: skip
 """Families without experts."""

@@ -65,14 +65,14 @@ NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "lagu
              "longcat_flash")  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
-NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe")
+NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe", "phi3")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7", "laguna", "afmoe", "nemotron_h",
+    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_BIAS += ("nemotron_h",)
+NO_BIAS += ("nemotron_h", "phi3")
 NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid", "step3p7", "nemotron_h")
 DROPPED = (
     "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
@@ -130,6 +130,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         _draw_step(rng, fields)
     if kind == "laguna":
         _draw_laguna(rng, fields)
+    if kind == "phi3":
+        _draw_phi3(rng, fields)
     if kind == "afmoe":
         fields |= {
             "num_dense_layers": rng.choice((0, 1, layers)), "num_shared_experts": rng.choice((1, 2)),
@@ -168,7 +170,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if kind not in OWN_ROPE and kind not in HYBRID:
         fields["rope_scaling"] = _rope(rng, kind)
         fields["rope_theta"] = rng.choice((1e4, 1e6, 500000.0))
-    if kind in ("mistral", "mixtral", "dots1", "ministral3"):
+    if kind in ("mistral", "mixtral", "dots1", "ministral3", "phi3"):
         fields["sliding_window"] = rng.choice((None, 7, 20))
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
@@ -271,6 +273,15 @@ def _draw_laguna(rng: random.Random, fields: dict[str, Any]) -> None:
             known[1]: {"rope_theta": 1e4, "rope_type": "default"},
         },
     }  # fmt: skip
+
+
+def _draw_phi3(rng: random.Random, fields: dict[str, Any]) -> None:
+    """Part of a head is rotated, by factors for long or for short contexts."""
+    width = fields["hidden_size"] // fields["num_attention_heads"]
+    part = rng.choice([part for part in (0.5, 0.75, 1.0) if int(width * part) % 2 == 0])
+    lists = {f"{name}_factor": [rng.uniform(1, 8) for _ in range(int(width * part) // 2)] for name in ("long", "short")}
+    fields |= {"partial_rotary_factor": part, "rope_scaling": rng.choice((None, {"type": "longrope", **lists}))}
+    fields |= {"rope_theta": rng.choice((1e4, 5e5)), "original_max_position_embeddings": rng.choice((32, 512))}
 
 
 def _draw_mla(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:

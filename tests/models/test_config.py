@@ -401,6 +401,12 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         80.4e9, 13.0e9,
     ),
     (
+        {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920}
+        | {"num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352}
+        | {"rope_theta": 250000, "sliding_window": None, "rope_scaling": None},
+        14.7e9, 14.1e9,
+    ),
+    (
         {"architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "hidden_size": 4096, "intermediate_size": 13312}
         | {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
         | {"num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}

@@ -104,6 +104,9 @@ LONGROPE: dict[str, Any] = {
     "type": "longrope", "original_max_position_embeddings": 32,
     "long_factor": [1.0, 1.3, 2.0, 3.1, 4.6, 6.0, 7.7, 9.0], "short_factor": [1.0, 1.02, 1.1, 1.15, 1.3, 1.4, 1.7, 2.0],
 }  # fmt: skip
+PHI: dict[str, Any] = {
+    "type": "longrope", **{name: LONGROPE[name][:6] for name in ("long_factor", "short_factor")},
+}  # fmt: skip
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"rope_interleave": False}),
     ("deepseek_v3", {"rope_scaling": None}),
@@ -125,6 +128,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": LONGROPE, "head_dim": 16}),
     ("llama", {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 512}, "head_dim": 16}),
     ("qwen3", {"rope_scaling": {**LONGROPE, "factor": 8.0, "attention_factor": 1.3}, "head_dim": 16}),
+    ("phi3", {"rope_scaling": PHI, "original_max_position_embeddings": 32, "sliding_window": 20}),
+    ("phi3", {"rope_scaling": PHI, "original_max_position_embeddings": 512}),
     ("dots1", {"sliding_window": 20, "max_window_layers": 1, "n_shared_experts": 1}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False}),
     ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2], "rope_scaling": None, "attention_bias": True}),

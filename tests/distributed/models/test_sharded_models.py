@@ -79,6 +79,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral_large4": {"kv_source_layers": [0, 1, 0, 3]},  # factors of heads, layers without rotary channels or latents
     "mistral_large3": {"num_hidden_layers": 2},  # names of its own files, without a tower
     "hy_v3": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shared MLP, an MTP layer with names of its own
+    "phi3": {"num_hidden_layers": 2},  # matrices joined in the files
     "solar_open": {"num_hidden_layers": 2},
     "dots1": {"num_hidden_layers": 2},
     "hunyuan_v1_dense": {"num_hidden_layers": 2},  # weights of norms after the rotation
@@ -245,7 +246,7 @@ def test_pools(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> N
     run_all(world, alone, [cases[key] for key in some if key in cases])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "hunyuan_v1_dense", "ernie4_5", "ministral3", "phi3"])
 def test_dense(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     some = ("tp", "tp-dense1", "dp", "dp-head", "dp2", "dp4", "dp2-tp2-ep2-head")
     run_all(world, alone, [Case(checkpoint(name), t) for key, t in topologies(world).items() if key in some])
