@@ -74,7 +74,7 @@ void amx_dot_bytes() {
       for (int k = 0; k < tile_shape.column_bytes[A] / 4; k++)
         for (int byte = 0; byte < 32; byte += 8) {
           const int8_t a = int8_t(tile_data[A][m][k] >> byte);
-          const uint8_t b = uint8_t(tile_data[B][k][n] >> byte);
+          const int8_t b = int8_t(tile_data[B][k][n] >> byte);
           tile_data[C][m][n] += uint32_t(int32_t(a) * int32_t(b));
         }
 }
@@ -108,10 +108,10 @@ template <int C, int A, int B>
 inline void amx_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
-// Signed bytes of A, unsigned bytes of B.
+// Signed bytes.
 template <int C, int A, int B>
 inline void amx_dot_bytes() {
-  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 }  // namespace moe

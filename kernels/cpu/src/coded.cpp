@@ -1,5 +1,5 @@
 // Products with coded weights: a group's sum is multiplied by its scale. Codes become floats in registers; with VNNI
-// and bf16 rows see coded_integers.h, of many rows with AMX coded_tiles.h.
+// and bf16 rows see coded_integers.h, of many rows with AMX coded_tiles.h and coded_floats.h.
 //
 // Legend: M rows, K in-features, N out-features, G groups, MR x NR rows x panels of a tile.
 #include "coded.h"
@@ -225,8 +225,9 @@ static void integer_product(const Coding& form, const char* x, int64_t ldx, int6
   for (int64_t n = 0; n < count && done > 0; n += CHUNK_PANELS) {
     const char* from = panels + n * form.panel_bytes(k);
     const int64_t here = std::min(CHUNK_PANELS, count - n);
-    integer_tiles<BITS>(form, x, ldx, done, k, from, here, n + here < count ? from + here * form.panel_bytes(k) : next,
-                        c + n * LANES, ldc);
+    const char* then = n + here < count ? from + here * form.panel_bytes(k) : next;
+    const auto run = exact_in_float(form) ? float_tiles : integer_tiles<BITS>;
+    run(form, x, ldx, done, k, from, here, then, c + n * LANES, ldc);
   }
 #endif
   if (done < m) integer_columns<BITS>(form, x + done * ldx, ldx, m - done, k, panels, count, next, c + done * ldc, ldc);

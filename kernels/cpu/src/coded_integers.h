@@ -1,8 +1,8 @@
 // Products of coded weights with integers: vpdpbusd, 64 products an instruction. Included by coded.cpp.
 //
 // Legend: M rows, K in-features, G groups, B blocks of K, MR x NR rows x panels of a tile.
-// A row is K bytes `high`, K bytes `low` (element = 256 high + low, both signed), and for each block its scale and the
-// sum of its group's elements up to its end.
+// A row is K bytes `high`, K bytes `low` (element = 256 high + low, both signed), and its blocks. If some rows are
+// multiplied by coded_floats.h, K bf16 of 256 high and K of low follow.
 #pragma once
 
 #include "coded_parts.h"
@@ -19,10 +19,39 @@ constexpr float LARGEST = 32639.f;  // 127 * 256 + 127
 
 // Elements with a common scale: the largest power of two that divides the group, at most 128.
 inline int64_t block_of(const Coding& form) { return std::min(form.group & -form.group, MOST_BLOCK); }
-inline int64_t row_bytes(int64_t k, int64_t block) { return ceil_div(2 * k + 8 * (k / block), 64) * 64 + 64; }
 
-static void integer_row(const bf16* x, int64_t k, int64_t block, int64_t in_group, char* out) {
-  float* pairs = reinterpret_cast<float*>(out + 2 * k);
+// Integer values of codes, times `unit` their values: a code's byte is `offset` more, and unsigned.
+struct IntegerTable {
+  __m512i bytes;
+  float unit = 1.f;
+  int32_t offset, most;  // most: the largest magnitude of a value
+  bool looked_up = false;
+
+  explicit IntegerTable(const Coding& form) : bytes(_mm512_setzero_si512()) {
+    offset = form.bits == 8 ? 128 : int32_t(-form.table[0]), most = form.bits == 8 ? 128 : 15;
+    if (form.bits == 8 || form.table[1] == form.table[0] + 1.f) return;
+    // FP4: halves from -6 to 6; else integers from -127
+    const bool halves = form.table[1] == 0.5f;
+    looked_up = true, unit = halves ? 0.5f : 1.f, offset = most = halves ? 12 : 127;
+    alignas(16) uint8_t codes[16];
+    for (int i = 0; i < 16; i++) codes[i] = uint8_t(int32_t(form.table[i] / unit) + offset);
+    bytes = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
+  }
+};
+
+// A block of a row: its scale, the sum of its group's elements up to its end, and the block's integer sum for an
+// element 0: codes are unsigned, and the sum is that of the signed values.
+struct RowBlock {
+  float scale, total;
+  int32_t start;
+};
+inline const RowBlock* blocks_of(const char* row, int64_t k) { return reinterpret_cast<const RowBlock*>(row + 2 * k); }
+inline int64_t floats_at(int64_t k, int64_t block) {
+  return ceil_div(2 * k + int64_t(sizeof(RowBlock)) * (k / block), 64) * 64;
+}
+
+static void integer_row(const bf16* x, int64_t k, int64_t block, int64_t in_group, int32_t offset, char* out) {
+  RowBlock* blocks = reinterpret_cast<RowBlock*>(out + 2 * k);
   float total = 0;
   for (int64_t b = 0; b < k / block; b++) {
     F16 most = zero();
@@ -44,19 +73,32 @@ static void integer_row(const bf16* x, int64_t k, int64_t block, int64_t in_grou
       _mm512_mask_cvtepi32_storeu_epi8(out + b * block + j, mask, high);
       _mm512_mask_cvtepi32_storeu_epi8(out + k + b * block + j, mask, low);
     }
-    total = (b % in_group == 0 ? 0.f : total) + scale * float(_mm512_reduce_add_epi32(sum));
-    pairs[2 * b] = scale, pairs[2 * b + 1] = total;
+    const int32_t whole = _mm512_reduce_add_epi32(sum);
+    total = (b % in_group == 0 ? 0.f : total) + scale * float(whole);
+    blocks[b] = {scale, total, -offset * whole};
   }
 }
 
+// True if some of m rows are multiplied by tiles of bf16.
+static bool by_floats(const Coding& form, int64_t m);
+// Bytes of a row of m.
+static int64_t row_bytes(const Coding& form, int64_t m, int64_t k) {
+  return floats_at(k, block_of(form)) + (by_floats(form, m) ? 4 * k : 0) + 64;  // rows share no cache set
+}
+// Integers as floats: K of `high`, K of `low`.
+static void float_row(const char* row, int64_t k, char* out);
+
 static const char* integer_rows(const Coding& form, const void* x, int64_t* ldx, int64_t m, int64_t k,
                                 Purpose purpose) {
-  const int64_t block = block_of(form), stride = row_bytes(k, block), from = *ldx;
+  const int64_t block = block_of(form), stride = row_bytes(form, m, k), from = *ldx;
+  const int32_t offset = IntegerTable(form).offset;
   char* out = scratch<char>(purpose, m * stride);
   auto convert = [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++)
+    for (int64_t i = first; i < last; i++) {
       integer_row(reinterpret_cast<const bf16*>(static_cast<const char*>(x) + i * from), k, block, form.group / block,
-                  out + i * stride);
+                  offset, out + i * stride);
+      if (by_floats(form, m)) float_row(out + i * stride, k, out + i * stride + floats_at(k, block));
+    }
   };
   if (purpose == SHARED_ROWS)
     parallel_ranges(m, double(k) * 0.5, convert);
@@ -85,24 +127,6 @@ static INLINE void take(const char* p, bool looked_up, __m512i table, __m512i* l
   }
 }
 
-// Integer values of 4-bit codes: code = value / unit + offset, unsigned.
-struct IntegerTable {
-  __m512i bytes;
-  float unit = 1.f, offset;
-  bool looked_up = false;
-
-  explicit IntegerTable(const Coding& form) : bytes(_mm512_setzero_si512()) {
-    offset = form.has_zeros ? 0.f : form.factors && form.bits == 4 ? 0.f : form.bits == 8 ? 128.f : -form.table[0];
-    if (form.bits == 8 || form.table[1] == form.table[0] + 1.f) return;
-    // FP4: halves from -6 to 6; else integers from -127
-    const bool halves = form.table[1] == 0.5f;
-    looked_up = true, unit = halves ? 0.5f : 1.f, offset = halves ? 12.f : 127.f;
-    alignas(16) uint8_t codes[16];
-    for (int i = 0; i < 16; i++) codes[i] = uint8_t(form.table[i] / unit + offset);
-    bytes = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
-  }
-};
-
 // a - b * c, rounded once.
 static INLINE F16 minus(const F16& a, const F16& b, const F16& c) {
   F16 r;
@@ -114,20 +138,22 @@ static INLINE F16 minus(const F16& a, const F16& b, const F16& c) {
 // instructions: all kernels give the same bits.
 struct GroupScale {
   F16 scale, zeros;
+  bool offsets, factors;
 
   // `end`: of the group's codes in a panel.
-  INLINE GroupScale(const Coding& form, const IntegerTable& table, const char* end, const char* panel, int64_t k,
-                    int64_t g) {
-    if (form.factors) {
+  INLINE GroupScale(const Coding& form, float unit, const char* end, const char* panel, int64_t k, int64_t g)
+      : offsets(form.has_zeros || form.factors), factors(form.factors != 0) {
+    if (factors) {
       load_factors(end, panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &scale, &zeros);
-      zeros = fma(scale, set1(table.offset), zeros);
     } else {
-      scale = load_scales(end, form.scale_type) * set1(table.unit);
-      zeros = form.has_zeros ? load_bytes(end + LANES * form.scale_bytes()) : set1(table.offset);
+      scale = load_scales(end, form.scale_type) * set1(unit);
+      if (offsets) zeros = load_bytes(end + LANES * form.scale_bytes()) - set1(form.bits == 8 ? 128.f : 0.f);
     }
   }
-  INLINE F16 add(bool factors, F16 part, F16 sum, F16 total) const {
-    return factors ? minus(fma(scale, part, total), zeros, sum) : fma(scale, minus(part, zeros, sum), total);
+  INLINE F16 add(const F16& part, const float* sum, const F16& total) const {
+    if (!offsets) return fma(scale, part, total);
+    const F16 all = set1(*sum);
+    return factors ? minus(fma(scale, part, total), zeros, all) : fma(scale, minus(part, zeros, all), total);
   }
 };
 
@@ -145,7 +171,7 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
   for (int64_t g = 0; g < k / form.group; g++) {
     const char* p = panels + g * group_bytes;
     F16 part[MR][NR];
-    F16 sums[MR];
+    const float* sums[MR];
     for (int i = 0; i < MR; i++)
       for (int n = 0; n < NR; n++) part[i][n] = zero();
     for (int64_t b = g * in_group; b < (g + 1) * in_group; b++) {
@@ -153,7 +179,10 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
 #pragma GCC unroll 4
       for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) high[i][n] = low[i][n] = _mm512_setzero_si512();
+        for (int n = 0; n < NR; n++) {
+          high[i][n] = _mm512_setzero_si512();
+          low[i][n] = _mm512_set1_epi32(blocks_of(x + i * ldx, k)[b].start);
+        }
       const char* row = x + b * block;
       for (int64_t j = 0; j < block; j += OCTET, p += step, row += OCTET) {
         __m512i first[NR], second[NR];
@@ -177,9 +206,9 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
       }
 #pragma GCC unroll 4
       for (int i = 0; i < MR; i++) {
-        const float* pair = reinterpret_cast<const float*>(x + i * ldx + 2 * k) + 2 * b;
-        const F16 scale = set1(pair[0]);
-        sums[i] = set1(pair[1]);
+        const RowBlock* of_row = blocks_of(x + i * ldx, k) + b;
+        const F16 scale = set1(of_row->scale);
+        sums[i] = &of_row->total;
 #pragma GCC unroll 4
         for (int n = 0; n < NR; n++) {
           F16 value;
@@ -190,8 +219,8 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
     }
     for (int n = 0; n < NR; n++) {
       const char* first = panels + n * panel;
-      const GroupScale group(form, table, first + g * group_bytes + codes, first, k, g);
-      for (int i = 0; i < MR; i++) total[i][n] = group.add(form.factors != 0, part[i][n], sums[i], total[i][n]);
+      const GroupScale group(form, table.unit, first + g * group_bytes + codes, first, k, g);
+      for (int i = 0; i < MR; i++) total[i][n] = group.add(part[i][n], sums[i], total[i][n]);
     }
   }
   for (int i = 0; i < MR; i++)
@@ -206,7 +235,7 @@ __attribute__((noinline)) static void integer_panel(const Coding& form, const ch
   constexpr int64_t STEP = OCTET * LANES * BITS / 8;
   const IntegerTable table(form);
   const int64_t in_group = form.group / BLOCK, codes = form.code_bytes(), group_bytes = form.group_bytes();
-  const float* pairs = reinterpret_cast<const float*>(x + 2 * k);
+  const RowBlock* blocks = blocks_of(x, k);
   F16 total = zero();
   for (int64_t g = 0; g < k / form.group; g++) {
     const char* p = panel + g * group_bytes;
@@ -215,7 +244,7 @@ __attribute__((noinline)) static void integer_panel(const Coding& form, const ch
     for (int64_t b = g * in_group; b < (g + 1) * in_group; b++, p += BLOCK / OCTET * STEP) {
       const int64_t over = p - panel + far - left;
       const char *row = x + b * BLOCK, *ahead = over < 0 ? p + far : next + over;
-      __m512i high = _mm512_setzero_si512(), low = high;
+      __m512i high = _mm512_setzero_si512(), low = _mm512_set1_epi32(blocks[b].start);
 #pragma GCC unroll 16
       for (int64_t j = 0; j < BLOCK / OCTET; j++) {
         __m512i first, second;
@@ -229,10 +258,10 @@ __attribute__((noinline)) static void integer_panel(const Coding& form, const ch
       if (BLOCK == 32) __builtin_prefetch(ahead + BLOCK / OCTET * STEP, 0, 2);  // the group's scales
       F16 value;
       value.v[0] = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-      part = fma(set1(pairs[2 * b]), value, part);
+      part = fma(set1(blocks[b].scale), value, part);
     }
-    const F16 sum = set1(pairs[2 * (g + 1) * in_group - 1]);
-    total = GroupScale(form, table, end, panel, k, g).add(form.factors != 0, part, sum, total);
+    const float* sum = &blocks[(g + 1) * in_group - 1].total;
+    total = GroupScale(form, table.unit, end, panel, k, g).add(part, sum, total);
   }
   store(c, total);
 }

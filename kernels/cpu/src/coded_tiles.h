@@ -7,7 +7,7 @@
 #pragma once
 
 #include "amx.h"
-#include "coded_integers.h"
+#include "coded_floats.h"
 
 #if defined(MOE_VNNI) && defined(MOE_AMX)
 #define MOE_INTEGER_TILES 1
@@ -30,12 +30,13 @@ struct Blocks {
   int64_t per_chunk() const { return std::max<int64_t>(CHUNK / size, 1); }
 };
 
-// Codes of blocks [first, last) of a panel -> lines of 4 elements of 16 columns, as tiles of B. `ahead`: distance to
-// prefetch.
+// Codes of blocks [first, last) of a panel -> signed bytes, lines of 4 elements of 16 columns, as tiles of B. `ahead`:
+// distance to prefetch.
 template <int BITS>
 static void expand(const Blocks& blocks, const IntegerTable& table, const char* panel, int64_t first, int64_t last,
                    int64_t ahead, char* out) {
   constexpr int64_t STEP = OCTET * LANES * BITS / 8;
+  const __m512i offset = _mm512_set1_epi8(char(table.offset));
   for (int64_t b = first; b < last; b++) {
     const char* p = panel + blocks.at(b);
     for (int64_t j = 0; j < blocks.size; j += OCTET, p += STEP, out += 128) {
@@ -43,18 +44,20 @@ static void expand(const Blocks& blocks, const IntegerTable& table, const char* 
       take<BITS>(p, table.looked_up, table.bytes, &low, &high);
       __builtin_prefetch(p + ahead, 0, 2);
       if (BITS == 8) __builtin_prefetch(p + ahead + 64, 0, 2);
-      _mm512_store_si512(out, low);
-      _mm512_store_si512(out + 64, high);
+      _mm512_store_si512(out, _mm512_sub_epi8(low, offset));
+      _mm512_store_si512(out + 64, _mm512_sub_epi8(high, offset));
     }
   }
 }
 
-// Up to 16 rows as tiles read them. `pairs` of row i: `apart` floats behind those of row i - 1, of MR rows.
+// Up to 16 rows as tiles read them. `blocks` of row i: `apart` bytes behind those of row i - 1, of MR rows.
 struct TileOfRows {
   const char* x;
   int64_t ldx, k, rows;
-  const float* pairs;
+  const char* blocks;
   int64_t apart;
+
+  const RowBlock& block(int64_t i, int64_t b) const { return reinterpret_cast<const RowBlock*>(blocks + i * apart)[b]; }
 };
 
 struct alignas(64) BlockSums {
@@ -88,7 +91,7 @@ static INLINE void store_sums(BlockSums* sums) {
 
 // c (+)= rows times blocks [first, last) of a panel, whose bytes are `codes`. WHOLE: a block is a group. Else `part`
 // [MR][16] has the sums of a group that the last chunk has begun.
-template <int MR, bool WHOLE, bool FACTORS>
+template <int MR, bool WHOLE>
 __attribute__((noinline)) static void tile_blocks(const Coding& form, const Blocks& blocks, const IntegerTable& table,
                                                   const TileOfRows& a, const char* codes, const char* panel,
                                                   int64_t first, int64_t last, float* c, int64_t ldc, float* part) {
@@ -108,27 +111,26 @@ __attribute__((noinline)) static void tile_blocks(const Coding& form, const Bloc
     // While the tiles compute the block after the next one, the vectors below read this one's sums.
     if (b + 1 < last) store_sums(&sums[(b + 1 - first) % 2]);
     products(b + 2);
-    const float* pairs = a.pairs + 2 * (b - first);
     const int64_t g = b / blocks.in_group;
     const char* end = panel + g * blocks.group_bytes + form.code_bytes();
     if constexpr (WHOLE) {
-      const GroupScale group(form, table, end, panel, a.k, g);
+      const GroupScale group(form, table.unit, end, panel, a.k, g);
 #pragma GCC unroll 16
       for (int i = 0; i < MR; i++) {
-        const F16 value = fma(set1(pairs[i * a.apart]), own.of(i), zero());
-        sum[i] = group.add(FACTORS, value, set1(pairs[i * a.apart + 1]), sum[i]);
+        const RowBlock& of_row = a.block(i, b - first);
+        sum[i] = group.add(set1(of_row.scale) * own.of(i), &of_row.total, sum[i]);
       }
       continue;
     }
     const bool begins = b % blocks.in_group == 0;
 #pragma GCC unroll 16
-    for (int i = 0; i < MR; i++) sum[i] = fma(set1(pairs[i * a.apart]), own.of(i), begins ? zero() : sum[i]);
+    for (int i = 0; i < MR; i++) sum[i] = fma(set1(a.block(i, b - first).scale), own.of(i), begins ? zero() : sum[i]);
     if ((b + 1) % blocks.in_group != 0) continue;
-    const GroupScale group(form, table, end, panel, a.k, g);
+    const GroupScale group(form, table.unit, end, panel, a.k, g);
 #pragma GCC unroll 16
     for (int i = 0; i < MR; i++)
       if (i < a.rows)
-        store(c + i * ldc, group.add(FACTORS, sum[i], set1(pairs[i * a.apart + 1]), total(i, g == 0)));
+        store(c + i * ldc, group.add(sum[i], &a.block(i, b - first).total, total(i, g == 0)));
   }
 #pragma GCC unroll 16
   for (int i = 0; i < MR; i++) {
@@ -137,23 +139,16 @@ __attribute__((noinline)) static void tile_blocks(const Coding& form, const Bloc
   }
 }
 
-using TileBlocks = decltype(&tile_blocks<16, true, true>);
-
-template <int MR>
-static TileBlocks tile_blocks_of(const Coding& form, const Blocks& blocks) {
-  if (blocks.in_group == 1) return form.factors ? tile_blocks<MR, true, true> : tile_blocks<MR, true, false>;
-  return form.factors ? tile_blocks<MR, false, true> : tile_blocks<MR, false, false>;
-}
-
-// Rows with `pairs` of the blocks [first, last); of fewer than 16 rows in `padded`, as zeros for the rest.
+// Rows of the blocks [first, last); of fewer than 16 rows the blocks in `padded`, as zeros for the rest.
 static TileOfRows rows_of_tile(const char* x, int64_t ldx, int64_t k, int64_t rows, int64_t first, int64_t last,
-                               float* padded) {
-  const float* pairs = reinterpret_cast<const float*>(x + 2 * k) + 2 * first;
-  if (rows == TILE_ROWS) return {x, ldx, k, rows, pairs, ldx / 4};
-  const int64_t apart = 2 * (last - first);
+                               RowBlock* padded) {
+  const RowBlock* own = blocks_of(x, k) + first;
+  if (rows == TILE_ROWS) return {x, ldx, k, rows, reinterpret_cast<const char*>(own), ldx};
+  const int64_t count = last - first;
   for (int64_t i = 0; i < TILE_ROWS; i++)
-    for (int64_t j = 0; j < apart; j++) padded[i * apart + j] = i < rows ? pairs[i * ldx / 4 + j] : 0.f;
-  return {x, ldx, k, rows, padded, apart};
+    for (int64_t j = 0; j < count; j++)
+      padded[i * count + j] = i < rows ? blocks_of(x + i * ldx, k)[first + j] : RowBlock{};
+  return {x, ldx, k, rows, reinterpret_cast<const char*>(padded), count * int64_t(sizeof(RowBlock))};
 }
 
 // Up to CHUNK_PANELS panels, chunk by chunk.
@@ -164,10 +159,12 @@ static void integer_tiles(const Coding& form, const char* x, int64_t ldx, int64_
   const Blocks blocks(form);
   const int64_t all = k / blocks.size, per_chunk = std::min(blocks.per_chunk(), all), panel = form.panel_bytes(k);
   const int64_t bytes = per_chunk * blocks.size * LANES, parts = ceil_div(m, TILE_ROWS) * TILE_ROWS * LANES;
-  char* codes = scratch<char>(TILES, CHUNK_PANELS * (bytes + 4 * parts) + 8 * TILE_ROWS * per_chunk);
+  const int64_t of_rows = TILE_ROWS * per_chunk * int64_t(sizeof(RowBlock));
+  char* codes = scratch<char>(TILES, CHUNK_PANELS * (bytes + 4 * parts) + of_rows);
   float* part = reinterpret_cast<float*>(codes + CHUNK_PANELS * bytes);
-  float* padded = part + CHUNK_PANELS * parts;
-  const TileBlocks many = tile_blocks_of<16>(form, blocks), few = tile_blocks_of<8>(form, blocks);
+  RowBlock* padded = reinterpret_cast<RowBlock*>(part + CHUNK_PANELS * parts);
+  const auto many = blocks.in_group == 1 ? tile_blocks<16, true> : tile_blocks<16, false>;
+  const auto few = blocks.in_group == 1 ? tile_blocks<8, true> : tile_blocks<8, false>;
   for (int64_t first = 0; first < all; first += per_chunk) {
     const int64_t last = std::min(first + per_chunk, all);
     for (int64_t n = 0; n < count; n++) {
@@ -190,10 +187,11 @@ static void integer_tiles(const Coding& form, const char* x, int64_t ldx, int64_
 
 // Rows of a product that tiles multiply sooner than vectors, by measurement: the first ones, none, or all.
 static int64_t rows_by_tiles(const Coding& form, int64_t m) {
-  const int64_t block = block_of(form);
-  if (!tiles_allowed() || block < 32 || m < (block == 32 ? 13 : 9)) return 0;
+  const bool floats = exact_in_float(form);
+  const int64_t block = block_of(form), least = floats ? FLOAT_LEAST : block == 32 ? 13 : 9;
+  if (!tiles_allowed() || block < 32 || m < least) return 0;
   const int64_t rest = m % TILE_ROWS;
-  return rest < (block == 32 ? 8 : 5) ? m - rest : m;
+  return rest < (block == 32 && !floats ? 8 : 5) ? m - rest : m;
 }
 
 }  // namespace moe

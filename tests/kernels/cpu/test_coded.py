@@ -21,6 +21,7 @@ FORMATS = [
     GroupCodes(4, 32),
     GroupCodes(4, 128, scales="float16"),
     GroupCodes(4, 64, zeros=True, scales="float16"),
+    GroupCodes(4, 32, zeros=True, scales="float16"),
     GroupCodes(4, 32, values=FP4),
     GroupCodes(4, 32, values=IQ4, scales="float16"),
     GroupCodes(4, 32, values=IQ4, scales="float32"),
@@ -90,6 +91,8 @@ def test_tiles_have_the_bits_of_vectors(library: Library, vectors: Library, form
         n, k, m = random.randint(1, 150), unit * random.randint(1, -(-1200 // unit)), random.randint(1, 70)
         weight, x = drawn(format, n, k), torch.randn(m, k, dtype=torch.bfloat16) * random.choice((1e-3, 1.0, 300.0))
         x[random.randrange(m), : k // 2] = 0
+        x[random.randrange(m)] = random.choice((-1, 1))  # with codes all alike, the largest sums
+        weight.codes[random.randrange(n)] = random.choice((0, (1 << format.bits) - 1))
         found, want = (
             kernel.run(x, kernel.prepare_coded(weight, None)) for kernel in map(CpuLinear, (library, vectors))
         )
