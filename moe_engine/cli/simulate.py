@@ -418,20 +418,24 @@ def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[fl
         if own.dataset_name == "sharegpt":
             raise ConfigError(f"--dataset-name sharegpt: {error}") from None
         vocabulary = datasets.Vocabulary(lambda text: [], lambda ids: "", list(range(1, config.model.vocab_size)))
-    requests: Iterable[datasets.BenchRequest]
+    shape = own.random_input_len, own.random_output_len, own.random_range_ratio
+
+    def arrivals(requests: Iterable[datasets.BenchRequest]) -> Iterator[Arrival]:
+        return (_arrival(request, seconds, vocabulary.encode) for request, seconds in zip(requests, times))
+
+    def drawn(skip: int) -> Iterator[Arrival]:
+        rng = random.Random(own.seed)
+        return arrivals(datasets.random_requests(own.num_prompts, *shape, vocabulary, rng, skip=skip))
+
     try:
-        if own.dataset_name.startswith("random") and not own.dataset_path:
-            shape = own.random_input_len, own.random_output_len, own.random_range_ratio
-            requests = datasets.random_requests(own.num_prompts, *shape, vocabulary, random.Random(own.seed))
-            total = own.num_prompts
-        else:
-            requests = datasets.make_dataset(own, vocabulary)
-            total = len(requests)
         if not 0 <= own.random_range_ratio <= 1:
             raise ValueError(f"--random-range-ratio is {own.random_range_ratio}; it must be in [0, 1]")
+        if own.dataset_name.startswith("random") and not own.dataset_path:
+            return Fixed(drawn(0), own.num_prompts, drawn)
+        requests = datasets.make_dataset(own, vocabulary)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
-    return Fixed((_arrival(request, seconds, vocabulary.encode) for request, seconds in zip(requests, times)), total)
+    return Fixed(arrivals(requests), len(requests))
 
 
 def _arrival(request: datasets.BenchRequest, seconds: float, encode: Callable[[str], list[int]]) -> Arrival:

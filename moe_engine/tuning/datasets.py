@@ -149,8 +149,10 @@ def random_requests(
     rng: random.Random,
     *,
     text_source: str = "",
+    skip: int = 0,
 ) -> Iterator[BenchRequest]:
-    """Token ids of random lengths: from the text of a ShareGPT file if given, random ones otherwise."""
+    """Token ids of random lengths: from the text of a ShareGPT file if given, random ones otherwise. The first `skip`
+    requests have no random ones."""
     if not 0 <= range_ratio <= 1:
         raise ValueError(f"--random-range-ratio is {range_ratio}; it must be in [0, 1]")
     texts = [question for question, _ in _conversations(text_source)] if text_source else []
@@ -161,6 +163,9 @@ def random_requests(
         if texts:
             ids = vocabulary.encode(texts[index % len(texts)]) or vocabulary.plain_ids[:1]
             ids = (ids * -(-want // len(ids)))[:want]
+        elif index < skip:
+            ids = []
+            rng.getrandbits(64 * want)  # as `_choices`
         else:
             ids = _choices(rng, plain, want)
         yield BenchRequest(ids, want, sample_length(output_len, range_ratio, rng))

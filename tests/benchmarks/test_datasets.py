@@ -51,6 +51,10 @@ def test_random_lengths(name):
 def test_full_ratio_gives_exact_lengths_and_zero_at_least_one_token():
     exact = list(datasets.random_requests(20, 16, 4, 1.0, vocabulary(), random.Random(0)))
     assert {(r.prompt_len, r.output_len) for r in exact} == {(16, 4)}
+    skipped = list(datasets.random_requests(20, 16, 4, 0.5, vocabulary(), random.Random(3), skip=12))
+    whole = list(datasets.random_requests(20, 16, 4, 0.5, vocabulary(), random.Random(3)))
+    assert skipped[12:] == whole[12:] and not any(request.prompt for request in skipped[:12])
+    assert [(one.prompt_len, one.output_len) for one in skipped] == [(one.prompt_len, one.output_len) for one in whole]
     loose = list(datasets.random_requests(200, 3, 2, 0.0, vocabulary(), random.Random(0)))
     assert {r.prompt_len for r in loose} == {1, 2, 3}
     with pytest.raises(ValueError, match="random-range-ratio"):

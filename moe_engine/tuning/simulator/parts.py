@@ -107,7 +107,8 @@ def requests_from(workload: Workload, size: int, first: int, begins: deque[tuple
 
     def drawn() -> Iterator[Arrival]:
         number, before = -1, -1.0
-        for index, arrival in enumerate(workload.first()):
+        arrivals = workload.behind(first * size) if isinstance(workload, Fixed) else workload.first()
+        for index, arrival in enumerate(arrivals):
             begin = arrival.seconds > before and index // size > number
             number, before = index // size if begin else number, arrival.seconds
             if number >= first:

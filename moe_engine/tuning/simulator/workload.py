@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,10 +82,20 @@ class Workload(Protocol):
 
 
 class Fixed:
-    """Requests with known times, in order; drawn one by one, because the prompts of a day need much memory."""
+    """Requests with known times, in order; drawn one by one, because the prompts of a day need much memory.
 
-    def __init__(self, arrivals: Iterable[Arrival], total: int) -> None:
-        self._arrivals, self.total = arrivals, total
+    Args:
+        behind: of the method of this name; None: `arrivals`, whatever its argument.
+    """
+
+    def __init__(
+        self, arrivals: Iterable[Arrival], total: int, behind: Callable[[int], Iterator[Arrival]] | None = None
+    ) -> None:
+        self._arrivals, self.total, self._behind = arrivals, total, behind
+
+    def behind(self, count: int) -> Iterator[Arrival]:
+        """The requests, of which the first `count` may lack their prompts. In the place of `first`."""
+        return iter(self._arrivals) if self._behind is None else self._behind(count)
 
     def first(self) -> Iterator[Arrival]:
         return iter(self._arrivals)
