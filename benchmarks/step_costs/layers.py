@@ -232,7 +232,7 @@ def _mla(config: Mapping[str, Any]) -> dict[str, Any]:
     weights = work.weights
     if top_k := config.get("index_topk"):
         heads, width, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
-        weights += config["q_lora_rank"] * heads * width + hidden * (width + heads)
+        weights += (config["q_lora_rank"] or hidden) * heads * width + hidden * (width + heads)
         found = {"most": top_k, "indexed": width + INDEX_SCALE, "index_flops": 2 * heads * width}
     if pool := config.get("index_kpool"):  # keys of pools in bfloat16, weighted by gates; tokens behind the last pool
         weights += hidden * width

@@ -20,4 +20,5 @@ class ScaleHeads(Protocol):
 def scale_heads(q: Tensor, positions: Tensor, scale: Tensor, bias: Tensor, zeros: int = 0) -> Tensor:
     """`ScaleHeads`."""
     factors = (positions + 1).float().log().unsqueeze(1) * scale + bias  # [T, H]
-    return pad((q.float() * factors.unsqueeze(2)).to(q.dtype), (0, zeros))
+    scaled = (q.float() * factors.unsqueeze(2)).to(q.dtype)
+    return pad(scaled, (0, zeros)) if zeros else scaled  # `pad` by nothing copies

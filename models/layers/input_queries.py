@@ -137,5 +137,7 @@ class InputSparseMLA(SparseMLAAttention):
 
     def _kept(self, parts: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Index keys and kv_a, with zeros for rotary channels that the layer does not have."""
-        kv_a = pad(parts[-1], (0, self.zeros)) if self._has_rows else None
+        kv_a = parts[-1] if self._has_rows else None
+        if kv_a is not None and self.zeros:  # `pad` by nothing copies
+            kv_a = pad(kv_a, (0, self.zeros))
         return parts[0] if self._joined else None, kv_a

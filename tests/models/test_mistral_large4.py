@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.kernels.device import HeadWidths
+from moe_engine.kernels.vendors.availability import _too_wide
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import LoadOptions, reload
-from moe_engine.models.needs import head_widths, other_widths
+from moe_engine.models.needs import head_widths, need_of_model, other_widths
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.costs.model_facts import model_facts
 from moe_engine.worker.weight_parts import pairs
@@ -72,8 +75,14 @@ def test_the_published_model(tmp_path: Path) -> None:
     attention = config.attention
     assert isinstance(attention, MLAConfig) and attention.plain_layers == tuple(range(3, 72, 4))
     assert (head_widths(config).key, [widths.key for widths in other_widths(config)]) == (192, [128])
+    for key in (192, 128):  # a row must have kernels for both
+        assert _too_wide(partial(_refusal, key), need_of_model(config, "bfloat16")) == "too wide"
     text = sizes.num_parameters(replace(config, vision=None)) - config.vocab_size * config.hidden_size
     assert model_facts(PUBLISHED).num_parameters == pytest.approx(text, rel=1e-4)
+
+
+def _refusal(key: int, widths: HeadWidths) -> str | None:
+    return "too wide" if widths.key == key else None
 
 
 @pytest.mark.parametrize("row", all_rows())

@@ -73,7 +73,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "afmoe": {},  # norms of results, gates of channels
     "laguna": {"num_attention_heads_per_layer": [4, 8, 8]},  # gates by softplus, layers of different heads
     "step3p7": {
-        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2}, "num_mtp_layers": 1,
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
+        "num_mtp_layers": 1,
         "vocab_size": 323,
     },  # gates, layers of different heads, bounded activations, experts in common tensors
     "mistral_large4": {"kv_source_layers": [0, 1, 0, 3]},  # factors of heads, layers without rotary channels or latents
