@@ -45,7 +45,7 @@ class Calls:
             owner = owners.get(x.untyped_storage().data_ptr())
             if owner is not None:
                 return owner.as_strided(x.size(), x.stride(), x.storage_offset())
-            there = MEMORY.device(x, given[0].device.index)
+            there = owners[x.untyped_storage().data_ptr()] = MEMORY.device(x, given[0].device.index)
             if launch.graph is not None:
                 launch.graph.taken(MEMORY.block(there))
             launch.writes(there)

@@ -33,6 +33,7 @@ from tests.kernels.cpu.formulas import (
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.contract import ContractBroken
 from tests.kernels.vendors.static_batch import SIZE, Static, planned, replays
+from tests.kernels.vendors.test_attention import draw_selection
 from tests.kernels.vendors.test_on_gpu import on_gpu
 from tests.simulated_cuda import libraries
 
@@ -167,6 +168,29 @@ def test_selections_replayed_equal_float64(graphs: CudaGraphs) -> None:
         plan.renew()
         graph.replay()
         close_rows(out.cpu(), selected_attention(q.cpu(), cache.cpu(), slots, counts, scale, LATENT), 3)
+
+
+@pytest.mark.parametrize("form", ["rows", "records", "sinks"])
+def test_selections_of_flashmla(form: str) -> None:
+    most, heads, counts, size, scale = 24, 16, [1, 3, 20], 60, WIDTH**-0.5
+    width, module = LATENT if form == "sinks" else WIDTH, flash_mla_emulator.module(9)
+    backend = FlashMLA(module, TorchMLA(), 9, IndexWidths(64, 128, most), sinks=form == "sinks")
+    sparse = backend.capabilities.sparse
+    assert sparse is not None
+    selected = Selected(torch.empty(3, most, dtype=torch.int32), counts, torch.tensor(counts, dtype=torch.int32))
+    cache, q, sinks = draw_selection(selected, size, width), normal(3, heads, width, dtype=BF16), torch.randn(heads)
+    stored = pack(cache, LATENT, FP8_GROUPS) if form == "records" else cache
+    moved = Selected(selected.slots.cuda(), counts, selected.counts_device.cuda())
+    given = sinks.cuda() if form == "sinks" else None
+    got = sparse.run(q.cuda(), stored.cuda(), moved, scale, sparse.plan(moved), LATENT, given).cpu()
+    if form != "sinks":
+        exact = flash_mla_emulator.unpack(stored) if form == "records" else cache
+        close_rows(got, selected_attention(q, exact, selected.slots, counts, scale, LATENT), 3)
+        return
+    for token, (own, count) in enumerate(zip(selected.slots, counts)):
+        keys = cache[own[:count].long()].double()
+        scores = torch.cat((q[token].double() @ keys.T * scale, sinks.double().unsqueeze(1)), 1)
+        close_rows(got[token : token + 1], (scores.softmax(1)[:, :-1] @ keys).unsqueeze(0), 3)
 
 
 @pytest.mark.parametrize("name", GQA)
