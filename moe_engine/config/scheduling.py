@@ -42,8 +42,9 @@ class SchedulingArgs:
     session_hold: float | None = flag(
         None,
         "Longest wait, in seconds, of a request that could only run by evicting KV of sessions whose next turn is "
-        "expected. Left out: as long as a rotation of sessions takes that costs 2.5% of the time. 0: no KV is held for "
-        "sessions. No effect with --hicache-storage-backend, which reads KV back.",
+        "expected. Left out: as long as a rotation of sessions takes that costs 2.5% of the time; on an idle engine as "
+        "long as that KV takes to compute. 0: no KV is held for sessions. No effect with --hicache-storage-backend, "
+        "which reads KV back.",
         metavar="SECONDS",
     )
     schedule_conservativeness: float = flag(

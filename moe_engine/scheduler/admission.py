@@ -301,7 +301,7 @@ class Admission:
         """Whether the request waits because returning sessions would lose their KV."""
         if self._sessions is None:
             return False
-        return self._sessions.must_wait(entry, total, self._kv_cache.available if alone else budget.rem_total)
+        return self._sessions.must_wait(entry, total, self._kv_cache.available if alone else budget.rem_total, alone)
 
     def _admit(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, num_running: int) -> Blocked:
         config, kv_cache, request = self._config, self._kv_cache, entry.request

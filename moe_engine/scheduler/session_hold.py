@@ -12,8 +12,8 @@ the horizon, by expectation (`session_growth`), and at least for their net growt
 session would be recomputed before its space had paid off.
 - The request that has waited longest may evict held KV if evictions for this reason have cost at most `ROTATION` of the
   time (`session_rotation`). Its wait is therefore at most the time to recompute the KV evicted for the requests before
-  it and for the expected growth of their sessions, divided by `ROTATION`. A limit in seconds (`--session-hold SECONDS`)
-  lets it run earlier, at any cost.
+  it and for the expected growth of their sessions, divided by `ROTATION`; while nothing runs, not divided. A limit in
+  seconds (`--session-hold SECONDS`) lets it run earlier, at any cost.
 
 A session is recognized by its prefix: a request returns if its prompt continues the tokens of an ended one. If requests
 do not return, no KV is held. With a host tier evicted KV is loaded back, so sessions are held on device and host
@@ -316,8 +316,9 @@ class SessionHold:
         rate, ends = self.growth / self._gap.value, (1 - self.returns.share) / self._gap.value
         return rate * math.log1p(horizon * ends) / ends if ends > 1e-9 else rate * horizon
 
-    def must_wait(self, entry: Waiting, total: int, room: float) -> bool:
-        """Whether a request that takes `total` of `room` tokens waits because sessions would lose their KV."""
+    def must_wait(self, entry: Waiting, total: int, room: float, idle: bool = False) -> bool:
+        """Whether a request that takes `total` of `room` tokens waits because sessions would lose their KV. `idle`: no
+        request runs."""
         if not (self._held or self._reserve) or entry.request.retractions:
             return False
         if not (self._held or self._displaced or self._running):
@@ -336,7 +337,7 @@ class SessionHold:
         if not self._rotation.pass_over(entry, now):
             return True
         recomputed = total + self._projection.growth_of(self._turns(size), size)
-        return not self._rotation.affords(entry, recomputed * self.times.per_token, now)
+        return not self._rotation.affords(entry, recomputed * self.times.per_token, now, idle)
 
     def admitted(self, entry: Waiting) -> None:
         """Records that a request runs."""

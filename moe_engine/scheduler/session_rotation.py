@@ -11,13 +11,15 @@ of throughput (0.05)."""
 
 class Rotation:
     """The request that was passed over first runs once a budget covers the recomputation that it causes. The budget
-    grows by `ROTATION` of the time while requests are passed over, at most to that cost."""
+    grows by `ROTATION` of the time while requests are passed over, at most to that cost. Time in which nothing runs is
+    lost like that of a recomputation, and counts in full: on an idle engine a request waits no longer than it costs."""
 
     def __init__(self) -> None:
         self._passed: dict[Waiting, None] = {}
         """Requests that were passed over, the longest waiting first."""
         self._budget, self._grown_at = 0.0, 0.0
         """Seconds of recomputation; time of the last increase."""
+        self._was_idle = False
         self._running: tuple[Waiting, float] | None = None
         """The request that may run, and the seconds of recomputation that it causes."""
 
@@ -28,10 +30,12 @@ class Rotation:
         self._passed.setdefault(entry)
         return entry is self.first()
 
-    def affords(self, entry: Waiting, cost: float, now: float) -> bool:
-        """Whether the budget covers `cost` seconds of recomputation; it pays once the request is admitted."""
-        self._budget = min(self._budget + (now - self._grown_at) * ROTATION, cost)
-        self._grown_at = now
+    def affords(self, entry: Waiting, cost: float, now: float, idle: bool = False) -> bool:
+        """Whether the budget covers `cost` seconds of recomputation; it pays once the request is admitted. `idle`: no
+        request runs."""
+        share = 1.0 if idle and self._was_idle else ROTATION
+        self._budget = min(self._budget + (now - self._grown_at) * share, cost)
+        self._grown_at, self._was_idle = now, idle
         if self._budget < cost:
             return False
         self._running = entry, cost
