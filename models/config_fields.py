@@ -27,7 +27,11 @@ def read_json(file: Path, kind: type = dict) -> Any:
     try:
         check_regular(file)
         value = json.loads(file.read_text())
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
+        raise ConfigError(
+            f"{file.parent}: a file; --model-path must be a Hugging Face checkpoint directory, its config.json or a GGUF file"
+        ) from None
+    except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None

@@ -57,6 +57,8 @@ def locate(
     """
     if path is None:
         return embedded_model()
+    if not path:
+        raise ConfigError(f"{flag} is empty: give a folder, a GGUF file or a hub id, or leave it out")
     folder = Path(os.path.expanduser(path))
     if os.path.exists(folder):  # False for a name that is too long, where Path.exists raises
         for option, value in (("--revision", revision), ("--download-dir", download_dir)):

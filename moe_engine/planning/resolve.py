@@ -103,7 +103,7 @@ def resolve(
         schedule_conservativeness=_conservativeness(args, parallel, record),
         mem_fraction_static=sizing.mem_fraction_static,
         random_seed=_seed(args, drawn_seed, record),
-        cpu_threads=args.backends.cpu_threads or record.note("cpu_threads", part.cores, cores_reason(parallel)),
+        cpu_threads=_cpu_threads(args, part.cores, cores_reason(parallel), device, record),
         ledger=sizing.ledger,
         limits=steps.limits,
         decisions=tuple(record.decisions),
@@ -117,6 +117,13 @@ def resolve(
         lora=lora,
         offloaded_layers=steps.offloaded_layers,
     )
+
+
+def _cpu_threads(args: EngineArgs, cores: int, reason: str, device: str, record: Record) -> int:
+    asked = args.backends.cpu_threads
+    if asked and asked > cores and device == "cpu":
+        record.remark(f"--cpu-threads {asked}: {cores} {reason}; threads that share a core are slower")
+    return asked or record.note("cpu_threads", cores, reason)
 
 
 def _seed(args: EngineArgs, drawn: int, record: Record) -> int:

@@ -117,7 +117,8 @@ CASES = [
     "quantize --model-path {files}/model-empty --output {files}/out --format x", "quantize x",
     "router --workers 0", "router --router-program x -- --port 1", "router -- --unheard-of",
     "bench one_batch --batch-size 4 0", "bench one_batch --input-len -1", "bench serving --base-url localhost:1",
-    "generate hi --prompt x", "generate two words",
+    "generate hi --prompt x", "generate two words", "plan --model-path ''",
+    "serve --tp 2 --nnodes 2 --node-rank 1 --dist-init-addr x",
     "bench unheard-of", "unheard-of", "--unheard-of", "plan --json-model-override-args {deep}",
 ]  # fmt: skip
 

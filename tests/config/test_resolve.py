@@ -28,6 +28,12 @@ def reasons(config):
     return {decision.name: decision.reason for decision in config.decisions}
 
 
+def test_more_threads_than_cores_are_noted(resolved):
+    assert resolved(cpu_threads=4).notes == resolved().notes
+    (note,) = set(resolved(cpu_threads=5).notes) - set(resolved().notes)
+    assert note.startswith("--cpu-threads 5: 4 physical cores this process may use")
+
+
 def test_cpu_defaults(resolved):
     config = resolved()
     assert config.device == "cpu" and config.dtype == config.kv_cache_dtype == "bfloat16"

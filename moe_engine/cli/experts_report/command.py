@@ -68,12 +68,17 @@ def _layouts(options: argparse.Namespace, num_experts: int) -> list[ExpertLayout
     """Layouts to evaluate EPLB on.
 
     Raises:
-        ConfigError: --redundant does not fit the requested EP sizes.
+        ConfigError: --redundant, --nodes or --groups does not fit the requested EP sizes or the experts.
     """
     if options.nodes < 1:
         raise ConfigError(f"--nodes {options.nodes}: at least 1")
     if options.redundant is not None and options.redundant < 0:
         raise ConfigError(f"--redundant {options.redundant}: must not be negative")
+    for size in options.ep_size or ():
+        if size % options.nodes:
+            raise ConfigError(f"--ep-size {size}: not a multiple of --nodes {options.nodes}")
+    if options.groups < 1 or num_experts % options.groups:
+        raise ConfigError(f"--groups {options.groups}: {num_experts} experts do not form as many equal groups")
     usual = list(usual_layouts(num_experts, options.nodes, options.groups, options.ep_size))
     if options.redundant is None:
         return usual

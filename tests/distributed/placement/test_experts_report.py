@@ -212,7 +212,9 @@ def test_mistakes_name_the_file_and_the_fix(tmp_path, capsys):
         ),
         ([stat, "--ep-size", "3", "--redundant", "2"], "--ep-num-redundant-experts 2"),
         ([stat, "--ep-size", "0"], "--ep-size 0: at least 1"),
-        ([stat, "--ep-size", "2", "--nodes", "4"], "not a multiple of the 4 nodes"),
+        ([stat, "--ep-size", "2", "--nodes", "4"], "--ep-size 2: not a multiple of --nodes 4"),
+        ([stat, "--groups", "0"], "--groups 0: "),
+        ([stat, "--ep-size", "2", "--groups", "7"], "--groups 7: 8 experts do not form as many equal groups"),
         ([stat, "--ep-size", "two"], "--ep-size"),
         ([stat, "--out", stat], f"--out {stat}: File exists"),
     ):
