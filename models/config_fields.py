@@ -29,7 +29,8 @@ def read_json(file: Path, kind: type = dict) -> Any:
         value = json.loads(file.read_text())
     except NotADirectoryError:
         raise ConfigError(
-            f"{file.parent}: a file; --model-path must be a Hugging Face checkpoint directory, its config.json or a GGUF file"
+            f"{file.parent}: a file; --model-path must be a Hugging Face checkpoint directory, its config.json or a "
+            "GGUF file"
         ) from None
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None

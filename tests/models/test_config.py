@@ -542,7 +542,7 @@ def test_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "weights").write_text("a file, not a directory")
-    with pytest.raises(ConfigError, match="weights: a file; --model-path must be a Hugging Face checkpoint directory, its"):
+    with pytest.raises(ConfigError, match="weights: a file; --model-path must be a Hugging Face checkpoint directory"):
         load_model_config(tmp_path / "weights")
     with pytest.raises(ConfigError, match="JSON"):
         load_model_config(tmp_path)
