@@ -242,14 +242,14 @@ def _filled_experts(kernel: Any, count: int, model: ExpertModel, device: str) ->
     stored, format = [part for part, _ in found], found[0][1] if found else None
     keeps = kernel.capabilities.quantized.get(type(format))
     weights: ExpertWeights
-    if keeps is None or (keeps.takes is not None and not keeps.takes(format)):
+    if keeps is None or (keeps.takes is not None and not keeps.takes(format)) or (squared and not keeps.squared):
         parts = [_values(part, torch.bfloat16) for part in stored] or parts
         allocate = kernel.capabilities.allocate_squared if squared else kernel.allocate
         weights = allocate(count, hidden, width, torch.bfloat16, device)
         for expert in range(count):
             kernel.load_expert(weights, expert, *parts)
         return weights
-    weights = keeps.allocate(count, hidden, width, device, format)
+    weights = keeps.allocate(count, hidden, width, device, format, **{"squared": True} if squared else {})
     for expert in range(count):
         keeps.load(weights, expert, *stored)
     return weights

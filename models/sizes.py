@@ -13,7 +13,7 @@ from moe_engine.kernels.block_index.rule import MAX_SCORES as MAX_BLOCK_SCORES
 from moe_engine.kernels.block_index.rule import TOKENS_AT_ONCE
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.expert_format import width_group
+from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
@@ -63,8 +63,7 @@ DRAFT_FEW = 16
 """Max unseen tokens of a row that a draft model processes as a decode."""
 
 LOGIT_BYTES = 12
-"""Sampling bytes per logit: float32, a copy before edits, its log-probability. The head needs no more: two copies in
-the activation dtype, or one and float32."""
+"""Sampling bytes per logit: float32, a copy before edits, its log-probability. The head needs no more."""
 
 LOGITS_AT_ONCE = 1 << 26
 """Approximate logits that a step computes and samples at once."""
@@ -296,10 +295,11 @@ def _held_elements(
 
 
 def _of_whole_groups(config: ModelConfig, format: WeightFormat, topology: Topology) -> WeightFormat:
-    """The format with experts dequantized if a rank's part of them splits groups of columns with a common scale."""
+    """The format with experts dequantized if a rank's part splits groups with a scale, or in FP8 without a gate."""
     if config.moe is None or not isinstance(format, SchemeFormat | BlockFP8Format) or "experts" not in format.kept:
         return format
     splits = _largest_part(config, config.moe.width, topology, format) % _width_group(config, format)
+    splits |= config.moe.squared and experts_format(config) is None
     return replace(format, kept=format.kept - {"experts"}) if splits else format
 
 

@@ -37,6 +37,7 @@ from moe_engine.kernels.experts.shapes import (
     MINIMAX_M3,
     MXFP4,
     NEMOTRON_3,
+    NEMOTRON_3_SUPER,
     QWEN3_30B_ROWS,
     ExpertModel,
     ExpertShape,
@@ -183,6 +184,7 @@ def timed_cases() -> list[KernelCase]:
     hidden = DEEPSEEK_V3.hidden
     experts += [experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, QWEN3_30B_ROWS.num_experts)) for tokens in (32, 4096)]
     experts += [experts_case(ExpertShape(NEMOTRON_3, tokens, NEMOTRON_3.num_experts)) for tokens in (8, 128, 4096)]
+    experts += [experts_case(ExpertShape(NEMOTRON_3_SUPER, tokens, 512)) for tokens in (8, 128)]
     experts += map(linear_case, row_products(1, 32, 256, 4096))
     return [
         *attention_cases(),

@@ -45,7 +45,7 @@ class CpuExperts:
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
-        coded = QuantizedExperts(self.allocate_coded, self.load_coded, self.allocate_two)
+        coded = QuantizedExperts(self.allocate_coded, self.load_coded, self.allocate_two, squared=True)
         return ExpertsCapabilities(
             {GroupCodes: coded, PlainCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True, clamps=True,
             allocate_squared=partial(self.allocate, squared=True),
@@ -63,32 +63,35 @@ class CpuExperts:
         return ExpertWeights(num_experts, hidden, width, data, storage.numel(), activation=form)
 
     def allocate_coded(
-        self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
+        self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes, squared: bool = False
     ) -> ExpertWeights:
         """Reserves experts of 4 or 8 bits, multiplied as stored."""
-        return self.allocate_two(format, num_experts, hidden, width, device, format)
+        return self.allocate_two(format, num_experts, hidden, width, device, format, squared)
 
     def allocate_two(
-        self, down: GroupCodes, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
-    ) -> ExpertWeights:
+        self, down: GroupCodes, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes,
+        squared: bool = False,
+    ) -> ExpertWeights:  # fmt: skip
         """The same with another form of down."""
         up_form, down_form = coded.form_of(format, hidden).address, coded.form_of(down, width).address
-        gate = self._lib.moe_coded_bytes(up_form, width, hidden)
-        size = self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form, False)
+        gate = self._lib.moe_coded_bytes(up_form, width // 2 if squared else width, hidden)
+        size = self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form, squared)
         storage = huge_bytes(num_experts * size).view(num_experts, size)
         data = ExpertPanels(ANY_KIND, storage.data_ptr(), storage, 2 * gate, gate, up_form, down_form)
-        return ExpertWeights(num_experts, hidden, width, data, storage.numel())
+        form = SQUARED if squared else SILU
+        return ExpertWeights(num_experts, hidden, width, data, storage.numel(), activation=form)
 
     def load_coded(self, weights: ExpertWeights, expert: int, gate: Coded, up: Coded, down: Coded) -> None:
-        """Stores one expert: gate, up [I, D], down [D, I]."""
+        """Stores one expert: gate, up [I, D] (without a gate the halves of up), down [D, I]."""
         data: ExpertPanels = weights.data
         hidden, width = weights.hidden, weights.width
         if not 0 <= expert < weights.num_experts:
             raise IndexError(f"expert {expert} of {weights.num_experts}")
         start = data.address + expert * data.storage.shape[1]
+        first = (width // 2 if weights.activation.squared else width, hidden)
         parts = (
-            (gate, (width, hidden), data.form, 0),
-            (up, (width, hidden), data.form, data.up_offset),
+            (gate, first, data.form, 0),
+            (up, first, data.form, data.up_offset),
             (down, (hidden, width), data.down_form, data.down_offset),
         )
         for weight, shape, form, offset in parts:

@@ -36,6 +36,9 @@ class QuantizedExperts:
     takes: Callable[[Any], bool] | None = None
     """(format): whether it is supported; None: every format of the class is."""
 
+    squared: bool = False
+    """Whether `allocate` and `of_two` take the keyword `squared`: experts without a gate, as `allocate_squared`."""
+
 
 @dataclass(frozen=True)
 class ExpertsCapabilities:

@@ -95,6 +95,10 @@ KIMI_K3 = ExpertModel(
     "kimi-k3", 896, 16, 3584, 3072, fp8=False, format=MXFP4, activation=GatedActivation(25.0, beta=4.0)
 )
 NVFP4 = GroupCodes(4, NVFP4_GROUP, values=FP4)
+NEMOTRON_3_SUPER = ExpertModel(
+    "nemotron-3-super-nvfp4", 512, 22, 1024, 2688, fp8=False, format=NVFP4, activation=SQUARED
+)
+"""In its latent space."""
 FOUR_BIT_MODELS = (
     KIMI_K2,
     replace(DEEPSEEK_V3, name="deepseek-v3-nvfp4", fp8=False, format=NVFP4),

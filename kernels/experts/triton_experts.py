@@ -104,7 +104,9 @@ class TritonExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
-        codes = QuantizedExperts(self.allocate_codes, self.load_codes, takes=lambda format: format.four_bits)
+        codes = QuantizedExperts(
+            self.allocate_codes, self.load_codes, takes=lambda format: format.four_bits, squared=True
+        )
         return ExpertsCapabilities(
             {BlockFP8: blocks, RowFP8: QuantizedExperts(self.allocate_rows, self.load_expert_rows), GroupCodes: codes},
             routed_rows=self.routed_rows,
@@ -151,10 +153,10 @@ class TritonExperts:
         return self._weights(num_experts, hidden, width, data)
 
     def allocate_codes(
-        self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
+        self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes, squared: bool = False
     ) -> ExpertWeights:
         """Reserves experts in 4 bits, multiplied as stored."""
-        parts = (num_experts, 2 * width, hidden), (num_experts, hidden, width)
+        parts = (num_experts, width if squared else 2 * width, hidden), (num_experts, hidden, width)
         (gate_up, up_scales), (down, down_scales) = (triton_four_bits.empty(format, *part, device) for part in parts)
         whole = [torch.zeros(num_experts, count, device=device) if format.nvfp4 else None for count in (2, 1)]
         data = TritonExpertWeights(gate_up, down, up_scales, down_scales, False, format, *whole)
@@ -212,8 +214,8 @@ class TritonExperts:
     def load_codes(
         self, weights: ExpertWeights, expert: int, gate: CodedWeight, up: CodedWeight, down: CodedWeight
     ) -> None:
-        data, width = weights.data, weights.width
-        codes, scales = data.gate_up[expert], data.gate_up_scales[expert]
+        data = weights.data
+        codes, scales, width = data.gate_up[expert], data.gate_up_scales[expert], data.gate_up.shape[1] // 2
         triton_four_bits.store(gate, codes[:width], scales[:, :width])
         triton_four_bits.store(up, codes[width:], scales[:, width:])
         triton_four_bits.store(down, data.down[expert], data.down_scales[expert])

@@ -71,16 +71,16 @@ class StoredExperts:
         for slot, expert in enumerate(held):
             slots.setdefault(expert, []).append(slot)
         (format, down), sizes = self._formats(reader, held[0]), (len(held), self._hidden, self._width)
-        if self._moe.squared:
+        if format is not None:
+            kept = self.kernel.capabilities.quantized[type(format)]
+            make = kept.allocate if down == format or kept.of_two is None else partial(kept.of_two, down)
+            weights = make(*sizes, reader.device, format, **{"squared": True} if self._moe.squared else {})
+        elif self._moe.squared:
             squared = self.kernel.capabilities.allocate_squared
             assert squared is not None
             weights = squared(*sizes, reader.dtype, reader.device)
-        elif format is None:
-            weights = self.kernel.allocate(*sizes, reader.dtype, reader.device)
         else:
-            kept = self.kernel.capabilities.quantized[type(format)]
-            make = kept.allocate if down == format or kept.of_two is None else partial(kept.of_two, down)
-            weights = make(*sizes, reader.device, format)
+            weights = self.kernel.allocate(*sizes, reader.dtype, reader.device)
         weights.activation = self._activation
         if self._moe.biased:
             weights.bias = empty_biases(self._moe, len(held), self._width, self._hidden, reader.device)
@@ -115,13 +115,12 @@ class StoredExperts:
     def _formats(self, reader: WeightSource, expert: int) -> tuple[KernelFormat | None, KernelFormat | None]:
         """The formats of gate and up, and of down; None: Tensors."""
         declared, (*up, down) = self.kernel.capabilities.quantized, self._projections(expert)
-        if self._moe.squared:
-            return None, None  # no kernel multiplies them as stored
         first, last = format_for(declared, reader, up), format_for(declared, reader, [down])
         if first is None or last is None:
             return None, None
         kept = declared[type(first)]
         able = kept.takes is None or (kept.takes(first) and kept.takes(last))
+        able &= kept.squared or not self._moe.squared
         return (first, last) if able and (first == last or kept.of_two is not None) else (None, None)
 
     def _projections(self, expert: int) -> list[Projection]:

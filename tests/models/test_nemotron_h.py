@@ -17,14 +17,19 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.nemotron_names import inner_name, quantization_names
+from moe_engine.models.quantization_target import Target
+from moe_engine.models.quantized_checkpoint import quantize_checkpoint
 from moe_engine.planning.eagle_checks import check_head
 from moe_engine.planning.resolution_log import Record
 from tests.models import stepper
 from tests.models.checkpoints import dequantized_copy, make_checkpoint, write_tensors
 from tests.models.conftest import reference_logits
+from tests.models.format_checks import ledger_fits, write_pair
 from tests.models.fp8 import dequantize_fp8
+from tests.models.quantized_floats import nvfp4
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
+from tests.models.test_mtp import Drafter
 from tests.models.test_parity import assert_close
 
 UNQUANTIZED = ("backbone.layers.0.mixer", "backbone.layers.1.mixer.experts.3", "backbone.layers.2.mixer.q_proj")
@@ -113,3 +118,42 @@ def test_eagle_heads_are_refused_by_name(tmp_path: Path) -> None:
     head: Any = Head()
     with pytest.raises(NotAvailableYet, match="heads for NemotronHForCausalLM"):
         check_head(EngineArgs.from_kwargs(speculative_algorithm="EAGLE3"), config, head, 64, Record())
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+def test_experts_without_a_gate_stay_as_stored(tmp_path: Path, format: str) -> None:
+    """In integers: the C++ row holds them as stored, and the ledger counts them. FP8 is dequantized."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256}
+    seed = random.randrange(2**31)
+    source = make_checkpoint("nemotron_h", tmp_path / "a", seed, dtype="bfloat16", tokenizer=False, **wide)
+    quantize_checkpoint(source, tmp_path / "b", Target(format, 32), lambda _: None)
+    model = stepper.load(tmp_path / "b", "cpu")
+    kept = [moe.weights.data.form for moe in model.model.moes]
+    assert kept and all(bool(form) == (format != "fp8") for form in kept)
+    assert (ledger_fits(model) < 0.6) == (format != "fp8")
+
+
+@pytest.mark.parametrize("row", all_rows())
+def test_nvfp4_as_published(tmp_path: Path, row: str) -> None:
+    """ModelOpt's NVFP4 of the experts; other matrices and the MTP layer are left out by name. The C++ row keeps the
+    experts' codes."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96}
+    path = make_checkpoint("nemotron_h", tmp_path / "a", random.randrange(2**31), num_mtp_layers=1, **wide)
+    stored, plain = {}, {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        quantized = ".experts." in name and not name.startswith("mtp.")
+        parts, plain[name] = nvfp4(tensor.float()) if quantized else ({"": tensor}, tensor)
+        stored |= {name.removesuffix(".weight") + part if quantized else name: value for part, value in parts.items()}
+    left_out = ["lm_head", "mtp*", "*in_proj", "*out_proj", "*_latent_proj", "*shared_experts*"]
+    left_out += [f"*{name}_proj" for name in "qkvo"]
+    section = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": left_out}
+    write_pair(path, stored, plain, {"quantization_config": section})
+    check_headers(path, read_checkpoint(path), load_model_config(path), include_mtp=True)
+    tokens, want = reference_logits(tmp_path / "plain", random.randrange(1000))
+    drafter = Drafter(path, row)
+    assert_close(drafter.main.step([Chunk(0, tokens, False)])[0], want)
+    kept = [getattr(moe.weights.data, "form", None) for moe in drafter.main.model.moes]
+    assert all(kept) == (row == "cpu") and not any(
+        getattr(moe.weights.data, "form", None) for moe in drafter.mtp.feed_forwards
+    )

@@ -117,20 +117,22 @@ def test_experts_on_tiles_have_the_bits_of_vectors(library: Library, vectors: Li
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("squared", [False, True], ids=["gate", "no gate"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.each_value
-def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype) -> None:
+def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype, squared: bool) -> None:
     """Routed tokens, and rows in groups, with the numbers of the plain kernel on dequantized weights."""
     experts, hidden, width = 5, 256, 512
-    kernel = CpuExperts(any_library)
-    stored = kernel.allocate_coded(experts, hidden, width, "cpu", format)
-    plain = kernel.allocate(experts, hidden, width, dtype, "cpu")
+    kernel, first = CpuExperts(any_library), width // 2 if squared else width
+    stored = kernel.allocate_coded(experts, hidden, width, "cpu", format, squared)
+    plain = kernel.allocate(experts, hidden, width, dtype, "cpu", squared)
     for expert in range(experts):
-        parts = [drawn(format, *shape) for shape in ((width, hidden), (width, hidden), (hidden, width))]
+        parts = [drawn(format, *shape) for shape in ((first, hidden), (first, hidden), (hidden, width))]
         kernel.load_coded(stored, expert, *parts)
         kernel.load_expert(plain, expert, *(part.dequantized().to(dtype) for part in parts))
-    assert stored.num_bytes == experts * (2 * format.num_bytes(width, hidden) + format.num_bytes(hidden, width))
-    stored.activation = plain.activation = random.choice((GatedActivation(1.0), GatedActivation(2.0, beta=0.7)))
+    assert stored.num_bytes == experts * (2 * format.num_bytes(first, hidden) + format.num_bytes(hidden, width))
+    if not squared:
+        stored.activation = plain.activation = random.choice((GatedActivation(1.0), GatedActivation(2.0, beta=0.7)))
     x, ids = torch.randn(9, hidden, dtype=dtype), torch.randint(0, experts, (9, 3), dtype=torch.int32)
     weights = torch.rand(9, 3)
     want = kernel.run_routed(x, weights, ids, plain)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases
 from moe_engine.kernels.experts.triton_experts import TritonExperts
-from moe_engine.kernels.gate_form import GatedActivation
+from moe_engine.kernels.gate_form import SQUARED, GatedActivation
 from moe_engine.kernels.linear import triton_four_bits
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, STEP, CodedWeight, GroupCodes
 from moe_engine.kernels.weight_forms import FOUR_BITS, FP8_BLOCKS
@@ -61,12 +61,13 @@ def values_of(form: GroupCodes, codes: Tensor, scales: Tensor, zeros: Tensor | N
 
 
 class Experts:
-    def __init__(self, count: int, dtype: torch.dtype, form: GroupCodes = MXFP4) -> None:
+    def __init__(self, count: int, dtype: torch.dtype, form: GroupCodes = MXFP4, squared: bool = False) -> None:
         self.dtype, (self.hidden, self.width) = dtype, sizes_of(form)
-        self.weights = kernel.allocate_codes(count, self.hidden, self.width, "cpu", form)
+        first = self.width // 2 if squared else self.width
+        self.weights = kernel.allocate_codes(count, self.hidden, self.width, "cpu", form, squared)
         self.parts: list[list[Tensor]] = []
         for expert in range(count):
-            shapes = (self.width, self.hidden), (self.width, self.hidden), (self.hidden, self.width)
+            shapes = (first, self.hidden), (first, self.hidden), (self.hidden, self.width)
             parts = [coded(form, *shape) for shape in shapes]
             kernel.load_codes(self.weights, expert, *(weight for weight, _ in parts))
             self.parts.append([values for _, values in parts])
@@ -102,6 +103,20 @@ def test_routed_and_padded_rows(form: str, dtype: torch.dtype, tokens: int) -> N
     for expert, count in ((0, tokens), (2, 2)):
         rows = padded[expert, :count]
         experts.check(got[expert, :count], biased(rows, *experts.parts[expert], bias, expert))
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("tokens", [3, 60])
+@pytest.mark.parametrize("form", FORMS)
+def test_without_a_gate(form: str, tokens: int) -> None:
+    """The halves of up in the places of gate and up: pairs of few tokens, sorted rows of more."""
+    experts = Experts(3, torch.bfloat16, FORMS[form], squared=True)
+    experts.weights.activation = SQUARED
+    x, topk = experts.rows(tokens), torch.rand(tokens, 2)
+    ids = torch.rand(tokens, 3).argsort(1)[:, :2].int()
+    each = torch.stack([gated(x, *parts, SQUARED) for parts in experts.parts])
+    chosen = each[ids, torch.arange(tokens)[:, None]]  # [T, K, D]
+    experts.check(kernel.run_routed(x, topk, ids, experts.weights), (chosen * topk[..., None]).sum(1))
 
 
 @pytest.mark.drawn(9)
