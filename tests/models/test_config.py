@@ -487,6 +487,7 @@ def test_sliding_windows_by_layer(tmp_path: Path) -> None:
 
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 8}
 
+SIZED = {fields["architectures"][0]: fields for fields, *_ in SIZES}
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     (
         QWEN2 | {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 99},
@@ -497,10 +498,19 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (MINIMAX_M2 | {"qk_norm_type": "per_head"}, ["qk_norm_type", "per_head", "per_layer"]),
     (MINIMAX_M2 | {"rotary_dim": 256}, ["rotary_dim", "256", "128"]),
     (V3 | {"topk_method": "best"}, ["topk_method", "best", "noaux_tc"]),
-    (SIZES[1][0] | {"max_position_embeddings": 9, "use_bias": True}, ["use_bias", "not supported"]),
-    (SIZES[2][0] | {"max_position_embeddings": 9, "moe_topk": [8, 7] * 16}, ["moe_topk", "same value", "32 layers"]),
-    (SIZES[2][0] | {"max_position_embeddings": 9, "use_cla": True}, ["use_cla", "another layer"]),
-    (SIZES[4][0] | {"text_config": {"model_type": "pixtral"}}, ["text_config.model_type", "pixtral", "ministral3"]),
+    (
+        SIZED["Ernie4_5_MoeForCausalLM"] | {"max_position_embeddings": 9, "use_bias": True},
+        ["use_bias", "not supported"],
+    ),
+    (
+        SIZED["HunYuanMoEV1ForCausalLM"] | {"max_position_embeddings": 9, "moe_topk": [8, 7] * 16},
+        ["moe_topk", "same value", "32 layers"],
+    ),
+    (SIZED["HunYuanMoEV1ForCausalLM"] | {"max_position_embeddings": 9, "use_cla": True}, ["use_cla", "another layer"]),
+    (
+        SIZED["Mistral3ForConditionalGeneration"] | {"text_config": {"model_type": "pixtral"}},
+        ["text_config.model_type", "pixtral", "ministral3"],
+    ),
     (V3 | {"scoring_func": "tanh"}, ["scoring_func", "sigmoid"]),
     (V3 | {"n_group": 7}, ["n_group", "7", "256"]),
     (V3 | {"topk_group": 9}, ["topk_group", "9"]),
