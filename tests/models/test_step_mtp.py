@@ -142,9 +142,10 @@ def test_a_copy_in_fp8(tmp_path: Path, row: str) -> None:
     names = load_file(tmp_path / "b" / "model.safetensors")
     scaled = {name for name in names if name.startswith("model.layers.3.") and name.endswith("_scale_inv")}
     assert len(scaled) == 3 and not [name for name in scaled if "head" in name or "eh_proj" in name]
-    tokens, found = torch.randint(0, 256, (31,)).tolist(), []
-    for path in (source, tmp_path / "b"):
+    tokens, found, states = torch.randint(0, 256, (31,)).tolist(), [], None
+    for path in (source, tmp_path / "b"):  # the states of one model, whose routers the other's rounding may turn
         drafter = ResidualDrafter(path, row)
-        batch, states = drafter.states(tokens[:-1])
+        batch, own = drafter.states(tokens[:-1])
+        states = own if states is None else states
         found.append(drafter.mtp.logits(drafter.draft(batch, tokens[1:], states)))
-    assert 0 < float((found[1] - found[0]).norm() / found[0].norm()) < 0.2
+    assert 0 < float((found[1] - found[0]).norm() / found[0].norm()) < 0.1
