@@ -29,12 +29,12 @@ def check_writable(flag: str, path: str | Path) -> None:
 
 
 @contextmanager
-def writing(flag: str, path: str | Path) -> Iterator[None]:
-    """Raises ConfigError with the flag, the path, the reason and the fix instead of an OSError."""
+def writing(flag: str, path: str | Path, kind: str = "file") -> Iterator[None]:
+    """Raises ConfigError with the flag, the path, the reason and the fix instead of an OSError. `kind`: file, folder"""
     try:
         yield
     except OSError as error:
-        fix = "name a file in a folder that exists and that this user may write"
+        fix = f"name a {kind} in a folder that exists and that this user may write"
         if error.errno in _FULL:
-            fix = "free space there, or name a file on another disk"
+            fix = f"free space there, or name a {kind} on another disk"
         raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror or error}); {fix}") from None

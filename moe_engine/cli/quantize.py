@@ -32,7 +32,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     total = sum(file.stat().st_size for file in files if file.suffix == files[0].suffix)
     scale: dict[str, Any] = {"total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
     progress = tqdm(**scale, desc="Quantizing", file=sys.stderr, delay=0.5)  # refusals come before the bar
-    with progress as bar, writing("--output", output):
+    with progress as bar, writing("--output", output, "folder"):
         target = Target(own.format, own.group_size)
         left_out = quantize_checkpoint(source, output, target, bar.update)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))

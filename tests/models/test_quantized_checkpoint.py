@@ -398,3 +398,11 @@ def test_the_command_measures_perplexity(tmp_path: Path, capsys: pytest.CaptureF
     before, after = (float(line.partition(": ")[2].split()[i]) for i in (0, 2))
     assert 1 < before < 2000 and abs(after / before - 1) < 0.3
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["format"]
+
+
+def test_a_file_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = make_checkpoint("llama", tmp_path / "in", seed=3), tmp_path / "out"
+    output.write_text("")
+    assert main(["quantize", "--model-path", str(source), "--output", str(output), "--format", "int8"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"error: --output {output}: cannot be written (" in line and "; name a folder " in line
