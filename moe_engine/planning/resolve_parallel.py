@@ -112,7 +112,8 @@ def resolve_parallel(
     _check_nodes(num_nodes, node_rank, leader)
     dispatch = None
     if topology.travels:
-        where = Place(device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version)
+        top_k = model.moe.top_k if model.moe is not None else 0
+        where = Place(device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version, top_k)
         dispatch = _dispatch(topology, where, flags, record)
     _check_overlap(flags, dispatch is not None)
     if flags.enable_two_batch_overlap and model.shortcut:

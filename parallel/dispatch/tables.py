@@ -31,6 +31,7 @@ class Place:
         num_ranks: of the expert-parallel group.
         num_nodes: hosts; ranks are numbered host by host.
         deepep_version: of DeepEP, see `deepep.generation.VERSIONS`.
+        top_k: experts of a token, 0 if unknown.
         unlinked: why the GPUs of this host cannot access each other's memory, according to the driver; else None.
     """
 
@@ -39,6 +40,7 @@ class Place:
     num_nodes: int = 1
     unlinked: str | None = None
     deepep_version: str = "auto"
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ def _any_size(place: Place) -> FixedSizes:
     return FixedSizes()
 
 
+def _any_place(place: Place) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class DispatchRow:
     """One backend. `why_not` returns the reason for a refusal, or None; it must import no vendor library."""
@@ -65,6 +71,8 @@ class DispatchRow:
     fixed_sizes: Callable[[Place], FixedSizes] = _any_size
     fused: bool = False
     """Exchange and products of the experts are one call (layout `fused`)."""
+    why_not_low_latency: Callable[[Place], str | None] = _any_place
+    """The reason why the place has no low latency although the backend has, or None."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,10 @@ def _deepep_sizes(place: Place) -> FixedSizes:
     return FixedSizes(4 // gcd(4, place.num_ranks), deepep.FIRST_GENERATION_TOKENS, "the kernels of DeepEP 1")
 
 
+def _deepep_low_latency(place: Place) -> str | None:
+    return deepep.why_not_low_latency(place.deepep_version, place.top_k)
+
+
 def _symm_mem(place: Place) -> str | None:
     return _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
 
@@ -133,7 +145,7 @@ def _two_hop(place: Place) -> str | None:
 
 ROWS = [
     DispatchRow("local", ("normal",), 50, _local),
-    DispatchRow("deepep", MODES, 40, _deepep, _deepep_sizes),
+    DispatchRow("deepep", MODES, 40, _deepep, _deepep_sizes, why_not_low_latency=_deepep_low_latency),
     DispatchRow("shared_memory", MODES, 30, _shared_memory),
     DispatchRow("two_hop", MODES, 20, _two_hop),
     DispatchRow("all_to_all", MODES, 10, _many),
@@ -152,7 +164,7 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
         ValueError: the requested backend or mode is unknown or unavailable; with the reason.
     """
     by_name = {row.name: row for row in ROWS}
-    refusals = {row.name: row.why_not(place) or _lacks(row, mode) for row in ROWS}
+    refusals = {row.name: row.why_not(place) or _lacks(row, place, mode) for row in ROWS}
     if asked == "auto":
         able = sorted((row for row in ROWS if refusals[row.name] is None), key=lambda row: -row.preference)
         if not able:
@@ -170,10 +182,12 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
     return DispatchChoice(row, _modes(row, mode), reason, others, place.deepep_version, sizes)
 
 
-def _lacks(row: DispatchRow, mode: str) -> str | None:
+def _lacks(row: DispatchRow, place: Place, mode: str) -> str | None:
     if mode not in ("auto", *MODES):
         raise ValueError(f"unknown dispatch mode {mode!r}; known: auto, {', '.join(MODES)}")
-    return None if mode == "auto" or mode in row.modes else f"has no {mode} mode"
+    if mode != "auto" and mode not in row.modes:
+        return f"has no {mode} mode"
+    return row.why_not_low_latency(place) if mode != "normal" else None
 
 
 def _modes(row: DispatchRow, mode: str) -> dict[Phase, Mode]:

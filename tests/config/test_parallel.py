@@ -23,6 +23,7 @@ from moe_engine.executor.sharded_worker import fingerprint, rank_group_options
 from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.parallel.dispatch.deepep import generation
 from moe_engine.planning.checkpoint import embedded_model
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.prepare import prepare
@@ -176,6 +177,19 @@ def test_modes_of_dispatch(models) -> None:
     normal = plan_of(models["small"], **travels, deepep_mode="normal").dispatch
     assert normal is not None and set(normal.modes.values()) == {"normal"}
     assert plan_of(models["small"], **travels, moe_dispatch_dtype="fp8").dispatch_fp8
+
+
+def test_deepep_of_many_choices(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first DeepEP has no low latency for LongCat's top-12: refused from the config, and not taken by auto."""
+    monkeypatch.setattr(generation, "why_not", lambda *place: None)
+    small = models["small"]
+    many, flags = replace(small, moe=replace(small.moe, top_k=12)), {"tp": 2, "deepep_version": "1"}
+    for model, taken in ((small, "deepep"), (many, "all_to_all")):
+        found = plan_of(model, device="cuda", moe_a2a_backend="auto", **flags).dispatch
+        assert found is not None and found.row.name == taken
+    with pytest.raises(ConfigError, match=r"--moe-a2a-backend deepep: .* not top-12; use --deepep-mode normal or"):
+        plan_of(many, device="cuda", moe_a2a_backend="deepep", **flags)
+    assert plan_of(many, device="cuda", moe_a2a_backend="deepep", deepep_mode="normal", **flags).dispatch is not None
 
 
 def test_node_flags_override_the_launcher(models) -> None:

@@ -15,6 +15,7 @@ VERSIONS = ("auto", *OF_VERSION)
 QUEUE_DEPTH = 1024  # NVSHMEM_QP_DEPTH as set by `Buffer`
 FIRST_GENERATION_TOKENS = QUEUE_DEPTH // 2 - 1
 """Max tokens of a rank in a low-latency dispatch of the first generation, by the library's NVSHMEM queue depth."""
+LOW_LATENCY_TOP_K = 11  # kNumMaxTopK of the first generation's low-latency kernels; other kernels: a warp, 32
 
 
 def generation_of(deep_ep: ModuleType, version: str = "auto") -> Generation:
@@ -41,6 +42,17 @@ def why_not(device_kind: str, version: str = "auto") -> str | None:
     if version == "2" and not _has_second_generation():
         return "the installed deep_ep has no ElasticBuffer (--deepep-version 2)"
     return None
+
+
+def why_not_low_latency(version: str, top_k: int) -> str | None:
+    """The reason why the low-latency kernels do not take `top_k` experts of a token, or None."""
+    if top_k <= LOW_LATENCY_TOP_K or not is_first_generation(version):
+        return None
+    newer = "--deepep-version 2, " if _has_second_generation() else ""
+    return (
+        f"DeepEP 1 sends at most top-{LOW_LATENCY_TOP_K} in low latency, not top-{top_k}; use {newer}"
+        "--deepep-mode normal or --moe-a2a-backend all_to_all"
+    )
 
 
 def is_first_generation(version: str) -> bool:

@@ -103,7 +103,11 @@ def routings(draw: st.DrawFn, num_ranks: int, local_and_top_k: list[tuple[int, i
     sizes = draw(st.lists(st.integers(0, MAX_TOKENS), min_size=num_ranks, max_size=num_ranks))
     seed = draw(st.integers(0, 2**20))
     kind = draw(st.sampled_from(KINDS))
+    return routing_of(kind, tuple(sizes), local * num_ranks, top_k, seed)
+
+
+def routing_of(kind: str, sizes: tuple[int, ...], num_experts: int, top_k: int, seed: int = 5) -> Routing:
+    """Sizes: tokens of each rank."""
     generator = np.random.default_rng(seed)
-    num_experts = local * num_ranks
-    ids = tuple(draw_ids(kind, size, num_experts, top_k, num_ranks, generator) for size in sizes)
+    ids = tuple(draw_ids(kind, size, num_experts, top_k, len(sizes), generator) for size in sizes)
     return Routing(seed, num_experts, top_k, ids)

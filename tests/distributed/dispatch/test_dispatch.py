@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from moe_engine.parallel.dispatch.deepep.generation import LOW_LATENCY_TOP_K
 from moe_engine.parallel.dispatch.tables import MODES
 from tests.distributed.dispatch.ranks import World
-from tests.distributed.dispatch.routings import Routing, expected, routings
+from tests.distributed.dispatch.routings import Routing, expected, routing_of, routings
 from tests.distributed.dispatch.worlds import DTYPES, Outcome, Setup, run_interleaved, run_phases, run_routing
 from tests.distributed.world_fixture import world_of
 from tests.examples import examples
@@ -123,6 +124,17 @@ def test_any_routing_through_deepep(two: World, routing: Routing) -> None:
     setups = deepep_setups() + read_as_rows(deepep_setups())
     groups = [setup for setup in setups if setup.library != "Buffer" or setup.mode == "normal"]
     check_all(two, setups + [replace(setup, aligned=True) for setup in groups], routing)
+
+
+@EXAMPLES
+@given(routing=routings(2, [(8, LOW_LATENCY_TOP_K), (8, LOW_LATENCY_TOP_K + 1)]))
+@example(routing_of("half_dropped", (6, 5), 16, LOW_LATENCY_TOP_K + 1))
+def test_many_choices(two: World, routing: Routing) -> None:
+    """LongCat's top-12, with -1 for zero experts; the first DeepEP's low latency does not take them."""
+    library = deepep_setups() + read_as_rows(deepep_setups())
+    if routing.top_k > LOW_LATENCY_TOP_K:
+        library = [setup for setup in library if (setup.library, setup.mode) != ("Buffer", "low_latency")]
+    check_all(two, library + setups_of(OURS) + setups_of(("all_to_all",), as_device=True), routing)
 
 
 @EXAMPLES

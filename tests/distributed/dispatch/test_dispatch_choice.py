@@ -12,9 +12,9 @@ import torch
 
 from moe_engine.parallel import host_support
 from moe_engine.parallel.dispatch.deepep import expanded, legacy
-from moe_engine.parallel.dispatch.deepep.generation import generation_of
+from moe_engine.parallel.dispatch.deepep.generation import LOW_LATENCY_TOP_K, generation_of
 from moe_engine.parallel.dispatch.protocol import DispatchShape
-from moe_engine.parallel.dispatch.tables import ROWS, FixedSizes, Place, choose
+from moe_engine.parallel.dispatch.tables import MODES, ROWS, FixedSizes, Place, choose
 from tests.distributed.dispatch import deepep_emulator as emulator
 
 
@@ -98,11 +98,35 @@ def test_adapters_say_what_the_library_cannot_do(why_not: object, changed: dict[
     assert reason in (why_not(replace(GOOD, **changed)) or "")  # type: ignore[operator, arg-type]
 
 
-def test_sizes_that_the_first_deepep_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same refusals as the adapter's, before the start."""
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of an installed first DeepEP; with a folder `buffers` it has both."""
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "deep_ep").mkdir()
-    (tmp_path / "deep_ep" / "__init__.py").touch()
+    folder = tmp_path / "deep_ep"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    return folder
+
+
+def test_choices_that_the_first_deepep_takes(installed: Path) -> None:
+    """LongCat's top-12 is refused in low latency, before the start, and `auto` takes another backend."""
+    allowed, many = Place("cuda", 8, top_k=LOW_LATENCY_TOP_K), Place("cuda", 8, top_k=LOW_LATENCY_TOP_K + 1)
+    assert legacy.why_not_low_latency(replace(GOOD, top_k=allowed.top_k)) is None
+    assert [choose(place, mode=mode).row.name for place in (allowed, many) for mode in ("auto", *MODES)] == [
+        "deepep", "deepep", "deepep", "all_to_all", "deepep", "all_to_all",
+    ]  # fmt: skip
+    fixes = "top-11 in low latency, not top-12; use --deepep-mode normal or --moe-a2a-backend all_to_all"
+    for mode in ("auto", "low_latency"):
+        with pytest.raises(ValueError, match=fixes):
+            choose(many, "deepep", mode)
+    (installed / "buffers").mkdir()
+    assert choose(many).row.name == "deepep"
+    with pytest.raises(ValueError, match="use --deepep-version 2, --deepep-mode normal or"):
+        choose(replace(many, deepep_version="1"), "deepep")
+
+
+def test_sizes_that_the_first_deepep_takes(installed: Path) -> None:
+    """The same refusals as the adapter's, before the start."""
     row = next(row for row in ROWS if row.name == "deepep")
     for ranks in (1, 2, 3, 4, 8):
         sizes = row.fixed_sizes(Place("cuda", ranks))
@@ -113,6 +137,6 @@ def test_sizes_that_the_first_deepep_takes(monkeypatch: pytest.MonkeyPatch, tmp_
         assert sizes.most is not None
         more = DispatchShape(8 * ranks, ranks, 8, 7168, sizes.most + sizes.multiple, torch.bfloat16)
         assert legacy.why_not_low_latency(more) is not None
-    (tmp_path / "deep_ep" / "buffers").mkdir()
+    (installed / "buffers").mkdir()
     assert row.fixed_sizes(Place("cuda", 2)) == FixedSizes()
     assert row.fixed_sizes(Place("cuda", 2, deepep_version="1")).multiple == 2

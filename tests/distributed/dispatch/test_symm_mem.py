@@ -10,7 +10,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -23,7 +22,7 @@ from moe_engine.parallel.dispatch.tables import Place, choose
 from tests.distributed.dispatch import symm_worlds as worlds
 from tests.distributed.dispatch.host_symm_mem import INTERPRETED
 from tests.distributed.dispatch.ranks import Ranks
-from tests.distributed.dispatch.routings import MAX_TOKENS, Routing, draw_ids, routings
+from tests.distributed.dispatch.routings import MAX_TOKENS, Routing, routing_of, routings
 from tests.distributed.dispatch.test_dispatch import EXAMPLES, check
 from tests.distributed.dispatch.worlds import Outcome, Setup
 from tests.examples import examples
@@ -67,14 +66,17 @@ def check_all(setup: Setup, routings: list[Routing], of_ranks: list[list[Outcome
 
 
 def drawn(seed: int, kind: str = "uniform", sizes: tuple[int, ...] = (3, 2)) -> Routing:
-    generator = np.random.default_rng(seed)
-    ids = tuple(draw_ids(kind, size, 4, 2, len(sizes), generator) for size in sizes)
-    return Routing(seed, 4, 2, ids)
+    return routing_of(kind, sizes, 4, 2, seed)
+
+
+TOP_12 = routing_of("half_dropped", (6, 5), 16, 12)
+"""LongCat's choices, with -1 for zero experts."""
 
 
 @settings(EXAMPLES, max_examples=examples(3))
 @given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SETUPS))
 @example(drawn(5), SETUPS[-1])
+@example(TOP_12, SETUPS[2])
 def test_any_routing_on_two_ranks(two: Ranks, routing: Routing, setup: Setup) -> None:
     check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
 
@@ -103,6 +105,7 @@ SHUFFLED = (
 @settings(EXAMPLES, max_examples=examples(3))
 @given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SHUFFLED))
 @example(drawn(6), SHUFFLED[-1])
+@example(TOP_12, SHUFFLED[2])
 def test_any_routing_through_nvshmem(two: Ranks, routing: Routing, setup: Setup) -> None:
     check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
 
@@ -110,6 +113,7 @@ def test_any_routing_through_nvshmem(two: Ranks, routing: Routing, setup: Setup)
 @settings(EXAMPLES, max_examples=4)
 @given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SHUFFLED))
 @example(drawn(6), SHUFFLED[-1])
+@example(TOP_12, SHUFFLED[2])
 def test_any_routing_through_the_python_package(two: Ranks, routing: Routing, setup: Setup) -> None:
     setup = replace(setup, library="nvshmem4py", as_device=True)
     check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))

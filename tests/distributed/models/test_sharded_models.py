@@ -66,7 +66,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },  # gates, grouped experts, one layer's bounded
     # additive states, experts without gates, mixers without a feed-forward behind them
     "nemotron_h": {"n_groups": 4, "num_mtp_layers": 1},
-    "longcat_flash": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shortcut over other tokens, zero experts
+    "longcat_flash": {
+        "num_hidden_layers": 2,
+        "num_mtp_layers": 1,
+        "n_routed_experts": 16,
+        "zero_expert_num": 4,
+        "moe_topk": 12,
+    },  # a shortcut over other tokens, zero experts
     "hunyuan_v1_moe": {"num_hidden_layers": 2},  # weights of norms after the rotation, a shared MLP
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
