@@ -27,7 +27,6 @@ from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.status_writer import StatusWriter
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.errors import EngineDeadError, MoeEngineError
-from moe_engine.scheduler.retraction import retract_all
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, Scheduler
 from moe_engine.structured_output.compiler import GrammarCompiler
 from moe_engine.types import FinishReason, StepFacts, StepPlan, StepResult
@@ -118,7 +117,7 @@ class EngineCore:
         own_methods = {
             "flush_cache": CoreMethod(self._flush_cache),
             "pause": CoreMethod(self._pause, PauseArgs),
-            "resume": CoreMethod(self._resume),
+            "resume": CoreMethod(lambda _: self._scheduler.resume()),
             "internal_state": CoreMethod(self._internal_state),
             "check_integrity": CoreMethod(lambda _: self._scheduler.check_integrity()),
             "is_idle": CoreMethod(
@@ -128,8 +127,6 @@ class EngineCore:
         self._calls = PendingCalls(worker, {**own_methods, **methods}, transport.send)
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
-        self._paused = False
-        """No step is planned. Steps of other attention groups are joined."""
 
     def run(self) -> None:
         """Serves until a `Shutdown`. Raises unrecoverable errors; the frontend then fails all requests."""
@@ -139,7 +136,7 @@ class EngineCore:
             idle = no_steps and not self._requests
             if self._has_ended(idle):
                 return
-            self._status.turn(busy=not idle and not self._paused)
+            self._status.turn(busy=not idle and not self._scheduler.is_paused)
             timeout = self._poll_seconds() if self._may_wait(no_steps, idle) else 0.0
             for message in self._transport.receive(timeout):
                 self._handle(message)
@@ -156,7 +153,7 @@ class EngineCore:
 
     def _may_wait(self, no_steps: bool, idle: bool) -> bool:
         """Whether the next turn has nothing to do before a message arrives."""
-        if self._paused and self._in_flight is None:
+        if self._scheduler.is_paused and self._in_flight is None:
             return True
         if self._scheduler.kv_cache.has_kv_ops:
             return False
@@ -202,7 +199,7 @@ class EngineCore:
 
     def _step(self) -> None:
         hold = self._dp_sync is not None and not self._dp_sync.may_prefill()
-        plan = self._scheduler.schedule(hold) if not self._paused else None
+        plan = self._scheduler.schedule(hold)  # None in a pause: steps of other attention groups are joined
         if plan is NEEDS_RESULT:
             self._collect()
             return
@@ -228,13 +225,13 @@ class EngineCore:
         """The plan with all groups' facts; an idle batch to join a step of other groups; None if no group has work."""
         scheduler = self._scheduler
         leaving = self._stopping is not None and not scheduler.table.live and not self._requests
-        num_waiting = 0 if self._paused else scheduler.num_waiting
+        num_waiting = 0 if scheduler.is_paused else scheduler.num_waiting
         if plan is None:
             waits_for_turn = num_waiting and not dp_sync.may_prefill()
             if not leaving and not waits_for_turn and not dp_sync.is_due():
                 return None
             plan = scheduler.empty_plan()
-        about = scheduler.last_facts
+        about, delays = scheduler.last_facts, scheduler.delays
         facts = StepFacts.of(
             plan,
             prompt_logprobs=about is not None and about.prompt_logprobs,
@@ -242,7 +239,7 @@ class EngineCore:
             num_running=len(scheduler.table.decodes),
             num_waiting=num_waiting,
             leaving=leaving,
-            delay=scheduler.delays.facts(scheduler.table, self._paused) if scheduler.delays is not None else None,
+            delay=delays.facts(scheduler.table, scheduler.is_paused) if delays is not None else None,
         )
         return dp_sync.sync_step(plan, facts)
 
@@ -305,7 +302,7 @@ class EngineCore:
             self._calls.begin(message)
         elif isinstance(message, messages.Shutdown):
             self._stopping = message
-            self._paused = False
+            self._scheduler.resume()
             if not message.drain:
                 self._requests.abort(None, SHUTTING_DOWN)
 
@@ -317,19 +314,14 @@ class EngineCore:
     def _pause(self, args: PauseArgs) -> None:
         """Pauses steps: none of this group's requests runs once the call has returned."""
         self._collect()
-        self._paused = True
-        if args.retract:
-            retract_all(self._scheduler.table, self._scheduler.totals)
-
-    def _resume(self, _: NoArgs) -> None:
-        self._paused = False
+        self._scheduler.pause(args.retract)
 
     def _flush_cache(self, _: NoArgs) -> bool:
-        return self._in_flight is None and self._scheduler.flush_cache(self._paused)
+        return self._in_flight is None and self._scheduler.flush_cache(self._scheduler.is_paused)
 
     def _internal_state(self, _: NoArgs) -> dict[str, Any]:
         stats = self._scheduler.stats()
-        state = asdict(stats) | self._reporter.state() | self._worker_stats() | {"paused": self._paused}
+        state = asdict(stats) | self._reporter.state() | self._worker_stats() | {"paused": self._scheduler.is_paused}
         if self._dp_sync is not None:
             state["alive_groups"] = self._dp_sync.num_groups
         if stats.speculation is not None:

@@ -1,7 +1,8 @@
 """Time limits of requests: in the waiting queue (`--request-waiting-timeout`), and from the first step on
 (`--request-running-timeout`). SGLang has them as SGLANG_REQ_WAITING_TIMEOUT and SGLANG_REQ_RUNNING_TIMEOUT.
 
-A retracted request keeps the clock of its first step: while it waits again, the running limit applies.
+A retracted request keeps the clock of its first step: while it waits again, the running limit applies. Pauses of
+generation do not count as running.
 """
 
 from __future__ import annotations
@@ -50,24 +51,31 @@ class RequestTimeouts:
         values = (limits.request_waiting_timeout, limits.request_running_timeout)
         return None if values == (None, None) else cls(limits, clock)
 
-    def overdue(self, live: Iterable[Request]) -> list[tuple[bool, list[str], FinishReason]]:
+    def overdue(
+        self, live: Iterable[Request], paused_since: float | None = None
+    ) -> list[tuple[bool, list[str], FinishReason]]:
         """Requests over a limit that no abort has reached yet: (whether it is that of waiting, rids, reason) for each
         limit.
 
         Args:
             live: all requests of the scheduler, waiting and running.
+            paused_since: begin of the pause of generation that lasts.
         """
         now = self._clock()
         if now < self._next_scan:
             return []
         waited: list[str] = []
         ran: list[str] = []
+        paused = 0.0 if paused_since is None else now - paused_since
         earliest = now + min(self._waiting, self._running)
         for request in live:
             if request.to_abort is not None:
                 continue
             begun = request.first_scheduled
-            deadline = request.queued_at + self._waiting if begun is None else begun + self._running
+            if begun is None:
+                deadline = request.queued_at + self._waiting
+            else:
+                deadline = begun + self._running + request.paused_seconds + paused
             if deadline <= now:
                 (waited if begun is None else ran).append(request.rid)
             else:

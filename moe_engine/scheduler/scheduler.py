@@ -39,6 +39,7 @@ from moe_engine.scheduler.prefill_delays import PrefillDelays
 from moe_engine.scheduler.prefill_scheduling import PrefillScheduling
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.scheduler.results import read_result
+from moe_engine.scheduler.retraction import retract_all
 from moe_engine.scheduler.speculation import Speculator
 from moe_engine.scheduler.stats import Totals, plan_facts, snapshot
 from moe_engine.scheduler.suspects import Suspects
@@ -65,6 +66,7 @@ class Scheduler:
     Attributes:
         in_flight: planned steps without a result yet, the oldest first.
         suspects: requests of a failed step, which run alone.
+        paused_since: begin of a pause of generation, in which no step is planned; None: generation runs.
         last_facts: of the last plan of `schedule`; None if not `keeps_facts`.
     """
 
@@ -83,6 +85,7 @@ class Scheduler:
         self.delays = PrefillDelays(config, clock) if config.delays_prefills else None
         self.in_flight: deque[StepRecord] = deque()
         self.suspects = Suspects()
+        self.paused_since: float | None = None
         self._suspect_turn = True
         """Steps of suspects alternate with steps of the other requests."""
         self.backoff = AdmissionBackoff()
@@ -117,7 +120,7 @@ class Scheduler:
         """`abort` of requests over a time limit. Call only with limits (`RequestTable.timeouts`)."""
         events: list[RequestEvent] = []
         assert self.table.timeouts is not None
-        for waited, rids, reason in self.table.timeouts.overdue(self.table.live.values()):
+        for waited, rids, reason in self.table.timeouts.overdue(self.table.live.values(), self.paused_since):
             self.totals.count_timeouts(waited, len(rids))
             events += self.abort(rids, reason)
         return events
@@ -196,16 +199,35 @@ class Scheduler:
         logger.info(log_lines.FLUSHED_LINE)
         return True
 
+    def pause(self, retract: bool) -> None:
+        """Begins a pause of generation, or changes it: with `retract` every running request returns to the queue. No
+        step may be in flight."""
+        if self.paused_since is None:
+            self.paused_since = self._clock()
+        if retract:
+            retract_all(self.table, self.totals)
+
+    def resume(self) -> None:
+        """Ends a pause of generation, if there is one."""
+        if self.paused_since is None:
+            return
+        paused, self.paused_since = self._clock() - self.paused_since, None
+        for request in self.table.live.values():
+            if request.first_scheduled is not None:
+                request.paused_seconds += paused
+
     # -- planning
 
     def schedule(self, hold_prefill: bool = False) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
-        """The next step; None if no step can be planned now (with a step in flight: before its result);
+        """The next step; None if no step can be planned now (with a step in flight: before its result; in a pause);
         NEEDS_RESULT if the result of the step in flight must be applied first: memory is short, or most running
         requests end with it.
 
         Args:
             hold_prefill: no prompts in this step, because other attention groups decode.
         """
+        if self.is_paused:
+            return None
         if self.in_flight and self.in_flight[-1].alone is not None:
             return self._drain()  # a suspect's step must succeed before another is planned or its KV is cached
         aborting = self.table.aborting
@@ -359,6 +381,11 @@ class Scheduler:
         self._reset_if_idle()
 
     # -- state
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return self.paused_since is not None
 
     @property
     def num_loading(self) -> int:

@@ -121,6 +121,8 @@ class Request:
     """Admissions of requests with adapters before it first waited for a slot; -1: it never waited."""
     ends_by_text: bool = False
     """The frontend may end it at any token, by a stop string."""
+    paused_seconds: float = 0.0
+    """Pauses of generation since its first step, which `--request-running-timeout` does not count."""
 
     @property
     def namespace(self) -> str | tuple[int, str | None] | None:

@@ -70,6 +70,30 @@ def test_a_retracted_request_keeps_the_clock_of_its_first_step() -> None:
     sim.check_end()
 
 
+@pytest.mark.parametrize("retract", [False, True])
+def test_a_pause_of_generation_is_not_running(retract: bool) -> None:
+    """Steps of 0.1 s, a pause of 0.5 s, steps until the limit of 0.2 s: the tokens are those without a pause."""
+
+    def tokens(pause: int) -> int:
+        sim = Simulation(config(request_running_timeout=0.2))
+        sim.add(make_request("long", [3] * 5, 150, eos=False, ignore_eos=True))
+        for _ in range(10):
+            sim.turn()
+        if pause:
+            sim.finish_one()
+            sim.scheduler.pause(retract)
+            for _ in range(pause):
+                sim.now += 0.01
+                assert sim.scheduler.abort_overdue() == [] and sim.scheduler.schedule() is None
+            sim.scheduler.resume()
+        sim.run_to_end()
+        assert sim.outcomes["long"].reason == "abort" and RAN in sim.outcomes["long"].message
+        sim.check_end()
+        return len(sim.outcomes["long"].tokens)
+
+    assert abs(tokens(50) - tokens(0)) <= 2  # the pause waits for the step in flight, the prompt is computed again
+
+
 def test_requests_are_scanned_only_when_one_may_be_late() -> None:
     now, scans = 0.0, 0
     table = {name: make_request(name, [3]) for name in "ab"}
