@@ -136,7 +136,7 @@ class EngineCore:
             idle = no_steps and not self._requests
             if self._has_ended(idle):
                 return
-            self._status.turn(busy=not idle and not self._scheduler.is_paused)
+            self._status.turn(busy=not idle and not self._scheduler.is_paused and not self._only_waits())
             timeout = self._poll_seconds() if self._may_wait(no_steps, idle) else 0.0
             for message in self._transport.receive(timeout):
                 self._handle(message)
@@ -165,6 +165,13 @@ class EngineCore:
         if scheduler.is_held_back:
             return True
         return self._kv_arrivals is not None and (scheduler.num_loading > 0 or scheduler.kv_cache.num_fetching() > 0)
+
+    def _only_waits(self) -> bool:
+        """Whether all requests wait for transfers, reads of the storage or held sessions, which have their own time
+        limits: that is no stall. A load from host RAM that does not end is one."""
+        scheduler = self._scheduler
+        num_loads = scheduler.num_loading - scheduler.kv_cache.num_transfers
+        return self._waits_for_kv and num_loads <= 0 and scheduler.table.num_running == 0
 
     def _poll_seconds(self) -> float:
         """Timeout of `receive`."""

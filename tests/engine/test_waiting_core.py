@@ -1,0 +1,78 @@
+"""What the watchdog sees of a core that has requests and plans no step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moe_engine.core import messages
+from moe_engine.core.loop import EngineCore
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.core.step_reporter import StepReporter
+from moe_engine.sampling_checks import parse_sampling
+from moe_engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine.test_receive_loops import SteppingWorker
+
+CONFIG = SchedulerConfig(num_slots=400, context_len=100, max_rows=6)
+
+
+class Holds(Scheduler):
+    """Admits nothing until `is_free`; `held`: because of held sessions; `loads`: while KV is loaded from host RAM."""
+
+    is_free = False
+
+    def __init__(self, held: bool, loads: int) -> None:
+        super().__init__(CONFIG)
+        self._held, self._loads = held, loads
+
+    @property
+    def num_loading(self) -> int:
+        return 0 if self.is_free else self._loads
+
+    @property
+    def is_held_back(self) -> bool:
+        return self._held and not self.is_free and bool(self.table.queue)
+
+    def schedule(self, hold_prefill: bool = False):  # type: ignore[no-untyped-def]
+        return super().schedule(hold_prefill) if self.is_free else None
+
+
+class Port:
+    """Delivers a request, then lets 100 s pass in each turn; from the tenth turn on the scheduler is free."""
+
+    def __init__(self, scheduler: Holds, status: SharedStatus, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.turns, self.ages, self.tokens = 1000.0, 0, list[float](), list[int]()
+        self._scheduler, self._status = scheduler, status
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def receive(self, timeout: float) -> list[messages.Message]:
+        self.turns += 1
+        if self.turns == 1:
+            sampling = msgspec.to_builtins(parse_sampling({"max_new_tokens": 4, "ignore_eos": True}))
+            return [messages.AddRequest("a", [3, 4, 5], sampling, 4, seed=1)]
+        if self.turns < 10:
+            self.now += 100.0
+            self.ages.append(self._status.read().step_age)
+        self._scheduler.is_free = self.turns >= 10
+        return [messages.Shutdown()] if self.turns == 10 else []
+
+    def wake(self) -> None: ...
+
+    def send(self, message: messages.Message) -> None:
+        assert isinstance(message, messages.StepOutput)
+        self.tokens += [token for delta in message.deltas for token in delta.token_ids]
+
+
+@pytest.mark.parametrize(("held", "loads"), [(True, 0), (True, 1), (False, 0)])
+def test_a_core_that_only_waits_is_not_stalled(
+    held: bool, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that plans nothing without a reason is, and one whose load does not end."""
+    scheduler, status = Holds(held, loads), SharedStatus(tmp_path / "status", create=True)
+    port = Port(scheduler, status, monkeypatch)
+    EngineCore(scheduler, SteppingWorker(CONFIG), port, status, StepReporter(), eos_token_ids=frozenset((1,))).run()
+    assert len(port.tokens) == 4
+    assert max(port.ages) == 0 if held and not loads else max(port.ages) >= 700.0
