@@ -82,6 +82,7 @@ GROUPS = (
     Group("v3", "tp8", (32,), mtp=3, threshold=0.9),
     Group("v3", "tp8", (32,), mtp=3, drafter="standalone"),
     Group("v3.2", "dp8ep8", context=8192),
+    Group("v3.2", "tp8", context=8192),
     Group("v4-flash", "dp8ep8", context=8192),
     Group("v4-flash", "tp8", context=8192),
     Group("v4-pro", "dp8ep8", context=8192),
