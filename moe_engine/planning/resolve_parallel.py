@@ -113,7 +113,9 @@ def resolve_parallel(
     dispatch = None
     if topology.travels:
         top_k = model.moe.top_k if model.moe is not None else 0
-        where = Place(device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version, top_k)
+        where = Place(
+            device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version, top_k, model.routed_size
+        )
         dispatch = _dispatch(topology, where, flags, record)
     _check_overlap(flags, dispatch is not None)
     if flags.enable_two_batch_overlap and model.shortcut:

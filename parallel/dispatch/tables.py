@@ -31,7 +31,7 @@ class Place:
         num_ranks: of the expert-parallel group.
         num_nodes: hosts; ranks are numbered host by host.
         deepep_version: of DeepEP, see `deepep.generation.VERSIONS`.
-        top_k: experts of a token, 0 if unknown.
+        top_k, hidden: experts of a token, and channels of its rows; 0 if unknown.
         unlinked: why the GPUs of this host cannot access each other's memory, according to the driver; else None.
     """
 
@@ -41,6 +41,7 @@ class Place:
     unlinked: str | None = None
     deepep_version: str = "auto"
     top_k: int = 0
+    hidden: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def _shared_memory(place: Place) -> str | None:
 
 
 def _deepep(place: Place) -> str | None:
-    return _many(place) or deepep.why_not(place.device_kind, place.deepep_version)
+    reason = _many(place) or deepep.why_not(place.device_kind, place.deepep_version)
+    return reason or deepep.why_not_hidden(place.deepep_version, place.hidden)
 
 
 def _deepep_sizes(place: Place) -> FixedSizes:
@@ -115,7 +117,7 @@ def _deepep_sizes(place: Place) -> FixedSizes:
 
 
 def _deepep_low_latency(place: Place) -> str | None:
-    return deepep.why_not_low_latency(place.deepep_version, place.top_k)
+    return deepep.why_not_low_latency(place.deepep_version, place.hidden, place.top_k)
 
 
 def _symm_mem(place: Place) -> str | None:

@@ -182,7 +182,7 @@ def test_modes_of_dispatch(models) -> None:
 def test_deepep_of_many_choices(models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first DeepEP has no low latency for LongCat's top-12: refused from the config, and not taken by auto."""
     monkeypatch.setattr(generation, "why_not", lambda *place: None)
-    small = models["small"]
+    small = replace(models["small"], hidden_size=6144)
     many, flags = replace(small, moe=replace(small.moe, top_k=12)), {"tp": 2, "deepep_version": "1"}
     for model, taken in ((small, "deepep"), (many, "all_to_all")):
         found = plan_of(model, device="cuda", moe_a2a_backend="auto", **flags).dispatch

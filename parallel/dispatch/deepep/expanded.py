@@ -22,6 +22,7 @@ from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.buffers import Slots
+from moe_engine.parallel.dispatch.deepep.generation import HIDDEN_MULTIPLE
 from moe_engine.parallel.dispatch.deepep.startup import adapter_gbs
 from moe_engine.parallel.dispatch.payload import decode, encode
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
@@ -37,8 +38,8 @@ def why_not(shape: DispatchShape) -> str | None:
     """The reason why the library does not support these sizes, or None."""
     if shape.dtype != torch.bfloat16:
         return f"combines bfloat16, not {shape.dtype}"
-    if shape.hidden % 256:
-        return f"hidden {shape.hidden} is not a multiple of 256"
+    if shape.hidden % HIDDEN_MULTIPLE:
+        return f"hidden {shape.hidden} is not a multiple of {HIDDEN_MULTIPLE}"
     for name, size, most in (
         ("top-k", shape.top_k, MAX_TOP_K),
         ("experts", shape.num_experts, MAX_EXPERTS),

@@ -12,9 +12,11 @@ OF_VERSION: dict[str, Generation] = {"2": "ElasticBuffer", "1": "Buffer"}  # the
 VERSIONS = ("auto", *OF_VERSION)
 """Values of --deepep-version; auto: the newest in the library."""
 
+HIDDEN_MULTIPLE = 256  # divides the channels of the second generation
 QUEUE_DEPTH = 1024  # NVSHMEM_QP_DEPTH as set by `Buffer`
 FIRST_GENERATION_TOKENS = QUEUE_DEPTH // 2 - 1
 """Max tokens of a rank in a low-latency dispatch of the first generation, by the library's NVSHMEM queue depth."""
+LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # of the first generation, as the next
 LOW_LATENCY_TOP_K = 11  # kNumMaxTopK of the first generation's low-latency kernels; other kernels: a warp, 32
 
 
@@ -44,15 +46,25 @@ def why_not(device_kind: str, version: str = "auto") -> str | None:
     return None
 
 
-def why_not_low_latency(version: str, top_k: int) -> str | None:
-    """The reason why the low-latency kernels do not take `top_k` experts of a token, or None."""
-    if top_k <= LOW_LATENCY_TOP_K or not is_first_generation(version):
+def why_not_hidden(version: str, hidden: int) -> str | None:
+    """The reason why no kernel takes rows of `hidden` channels, or None."""
+    if hidden % HIDDEN_MULTIPLE == 0 or is_first_generation(version):
         return None
-    newer = "--deepep-version 2, " if _has_second_generation() else ""
-    return (
-        f"DeepEP 1 sends at most top-{LOW_LATENCY_TOP_K} in low latency, not top-{top_k}; use {newer}"
-        "--deepep-mode normal or --moe-a2a-backend all_to_all"
-    )
+    return f"DeepEP 2 sends multiples of {HIDDEN_MULTIPLE} channels, not {hidden}; use --moe-a2a-backend all_to_all"
+
+
+def why_not_low_latency(version: str, hidden: int, top_k: int) -> str | None:
+    """The reason why the low-latency kernels do not take these sizes (0: unknown), or None."""
+    if not is_first_generation(version):
+        return None
+    if top_k > LOW_LATENCY_TOP_K:
+        reason = f"at most top-{LOW_LATENCY_TOP_K} in low latency, not top-{top_k}"
+    elif hidden and hidden not in LOW_LATENCY_HIDDEN:
+        reason = f"{', '.join(map(str, LOW_LATENCY_HIDDEN))} channels in low latency, not {hidden}"
+    else:
+        return None
+    newer = "" if why_not_hidden("2", hidden) or not _has_second_generation() else "--deepep-version 2, "
+    return f"DeepEP 1 sends {reason}; use {newer}--deepep-mode normal or --moe-a2a-backend all_to_all"
 
 
 def is_first_generation(version: str) -> bool:

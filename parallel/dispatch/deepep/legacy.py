@@ -17,11 +17,15 @@ from torch import Tensor
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, unquantized
 from moe_engine.parallel.dispatch.buffers import Slots
-from moe_engine.parallel.dispatch.deepep.generation import FIRST_GENERATION_TOKENS, LOW_LATENCY_TOP_K, QUEUE_DEPTH
+from moe_engine.parallel.dispatch.deepep.generation import (
+    FIRST_GENERATION_TOKENS,
+    LOW_LATENCY_HIDDEN,
+    LOW_LATENCY_TOP_K,
+    QUEUE_DEPTH,
+)
 from moe_engine.parallel.dispatch.payload import decode
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
 
-LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 NVLINK_RANKS = 8
 """Ranks of a node; the buffer's RDMA part, which low latency needs clean, is used by normal mode across nodes only."""
 PRESET_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # rank counts with a library configuration

@@ -125,6 +125,23 @@ def test_choices_that_the_first_deepep_takes(installed: Path) -> None:
         choose(replace(many, deepep_version="1"), "deepep")
 
 
+def test_hidden_sizes_that_deepep_takes(installed: Path) -> None:
+    """Those of the adapters. gpt-oss has 2880 channels, Kimi Linear 2304."""
+    for hidden, first, second in ((2880, False, False), (2304, False, True), (7168, True, True), (1536, False, True)):
+        place, shape = Place("cuda", 8, deepep_version="1", hidden=hidden), replace(GOOD, hidden=hidden, fp8=False)
+        assert (choose(place).row.name == "deepep") == (legacy.why_not_low_latency(shape) is None) == first
+        assert choose(place, "deepep", "normal").row.name == "deepep" and legacy.why_not_normal(shape) is None
+        (installed / "buffers").mkdir(exist_ok=True)
+        newer = choose(replace(place, deepep_version="2"))
+        assert (newer.row.name == "deepep") == (expanded.why_not(shape) is None) == second
+    with pytest.raises(ValueError, match="not 2880; use --moe-a2a-backend all_to_all"):
+        choose(Place("cuda", 8, hidden=2880), "deepep")
+    with pytest.raises(ValueError, match="not 2880; use --deepep-mode normal or"):
+        choose(Place("cuda", 8, deepep_version="1", hidden=2880), "deepep")
+    with pytest.raises(ValueError, match="not 2304; use --deepep-version 2, --deepep-mode normal or"):
+        choose(Place("cuda", 8, deepep_version="1", hidden=2304), "deepep")
+
+
 def test_sizes_that_the_first_deepep_takes(installed: Path) -> None:
     """The same refusals as the adapter's, before the start."""
     row = next(row for row in ROWS if row.name == "deepep")
