@@ -43,6 +43,10 @@ class GrammarQueue:
         future.add_done_callback(lambda _: self._wake())
         return None
 
+    def requests(self) -> list[Request]:
+        """Those that wait here."""
+        return [request for request, _ in self._waiting]
+
     def take(self) -> list[Ready]:
         """Removes and returns the requests whose grammars are ready, or have failed, in order of arrival."""
         ready = [one for one in self._waiting if one[1].done()]

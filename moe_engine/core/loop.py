@@ -142,8 +142,8 @@ class EngineCore:
                 self._handle(message)
             self._calls.answer()
             self._requests.enter_ready()
-            if self._scheduler.table.timeouts is not None and (late := self._scheduler.abort_overdue()):
-                self._output.publish(late)
+            if self._scheduler.table.timeouts is not None:
+                self._requests.abort_overdue()
             if self._kv_arrivals is not None:
                 loads, reports = self._kv_arrivals.take(), self._kv_arrivals.take_storage()
                 if loads or reports:

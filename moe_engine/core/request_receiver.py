@@ -57,6 +57,7 @@ class RequestReceiver:
         if request.sampling.constraint is None:
             self._enter(request)
             return
+        request.queued_at = self._scheduler.clock()
         try:
             grammar = self._grammars.add(request)
         except InputError as error:
@@ -71,6 +72,11 @@ class RequestReceiver:
             self._output.send([messages.RequestDelta(rid, [], reason.to_dict()) for rid in gone])
         scheduler = self._scheduler
         self._output.publish(scheduler.abort_all(reason) if rids is None else scheduler.abort(rids, reason))
+
+    def abort_overdue(self) -> None:
+        """Ends the requests over a time limit. Those whose grammars are being compiled count as waiting."""
+        for rids, reason in self._scheduler.overdue(self._grammars.requests()):
+            self.abort(rids, reason)
 
     def enter_ready(self) -> None:
         """Passes on the requests whose grammars are compiled."""

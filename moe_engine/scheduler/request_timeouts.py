@@ -58,7 +58,7 @@ class RequestTimeouts:
         limit.
 
         Args:
-            live: all requests of the scheduler, waiting and running.
+            live: all requests, waiting and running.
             paused_since: begin of the pause of generation that lasts.
         """
         now = self._clock()

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Final, Literal
 
 from moe_engine.errors import MoeEngineError
@@ -66,6 +67,7 @@ class Scheduler:
     Attributes:
         in_flight: planned steps without a result yet, the oldest first.
         suspects: requests of a failed step, which run alone.
+        clock: in seconds, of all times of its requests.
         paused_since: begin of a pause of generation, in which no step is planned; None: generation runs.
         last_facts: of the last plan of `schedule`; None if not `keeps_facts`.
     """
@@ -80,7 +82,7 @@ class Scheduler:
         self.last_facts: PlanFacts | None = None
         self.keeps_facts = True
         self.totals = Totals()
-        self._clock = clock
+        self.clock = clock
         self.autopilot = Autopilot(self.table, self.totals, clock()) if config.autopilot else None
         self.delays = PrefillDelays(config, clock) if config.delays_prefills else None
         self.in_flight: deque[StepRecord] = deque()
@@ -101,7 +103,7 @@ class Scheduler:
         Raises:
             InputError: the request could never run, its rid is in use, or the queue is full (status 503).
         """
-        events = self.table.add(request, self._clock())
+        events = self.table.add(request, self.clock())
         if self.config.uses_priority:
             self.backoff.retry_now()
         return self.suspects.without_probe(events)
@@ -116,17 +118,20 @@ class Scheduler:
         """`abort` of every request."""
         return self._end(list(self.table.live.values()), reason)
 
-    def abort_overdue(self) -> list[RequestEvent]:
-        """`abort` of requests over a time limit. Call only with limits (`RequestTable.timeouts`)."""
-        events: list[RequestEvent] = []
+    def overdue(self, coming: Iterable[Request] = ()) -> list[tuple[list[str], FinishReason]]:
+        """Requests over a time limit, to abort now. Call only with limits (`RequestTable.timeouts`).
+
+        Args:
+            coming: requests that will be added later; they count as waiting since their `queued_at`.
+        """
         assert self.table.timeouts is not None
-        for waited, rids, reason in self.table.timeouts.overdue(self.table.live.values(), self.paused_since):
+        found = self.table.timeouts.overdue(chain(self.table.live.values(), coming), self.paused_since)
+        for waited, rids, _ in found:
             self.totals.count_timeouts(waited, len(rids))
-            events += self.abort(rids, reason)
-        return events
+        return [(rids, reason) for _, rids, reason in found]
 
     def _end(self, requests: list[Request], reason: FinishReason) -> list[RequestEvent]:
-        now = self._clock()
+        now = self.clock()
         events = self.table.end_all(requests, reason, now)
         if not self.in_flight:
             events += self.table.end_aborting(now)
@@ -140,7 +145,7 @@ class Scheduler:
 
         Returns the final events of requests.
         """
-        now, records = self._clock(), list(self.in_flight)
+        now, records = self.clock(), list(self.in_flight)
         assert records and records[0].number == number
         self._drop_in_flight()
         if self._connector is not None:
@@ -181,7 +186,7 @@ class Scheduler:
 
         Returns the final events of requests to abort.
         """
-        now = self._clock()
+        now = self.clock()
         self._drop_in_flight()
         events = self.table.end_aborting(now)
         self.totals.retractions += self.table.num_running
@@ -203,7 +208,7 @@ class Scheduler:
         """Begins a pause of generation, or changes it: with `retract` every running request returns to the queue. No
         step may be in flight."""
         if self.paused_since is None:
-            self.paused_since = self._clock()
+            self.paused_since = self.clock()
         if retract:
             retract_all(self.table, self.totals)
 
@@ -211,7 +216,7 @@ class Scheduler:
         """Ends a pause of generation, if there is one."""
         if self.paused_since is None:
             return
-        paused, self.paused_since = self._clock() - self.paused_since, None
+        paused, self.paused_since = self.clock() - self.paused_since, None
         for request in self.table.live.values():
             if request.first_scheduled is not None:
                 request.paused_seconds += paused
@@ -319,7 +324,7 @@ class Scheduler:
         kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
         more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads(), state_ops
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
-        table.row_writes, table.finished_rows, record.alone, record.launched = [], [], alone, self._clock()
+        table.row_writes, table.finished_rows, record.alone, record.launched = [], [], alone, self.clock()
         if self.delays is not None:
             self.delays.planned(len(batch.jobs))
         self.in_flight.append(record)
@@ -350,7 +355,7 @@ class Scheduler:
             self.backoff.retry_now()
         if result.kv_done:
             self.kv_arrived(result.kv_done)
-        released, now = self.table.num_released, self._clock()
+        released, now = self.table.num_released, self.clock()
         draft_outcomes: list[DraftOutcome] = []
         events = read_result(self.table, record, result, now, draft_outcomes)
         if self.speculator is not None:
@@ -436,4 +441,4 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         speculation = self.speculator.stats() if self.speculator is not None else None
         delayer = self.delays.state() if self.delays is not None else None
-        return snapshot(self.table, self.totals, self.ratio.value, self._clock(), speculation, delayer)
+        return snapshot(self.table, self.totals, self.ratio.value, self.clock(), speculation, delayer)

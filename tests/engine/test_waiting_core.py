@@ -1,9 +1,12 @@
-"""What the watchdog sees of a core that has requests and plans no step."""
+"""A core that has requests and plans no step: what the watchdog sees of it, and a grammar that is not ready."""
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +17,7 @@ from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.scheduler import Scheduler, SchedulerConfig
+from moe_engine.structured_output.compiler import GrammarCompiler
 from tests.engine.test_receive_loops import SteppingWorker
 
 CONFIG = SchedulerConfig(num_slots=400, context_len=100, max_rows=6)
@@ -24,8 +28,8 @@ class Holds(Scheduler):
 
     is_free = False
 
-    def __init__(self, held: bool, loads: int) -> None:
-        super().__init__(CONFIG)
+    def __init__(self, held: bool = False, loads: int = 0, **limits: float) -> None:
+        super().__init__(replace(CONFIG, **limits), lambda: time.monotonic())  # type: ignore[arg-type]
         self._held, self._loads = held, loads
 
     @property
@@ -43,7 +47,10 @@ class Holds(Scheduler):
 class Port:
     """Delivers a request, then lets 100 s pass in each turn; from the tenth turn on the scheduler is free."""
 
-    def __init__(self, scheduler: Holds, status: SharedStatus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, scheduler: Holds, status: SharedStatus, monkeypatch: pytest.MonkeyPatch, **sampling: Any
+    ) -> None:
+        self._sampling, self.finish, self.end = sampling, dict[str, Any](), 0
         self.now, self.turns, self.ages, self.tokens = 1000.0, 0, list[float](), list[int]()
         self._scheduler, self._status = scheduler, status
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
@@ -51,11 +58,12 @@ class Port:
     def receive(self, timeout: float) -> list[messages.Message]:
         self.turns += 1
         if self.turns == 1:
-            sampling = msgspec.to_builtins(parse_sampling({"max_new_tokens": 4, "ignore_eos": True}))
+            sampling = msgspec.to_builtins(parse_sampling({"max_new_tokens": 4, "ignore_eos": True})) | self._sampling
             return [messages.AddRequest("a", [3, 4, 5], sampling, 4, seed=1)]
         if self.turns < 10:
             self.now += 100.0
             self.ages.append(self._status.read().step_age)
+        assert self.turns < 40, "the request does not end"
         self._scheduler.is_free = self.turns >= 10
         return [messages.Shutdown()] if self.turns == 10 else []
 
@@ -64,6 +72,12 @@ class Port:
     def send(self, message: messages.Message) -> None:
         assert isinstance(message, messages.StepOutput)
         self.tokens += [token for delta in message.deltas for token in delta.token_ids]
+        self.finish, self.end = message.deltas[-1].finish or {}, self.turns
+
+
+def run(port: Port, scheduler: Holds, status: SharedStatus, grammars: GrammarCompiler | None = None) -> None:
+    worker, eos = SteppingWorker(CONFIG), frozenset((1,))
+    EngineCore(scheduler, worker, port, status, StepReporter(), eos_token_ids=eos, grammars=grammars).run()
 
 
 @pytest.mark.parametrize(("held", "loads"), [(True, 0), (True, 1), (False, 0)])
@@ -73,6 +87,21 @@ def test_a_core_that_only_waits_is_not_stalled(
     """A scheduler that plans nothing without a reason is, and one whose load does not end."""
     scheduler, status = Holds(held, loads), SharedStatus(tmp_path / "status", create=True)
     port = Port(scheduler, status, monkeypatch)
-    EngineCore(scheduler, SteppingWorker(CONFIG), port, status, StepReporter(), eos_token_ids=frozenset((1,))).run()
+    run(port, scheduler, status)
     assert len(port.tokens) == 4
     assert max(port.ages) == 0 if held and not loads else max(port.ages) >= 700.0
+
+
+class NeverReady(GrammarCompiler):
+    def get(self, constraint: Any) -> Future[Any]:
+        return Future()
+
+
+def test_a_grammar_that_is_not_ready_has_the_limit_of_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, status = Holds(request_waiting_timeout=350.0), SharedStatus(tmp_path / "status", create=True)
+    port = Port(scheduler, status, monkeypatch, constraint={"kind": "regex", "source": "[0-9]"})
+    run(port, scheduler, status, NeverReady(lambda: pytest.fail("opened")))
+    assert port.finish["status_code"] == 503 and "--request-waiting-timeout (350 s)" in port.finish["message"]
+    assert 4 < port.end < 8 and scheduler.stats().waiting_timeouts_total == 1

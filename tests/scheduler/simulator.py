@@ -211,7 +211,8 @@ class Simulation:
         self.turns += 1
         self.now += 0.01
         if self.scheduler.table.timeouts is not None:
-            self.take(self.scheduler.abort_overdue())
+            for rids, reason in self.scheduler.overdue():
+                self.take(self.scheduler.abort(rids, reason))
         plan = self.scheduler.schedule()
         if self.turns % self.check_every == 0:
             assert self.scheduler.check_integrity() == []

@@ -84,7 +84,7 @@ def test_a_pause_of_generation_is_not_running(retract: bool) -> None:
             sim.scheduler.pause(retract)
             for _ in range(pause):
                 sim.now += 0.01
-                assert sim.scheduler.abort_overdue() == [] and sim.scheduler.schedule() is None
+                assert sim.scheduler.overdue() == [] and sim.scheduler.schedule() is None
             sim.scheduler.resume()
         sim.run_to_end()
         assert sim.outcomes["long"].reason == "abort" and RAN in sim.outcomes["long"].message
