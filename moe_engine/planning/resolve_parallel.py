@@ -112,10 +112,12 @@ def resolve_parallel(
     _check_nodes(num_nodes, node_rank, leader)
     dispatch = None
     if topology.travels:
-        top_k = model.moe.top_k if model.moe is not None else 0
+        moe = model.moe
+        assert moe is not None
         where = Place(
-            device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version, top_k, model.routed_size
-        )
+            device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version, moe.top_k, model.routed_size,
+            moe.num_experts,
+        )  # fmt: skip
         dispatch = _dispatch(topology, where, flags, record)
     _check_overlap(flags, dispatch is not None)
     if flags.enable_two_batch_overlap and model.shortcut:

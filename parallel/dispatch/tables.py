@@ -31,7 +31,7 @@ class Place:
         num_ranks: of the expert-parallel group.
         num_nodes: hosts; ranks are numbered host by host.
         deepep_version: of DeepEP, see `deepep.generation.VERSIONS`.
-        top_k, hidden: experts of a token, and channels of its rows; 0 if unknown.
+        top_k, hidden, num_experts: experts of a token, channels of its rows, routed experts; 0 if unknown.
         unlinked: why the GPUs of this host cannot access each other's memory, according to the driver; else None.
     """
 
@@ -42,6 +42,7 @@ class Place:
     deepep_version: str = "auto"
     top_k: int = 0
     hidden: int = 0
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _symm_mem(place: Place) -> str | None:
 
 
 def _nvshmem(place: Place) -> str | None:
-    return _many(place) or symm_mem.why_not_nvshmem(place.device_kind, place.num_ranks)
+    return _many(place) or symm_mem.why_not_nvshmem(place.device_kind, place.num_ranks, place.num_experts)
 
 
 def _megamoe(place: Place) -> str | None:

@@ -25,7 +25,7 @@ def why_not(device_kind: str, num_nodes: int) -> str | None:
     return None
 
 
-def why_not_nvshmem(device_kind: str, num_ranks: int) -> str | None:
+def why_not_nvshmem(device_kind: str, num_ranks: int, num_experts: int = 0) -> str | None:
     """The reason why neither NVSHMEM's Python package nor torch's NVSHMEM operations are available, or None."""
     if device_kind != "cuda":
         return f"NVSHMEM is for GPUs; the device is {device_kind}"
@@ -35,6 +35,11 @@ def why_not_nvshmem(device_kind: str, num_ranks: int) -> str | None:
         return (
             f"torch's all_to_all_vdev_2d_offset supports at most {MAX_NVSHMEM_RANKS} ranks; there are {num_ranks} "
             "(pip install 'nvshmem4py-cu13>=0.4' for more)"
+        )
+    if num_experts > num_ranks * MAX_NVSHMEM_LOCAL:
+        return (
+            f"torch's all_to_all_vdev_2d_offset supports at most {MAX_NVSHMEM_LOCAL} experts per rank; there are "
+            f"{num_experts} on {num_ranks} ranks (pip install 'nvshmem4py-cu13>=0.4' for more)"
         )
     if not (_torch_folder() / "lib" / "libtorch_nvshmem.so").exists():
         return "this torch was built without NVSHMEM (no libtorch_nvshmem.so)"

@@ -202,7 +202,10 @@ def test_why_not_nvshmem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert "the device is cpu" in (symm_mem.why_not_nvshmem("cpu", 4) or "")
     monkeypatch.setattr(symm_mem.availability, "find_spec", lambda name: None)
     assert "at most 16 ranks; there are 17" in (symm_mem.why_not_nvshmem("cuda", 17) or "")
+    few, many = Place("cuda", 16, 2, num_experts=256), Place("cuda", 16, 2, num_experts=512)  # LongCat-Flash: 512
     monkeypatch.setattr(symm_mem.availability, "_torch_folder", lambda: tmp_path)
+    assert "built without NVSHMEM" in choose(few).refused["nvshmem"]
+    assert "at most 16 experts per rank; there are 512 on 16 ranks" in choose(many).refused["nvshmem"]
     assert "built without NVSHMEM" in (symm_mem.why_not_nvshmem("cuda", 16) or "")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libtorch_nvshmem.so").touch()
@@ -211,7 +214,7 @@ def test_why_not_nvshmem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(symm_mem.availability, "find_library", lambda name: "libnvshmem_host.so.3")
     assert symm_mem.why_not_nvshmem("cuda", 16) is None
     monkeypatch.setattr(symm_mem.availability, "find_spec", lambda name: name)
-    assert symm_mem.why_not_nvshmem("cuda", 64) is None  # the Python package has no such limits
+    assert symm_mem.why_not_nvshmem("cuda", 64, 2048) is None  # the Python package has no such limits
 
 
 GOOD = DispatchShape(128, 8, 8, 7168, 128, torch.bfloat16, fp8=True)
