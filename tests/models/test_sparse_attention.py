@@ -99,33 +99,61 @@ def with_fp8_keys(config: ModelConfig) -> ModelConfig:
     return replace(config, attention=replace(attention, indexer=replace(attention.indexer, fp8_keys=True)))
 
 
+TILT = 2e-6
+"""Relative to the largest value of a vector: more than the distance between the sums of two implementations."""
+
+
 class Quantizes(TorchIndexer):
-    """In caches of float32 the values that e4m3 records have, of keys and queries."""
+    """In caches of float32 the values that e4m3 records have, of keys and queries. All values before their rounding are
+    larger by `tilt` of the largest one, weights of heads in turn larger and smaller."""
+
+    def __init__(self, tilt: float = 0.0) -> None:
+        self._tilt = tilt
 
     def write(self, keys: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, page_size: int) -> None:
-        super().write(rounded(keys), slots, cache, page_size)
+        super().write(self._rounded(keys), slots, cache, page_size)
 
-    def select(self, q: torch.Tensor, *others: Any) -> None:
-        super().select(rounded(q), *others)
+    def select(self, q: torch.Tensor, weights: torch.Tensor, *others: Any) -> None:
+        signs = 1 - 2 * (torch.arange(weights.shape[1]) % 2)
+        super().select(self._rounded(q), weights * (1 + self._tilt * signs), *others)
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        turned = index_keys.hadamard(x)
+        values, scales = index_keys.quantize(turned + self._tilt * turned.abs().amax(-1, keepdim=True))
+        return values.float() * scales[..., None]
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    values, scales = index_keys.quantize(index_keys.hadamard(x))
-    return values.float() * scales[..., None]
+IN_PARTS = ((0, 6, False), (6, 50, False), (50, 51, True), (51, 80, False))
+
+
+def in_parts(model: stepper.Stepper, tokens: list[int]) -> torch.Tensor:
+    return torch.cat([whole(model, tokens[first:last], decode=decode) for first, last, decode in IN_PARTS])
+
+
+def is_clear(path: Path, tokens: list[int], logits: torch.Tensor) -> bool:
+    """Whether another order of sums decides nothing: no value is too near to the middle between two e4m3 values, and no
+    selection to a tie."""
+    tilted = (in_parts(stepper.load(path, indexer=Quantizes(tilt)), tokens) for tilt in (TILT, -TILT))
+    return all(torch.allclose(one, logits, rtol=1e-4, atol=1e-5) for one in tilted)
 
 
 @every_row
 @every_kind
 def test_index_keys_in_fp8_beside_latents(kind: str, row: str, sparse_paths: dict[str, Path]) -> None:
     """The tokens' logits are those of quantized keys in a cache of float32, in prompts and decodes."""
-    path, tokens = sparse_paths[kind], torch.randint(0, 256, (80,)).tolist()
+    path = sparse_paths[kind]
     found = stepper.load(path, row, page_size=4, change=with_fp8_keys)
-    exact = stepper.load(path, seed=1, indexer=Quantizes())
+    for _ in range(50):
+        tokens = torch.randint(0, 256, (80,)).tolist()
+        exact = stepper.load(path, seed=1, indexer=Quantizes())
+        want = in_parts(exact, tokens)
+        if is_clear(path, tokens, want):
+            break
+    else:
+        raise AssertionError("no clear prompt in 50 draws")
     width = found.config.attention.index_width
     assert found.kv[0][1].shape[1:] == (1, width // 4 + 1) and exact.kv[0][1].shape[1:] == (1, width)
-    for first, last, decode in ((0, 6, False), (6, 50, False), (50, 51, True), (51, 80, False)):
-        part = tokens[first:last]
-        assert_close(whole(found, part, decode=decode), whole(exact, part, decode=decode))
+    assert_close(in_parts(found, tokens), want)
 
 
 @pytest.fixture(scope="module")
