@@ -67,8 +67,8 @@ class DraftLayers(Protocol):
     ) -> Tensor:
         """One step of one layer, see `MTPLayers.forward`."""
 
-    def join(self, batch: ForwardBatch) -> Tensor:
-        """Takes part in a draft step of other ranks with an empty batch."""
+    def join(self, layer: int, batch: ForwardBatch) -> Tensor:
+        """Takes part in a step of one layer on other ranks with an empty batch."""
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache of a layer."""

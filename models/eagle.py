@@ -128,10 +128,10 @@ class EagleHead:
         v = self._layers.run(x, stream, batch)
         return self._norm(v) if self._norm is not None and self.config.norms_output else v
 
-    def join(self, batch: ForwardBatch) -> Tensor:
+    def join(self, layer: int, batch: ForwardBatch) -> Tensor:
         """Takes part in a draft step of other ranks with an empty batch: v [0, D], for its `logits`."""
         embedding = self._model.embedding(batch.input_ids)
-        return self.forward(0, batch.input_ids, embedding, batch)
+        return self.forward(layer, batch.input_ids, embedding, batch)
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache, for tokens whose v is not needed. Arguments as in `forward`; `batch` needs no plan

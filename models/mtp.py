@@ -145,10 +145,10 @@ class MTPLayers:
             args = (*args[:-1], selection.apply(args[-1]))
         return self._layers[layer].forward(embed_next(model, input_ids, batch), hidden, *args)
 
-    def join(self, batch: ForwardBatch) -> Tensor:
+    def join(self, layer: int, batch: ForwardBatch) -> Tensor:
         """Takes part in a draft step of other ranks with an empty batch: v of no tokens, for its `logits`."""
         hidden = self._model.embedding(batch.input_ids).new_empty(0, self.state_width)
-        return self.forward(0, batch.input_ids, hidden, batch)
+        return self.forward(layer, batch.input_ids, hidden, batch)
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache of a layer, for tokens whose v is not needed. Arguments as in `forward`."""

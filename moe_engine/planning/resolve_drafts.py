@@ -28,7 +28,7 @@ def resolve_drafts(
 ) -> tuple[SpeculationConfig | None, DraftModel | None]:
     """The drafter, and its draft model or EAGLE head if it has one."""
     speculation = resolve_speculation(args, model, draft, context_len, record)
-    _check_shared_drafts(args, speculation, model, parallel)
+    _check_shared_drafts(speculation, parallel)
     _check_own_experts(speculation, model, parallel)
     configs = [model] if draft is None else [model, draft.config]
     check_sparse(args, configs, device, 1 if speculation is None else speculation.topk)
@@ -48,24 +48,13 @@ def with_draft_scales(args: EngineArgs, draft: DraftModel, kv_dtype: str, record
     return dataclasses.replace(draft, config=own, head=head)
 
 
-def _check_shared_drafts(
-    args: EngineArgs, speculation: SpeculationConfig | None, model: ModelConfig, parallel: ParallelPlan
-) -> None:
+def _check_shared_drafts(speculation: SpeculationConfig | None, parallel: ParallelPlan) -> None:
     """With DP attention all groups run every draft forward together, so its sizes must be known beforehand."""
     groups = parallel.topology.attn_dp_size
-    if speculation is None or not speculation.follows or groups == 1:
-        return
-    asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
-    if speculation.topk > 1:
+    if speculation is not None and speculation.follows and groups > 1 and speculation.topk > 1:
         raise ConfigError(
             f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: draft trees need a "
             "single attention group; use --speculative-eagle-topk 1, or NGRAM"
-        )
-    if speculation.method == "nextn" and model.num_nextn_predict_layers > 1:
-        raise ConfigError(
-            f"{asked} with --attn-dp-size {groups}: {model.source} has "
-            f"{model.num_nextn_predict_layers} MTP layers, and more than one needs a single attention group; use "
-            "NGRAM, or no DP attention"
         )
 
 

@@ -81,6 +81,7 @@ class StepFacts:
         num_waiting: requests with prompt tokens that are not in this step.
         leaving: this group is idle and shutting down. Ranks exit once every group sets it.
         delay: with ``--enable-prefill-delayer``.
+        follows: whether a draft extend covers the step, see `Speculation.follow`.
     """
 
     num_tokens: int = 0
@@ -94,6 +95,7 @@ class StepFacts:
     num_waiting: int = 0
     leaving: bool = False
     delay: DelayFacts | None = None
+    follows: bool = False
 
     @classmethod
     def of(cls, plan: StepPlan, **more: Any) -> StepFacts:
@@ -109,6 +111,7 @@ class StepFacts:
             prefills=num < len(plan.rows),
             num_drafting=drafting,
             depth=depth if drafting else 0,
+            follows=speculation is not None and speculation.follow,
             **more,
         )
 

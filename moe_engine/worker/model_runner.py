@@ -144,6 +144,12 @@ class ModelRunner:
             return PendingStep(plan.number, [], HostCopy([self._empty]))
         if plan.speculation is not None:
             return self._launch_speculative(plan, plan.speculation)
+        pending = self._launch_plain(plan)
+        self._join_extend(plan)
+        return pending
+
+    def _launch_plain(self, plan: StepPlan) -> PendingResult:
+        """`_launch` of a plan with requests and without speculation."""
         began = time.perf_counter()
         fused = self._run_fused_decode(plan)
         if fused is not None:
@@ -228,8 +234,12 @@ class ModelRunner:
     def _drafted_shape(self, plan: StepPlan) -> StepShape | None:
         """The same for a step whose drafts are captured too."""
         drafted = self.drafted
-        takes = drafted is not None and drafted.takes(plan) and self.forward.replays(plan)
+        takes = drafted is not None and drafted.takes(plan) and self.forward.replays(plan) and self._all_follow(plan)
         return drafted.graphs.shape_of(plan) if drafted is not None and takes else None
+
+    def _all_follow(self, plan: StepPlan) -> bool:
+        """Whether the drafter of every group with tokens covers the step, if it has to."""
+        return self.speculation is None or not self.speculation.config.follows or self.shared.all_follow(plan)
 
     def _run_idle(self, plan: StepPlan) -> None:
         """A step with an idle batch: this rank's group has no requests, other groups may have requests."""
@@ -239,10 +249,12 @@ class ModelRunner:
         sizes = self.shared.sizes(plan)
         assert sizes is not None
         drafted = self._drafted_shape(plan)
-        if drafted is not None and drafted.count > 1 and self.drafted is not None:
+        if drafted is not None and (drafted.count > 1 or self.shared.follows(plan)) and self.drafted is not None:
             empty, logits = self.drafted.graphs.run_idle(drafted)
             if logits is None:
                 self.sampler.passes.join(self._logits, empty, sizes)
+            if self.shared.follows(plan):
+                self.drafted.graphs.follow(drafted, self._empty)
             return
         self._draft_idle(plan)
         if sizes.is_idle:
@@ -252,12 +264,19 @@ class ModelRunner:
             empty, logits = self.forward.graphs.run(shape, None)
             if logits is None:
                 self.sampler.passes.join(self._logits, empty, sizes)
+            self._join_extend(plan)
             return
         hidden = self.forward.run_idle(plan, sizes)
         head = self.shared.prompt_head(self.model, plan)
         if head is not None:
             head.finish(hidden)
         self.sampler.passes.join(self._logits, hidden[:0], sizes)
+        self._join_extend(plan)
+
+    def _join_extend(self, plan: StepPlan) -> None:
+        """Runs idle batches in the draft extends of other groups."""
+        if self.speculation is not None and self.shared.follows(plan):
+            self.speculation.drafter.join_extend()
 
     def _draft_idle(self, plan: StepPlan) -> None:
         """Runs idle batches in the draft forwards of other groups."""
@@ -283,8 +302,7 @@ class ModelRunner:
             draft_seconds, model_seconds, follow_seconds = verified.seconds.tolist()
             took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
             return PendingSpeculation.verified(plan, verified, took, left_out)
-        follows = speculation.follow or not step.config.follows
-        drafted_shape = self._drafted_shape(plan) if follows else None
+        drafted_shape = self._drafted_shape(plan)
         if drafted_shape is not None and self.drafted is not None:
             return self._launch_drafted(self.drafted, plan, drafted_shape, left_out)
         pending = self._verify(step, plan, speculation, sizes, began)
@@ -332,6 +350,8 @@ class ModelRunner:
             self.forward.doing = "draft extend"
             seen = hidden if taps is None else taps.take()
             step.update_cache(plan, batch, forward, seen, verification, accepted)
+        else:
+            self._join_extend(plan)
         ended = time.perf_counter()
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         model_seconds = self._logits_ended - model_began

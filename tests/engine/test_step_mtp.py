@@ -28,6 +28,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "bounded windows": {"chunked_prefill_size": 32, "page_size": 16, "max_running_requests": 2},
     "tp": {"tp_size": 2},
     "ep": {"tp_size": 2, "ep_size": 2},
+    "dp attention": {"tp_size": 2, "attn_dp_size": 2},
+    "dp and tp": {
+        "tp_size": 4,
+        "attn_dp_size": 2,
+        "chunked_prefill_size": 64,
+        "page_size": 16,
+        "max_running_requests": 4,
+    },
+    "tokens that travel": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},
 }
 
 
@@ -59,7 +68,7 @@ def check_acceptance(path: Path, mtp: Any, windows: bool = False, **flags: Any) 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_acceptance(oracle: tuple[Path, StepOracle], form: str) -> None:
-    check_acceptance(*oracle, windows=form == "bounded windows", **FORMS[form])
+    check_acceptance(*oracle, windows="chunked_prefill_size" in FORMS[form], **FORMS[form])
 
 
 def test_windows_are_bounded(oracle: tuple[Path, StepOracle], tmp_path: Path) -> None:
@@ -104,5 +113,3 @@ def test_refusals(oracle: tuple[Path, StepOracle], tmp_path: Path) -> None:
     exported.write_text('{"architectures": ["Step3p5ForCausalLMNextN"]}')
     with pytest.raises(ConfigError, match="exported on their own are not supported"):
         Engine(str(path), **FLAGS | {"speculative_draft_model_path": str(tmp_path)})
-    with pytest.raises(ConfigError, match="3 MTP layers, and more than one needs a single attention group"):
-        Engine(str(path), **FLAGS | {"tp_size": 2, "attn_dp_size": 2})

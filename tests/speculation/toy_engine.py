@@ -193,6 +193,9 @@ class ToyDrafter:
     def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
         return chain_forwards(num_drafting, depth)
 
+    def join_extend(self) -> None:
+        return None
+
     def update_cache(self, computed: Computed) -> None:
         return None
 
@@ -272,7 +275,7 @@ def exact_mtp(num_layers: int) -> MakeDrafter:
         assert isinstance(runner.model, MarkovTarget) and runner.rows.history is not None
         layers: Any = ExactMTP(runner.model.table, num_layers, runner.rows.history)
         batches = DraftBatches(runner.forward.builder, runner.forward.attention, runner.kv_pool.layers, runner.stream)
-        return MTPDrafter(layers, batches, runner.rows, runner.sampler, runner.stream, hidden=2)
+        return MTPDrafter(layers, batches, runner.rows, runner.sampler, runner.stream, runner.shared, hidden=2)
 
     return make
 

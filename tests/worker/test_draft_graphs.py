@@ -37,12 +37,11 @@ class Counting:
     """The token after n is n + 1. The draft is right unless n + 1 is a multiple of `wrong`. Records sizes of
     forwards."""
 
-    num_layers = 1
     fuses_drafts = attends_to_extend = windowed = False
     ids = None
 
-    def __init__(self, wrong: int = 1000) -> None:
-        self.wrong = wrong
+    def __init__(self, wrong: int = 1000, num_layers: int = 1) -> None:
+        self.wrong, self.num_layers = wrong, num_layers
         self.sizes: list[tuple[str, Any]] = []
         self.real: list[list[int]] = []
         self.followed: list[list[int]] = []
@@ -74,21 +73,22 @@ class Counting:
 
 def drafting(
     settings: GraphSettings, *, groups: int = 1, group: int = 0, wrong: int = 1000, rows_at_once: int = 1 << 30,
-    **more: Any,
+    num_layers: int = 1, **more: Any,
 ) -> tuple[ModelRunner, Counting]:  # fmt: skip
     stream = DeviceStream("cpu")
     pool = KVPool(KVSpec.mla(1, 4, 4, torch.float32), 256, 1, stream)
     parallel = ParallelContext()
     if groups > 1:
         parallel = ParallelContext(Topology(tp_size=groups, attn_dp_size=groups), group, decode_tokens=64)
-    model: Any = Counting(wrong)
+    model: Any = Counting(wrong, num_layers)
     attention: Any = OnDevice(StubAttention())
     depth = max(settings.counts) - 1
     rows = RequestRows(8, 100, VOCABULARY, stream, num_drafts=depth)
     runner = ModelRunner(model, pool, rows, attention, stream, parallel=parallel, passes=LogitsPasses(rows_at_once))
     batches = DraftBatches(runner.forward.builder, attention, pool.layers, stream)
-    drafter = MTPDrafter(model, batches, rows, runner.sampler, stream, 1)
+    drafter = MTPDrafter(model, batches, rows, runner.sampler, stream, runner.shared, 1)
     drafter.states = torch.zeros(rows.max_rows, 1)
+    drafter.last_states = torch.zeros(rows.max_rows, num_layers - 1, 1)
     config = SpeculationConfig("nextn", depth, **more)
     runner.speculation = SpeculativeStep(
         config, drafter, rows, runner.forward.builder, runner.sampler, pool, batches, stream
@@ -149,21 +149,25 @@ def test_simulated_acceptance() -> None:
 
 
 @pytest.mark.parametrize("rows_at_once", [1 << 30, 2])
-def test_all_attention_groups_run_the_same_forwards(rows_at_once: int) -> None:
-    mine = [chains(3, 2), chains(1, 2), StepPlan(1)]
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_all_attention_groups_run_the_same_forwards(depth: int, num_layers: int, rows_at_once: int) -> None:
+    mine = [chains(3, depth), chains(1, depth), StepPlan(1)]
     facts = tuple(StepFacts.of(plan) for plan in mine)
     noted = []
     for group, plan in enumerate(mine):
         runner, model = drafting(
-            GraphSettings((1, 4), counts=(1, 3)), groups=3, group=group, rows_at_once=rows_at_once
+            GraphSettings((1, 4), counts=(1, 3)), groups=3, group=group, rows_at_once=rows_at_once,
+            num_layers=num_layers,
         )  # fmt: skip
         entered(runner, [7 + i for i in range(len(plan.rows))], 3)
         model.sizes.clear()
         result = runner.execute(StepPlan(**{**{f: getattr(plan, f) for f in plan.__slots__}, "dp_facts": facts}))
-        assert [len(tokens) for tokens in result.tokens] == [3] * len(plan.rows)
+        assert [len(tokens) for tokens in result.tokens] == [1 + depth] * len(plan.rows)
         noted.append(model.sizes)
     assert noted[0] == noted[1] == noted[2]
-    assert [sizes for kind, sizes in noted[0] if kind != "head"] == [(4, 4, 4), (4, 4, 4), (12, 12, 12)]
+    forwards = [(4, 4, 4)] * depth + [(4 * (1 + depth),) * 3] + [(4 * (depth + num_layers),) * 3] * (num_layers - 1)
+    assert [sizes for kind, sizes in noted[0] if kind != "head"] == forwards
 
 
 def test_the_log_says_why_drafts_wait(caplog: pytest.LogCaptureFixture) -> None:

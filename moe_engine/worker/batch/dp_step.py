@@ -79,6 +79,22 @@ class DPSteps:
             for sizes in zip_longest(*groups, fillvalue=(0, 0))
         ]
 
+    def exchange(self, num_tokens: int, num_logits: int = 0) -> StepSizes | None:
+        """Sizes of a forward that do not follow from the plans; collective, the host waits. None with one group."""
+        if not self.is_shared:
+            return None
+        return StepSizes.exchange(self.parallel, self.parallel.world, num_tokens, num_logits, False)
+
+    def follows(self, plan: StepPlan) -> bool:
+        """Whether a draft extend covers the step of any of several groups."""
+        return self.is_shared and any(group.follows for group in _facts(plan))
+
+    def all_follow(self, plan: StepPlan) -> bool:
+        """Whether draft extends cover the steps of all groups with tokens."""
+        if not self.is_shared:
+            return plan.speculation is not None and plan.speculation.follow
+        return all(group.follows for group in _facts(plan) if group.num_tokens)
+
     def halves(self, plan: StepPlan) -> list[tuple[StepPlan, StepSizes]] | None:
         """The two halves of a step for two-batch overlap, with their sizes; None if the step is not split.
 
@@ -133,9 +149,8 @@ class PromptHead:
             pass
 
     def _round(self, hidden: Tensor) -> Tensor | None:
-        parallel = self._steps.parallel
-        sizes = StepSizes.exchange(parallel, parallel.world, len(hidden), len(hidden), False)
-        return None if sizes.is_idle else self._model.logits(hidden, sizes)
+        sizes = self._steps.exchange(len(hidden), len(hidden))
+        return None if sizes is None or sizes.is_idle else self._model.logits(hidden, sizes)
 
 
 def _facts(plan: StepPlan) -> tuple[StepFacts, ...]:

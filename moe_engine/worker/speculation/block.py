@@ -54,6 +54,9 @@ class BlockDrafter:
             v = self.layers.forward(ForwardBatch.nothing(self.batches.kv, sizes[0], self._stream.device))
             self._join_passes(v, sizes[1:])
 
+    def join_extend(self) -> None:
+        return None
+
     def update_cache(self, computed: Computed) -> None:
         self.layers.remember(computed.hidden, computed.forward)
 

@@ -56,5 +56,11 @@ class Drafter(Protocol):
         A drafter without shared forwards does nothing.
         """
 
+    def join_extend(self) -> None:
+        """Runs idle batches in the draft extend of other attention groups; collective.
+
+        A drafter whose draft extend has no shared forwards does nothing.
+        """
+
     def update_cache(self, computed: Computed) -> None:
         """Draft extend: updates the drafter's KV cache with a step's tokens (plans with `Speculation.follow`)."""

@@ -34,7 +34,7 @@ from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
-from moe_engine.worker.batch.dp_step import chain_forwards
+from moe_engine.worker.batch.dp_step import DPSteps, chain_forwards
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.device_stream import DeviceStream
@@ -63,6 +63,7 @@ class MTPDrafter:
         rows: RequestRows,
         sampler: Sampler,
         stream: DeviceStream,
+        shared: DPSteps,
         hidden: int,
         images: DraftImages | None = None,
     ) -> None:
@@ -72,6 +73,7 @@ class MTPDrafter:
         self._rows = rows
         self._sampler = sampler
         self._stream = stream
+        self._shared = shared
         self._lookback = layers.num_layers - 1
         self._hidden_size = hidden
         self.states: Tensor | None = None
@@ -111,16 +113,27 @@ class MTPDrafter:
             sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
             head = partial(self.layers.logits, layer=layer)
             tokens.append(target_ids(self.layers.ids, self._sampler.draw(head, state, sampled, sizes)))
-        self.join(task.sizes[task.depth :])
+        self.join(task.sizes[task.depth :], task.depth)
         return Drafts(torch.stack(tokens, 1))
 
     def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
         return chain_forwards(num_drafting, depth)
 
-    def join(self, sizes: Sequence[StepSizes]) -> None:
-        for some in sizes:
-            nothing = self.layers.join(ForwardBatch.nothing(self.batches.kv, some, self._stream.device))
-            self._sampler.passes.join(self.layers.logits, nothing, some)
+    def join(self, sizes: Sequence[StepSizes], first: int = 0) -> None:
+        """`Drafter.join` from draft step `first` on."""
+        for step, some in enumerate(sizes, first):
+            layer = min(step, self._lookback)
+            head = partial(self.layers.logits, layer=layer)
+            self._sampler.passes.join(head, self._join_layer(layer, some), some)
+
+    def join_extend(self) -> None:
+        sizes = self._shared.exchange(0) if self._lookback else None
+        if sizes is not None:
+            for layer in range(self._lookback):
+                self._join_layer(layer, sizes)
+
+    def _join_layer(self, layer: int, sizes: StepSizes) -> Tensor:
+        return self.layers.join(layer, ForwardBatch.nothing(self.batches.kv, sizes, self._stream.device))
 
     def _propose_fused(self, task: DraftTask, states: Tensor, places: np.ndarray) -> Drafts:
         """Drafts the chain in one kernel call."""
@@ -158,6 +171,7 @@ class MTPDrafter:
             hidden = self._prepend_last(computed, starts - first)
             sizes = counts + starts - first
             batch, plain = self.batches.runs(rows, first, sizes, num_decodes=0)
+            plain = replace(plain, sizes=self._shared.exchange(plain.num_tokens))
             # the batch may reorder runs; hidden has them in their original order
             hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
             v = hidden

@@ -48,6 +48,9 @@ class NgramDrafter:
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
 
+    def join_extend(self) -> None:
+        return None
+
     def update_cache(self, computed: Computed) -> None:
         return None
 

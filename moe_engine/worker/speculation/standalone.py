@@ -70,6 +70,9 @@ class StandaloneDrafter:
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
 
+    def join_extend(self) -> None:
+        return None
+
     def update_cache(self, computed: Computed) -> None:
         return None
 

@@ -102,7 +102,7 @@ def _own_layers(
         assert isinstance(runner.model, Decoder)
         runner.taps = runner.model.taps = HiddenTaps((model.num_layers,))
     width, images = layers.state_width, _draft_images(runner)
-    return MTPDrafter(layers, target, runner.rows, runner.sampler, runner.stream, width, images)
+    return MTPDrafter(layers, target, runner.rows, runner.sampler, runner.stream, runner.shared, width, images)
 
 
 def _head(
@@ -121,7 +121,7 @@ def _head(
     if isinstance(layers, BlockHead):
         return BlockDrafter(layers, batches, runner.sampler, stream)
     size, images = head.layer.hidden_size, _draft_images(runner)
-    return MTPDrafter(layers, batches, rows, runner.sampler, stream, size, images)
+    return MTPDrafter(layers, batches, rows, runner.sampler, stream, runner.shared, size, images)
 
 
 def _draft_images(runner: ModelRunner) -> DraftImages | None:

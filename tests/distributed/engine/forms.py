@@ -184,7 +184,7 @@ class Forms:
         path = self._folder / model
         if not path.exists():
             if model == "deepseek_v3":  # MTP drafts that are often accepted
-                agreeing_checkpoint(model, path, self._seed, num_mtp_layers=1, num_key_value_heads=8, **HEADS)
+                agreeing_checkpoint(model, path, self._seed, num_mtp_layers=2, num_key_value_heads=8, **HEADS)
             else:
                 make_checkpoint(model, path, self._seed, **HEADS)
         plain = {"max_total_tokens": 8192, "max_running_requests": RUNNING, "dtype": "float32"}
