@@ -146,8 +146,8 @@ def test_index_keys_in_fp8_beside_latents(kind: str, row: str, sparse_paths: dic
     for _ in range(50):
         tokens = torch.randint(0, 256, (80,)).tolist()
         exact = stepper.load(path, seed=1, indexer=Quantizes())
-        want = in_parts(exact, tokens)
-        if is_clear(path, tokens, want):
+        want, margin = sparse.with_margin(lambda: in_parts(exact, tokens))  # noqa: B023
+        if margin > sparse.MARGIN and is_clear(path, tokens, want):  # the margin is that of routers
             break
     else:
         raise AssertionError("no clear prompt in 50 draws")
