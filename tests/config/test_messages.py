@@ -146,8 +146,6 @@ def test_the_drafter_is_named_as_it_was_typed(resolved, model_dir, algorithm):
         resolved(LLAMA, speculative_algorithm=algorithm)
     text = str(refusal.value)
     assert f"--speculative-algorithm {algorithm.upper()}:" in text and "EAGLE head" in text and "NGRAM" in text
-    with pytest.raises(ConfigError, match=f"--speculative-algorithm {algorithm.upper()} with --attn-dp-size 2"):
-        resolved({**EIGHT, "num_nextn_predict_layers": 2}, speculative_algorithm=algorithm, tp_size=2, attn_dp_size=2)
 
 
 def test_a_separate_head_for_a_model_without_mtp_layers(model_dir):
