@@ -58,9 +58,9 @@ class OutputParts:
 
     def close(self) -> Iterator[tuple[Change, Part, str]]:
         """Call after the last deltas."""
-        if self._space and not self.parts:
+        if (space := self._space) and not self.parts:
             yield from self._begin(Part("text", 0))
-            yield from self._add(self._space)
+            yield from self._add(space)
         if self._open is not None:
             yield "end", self._open, ""
             self._open = None

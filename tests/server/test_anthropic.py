@@ -98,6 +98,13 @@ def test_blocks_of_an_answer():
     assert len({weather["id"], time["id"]}) == 2
 
 
+def test_an_answer_of_white_space_keeps_it():
+    answer = post(fake(" \r"), "/v1/messages", ASK).json()
+    assert answer["content"] == [{"type": "text", "text": " \r"}]
+    events = post(fake(" \r"), "/v1/messages", {**ASK, "stream": True})
+    assert content_of(named_events(events)) == answer["content"]
+
+
 def usage_of_chat(text: str, chat: dict[str, Any]) -> dict[str, Any]:
     return post(fake(text), "/v1/chat/completions", {**chat, "max_tokens": 200}, **PARSERS).json()["usage"]
 
