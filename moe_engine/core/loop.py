@@ -170,8 +170,9 @@ class EngineCore:
         """Whether all requests wait for transfers, reads of the storage or held sessions, which have their own time
         limits: that is no stall. A load from host RAM that does not end is one."""
         scheduler = self._scheduler
-        num_loads = scheduler.num_loading - scheduler.kv_cache.num_transfers
-        return self._waits_for_kv and num_loads <= 0 and scheduler.table.num_running == 0
+        if scheduler.table.num_running or not self._waits_for_kv:
+            return False
+        return scheduler.num_loading <= scheduler.kv_cache.num_transfers
 
     def _poll_seconds(self) -> float:
         """Timeout of `receive`."""
