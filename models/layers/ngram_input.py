@@ -64,6 +64,8 @@ class NgramInput:
         """Sets the streams of residual [T, n D + n] to streams [T, n D] with what is added to them; returns the layer's
         input [T, D]."""
         assert isinstance(streams, Tensor)  # of `StreamAdder`
+        if streams.data_ptr() != residual.data_ptr():  # gathered from ranks that each keep a share of the residual
+            residual[:, : streams.shape[1]].copy_(streams)
         *_, products, ids = batch.kv[self._layer_index]
         ngrams = self._kernels.ids(batch.input_ids, ids, batch.state_runs, self._engram.pad_id)
         found = self._project(self.rows.read(ngrams, self._dtype))
