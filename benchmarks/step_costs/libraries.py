@@ -81,7 +81,7 @@ class Libraries:
             m_grouped_bf16_gemm_nt_masked=self._masked,
             transform_sf_into_required_layout=_packed,
             set_pdl=lambda enabled: None,
-            fp8_mqa_logits=None,  # of prompts, which no case with an indexer has
+            fp8_fp4_mqa_logits=None,  # of prompts, which no case with an indexer has
             get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
             **vars(MegaMoe(self, self._hardware)),
         )

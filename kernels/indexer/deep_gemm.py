@@ -2,7 +2,8 @@
 scored in Triton, which reads paged keys in place.
 
 Legend: T query tokens, Hi index heads, I channels of an index head, S context tokens.
-Source: DeepGEMM, csrc/apis/attention.hpp.
+Source: DeepGEMM, csrc/apis/attention.hpp; deep_gemm/__init__.py of sgl-deep-gemm 0.2.5, whose logits are always
+compressed: columns count from the start of each query's keys, which is 0 here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from moe_engine.kernels.indexer.protocol import LOGITS_BYTES, BlockChoice
 from moe_engine.kernels.indexer.triton_indexer import IndexPlan, TritonIndexer
 from moe_engine.kernels.kv_format.formats import head_scale_offset
 from moe_engine.kernels.queries import PagedQueries
-from moe_engine.kernels.vendors.probe import DEEP_GEMM_INDEXER
+from moe_engine.kernels.vendors.probe import DEEP_GEMM_INDEXER, accepts
 
 LEAST_TOKENS = 64
 """Query tokens of a prompt above which gathering its keys pays off: the keys are read and written once more."""
@@ -31,14 +32,17 @@ class DeepGemmIndexer(TritonIndexer):
         library: DeepGEMM; default: the installed one.
 
     Raises:
-        ImportError: the library is missing or lacks `fp8_mqa_logits`.
+        ImportError: the library is missing or lacks `fp8_fp4_mqa_logits`.
     """
 
     name = "deep_gemm"
 
     def __init__(self, library: Any | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
         super().__init__(logits_bytes)
-        self._library = DEEP_GEMM_INDEXER.load() if library is None else DEEP_GEMM_INDEXER.check(library)
+        found = DEEP_GEMM_INDEXER.load() if library is None else DEEP_GEMM_INDEXER.check(library)
+        self._logits = found.fp8_fp4_mqa_logits
+        # builds that can also fill the rest of the rows do so by default
+        self._unfilled = {"clean_logits": False} if accepts(self._logits, "clean_logits") else {}
 
     def select(
         self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
@@ -59,7 +63,8 @@ class DeepGemmIndexer(TritonIndexer):
         step, target = max(1, self._budget // context), triton_select.Selection(selected.slots, top_k)
         for first in range(0, tokens, step):
             part = slice(first, min(first + step, tokens))
-            scores = self._library.fp8_mqa_logits(
-                q[part], (keys, scales), weights[part], starts[part], ends[part], clean_logits=False
-            )
+            scores = self._logits(
+                (q[part], None), (keys, scales), weights[part], starts[part], ends[part], max_seqlen_k=context,
+                **self._unfilled,
+            )  # fmt: skip
             triton_select.select(scores, queries, own.request_of, first, target)

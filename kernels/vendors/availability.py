@@ -36,18 +36,17 @@ def trtllm_experts(device: Device, need: Need) -> str | None:
     return limits.trtllm_experts(experts.hidden, experts.width)
 
 
-DEEP_GEMM_INDEX_HEADS = {9: (32, 64), 10: (8, 16, 32, 64)}
-"""By major compute capability (csrc/apis/attention.hpp)."""
-DEEP_GEMM_INDEX_WIDTHS = (32, 64, 128)
+DEEP_GEMM_INDEX_HEADS, DEEP_GEMM_INDEX_WIDTHS = (32, 64), (32, 64, 128)
+"""On Hopper (csrc/apis/attention.hpp)."""
 
 
 def deep_gemm_indexer(device: Device, need: Need) -> str | None:
     reason = _promises("DeepGEMM", need) or probe.DEEP_GEMM_INDEXER.why_not(device, need)
-    if reason or need.index is None or device.capability is None:
+    if reason or need.index is None:
         return reason
     if need.kv_dtype != E4M3 and not need.index.fp8_keys:
         return f"DeepGEMM scores FP8 index keys (--kv-cache-dtype {E4M3})"
-    heads = DEEP_GEMM_INDEX_HEADS[device.capability[0]]
+    heads = DEEP_GEMM_INDEX_HEADS
     if need.index.heads not in heads or need.index.width not in DEEP_GEMM_INDEX_WIDTHS:
         return f"DeepGEMM scores {heads} index heads of {DEEP_GEMM_INDEX_WIDTHS} channels, not {need.index}"
     return None

@@ -87,10 +87,11 @@ DEEP_GEMM = Library(
     compiles=True,
 )  # fmt: skip
 DEEP_GEMM_INDEXER = Library(
-    "DeepGEMM",
+    "DeepGEMM's scores of FP8 index keys with one scale",  # on Blackwell it takes scales of 32 channels (MX) only
     DEEP_GEMM.modules,
     DEEP_GEMM.install,
-    ("fp8_mqa_logits",),
+    ("fp8_fp4_mqa_logits",),
+    majors=(9,),
     dtypes=DEEP_GEMM.dtypes,
     compiles=True,
 )

@@ -18,11 +18,12 @@ triton_keys = indexer.triton_keys
 HEADS, WIDTH = 32, 32
 
 
+@pytest.mark.parametrize("current", [True, False])
 @pytest.mark.parametrize("budget", [1 << 28, 4 * 20 * 150])
-def test_prompts_are_scored_by_the_library(budget: int) -> None:
+def test_prompts_are_scored_by_the_library(budget: int, current: bool) -> None:
     queries, size = paged_queries([(70, 150)], 16)
     keys, cache = normal(size, WIDTH, dtype=torch.bfloat16), torch.zeros(size, 1, WIDTH + 4, dtype=torch.uint8)
-    library = DeepGemmEmulator()
+    library = DeepGemmEmulator(takes_ends=current)
     kernel = indexer.DeepGemmIndexer(library.module, budget)
     kernel.write(keys, torch.arange(size), cache, 16)
     q, weights = normal(70, HEADS, WIDTH, dtype=torch.bfloat16), torch.randn(70, HEADS)
@@ -55,7 +56,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not(64, 128, E4M3) is None
     assert "FP8 index keys" in str(why_not(64, 128, "auto"))
     assert "index heads" in str(why_not(16, 128, E4M3)) and "channels" in str(why_not(64, 16, E4M3))
+    blackwell = deep_gemm_indexer(Device("cuda", "B200", (10, 0)), Need("bfloat16", E4M3))
+    assert "kernels for sm_90; B200" in str(blackwell)
     library = DeepGemmEmulator().module
-    del library.fp8_mqa_logits
-    with pytest.raises(ImportError, match="fp8_mqa_logits"):
+    del library.fp8_fp4_mqa_logits
+    with pytest.raises(ImportError, match="fp8_fp4_mqa_logits"):
         indexer.DeepGemmIndexer(library)

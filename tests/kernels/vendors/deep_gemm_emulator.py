@@ -56,7 +56,7 @@ class DeepGemmEmulator:
             m_grouped_bf16_gemm_nt_masked=self.bf16_masked,
             transform_sf_into_required_layout=self.transform_sf_into_required_layout,
             get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
-            fp8_mqa_logits=self.fp8_mqa_logits,
+            fp8_fp4_mqa_logits=self.mqa_logits if takes_ends else self.mqa_logits_or_clean,
         )
         if takes_ends:
             self.module.set_pdl = self.set_pdl
@@ -66,27 +66,40 @@ class DeepGemmEmulator:
     def set_pdl(self, enable: bool) -> None:
         self.pdl = enable
 
-    def fp8_mqa_logits(self, q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0):
-        """csrc/apis/attention.hpp: logits [S, Skv] float32, rows of 1024 bytes; outside [start, end) undefined."""
-        (keys, scales), (count, heads, width) = kv, q.shape
+    def mqa_logits(self, q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k, schedule_meta=None):
+        """sgl-deep-gemm 0.2.5: compressed logits [S, max_seqlen_k] of float32, rows of 1024 n bytes, by the asserts of
+        csrc/apis/attention.hpp in its binary; outside [0, end - start) undefined."""
+        (q, q_scales), (keys, scales) = q, kv
+        count, heads, width = q.shape
+        must(self.arch == 9 and q_scales is None, "is_mx_sf == (arch_major == 10 or ...)")
         must(q.dtype == keys.dtype == FP8 and q.is_contiguous() and keys.is_contiguous(), "e4m3, contiguous")
-        must(heads in ((32, 64) if self.arch == 9 else (8, 16, 32, 64)) and width in (32, 64, 128), f"q {q.shape}")
+        must(heads in (32, 64) and width in (32, 64, 128), f"q {q.shape}")
         check_shape(keys, (len(keys), width), "keys")
         check_shape(scales, (len(keys),), "scales of keys")
         check_shape(weights, (count, heads), "weights")
+        must(weights.stride(1) == 1 and weights.stride(0) * 4 % 16 == 0, "rows of weights")
         must(scales.dtype == weights.dtype == torch.float32 and scales.is_contiguous(), "float32 scales and weights")
         for name, lens in (("start", cu_seq_len_k_start), ("end", cu_seq_len_k_end)):
             check_shape(lens, (count,), name)
-            must(lens.dtype == torch.int32 and bool(((lens >= 0) & (lens <= len(keys))).all()), f"{name} {lens}")
-        must(not clean_logits and max_seqlen_k == 0, "not emulated")
+            must(lens.dtype == torch.int32 and lens.is_contiguous(), f"{name} {lens}")
+            must(bool(((lens >= 0) & (lens <= len(keys))).all()), f"{name} {lens}")
+        spans = cu_seq_len_k_end - cu_seq_len_k_start
+        must(schedule_meta is None and max_seqlen_k > 0 and int(spans.max()) <= max_seqlen_k, "max_seqlen_k > 0")
         self._compile("mqa_logits", heads, width, 1, 0)
         products = torch.einsum("thi,si->ths", q.double(), keys.double()).relu()
-        exact = torch.einsum("ths,th->ts", products, weights.double()) * scales.double()
-        out = poison(count, align(len(keys), 256), dtype=torch.float32)[:, : len(keys)]
-        place = torch.arange(len(keys))
-        seen = (place >= cu_seq_len_k_start[:, None]) & (place < cu_seq_len_k_end[:, None])
-        out[seen] = exact.float()[seen]
+        exact = (torch.einsum("ths,th->ts", products, weights.double()) * scales.double()).float()
+        out = poison(count, align(max_seqlen_k, 256), dtype=torch.float32)[:, :max_seqlen_k]
+        for row, (start, end) in enumerate(zip(cu_seq_len_k_start.tolist(), cu_seq_len_k_end.tolist())):
+            out[row, : max(end - start, 0)] = exact[row, start:end]
         return out
+
+    def mqa_logits_or_clean(
+        self, q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0,
+        logits_dtype=torch.float32,
+    ):  # fmt: skip
+        """Builds of 2026's first half: `max_seqlen_k` compresses, and does not go with `clean_logits`."""
+        must(not clean_logits and max_seqlen_k and logits_dtype == torch.float32, "not emulated")
+        return self.mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k)
 
     def fp8_gemm_nt(
         self, a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False
