@@ -19,16 +19,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
+import select
 import sys
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from signal import Signals
 from threading import get_native_id
 from time import CLOCK_MONOTONIC
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar, cast
+from warnings import catch_warnings, simplefilter
 
+from moe_engine.processes.child import PR_SET_PDEATHSIG
+from moe_engine.processes.pipe_frames import LENGTH_BYTES, write_frame
 from moe_engine.processes.watched_thread import start_watched
 
 NICENESS = 15
@@ -69,26 +74,63 @@ def yielding() -> Iterator[None]:
 
 
 def in_idle_time(work: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T:
-    """The result of `work` from a thread that computes only while no other thread needs its core. If it has no result
-    after `patience` seconds, the calling thread does the same work, so `work` must be safe in two threads."""
+    """The result of `work`, pickled, from a forked process that computes only while no other thread needs its core. If
+    it has no result after `patience` seconds, or fails, the calling thread does the same work.
+
+    A thread instead of the process would keep the GIL while it waits for a core, so that the caller would wait too.
+    """
     if sys.platform != "linux":
         return work()
-    result: Future[T] = Future()
-    start_watched("idle time", lambda: _work_when_idle(work, result), lambda message: None)  # the future has its errors
-    if wait([result], patience).done:
-        return result.result()
+    read, write = os.pipe()
+    with catch_warnings():
+        simplefilter("ignore", DeprecationWarning)  # of forks beside threads: other threads only wait
+        pid = os.fork()
+    if pid == 0:
+        _work_when_idle(work, write)
+    os.close(write)
+    try:
+        found = _read_frame(read, patience)
+    finally:
+        os.close(read)
+        os.kill(pid, Signals.SIGKILL)
+        start_watched("idle time", partial(_reap, pid), lambda message: None)  # it may need a core to end
+    if found is not None:
+        return cast(T, pickle.loads(found))
     with yielding():
         return work()
 
 
-def _work_when_idle(work: Callable[[], T], result: Future[T]) -> None:
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+def _reap(pid: int) -> None:
+    os.waitpid(pid, 0)
+
+
+def _work_when_idle(work: Callable[[], Any], write: int) -> NoReturn:
+    """In the forked process, which ends with its parent and holds no other pipe."""
     try:
-        with yielding():
-            result.set_result(work())
-    except BaseException as error:
-        result.set_exception(error)
+        _libc().prctl(PR_SET_PDEATHSIG, Signals.SIGKILL)
+        os.closerange(0, write)
+        os.closerange(write + 1, os.sysconf("SC_OPEN_MAX"))
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with yielding(), os.fdopen(write, "wb") as pipe:
+            write_frame(pipe, pickle.dumps(work()))
+    finally:
+        os._exit(0)
+
+
+def _read_frame(pipe: int, seconds: float) -> bytes | None:
+    """None: it is not whole within the time, or never will be."""
+    end, found, poller = time.monotonic() + seconds, bytearray(), select.poll()
+    poller.register(pipe, select.POLLIN)
+    while poller.poll(max(0.0, end - time.monotonic()) * 1000):
+        part = os.read(pipe, 1 << 20)
+        found += part
+        data = memoryview(found)[LENGTH_BYTES:]
+        if len(found) >= LENGTH_BYTES and len(data) == int.from_bytes(found[:LENGTH_BYTES], "little"):
+            return bytes(data)
+        data.release()
+        if not part:
+            break
+    return None
 
 
 class _Event(ctypes.Structure):

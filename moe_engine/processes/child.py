@@ -20,7 +20,7 @@ from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.processes.watched_thread import start_watched
 
 _LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ChildProcess:
@@ -79,7 +79,7 @@ def start_interpreter(module: str) -> subprocess.Popen[bytes]:
 def end_with_parent() -> None:
     """`preexec_fn` of a program without the pipe: on Linux it gets SIGTERM when its parent ends in any way."""
     with contextlib.suppress(AttributeError):
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def describe_exit(code: int) -> str:

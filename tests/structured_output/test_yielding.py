@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from threading import get_native_id
 
 import pytest
 
@@ -30,14 +32,14 @@ def test_a_thread_alone_has_a_low_priority():
 
     def work() -> None:
         yield_to_steps(niceness)
-        found.append(attributes(threading.get_native_id()))
+        found.append(attributes(get_native_id()))
 
-    before = attributes(threading.get_native_id())
+    before = attributes(get_native_id())
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert found == [(os.SCHED_BATCH, max(niceness, before[1]))]
-    assert attributes(threading.get_native_id()) == before
+    assert attributes(get_native_id()) == before
 
 
 def test_a_process_has_a_low_priority_within_the_session():
@@ -86,10 +88,10 @@ def test_work_that_waits_is_not_disturbed():
         assert threading.Event().wait(0.01) is False
 
 
-def test_work_in_idle_time_has_a_thread_of_its_own():
+def test_work_in_idle_time_has_a_process_of_its_own():
     before = attributes(0)
-    thread, found = in_idle_time(lambda: (threading.get_native_id(), attributes(0)), patience=60)
-    assert thread != threading.get_native_id()
+    process, found = in_idle_time(lambda: (os.getpid(), attributes(0)), patience=60)
+    assert process != os.getpid()
     assert found[0] == os.SCHED_IDLE
     assert attributes(0) == before
 
@@ -102,16 +104,18 @@ def test_an_error_of_work_in_idle_time_reaches_the_caller():
         in_idle_time(work, patience=60)
 
 
+def test_a_long_result_arrives_whole():
+    text, process = random.randbytes(1 << 20), os.getpid()
+    assert in_idle_time(lambda: (os.getpid() != process, text), patience=60) == (True, text)
+
+
 def test_the_caller_does_the_work_without_idle_time():
-    """A blocked thread simulates a thread that gets no CPU time."""
-    caller, released = threading.current_thread(), threading.Event()
+    """A call that keeps the GIL simulates Python code that gets no CPU time."""
+    caller = get_native_id()
 
     def work() -> int:
-        if threading.current_thread() is not caller:
-            released.wait()
-        return threading.get_native_id()
+        if get_native_id() != caller:
+            ctypes.PyDLL(None).sleep(5)
+        return get_native_id()
 
-    try:
-        assert in_idle_time(work, patience=0.01) == threading.get_native_id()
-    finally:
-        released.set()
+    assert in_idle_time(work, patience=0.01) == caller
