@@ -9,7 +9,8 @@ from moe_engine.core.step_reporter import StepReporter
 from moe_engine.scheduler.scheduler import Scheduler
 
 STATUS_INTERVAL_SECONDS = 0.05
-"""Update interval of the load while steps run; the load is also written when the core becomes idle."""
+"""Least interval between two updates of the load. It is also written when the core becomes idle or only waits, and in
+that state by each turn after the interval: requests arrive during a pause."""
 
 
 class StatusWriter:
@@ -25,13 +26,16 @@ class StatusWriter:
 
     def turn(self, busy: bool) -> None:
         """An iteration of the loop begins; `busy`: there is work."""
+        now = time.monotonic()
+        stops = self._busy and not busy
         if busy != self._busy:
             self._busy = busy
-            self._status.write(busy_since=time.monotonic() if busy else 0.0)
-            if not busy:
-                self._reporter.idle()
-                self._write_load()
-        self._status.write(last_turn=time.monotonic())
+            self._status.write(busy_since=now if busy else 0.0)
+        if stops:
+            self._reporter.idle()
+        if stops or (not busy and now - self._load_written > STATUS_INTERVAL_SECONDS):
+            self._write_load()
+        self._status.write(last_turn=now)
 
     def step_ended(self, number: int) -> None:
         self._step_number = number

@@ -149,12 +149,13 @@ class CoreClient:
         answers = await asyncio.gather(
             *(self._call(endpoint, messages.Call(0, method, args)) for endpoint in endpoints), return_exceptions=True
         )
-        for endpoint, answer in zip(endpoints, answers):
-            if isinstance(answer, BaseException) and (endpoint.core.dead or not endpoint.lost):
+        found = [answer for answer in answers if not isinstance(answer, EngineDeadError)]
+        for answer in found:
+            if isinstance(answer, BaseException):
                 raise answer
-        return [
-            answer for answer in answers if not isinstance(answer, BaseException)
-        ]  # answers of the schedulers still alive
+        if not found:
+            raise EngineDeadError(self._cause())
+        return found
 
     async def call_one(self, method: str, **args: Any) -> Any:
         return await self._call(self._alive()[0], messages.Call(0, method, args))

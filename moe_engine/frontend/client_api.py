@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.core.rank_calls import RankAnswer
-from moe_engine.errors import EngineDeadError, MoeEngineError, RankLostError
+from moe_engine.errors import EngineDeadError, MoeEngineError
 
 BACKEND_FIELDS = {
     "attention": "attention_backend",
@@ -104,15 +104,15 @@ class GroupAnswers:
 
 
 def values_of(groups: Sequence[GroupAnswers], method: str) -> list[Any]:
-    """The values of all ranks. Raises as `EngineClient.collective_rpc`."""
+    """The values of the ranks of all schedulers that are not lost. Raises as `EngineClient.collective_rpc`."""
     ranks: dict[str, list[str]] = {}
     for group in groups:
         for rank, error in group.problems().items():
             ranks.setdefault(error, []).append(rank)
     if ranks:
         raise CallError(f"{method}: " + "; ".join(f"{', '.join(named)}: {error}" for error, named in ranks.items()))
-    if lost := [group.lost for group in groups if group.lost is not None]:
-        raise EngineDeadError(lost[0]) if len(lost) == len(groups) else RankLostError(f"{method}: {lost[0]}")
+    if groups and all(group.lost is not None for group in groups):
+        raise EngineDeadError(groups[0].lost or "")
     return [value for group in groups for value in group.values]
 
 
@@ -140,7 +140,13 @@ class EngineClient(Protocol):
         """Aborts these requests (exact `AddRequest.rid`); finished ones are ignored."""
 
     async def call(self, method: str, **args: Any) -> list[Any]:
-        """Control call to every scheduler; one reply each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""
+        """Control call to every scheduler; one reply each: ``flush_cache`` -> bool, ``internal_state`` -> dict. A
+        scheduler that is lost meanwhile serves nothing any more, and has none.
+
+        Raises:
+            CallError: a scheduler refused.
+            EngineDeadError: no scheduler is alive.
+        """
 
     async def ask_ranks(
         self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS
@@ -155,11 +161,12 @@ class EngineClient(Protocol):
         """
 
     async def collective_rpc(self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS) -> list[Any]:
-        """`ask_ranks`, for calls that must succeed everywhere: the values in rank order, replica by replica.
+        """`ask_ranks`, for calls that must succeed wherever requests run: the values in rank order, replica by replica,
+        without those of a replica that is lost meanwhile.
 
         Raises:
             CallError: names the ranks that failed or did not answer, with their errors.
-            EngineDeadError: no scheduler is alive, or one was lost during the call.
+            EngineDeadError: no scheduler is alive.
         """
 
     async def call_one(self, method: str, **args: Any) -> Any:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Literal
 
-from moe_engine.errors import InputError, MoeEngineError, RankLostError
+from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend.frontend import Frontend, released_message
 
 logger = logging.getLogger("moe_engine")
@@ -33,7 +33,7 @@ class Pausing:
         if mode == "abort":
             frontend.abort(all=True, reason="Aborted by a pause of generation")
         frontend.paused = True  # also if the call fails on one scheduler: the others are paused then
-        await self._call("pause", retract=mode == "retract")
+        await frontend.client.call("pause", retract=mode == "retract")
         logger.info("Generation is paused (%s); %d requests wait", mode, frontend.num_live)
         return frontend.num_live
 
@@ -49,7 +49,7 @@ class Pausing:
             raise InputError(released_message(self._frontend.released))
         await self._frontend.weights.until_whole()
         was_paused, self._frontend.paused = self._frontend.paused, False
-        await self._call("resume")
+        await self._frontend.client.call("resume")
         if was_paused:
             logger.info("Generation continues")
         return was_paused
@@ -64,8 +64,3 @@ class Pausing:
             frontend.abort(all=True, reason=f"the server is shutting down, and {released_message(frontend.released)}")
         with suppress(MoeEngineError):  # the engine is dead: its requests have failed, or memory is released
             await self.resume()
-
-    async def _call(self, method: str, **args: Any) -> None:
-        """A scheduler that is lost meanwhile computes nothing: the call has succeeded on the others."""
-        with suppress(RankLostError):
-            await self._frontend.client.call(method, **args)

@@ -23,7 +23,7 @@ async def poll_ranks(
 
     Raises:
         CallError: names the ranks that failed.
-        EngineDeadError: no scheduler is alive, or one was lost.
+        EngineDeadError: no scheduler is alive.
     """
     deadline = time.monotonic() + seconds
     pause, longest = POLL_SECONDS

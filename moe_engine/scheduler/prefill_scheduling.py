@@ -128,7 +128,7 @@ class PrefillScheduling:
                 request.status = Status.RUNNING
                 request.followed = True
                 if request.first_scheduled is None:
-                    request.first_scheduled = now
+                    request.first_scheduled, request.paused_seconds = now, 0.0
                     self._kv_cache.note_hit(request, job.start)
                     self._totals.cached_tokens += job.start
                     self._totals.prompt_tokens += len(request.prompt_ids)

@@ -2,7 +2,7 @@
 (`--request-running-timeout`). SGLang has them as SGLANG_REQ_WAITING_TIMEOUT and SGLANG_REQ_RUNNING_TIMEOUT.
 
 A retracted request keeps the clock of its first step: while it waits again, the running limit applies. Pauses of
-generation do not count as running.
+generation count as neither.
 """
 
 from __future__ import annotations
@@ -66,18 +66,16 @@ class RequestTimeouts:
             return []
         waited: list[str] = []
         ran: list[str] = []
-        paused = 0.0 if paused_since is None else now - paused_since
         earliest = now + min(self._waiting, self._running)
         for request in live:
             if request.to_abort is not None:
                 continue
-            begun = request.first_scheduled
-            if begun is None:
-                deadline = request.queued_at + self._waiting
-            else:
-                deadline = begun + self._running + request.paused_seconds + paused
+            waits = request.first_scheduled is None
+            deadline = request.clock_began + (self._waiting if waits else self._running) + request.paused_seconds
+            if paused_since is not None:
+                deadline += now - max(paused_since, request.clock_began)
             if deadline <= now:
-                (waited if begun is None else ran).append(request.rid)
+                (waited if waits else ran).append(request.rid)
             else:
                 earliest = min(earliest, deadline)
         self._next_scan = max(earliest, now + LEAST_PAUSE)

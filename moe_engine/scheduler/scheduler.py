@@ -216,10 +216,9 @@ class Scheduler:
         """Ends a pause of generation, if there is one."""
         if self.paused_since is None:
             return
-        paused, self.paused_since = self.clock() - self.paused_since, None
+        now, since, self.paused_since = self.clock(), self.paused_since, None
         for request in self.table.live.values():
-            if request.first_scheduled is not None:
-                request.paused_seconds += paused
+            request.paused_seconds += now - max(since, request.clock_began)
 
     # -- planning
 

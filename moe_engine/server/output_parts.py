@@ -18,7 +18,7 @@ Change = Literal["begin", "add", "end"]
 @dataclass
 class Part:
     """`kind`: reasoning, text or call. `text`: for a call, its arguments. `id`, `name`: of a call. `logprobs`: those
-    of a text's tokens, if its endpoint adds them."""
+    of a text's tokens, if its endpoint adds them. `is_whole`: it has ended, and no limit cut it off."""
 
     kind: Literal["reasoning", "text", "call"]
     index: int
@@ -26,6 +26,7 @@ class Part:
     id: str = ""
     name: str = ""
     logprobs: list[Any] = field(default_factory=list)
+    is_whole: bool = False
 
 
 class OutputParts:
@@ -56,12 +57,13 @@ class OutputParts:
         """False for further arguments of the open call, which come before the text of the same deltas."""
         return not any("id" not in call and call["index"] == self._call for call in delta.get("tool_calls", ()))
 
-    def close(self) -> Iterator[tuple[Change, Part, str]]:
-        """Call after the last deltas."""
+    def close(self, is_whole: bool = True) -> Iterator[tuple[Change, Part, str]]:
+        """Call after the last deltas. `is_whole`: the output was not cut off."""
         if (space := self._space) and not self.parts:
             yield from self._begin(Part("text", 0))
             yield from self._add(space)
         if self._open is not None:
+            self._open.is_whole = is_whole
             yield "end", self._open, ""
             self._open = None
 
@@ -76,6 +78,7 @@ class OutputParts:
 
     def _begin(self, part: Part) -> Iterator[tuple[Change, Part, str]]:
         if self._open is not None:
+            self._open.is_whole = True
             yield "end", self._open, ""
         self._space, self._open, self._call = "", part, None
         self.parts.append(part)

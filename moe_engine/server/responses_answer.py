@@ -43,9 +43,11 @@ class Answer:
         """The changes of the parts, with the log-probabilities of added text."""
         if self._logprobs is not None:
             self._logprobs.add(piece.token_ids, piece.logprobs)
-        ends = piece.finish is not None
+        finish = piece.finish
+        ends = finish is not None
         deltas = self._parser.push(piece.text) + (self._parser.finish(piece.generation.beginnings) if ends else [])
-        for change, part, text in chain(self._parts.push(deltas), self._parts.close() if ends else ()):
+        close = () if finish is None else self._parts.close(is_whole=finish["type"] == "stop")
+        for change, part, text in chain(self._parts.push(deltas), close):
             entries = []
             if change == "add" and self._logprobs is not None:
                 entries = self._logprobs.of(part.kind, text)
@@ -69,8 +71,6 @@ class Answer:
             return self.failed(finish.get("message") or "the request was aborted")
         if finish.get("type") != "length":
             return self.response("completed", output)
-        if output:
-            output[-1]["status"] = "incomplete"
         return {**self.response("incomplete", output), "incomplete_details": {"reason": "max_output_tokens"}}
 
     def failed(self, message: str) -> ResponseObject:
@@ -115,9 +115,10 @@ def content_of(part: Part) -> OutputContent:
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": part.logprobs}
 
 
-def item_of(response_id: str, part: Part, status: Any = "completed") -> OutputItem:
-    """The item of a part; in progress: its form at the start of a stream, without content."""
-    content = [] if status == "in_progress" else [content_of(part)]
+def item_of(response_id: str, part: Part, begins: bool = False) -> OutputItem:
+    """The item of a part. `begins`: its form at the start of a stream, without content."""
+    content = [] if begins else [content_of(part)]
+    status: Any = "in_progress" if begins else "completed" if part.is_whole else "incomplete"
     name = id_of(response_id, part)
     if part.kind == "text":
         return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}

@@ -68,7 +68,7 @@ class _Stream:
         if part.kind != "call":
             place["content_index"] = 0
         if change == "begin":
-            item = item_of(self._response_id, part, status="in_progress")
+            item = item_of(self._response_id, part, begins=True)
             yield self.event("response.output_item.added", output_index=part.index, item=item)
             if part.kind != "call":
                 yield self.event("response.content_part.added", **place, part=content_of(part))

@@ -122,7 +122,12 @@ class Request:
     ends_by_text: bool = False
     """The frontend may end it at any token, by a stop string."""
     paused_seconds: float = 0.0
-    """Pauses of generation since its first step, which `--request-running-timeout` does not count."""
+    """Pauses of generation since `clock_began`, which the time limits do not count."""
+
+    @property
+    def clock_began(self) -> float:
+        """Begin of the time that a limit applies to: its first step, or its arrival while it waits for that."""
+        return self.queued_at if self.first_scheduled is None else self.first_scheduled
 
     @property
     def namespace(self) -> str | tuple[int, str | None] | None:

@@ -52,6 +52,7 @@ class Port:
     ) -> None:
         self._sampling, self.finish, self.end = sampling, dict[str, Any](), 0
         self.now, self.turns, self.ages, self.tokens = 1000.0, 0, list[float](), list[int]()
+        self.num_waiting: list[int] = []
         self._scheduler, self._status = scheduler, status
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
@@ -63,6 +64,7 @@ class Port:
         if self.turns < 10:
             self.now += 100.0
             self.ages.append(self._status.read().step_age)
+            self.num_waiting.append(self._status.read().num_waiting)
         assert self.turns < 40, "the request does not end"
         self._scheduler.is_free = self.turns >= 10
         return [messages.Shutdown()] if self.turns == 10 else []
@@ -90,6 +92,19 @@ def test_a_core_that_only_waits_is_not_stalled(
     run(port, scheduler, status)
     assert len(port.tokens) == 4
     assert max(port.ages) == 0 if held and not loads else max(port.ages) >= 700.0
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_the_status_shows_requests_that_only_wait(
+    paused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that arrive during a pause of generation too: routers and metrics read the load there."""
+    scheduler, status = Holds(held=not paused), SharedStatus(tmp_path / "status", create=True)
+    if paused:
+        scheduler.pause(retract=False)
+    port = Port(scheduler, status, monkeypatch)
+    run(port, scheduler, status)
+    assert set(port.num_waiting[1:]) == {1} and len(port.tokens) == 4
 
 
 class NeverReady(GrammarCompiler):

@@ -94,6 +94,35 @@ def test_a_pause_of_generation_is_not_running(retract: bool) -> None:
     assert abs(tokens(50) - tokens(0)) <= 2  # the pause waits for the step in flight, the prompt is computed again
 
 
+@pytest.mark.parametrize("arrives", ["before", "during"])
+def test_a_pause_of_generation_is_not_waiting(arrives: str) -> None:
+    """A request waits 0.1 s, 0.5 s of a pause, and then until the limit of 0.2 s without the pause."""
+    sim = Simulation(config(max_rows=1, request_waiting_timeout=0.2))
+    sim.add(make_request("runs", [3] * 5, 150, eos=False, ignore_eos=True))
+    sim.turn()
+    if arrives == "before":
+        sim.add(make_request("waits", [4] * 5, 5, eos=False))
+    for _ in range(10):
+        sim.turn()
+    sim.finish_one()
+    sim.scheduler.pause(retract=False)
+    if arrives == "during":
+        sim.add(make_request("waits", [4] * 5, 5, eos=False))
+    for _ in range(50):
+        sim.now += 0.01
+        assert sim.scheduler.overdue() == [] and sim.scheduler.schedule() is None
+    sim.scheduler.resume()
+    resumed = sim.now
+    while sim.outcomes["waits"].reason is None:
+        sim.turn()
+    assert WAITED in sim.outcomes["waits"].message
+    waited = sim.now - resumed
+    assert abs(waited - (0.1 if arrives == "before" else 0.2)) < 0.03
+    sim.run_to_end()
+    assert sim.outcomes["runs"].reason == "length"
+    sim.check_end()
+
+
 def test_requests_are_scanned_only_when_one_may_be_late() -> None:
     now, scans = 0.0, 0
     table = {name: make_request(name, [3]) for name in "ab"}

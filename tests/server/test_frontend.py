@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_engine.core.messages import RequestDelta
-from moe_engine.errors import EngineDeadError, GenerationError, InputError, RankLostError
+from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.frontend.client_api import CallError
 from moe_engine.frontend.frontend import Frontend, FrontendSettings
 from moe_engine.frontend.generate_input import GenerateInput
@@ -345,24 +345,20 @@ async def test_generation_continues_behind_an_update_of_paused_requests(monkeypa
         assert not await pausing.resume()  # without a pause it waits for nothing
 
 
-@pytest.mark.parametrize("error", [RankLostError("rank 1 was lost"), CallError("pause: rank 0: out of memory")])
-async def test_generation_is_paused_when_one_scheduler_fails_during_the_call(monkeypatch, error):
+async def test_generation_is_paused_when_one_scheduler_fails_during_the_call(monkeypatch):
     """The other schedulers are paused: the frontend knows it, and they continue."""
     calls: list[str] = []
 
     async def call(method: str, **args: Any) -> list[Any]:
         calls.append(method)
-        if isinstance(error, RankLostError) or method == "pause":
-            raise error
+        if method == "pause":
+            raise CallError("pause: rank 0: out of memory")
         return []
 
     client = FakeClient()
     monkeypatch.setattr(client, "call", call)
     frontend = Frontend(client, client.tokenizer)
     pausing = Pausing(frontend)
-    if isinstance(error, RankLostError):
-        assert await pausing.pause() == 0
-    else:
-        with pytest.raises(CallError):
-            await pausing.pause()
+    with pytest.raises(CallError):
+        await pausing.pause()
     assert frontend.paused and await pausing.resume() and calls == ["pause", "resume"] and not frontend.paused

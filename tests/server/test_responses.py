@@ -92,10 +92,13 @@ def test_the_end_of_an_answer():
     assert answer["usage"]["output_tokens"] == 2
     events = named_events(post(fake(), "/v1/responses", {**ASK, "max_output_tokens": 2, "stream": True}))
     assert events[-1]["type"] == "response.incomplete"
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"] and done[-1]["status"] == "incomplete"
     client = fake()
     client.fail_after = 2
     events = named_events(post(client, "/v1/responses", {**ASK, "stream": True}))
     assert events[-1]["type"] == "response.failed" and "SIGKILL" in events[-1]["response"]["error"]["message"]
+    assert events[-1]["response"]["output"][-1]["status"] == "incomplete"
     EVENT.validate_python(events[-1])
 
 

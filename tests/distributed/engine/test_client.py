@@ -223,10 +223,11 @@ async def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
         first.die("core0 was killed by SIGKILL")
         first.die("its exit, after its own report")
         again = "core0 was killed by SIGKILL; rank 2 serves on, send the request again"
-        for rank, task in enumerate((*tasks[:2], calls)):  # it got the call too
+        for rank, task in enumerate(tasks[:2]):
             with pytest.raises(RankLostError) as lost:
                 await task
-            assert str(lost.value) == f"data-parallel rank {rank % 2} was lost: {again}"
+            assert str(lost.value) == f"data-parallel rank {rank} was lost: {again}"
+        assert await calls == [{"of": 2}]
         second.bring("r2", [5], end=True)
         assert await tasks[2] == [5]
         assert client.cause_of_death() is None and client.health().alive
@@ -282,6 +283,26 @@ async def test_answers_of_ranks_count_if_another_scheduler_dies(tmp_path: Path) 
         first.die("core0 was killed, too")
         with pytest.raises(EngineDeadError, match=r"core0 was killed, too"):
             await client.ask_ranks("dump_experts")
+
+
+async def test_a_call_on_all_ranks_succeeds_without_a_replica_that_dies(tmp_path: Path) -> None:
+    """It serves no request any more: a weight update, a pause or an adapter applies to the others."""
+    async with client_of(tmp_path, 1, 1, 1) as (client, (first, second, third)):
+        calls = asyncio.create_task(client.collective_rpc("stage_weights"))
+        asked = await first.got(0)
+        first.send(messages.Reply(id=asked.id, value=[RankAnswer(0, "a")]))
+        second.die("core1 was killed by SIGKILL")
+        third.send(messages.Reply(id=(await third.got(0)).id, value=[RankAnswer(0, "c")]))
+        assert await calls == ["a", "c"]
+        calls = asyncio.create_task(client.call("is_idle"))
+        await first.got(0)
+        await third.got(0)
+        third.die("core2 was killed by SIGTERM")
+        await asyncio.sleep(0)
+        first.die("core0 was killed by SIGTERM")
+        with pytest.raises(EngineDeadError, match=r"core0 .*; core1 .*; core2") as dead:
+            await calls
+        assert not isinstance(dead.value, RankLostError)
 
 
 async def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
