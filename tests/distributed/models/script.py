@@ -7,7 +7,7 @@ without tokens, and groups with fewer tokens than ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,11 +38,13 @@ def group_of(sequence: int, num_groups: int) -> int:
 
 @dataclass
 class Trace:
-    """Results of one group's sequences: their tokens, and logits [T, V] of all of them (also MTP's)."""
+    """Results of one group's sequences: their tokens, logits [T, V] of all of them (also MTP's), and what the model's
+    taps read."""
 
     tokens: dict[int, list[int]]
     logits: dict[int, Tensor]
     drafts: dict[int, Tensor]
+    states: dict[int, Tensor] = field(default_factory=dict)
 
 
 def prompts(seed: int, vocab_size: int) -> dict[int, list[int]]:
@@ -68,6 +70,7 @@ def run(
     trace = Trace({}, {}, {})
     logits_of: dict[int, list[Tensor]] = {}
     drafts_of: dict[int, list[Tensor]] = {}
+    states_of: dict[int, list[Tensor]] = {}
     for work in STEPS:
         chunks = []
         for sequence, count in work.items():
@@ -87,18 +90,22 @@ def run(
         if sizes is not None:
             batch = replace(batch, sizes=sizes)
         model = stepper.model
-        taps = model.taps if mtp is not None and mtp.reads_residual else None
+        taps = getattr(model, "taps", None)
         hidden = model.forward(batch) if taps is None else taps.during(model.forward, batch)
+        tapped = None if taps is None else taps.take()
         assert hidden.shape[0] == batch.num_tokens
         logits = stepper.model.logits(hidden, sizes)
         _append(logits_of, chunks, logits)
+        if tapped is not None and mtp is None:
+            _append(states_of, chunks, tapped)
         if mtp is not None:
             next_ids = [token for chunk in chunks for token in (*chunk.tokens[1:], 7)]
-            states = hidden if taps is None else mtp.prepare(taps.take())
+            states = hidden if tapped is None else mtp.prepare(tapped)
             v = mtp.forward(0, torch.tensor(next_ids, dtype=torch.int64), states, batch)
             _append(drafts_of, chunks, mtp.logits(v, sizes))
     trace.logits = {sequence: torch.cat(parts) for sequence, parts in logits_of.items()}
     trace.drafts = {sequence: torch.cat(parts) for sequence, parts in drafts_of.items()}
+    trace.states = {sequence: torch.cat(parts) for sequence, parts in states_of.items()}
     return trace
 
 
@@ -120,8 +127,9 @@ def check_traces(got: list[tuple[int, Trace]], want: Trace, num_groups: int, whe
         assert trace.logits.keys() == sequences, (where, rank)
         for s in sequences:
             assert trace.tokens.get(s) == want.tokens.get(s), (where, rank, s)
-            for ours, theirs in ((trace.logits[s], want.logits[s]), (trace.drafts.get(s), want.drafts.get(s))):
+            for kind in ("states", "logits", "drafts"):
+                ours, theirs = getattr(trace, kind).get(s), getattr(want, kind).get(s)
                 if theirs is not None:
                     assert ours is not None
                     error = (ours - theirs).abs().max() / theirs.abs().max()
-                    assert error < tolerance, (where, rank, s, float(error))
+                    assert error < tolerance, (where, rank, s, kind, float(error))

@@ -34,7 +34,7 @@ contexts: dict[Topology, ParallelContext] = {}  # of this rank's process, create
 @dataclass(frozen=True)
 class Case:
     """One model on one topology. `row`: row of the kernels; `mtp`: with its MTP layer; `norms_sum`: norms sum the
-    ranks' results, as with the custom all-reduce of GPUs."""
+    ranks' results, as with the custom all-reduce of GPUs; `taps`: with the hidden states after each layer."""
 
     path: Path
     topology: Topology
@@ -42,6 +42,7 @@ class Case:
     mtp: bool = False
     page_size: int = 1
     norms_sum: bool = False
+    taps: bool = False
 
     def __str__(self) -> str:
         return f"{self.path.name} {self.row} {self.topology}{', norms sum' * self.norms_sum}"
@@ -79,6 +80,9 @@ def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelC
     model = load_model(case.path, config, LoadOptions("float32"), backends, parallel)
     local = local_config(config, parallel)
     stepper = Stepper(model, local, backends, page_size=case.page_size, seed=1)
+    if case.taps:
+        count, width = (0, 0) if config.streams is None else (config.streams.count, config.hidden_size)
+        model.taps = HiddenTaps(range(len(config.blocks) + 1), count, width)
     if not case.mtp:
         return stepper, None, parallel
     mtp = load_mtp(case.path, config, model, LoadOptions("float32"))
