@@ -305,7 +305,7 @@ class DeepGemmExperts:
         layer: Layer = weights.data
         first: Operand | Tensor = batch.x
         if batch.scales is not None:
-            first = batch.x, batch.scales.contiguous() if self._gemm.exponents else batch.scales
+            first = self._gemm.received(batch.x, batch.scales, groups)
         elif layer.gate_up.scales is not None:
             first = self._gemm.group_rows(batch.x, groups, layer.power_of_two)
         shape = batch.x.shape[:-1]

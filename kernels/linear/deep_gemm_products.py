@@ -84,7 +84,7 @@ class DeepGemm:
             installed, else torch.
 
     Raises:
-        ImportError: the library is missing or lacks a required function.
+        ImportError: the library is missing, lacks a required function, or takes no group ends on Blackwell.
     """
 
     def __init__(
@@ -103,6 +103,10 @@ class DeepGemm:
         """(x [T, H, K], weight [H, N, K], power_of_two, exponents=) -> the product per head, quantized; None with torch
         kernels."""
         self._ends: bool | None = None
+        if not accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout"):
+            if self.exponents:  # packing would trap at scales of rows between groups, which are uninitialized
+                raise ImportError(f"{self._lib.__name__} takes no group ends: too old ({DEEP_GEMM.install})")
+            self._ends = False
         if hasattr(self._lib, "set_pdl"):
             # programmatic dependent launch: a kernel starts before the one ahead ends, and waits (griddepcontrol)
             # before its first read of global memory, whatever ran ahead
@@ -116,8 +120,7 @@ class DeepGemm:
     def _needs_ends(self, device: torch.device) -> bool:
         """Whether grouped products take group ends; known after the first one, in the warm-up."""
         if self._ends is None:
-            takes_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
-            self._ends = takes_ends and (self.exponents or _runs_with_ends(self._lib, device))
+            self._ends = self.exponents or _runs_with_ends(self._lib, device)
         return self._ends
 
     @staticmethod
@@ -194,6 +197,16 @@ class DeepGemm:
     def operand(self, rows: QuantizedRows) -> Operand:
         """Scales are read as quantized, but Blackwell's packing of float32 scales reads them row-major."""
         return rows.data, rows.scales.contiguous() if self.exponents and not rows.exponents else rows.scales
+
+    def received(self, data: Tensor, scales: Tensor, groups: RowGroups) -> Operand:
+        """Rows of groups as a dispatcher delivers them, with float32 scales. Blackwell's packing looks at the scales of
+        all rows of padded groups, and traps at one that is no power of two: the others may be uninitialized."""
+        if not self.exponents:
+            return data, scales
+        if not groups.alignment:
+            row = torch.arange(data.shape[1], device=scales.device)
+            scales = torch.where((row < groups.sizes[:, None]).unsqueeze(2), scales, 0.0)
+        return data, scales.contiguous()
 
     def dense(self, a: Operand, b: Operand, out: Tensor) -> None:
         """out [M, N] bf16 = a [M, K] @ b [N, K].T."""

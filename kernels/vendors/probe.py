@@ -124,6 +124,7 @@ TRTLLM_MLA = Library(
     FLASHINFER.install,
     (*FLASHINFER.provides, "mla.trtllm_batch_decode_with_kv_cache_mla"),
     majors=(10,),
+    dtypes=("bfloat16",),  # results are bfloat16, whatever the queries are
     compiles=True,
 )
 TRTLLM_MOE = Library(

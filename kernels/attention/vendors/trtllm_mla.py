@@ -100,7 +100,7 @@ class TrtllmMLA(FlashInferMLA):
             raise ValueError(reason)
         fp8 = cache.dtype == torch.float8_e4m3fn
         if not tokens:
-            return q.new_empty(0, heads, latent, dtype=torch.bfloat16 if fp8 else q.dtype)
+            return q.new_empty(0, heads, latent, dtype=torch.bfloat16)
         if fp8:
             q = as_queries(q).view(torch.uint8)  # padding of bytes works for every type
         padded = limits.trtllm_heads(heads)
@@ -114,8 +114,7 @@ class TrtllmMLA(FlashInferMLA):
             qk_nope_head_dim=_QK_NOPE, kv_lora_rank=latent, qk_rope_head_dim=width - latent, bmm1_scale=scale,
             bmm2_scale=1.0, backend="trtllm-gen", **group.arguments,
         )  # fmt: skip
-        out = out.reshape(tokens, padded, latent)[:, :heads]  # in bf16, whatever the queries are
-        return out if fp8 else out.to(q.dtype)
+        return out.reshape(tokens, padded, latent)[:, :heads]
 
     def _group(self, plan: StepPlan, queries: PagedQueries) -> _Group:
         return plan.get(queries, "trtllm", lambda: _Group.of(queries, plan))

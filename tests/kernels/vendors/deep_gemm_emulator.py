@@ -129,7 +129,7 @@ class DeepGemmEmulator:
             read[start:stop] = True
         if use_psum_layout and self.arch == 10 and a[1].dtype == torch.float32:
             must(a[1].is_contiguous(), "packing of scales over groups with ends reads contiguous scales")
-        sa, sb = self._scale_pair(a[1], b[1], m, n, k, None, g, read)
+        sa, sb = self._scale_pair(a[1], b[1], m, n, k, None, g, read, skips_gaps=use_psum_layout)
         self._compile("contiguous", n, k, g, self._tile(m, n)[1:])
         out = poison(m, n, dtype=torch.bfloat16)
         for start, stop, group in spans:
@@ -228,7 +228,7 @@ class DeepGemmEmulator:
         must(sf.stride(-1) == align(mn, 4), f"columns of scales {sf.stride(-1)} apart, not {align(mn, 4)}")
         must(sf.dim() == 2 or sf.stride(0) == sf.stride(-1) * sf.shape[-1], "groups of scales must be contiguous")
 
-    def _scale_pair(self, sfa, sfb, m, n, k, groups_a, groups_b, read=None):
+    def _scale_pair(self, sfa, sfb, m, n, k, groups_a, groups_b, read=None, skips_gaps=False):
         """The scales as float32 [.., M, K/128] and [.., N/128 or N, K/128]."""
         if self.arch == 9:
             must(sfa.dtype == torch.float32 and sfb.dtype == torch.float32, "Hopper takes float32 scales")
@@ -241,14 +241,19 @@ class DeepGemmEmulator:
         self._check_scales(sfa, m, k, 1, groups_a)
         self._check_scales(sfb, n, k, gran_b, groups_b)
         self.packed += sfa.dtype == torch.float32
-        return self._exponents(sfa, m, k, 1, read), self._exponents(sfb, n, k, gran_b, None)
+        return self._exponents(sfa, m, k, 1, read, skips_gaps), self._exponents(sfb, n, k, gran_b, None)
 
-    def _exponents(self, sf: Tensor, mn: int, k: int, gran: int, read: Tensor | None) -> Tensor:
-        """The exponents of scales, as powers of two."""
+    def _exponents(
+        self, sf: Tensor, mn: int, k: int, gran: int, read: Tensor | None, skips_gaps: bool = False
+    ) -> Tensor:
+        """The exponents of scales, as powers of two. impls/smxx_layout.cuh: packing traps at a sign or a mantissa in
+        any row, also in rows that no product reads, unless it knows the gaps between groups."""
         if sf.dtype == torch.int32:
             self._check_columns(sf, mn)
             return _unpacked(sf, ceil_div(k, 128))
         wide = sf.repeat_interleave(gran, -2)[..., :mn, :]
+        if not skips_gaps:
+            must(bool(((wide.contiguous().view(torch.int32) & ~EXPONENT) == 0).all()), "a mantissa: device assertion")
         looked_at = wide if read is None else wide[read]
         must(_powers_of_two(looked_at), "scales must be powers of two: the library drops their mantissas")
         return (wide.contiguous().view(torch.int32) & EXPONENT).view(torch.float32)
