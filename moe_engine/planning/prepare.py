@@ -10,8 +10,10 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
@@ -20,7 +22,7 @@ from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.gguf_container import SUFFIX, find_gguf
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_file import load_model_config, read_fields
 from moe_engine.models.header_check import check_head_headers, check_headers, check_nextn_headers
 from moe_engine.models.pooling import with_pooling
 from moe_engine.models.tensor_header import WeightFile
@@ -73,6 +75,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     config_folder = folder if folder.is_dir() or folder.suffix == SUFFIX else folder.parent
     check_deletion(args, config_folder)
     args, remarks = with_template_parsers(args, config_folder)
+    remarks = (*remarks, *unread_overrides(args, folder))
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
     facts = checkpoint_facts(files, model, draft)
     exported = draft is not None and draft.is_nextn
@@ -112,11 +115,32 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
 def read_model(args: EngineArgs, folder: Path) -> tuple[ModelConfig, DraftModel | None]:
     """The model of a launch and the model that drafts for it, without weight files. `folder` may be a bare config.json.
     Raises ConfigError."""
-    model = load_model_config(folder, json.loads(args.model.json_model_override_args))
-    model = with_quantization(with_pooling(model, args.model.is_embedding), args)
-    model = with_images(model, args, folder if folder.is_dir() else folder.parent)
+    model = _read_alone(args, folder, json.loads(args.model.json_model_override_args))
     draft = load_draft(args, model)
     return with_nextn(model, draft), draft
+
+
+def _read_alone(args: EngineArgs, folder: Path, overrides: Mapping[str, Any]) -> ModelConfig:
+    model = load_model_config(folder, overrides)
+    model = with_quantization(with_pooling(model, args.model.is_embedding), args)
+    return with_images(model, args, folder if folder.is_dir() else folder.parent)
+
+
+def unread_overrides(args: EngineArgs, folder: Path) -> tuple[str, ...]:
+    """A line on the fields of `--json-model-override-args` that config.json does not have and no model's parser reads,
+    as misspelled ones; none if there are no such fields. Raises ConfigError."""
+    overrides = json.loads(args.model.json_model_override_args)
+    file, stored = read_fields(folder)
+    unread = []
+    for name in overrides.keys() - stored.keys():
+        with suppress(ConfigError):  # the model needs the field
+            others = {other: value for other, value in overrides.items() if other != name}
+            with_it, without = (_read_alone(args, folder, fields) for fields in (overrides, others))
+            if dataclasses.replace(with_it, raw=None) == dataclasses.replace(without, raw=None):
+                unread.append(name)
+    if not unread:
+        return ()
+    return (f"--json-model-override-args: no effect of {', '.join(sorted(unread))}: {file.name} has no such field",)
 
 
 def checkpoint_facts(

@@ -27,6 +27,8 @@ class Answer:
     accept_length: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase (`moe_engine.tuning.phases`), where asked for."""
+    cut_tokens: int = 0
+    """Simulated: tokens of the recorded answer for which the context or the KV pool had no room."""
 
     @property
     def tpot(self) -> float | None:

@@ -89,6 +89,24 @@ def test_prepare_without_weights(model_dir):
     assert prepare(overridden, machine()).context_len == 512
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 512}, None),
+        ({"router_jitter_noise": 0.1, "max_position_embeding": 512}, "max_position_embeding, router_jitter_noise"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "foo": 1}, "foo"),
+    ],
+)
+def test_overrides_that_no_parser_reads_are_named(model_dir, overrides, named):
+    args = EngineArgs.from_kwargs(
+        model_path=str(model_dir()), load_format="dummy", json_model_override_args=json.dumps(overrides)
+    )
+    notes = [note for note in prepare(args, machine()).notes if "--json-model-override-args" in note]
+    wanted = f"--json-model-override-args: no effect of {named}: config.json has no such field"
+    assert notes == ([] if named is None else [wanted])
+
+
 def test_named_backend_that_cannot_run_is_refused(model_dir):
     args = EngineArgs.from_kwargs(
         model_path=str(model_dir()), load_format="dummy", dtype="float16", attention_backend="cpu"

@@ -418,6 +418,18 @@ def test_the_first_requests_of_a_longer_trace(tmp_path, capsys):
         assert "Traffic request rate:                    trace" in shown
 
 
+def test_answers_beyond_the_context_are_counted(tmp_path, capsys):
+    path, trace, out = tmp_path / "costs.json", tmp_path / "trace.jsonl", tmp_path / "out.json"
+    path.write_text(costs().to_json())
+    trace.write_text("".join(f'{{"arrival": 0, "input_len": 5, "output_len": {n}}}\n' for n in (58, 59, 60, 90)))
+    flags = ["--cost-file", str(path), "--dataset-name", "trace", "--dataset-path", str(trace), "--output-file"]
+    for length, cut, tokens in ((64, 2, 58 + 59 + 59 + 59), (95, 0, 58 + 59 + 60 + 90)):
+        assert main(["simulate", *flags, str(out), "--context-length", str(length)]) == 0
+        values, shown = json.loads(out.read_text()), capsys.readouterr().out
+        assert (values["completed"], values["cut_answers"], values["total_output_tokens"]) == (4, cut, tokens)
+        assert (f"{cut} answers are shorter than in the load" in shown) == (cut > 0)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -82,7 +82,14 @@ def _layouts(options: argparse.Namespace, num_experts: int) -> list[ExpertLayout
     usual = list(usual_layouts(num_experts, options.nodes, options.groups, options.ep_size))
     if options.redundant is None:
         return usual
-    sizes = options.ep_size or [size for size in _sizes(usual) if (num_experts + options.redundant) % size == 0]
+    num_slots = num_experts + options.redundant
+    for size in options.ep_size or ():
+        if num_slots % size:
+            raise ConfigError(
+                f"--redundant {options.redundant}: {num_experts} experts plus these are {num_slots} slots, not a "
+                f"multiple of --ep-size {size}; {options.redundant + -num_slots % size} are valid"
+            )
+    sizes = options.ep_size or [size for size in _sizes(usual) if num_slots % size == 0]
     return [ExpertLayout(num_experts, size, options.redundant, options.nodes, options.groups) for size in sizes]
 
 

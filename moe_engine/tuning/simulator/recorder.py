@@ -67,6 +67,7 @@ class Recorder:
         answer.ttft = running.first - arrival.seconds + self.answer_seconds
         answer.latency = now + delay - arrival.seconds + self.answer_seconds
         answer.cached_tokens, answer.retractions = cached_tokens, retractions
+        answer.cut_tokens = arrival.output_len - count
         if self.keeps_details and running.request is not None:
             answer.phases = self._phases(running, answer)
         self.answers.append(answer)

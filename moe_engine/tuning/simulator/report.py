@@ -24,6 +24,7 @@ def figures(outcome: Outcome, goodput: dict[str, float], wall_seconds: float) ->
     of_parts = {"seams": outcome.seams, "process_seconds": seconds} if seconds else {}
     return values | {
         "retractions": outcome.retractions,
+        "cut_answers": sum(answer.cut_tokens > 0 for answer in recorder.answers),
         "cache_hit_rate": outcome.cached_tokens / max(outcome.prompt_tokens, 1),
         "steps": outcome.num_steps,
         "busy_seconds": outcome.busy_seconds,
@@ -56,6 +57,11 @@ def remarks(values: dict[str, Any], outcome: Outcome) -> str:
         f"simulated {values['duration']:.1f} s in {values['wall_seconds']:.1f} s "
         f"({values['times_real_time']:.0f} times real time)",
     ]
+    if values["cut_answers"]:
+        lines.append(
+            f"{values['cut_answers']} answers are shorter than in the load: with their prompts they exceed the context "
+            "(--context-length) or the KV pool"
+        )
     lines += [
         f"--fail rank={fault.rank}@t={fault.seconds:g}s: no effect, the last answer came before"
         for fault in outcome.missed

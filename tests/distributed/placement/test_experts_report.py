@@ -210,7 +210,7 @@ def test_mistakes_name_the_file_and_the_fix(tmp_path, capsys):
             [save(tmp_path, "r.pt", {"records": [{}], "last_physical_to_logical_map": torch.ones(2, 2)})],
             "'forward_pass_id'",
         ),
-        ([stat, "--ep-size", "3", "--redundant", "2"], "--ep-num-redundant-experts 2"),
+        ([stat, "--ep-size", "3", "--redundant", "2"], "--redundant 2: 8 experts plus these are 10 slots"),
         ([stat, "--ep-size", "0"], "--ep-size 0: at least 1"),
         ([stat, "--ep-size", "2", "--nodes", "4"], "--ep-size 2: not a multiple of --nodes 4"),
         ([stat, "--groups", "0"], "--groups 0: "),
