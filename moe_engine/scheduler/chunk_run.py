@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.admission import growth_of
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.decode_run import decode_plan
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.step_sums import Steps, between
 from moe_engine.scheduler.waiting_queue import Waiting
-from moe_engine.types import Request, StepPlan
+from moe_engine.types import Request
 
 UNLIMITED = NEVER = 1 << 60
 NONE = Steps()
@@ -173,14 +172,11 @@ def _has_slots(scheduler: Scheduler, entry: Waiting, size: int) -> bool:
     return known <= request.num_in_tree  # otherwise it takes the slots of a prompt of the same step with these tokens
 
 
-def run_chunks(scheduler: Scheduler, run: ChunkRun, answer: Callable[[Request, int], list[int]]) -> StepPlan | None:
+def run_chunks(scheduler: Scheduler, run: ChunkRun, answer: Callable[[Request, int], list[int]]) -> None:
     """Plans the steps of a run and applies their results, except that of the last step if it is still in flight.
 
     Args:
         answer: the next tokens of a request, so many.
-
-    Returns:
-        The plan of the step in flight; None without one.
     """
     table, kv_cache, entry = scheduler.table, scheduler.kv_cache, scheduler.table.chunked
     assert entry is not None
@@ -217,7 +213,7 @@ def run_chunks(scheduler: Scheduler, run: ChunkRun, answer: Callable[[Request, i
         _complete(scheduler, run, prompt, answer)
     scheduler.backoff.count_run(num_decodes, run.in_a_row, left_waiting=not run.last_size)
     scheduler.ratio.decay(num_decodes)
-    return _replace_record(scheduler, run, prompt, record.number + results)
+    _replace_record(scheduler, run, prompt, record.number + results)
 
 
 def _complete(
@@ -287,21 +283,18 @@ def _part(run: ChunkRun, begin: Steps, end: Steps, steps: Steps) -> Steps:
     return between(run.contended, end) if run.contended.count > begin.count else steps
 
 
-def _replace_record(scheduler: Scheduler, run: ChunkRun, prompt: Request, number: int) -> StepPlan | None:
+def _replace_record(scheduler: Scheduler, run: ChunkRun, prompt: Request, number: int) -> None:
     """The step in flight at the end of the run."""
     flights, decodes = scheduler.in_flight, scheduler.table.decodes
     flights.clear()
     if run.in_flight == "decode":
-        plan = decode_plan(number, decodes)
-        record = StepRecord(number, decodes.copy(), plan.rows, num_decodes=len(decodes), launched=run.launched)
+        rows = [request.row for request in decodes]
+        record = StepRecord(number, decodes.copy(), rows, num_decodes=len(decodes), launched=run.launched)
         flights.append(record)
-        return plan
-    if run.in_flight in ("chunk", "last"):
+    elif run.in_flight in ("chunk", "last"):
         row, samples = prompt.row, run.in_flight == "last"
         size = run.last_size if samples else run.size
         start = prompt.num_computed - size
         record = StepRecord(number, [prompt] * samples, [row] * samples, {row: prompt}, launched=run.launched)
         record.prompt_spans = {row: (start, prompt.num_computed)}
         flights.append(record)
-        return StepPlan(number, [row], [start], [size], [samples])
-    return None

@@ -14,7 +14,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.step_sums import Steps
-from moe_engine.types import FinishReason, Request, StepPlan
+from moe_engine.types import FinishReason, Request
 
 
 def decode_run_limit(scheduler: Scheduler, lengths: Mapping[str, int], hold_prefill: bool) -> int:
@@ -195,10 +195,3 @@ def take_decode(
         request.output_ids += answer(request, 1)
     scheduler.totals.generated_tokens += len(record.sampled)
     return record.sampled
-
-
-def decode_plan(number: int, requests: list[Request]) -> StepPlan:
-    """The plan of a step in flight in which these requests decode."""
-    rows, count = [request.row for request in requests], len(requests)
-    starts = [request.num_computed - 1 for request in requests]
-    return StepPlan(number, rows, starts, [1] * count, [True] * count, num_decodes=count)

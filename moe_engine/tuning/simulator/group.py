@@ -22,7 +22,6 @@ from moe_engine.scheduler.chunk_run import (
 )
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.decode_run import (
-    decode_plan,
     decode_run_limit,
     decodes_after,
     decodes_beyond,
@@ -31,7 +30,7 @@ from moe_engine.scheduler.decode_run import (
     take_decode,
 )
 from moe_engine.scheduler.events import RequestEvent
-from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
+from moe_engine.scheduler.scheduler import NeedsResult, Scheduler
 from moe_engine.scheduler.step_sums import Steps, StepSums
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 from moe_engine.tuning.simulator.rank_log import GroupLog
@@ -80,10 +79,7 @@ class Group:
         self._contended: Steps | None = None
         """Begin of the steps of its run during which requests waited."""
         self._acceptance = list(acceptance)
-        self._depth = config.speculation.num_steps if config.speculation is not None else 0
         self._rng = random.Random(seed)
-        self._plans: list[tuple[int, StepPlan, list[Request]]] = []
-        """The steps in flight: number, plan, requests that sample. A run's last step has the plan of its first one."""
 
     # -- requests
 
@@ -144,38 +140,25 @@ class Group:
         if self._log is not None:
             self._log.runs()
         plan = self.scheduler.schedule(hold_prefill)
-        return plan if plan is NEEDS_RESULT else self._launched(plan)
-
-    def _launched(self, plan: StepPlan | None) -> StepPlan | None:
-        if plan is not None:
-            self._plans.append((plan.number, plan, self.scheduler.last_sampled))
-            if self._log is not None:
-                self._log.reporter.planned(self.scheduler)
+        if self._log is not None and isinstance(plan, StepPlan):
+            self._log.reporter.planned(self.scheduler)
         return plan
 
     def finish(self, cost: StepCost, is_graph: bool = False) -> list[RequestEvent]:
         """Applies the result of the oldest step."""
-        number, plan, sampled = self._plans.pop(0)
-        speculation = plan.speculation
-        if speculation is None:
-            tokens = [self._next_tokens(request, 1) for request in sampled]
-        else:
-            depth = self._depth  # of a tree, which has more nodes
-            accepted = [self._accepted(min(count - 1, depth)) for count in plan.counts[: plan.num_decodes]]
-            accepted += [0] * (len(sampled) - len(accepted))
-            tokens = [self._next_tokens(request, 1 + more) for request, more in zip(sampled, accepted)]
-        rows = plan.rows
-        if plan.num_decodes < len(rows):
-            rows = [row for row, samples in zip(rows, plan.samples) if samples]
+        record = self.scheduler.in_flight[0]
+        accepted = [self._accepted(depth) for depth in record.depths]
+        accepted += [0] * (len(record.sampled) - len(accepted))
+        tokens = [self._next_tokens(request, 1 + more) for request, more in zip(record.sampled, accepted)]
         drafting = cost.by_resource.get("drafts", 0.0)
         result = StepResult(
-            number,
-            rows,
+            record.number,
+            record.sampled_rows,
             tokens,
             seconds=cost.seconds,
             draft_seconds=drafting,
             cuda_graph=is_graph,
-            kv_done=() if plan.kv_ops is None else tuple(load.id for load in plan.kv_ops.loads),
+            kv_done=() if record.kv_ops is None else tuple(load.id for load in record.kv_ops.loads),
         )
         events = self.scheduler.update(result)
         if self._log is not None:
@@ -189,7 +172,6 @@ class Group:
         taken = None if self._log is not None else take_decode(self.scheduler, self._lengths, self._answer, now)
         if taken is None:
             return None
-        self._plans.pop(0)
         self.load_tokens += len(taken)
         return [self.running[request.rid] for request in taken]
 
@@ -292,18 +274,9 @@ class Group:
             waits = Steps() if self._contended is None else sums.since(self._contended)
             ended = run_decodes(self.scheduler, taken, waits, self._answer, self.earlier, goes_on)
             self.load_tokens += self.run_rows * steps
-            number, plan, sampled = self._plans[0]
-            self._plans[0] = (number + steps, plan, sampled)
-            if ended:
-                self._plans = self._planned_behind(number + steps)
-                events = [RequestEvent(r.rid, [], r.finish_reason, r.cached_tokens, r.retractions) for r in ended]
+            events = [RequestEvent(r.rid, [], r.finish_reason, r.cached_tokens, r.retractions) for r in ended]
         self.run_rows = self.earlier = 0
         return events
-
-    def _planned_behind(self, number: int) -> list[tuple[int, StepPlan, list[Request]]]:
-        """The step in flight behind the end of requests, if others decode."""
-        sampled = self.scheduler.last_sampled
-        return [(number, decode_plan(number, sampled), sampled)] if sampled else []
 
     def end_chunks(self, runs: Runs, index: int, in_flight: str, launched: float) -> None:
         """Applies the steps of a run with chunks to the scheduler, as group `index`; see `ChunkRun`."""
@@ -316,9 +289,8 @@ class Group:
                 self.chunk_size, decodes, times, self._run_began, runs.sums.mark(), self._contended, in_flight,
                 launched, runs.chunks_in_a_row(index), runs.last_size(index), last,
             )  # fmt: skip
-            plan = run_chunks(self.scheduler, run, self._answer)
+            run_chunks(self.scheduler, run, self._answer)
             self.load_tokens += self.run_rows * decodes
-            self._plans = [] if plan is None else [(plan.number, plan, self.scheduler.last_sampled)]
         self.run_rows = self.chunk_size = 0
         self.chunk_times = []
 
