@@ -116,12 +116,12 @@ def run_decodes(
     """
     table, kv_cache, steps = scheduler.table, scheduler.kv_cache, taken.count
     record, decodes, count = scheduler.in_flight[0], table.decodes, earlier + steps
-    rest, ended, going = list[Request](), list[Request](), list[Request]()
-    for request in decodes:
-        left = request.max_new_tokens - len(request.output_ids) - count
-        (rest if left > 0 else ended).append(request)
-        if left > 1:
-            going.append(request)
+    left = [request.max_new_tokens - len(request.output_ids) for request in decodes]
+    rest, ended, going = decodes, list[Request](), decodes
+    if min(left) <= count + 1:
+        rest = [request for request, more in zip(decodes, left) if more > count]
+        ended = [request for request, more in zip(decodes, left) if more <= count]
+        going = [request for request, more in zip(decodes, left) if more > count + 1]
     table.sessions.decoded(len(decodes), taken, contended)
     if kv_cache.retire(record.number + steps - 1):
         scheduler.backoff.retry_now()

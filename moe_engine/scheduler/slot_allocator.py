@@ -34,7 +34,7 @@ class DeferredFreePool:
         num_free: ids that `take` can allocate now. num_pending: freed ids that a step in flight may still use.
     """
 
-    __slots__ = ("_all", "_free", "_num_fresh", "_pending", "_retired", "_shared", "num_free", "num_pending")
+    __slots__ = ("_all", "_first_fresh", "_free", "_pending", "_retired", "_shared", "num_free", "num_pending")
 
     def __init__(self, ids: range) -> None:
         self._all = ids
@@ -50,10 +50,10 @@ class DeferredFreePool:
     def reset(self) -> None:
         """Frees all ids."""
         self._free: list[int] = []
-        self._num_fresh = len(self._all)
-        """The last ids of `_all`: never taken since the reset."""
+        self._first_fresh = 0
+        """The ids of `_all` from this index on were never taken since the reset."""
         self._pending: dict[int, list[int]] = {}
-        self.num_free, self.num_pending = self._num_fresh, 0
+        self.num_free, self.num_pending = len(self._all), 0
 
     @property
     def num_total(self) -> int:
@@ -61,31 +61,28 @@ class DeferredFreePool:
 
     def take(self, count: int) -> list[int] | None:
         """Allocates `count` ids; None, without a change, if fewer are free."""
-        if count == 0:
-            return []
         if count > self.num_free:
             return None
         self.num_free -= count
         free = self._free
-        if count > len(free):
-            return self._take_fresh(count)
-        taken = free[-count:]
-        del free[-count:]
+        begin = len(free) - count
+        if begin < 0:
+            return self._take_fresh(-begin)
+        taken = free[begin:]
+        del free[begin:]
         taken.reverse()
         return taken
 
     def _take_fresh(self, count: int) -> list[int]:
-        """All freed ids, then ids that were never taken."""
-        free, num_fresh = self._free, self._num_fresh
-        first = len(self._all) - num_fresh
-        end = first + count - len(free)
-        if (shared := self._shared) is None:
+        """All freed ids, then `count` ids that were never taken."""
+        free, first, shared = self._free, self._first_fresh, self._shared
+        end = self._first_fresh = first + count
+        if shared is None:
             fresh = list(self._all[first:end])
         else:
             if end > len(shared):
                 shared.grow(self._all, end)
             fresh = shared[first:end]
-        self._num_fresh = num_fresh - len(fresh)
         if not free:
             return fresh
         taken = [*reversed(free), *fresh]  # ascending, so that slots are neighbors
@@ -126,7 +123,7 @@ class DeferredFreePool:
         return list(self._all)
 
     def free_ids(self) -> list[int]:
-        return [*self._all[len(self._all) - self._num_fresh :], *self._free]
+        return [*self._all[self._first_fresh :], *self._free]
 
     def pending_ids(self) -> dict[int, list[int]]:
         return {step: list(ids) for step, ids in self._pending.items()}
@@ -146,7 +143,7 @@ class DeferredFreePool:
         self._pending = pending
         self.num_pending = sum(map(len, pending.values()))
         self._free = [i for i in reversed(self._all) if i not in seen]
-        self.num_free, self._num_fresh = len(self._free), 0
+        self.num_free, self._first_fresh = len(self._free), len(self._all)
 
 
 class SlotAllocator:
