@@ -32,6 +32,8 @@ TARGETS = (
     "up_proj", "down_proj",
 )  # fmt: skip
 """Last parts of module names that can have an adapter: `--lora-target-modules`."""
+_JOINED = "q_proj", "k_proj", "v_proj"
+"""Of a delta attention, one product whose rows are ordered by heads: without adapters."""
 
 _REFUSED = {
     "use_dora": "DoRA (weight-decomposed adapters)",
@@ -90,9 +92,11 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Shape (N, K) of each module of the model that can have an adapter, by name."""
     shapes = {}
     for index, is_moe in enumerate(config.moe_layers):
+        joined = _JOINED if index in config.state_layers else ()
         for spec in layer_tensors(config, is_moe, index):
             name = spec.name.removesuffix(".weight")
-            if spec.kind is Kind.LINEAR and "*" not in name and name.rpartition(".")[2] in TARGETS:
+            target = name.rpartition(".")[2]
+            if spec.kind is Kind.LINEAR and "*" not in name and target in TARGETS and target not in joined:
                 shapes[f"model.layers.{index}.{name}"] = (spec.shape[0], spec.shape[1])
     return shapes
 
@@ -210,4 +214,5 @@ def _why_not(name: str) -> str:
         return "adapters of the router are not available"
     if "lora_magnitude" in name:
         return "DoRA (weight-decomposed adapters) is not available"
-    return f"not a module of this model that can have an adapter ({', '.join(TARGETS)})"
+    able = f"{', '.join(TARGETS)}; of delta attention o_proj alone"
+    return f"not a module of this model that can have an adapter ({able})"

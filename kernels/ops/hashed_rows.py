@@ -123,6 +123,19 @@ class HashedRows:
             return None
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """What launches know of the table beside its addresses."""
+        scales = None if self._scales is None else (self._scales.shape, self._scales.stride())
+        return self._dtype, [(part.shape, part.stride()) for part in self._parts], scales
+
+    def follow(self, other: HashedRows) -> None:
+        """Reads the table of `other`, of the same layout, from now on; captured steps too."""
+        self._parts, self._table, self._scales = other._parts, other._table, other._scales
+        self._addresses.copy_(other._addresses)
+        for struct in self._kept:
+            struct.scales = None if self._scales is None else self._scales.data_ptr()
+
+    @property
     def in_order(self) -> bool:
         """Whether a GPU's stream reads rows without a wait on the host."""
         return self._function is not None

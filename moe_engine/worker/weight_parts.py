@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, MoeEngineError
+from moe_engine.kernels.ops.hashed_rows import HashedRows
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.loader import LoadOptions, OwnDrafts, gates_of, open_weights
@@ -67,12 +68,29 @@ def pairs(old: object, new: object) -> Iterator[tuple[Tensor, Tensor]]:
         CheckpointError: they are stored in another form.
     """
     kept, read = list(weights_of(old)), list(weights_of(new))
-    same = len(kept) == len(read) and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(kept, read))
+    _check(old, [(a.shape, a.dtype) for a in kept] == [(b.shape, b.dtype) for b in read])
+    return zip(kept, read)
+
+
+def tables(old: object, new: object) -> Iterator[tuple[HashedRows, HashedRows]]:
+    """The tables of n-grams of a module, which stay in their files, with those of its replacement.
+
+    Raises:
+        CheckpointError: as `pairs`.
+    """
+    for name, kept in getattr(old, "__dict__", {}).items():
+        if isinstance(kept, HashedRows):
+            read: HashedRows = getattr(new, name)
+            _check(old, kept.layout == read.layout)
+            yield kept, read
+
+
+def _check(module: object, same: bool) -> None:
     if not same:
         raise CheckpointError(
-            f"{type(old).__name__}: stored in another format than in the served checkpoint; restart the server with it"
+            f"{type(module).__name__}: stored in another format than in the served checkpoint; restart the server with "
+            "it"
         )
-    return zip(kept, read)
 
 
 def distinct(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

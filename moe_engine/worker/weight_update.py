@@ -12,7 +12,7 @@ A module of which only some tensors are replaced is built twice, from the tensor
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError, MoeEngineError
 from moe_engine.kernels.host_memory import host_memory
+from moe_engine.kernels.ops.hashed_rows import HashedRows
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
@@ -37,7 +38,7 @@ from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.weight_groups import GroupName, ReceiveArgs, WeightGroups
-from moe_engine.worker.weight_parts import Part, distinct, modules_of, pairs, parts_of, structure_of
+from moe_engine.worker.weight_parts import Part, distinct, modules_of, pairs, parts_of, structure_of, tables
 from moe_engine.worker.weight_read import WeightRead
 
 MAY_DIFFER = ("source", "raw", "checkpoint_dtype", "file_layers", "latent_scales")
@@ -75,6 +76,15 @@ class _Staged:
         self.kept.copy_(merged.view(self.kept.dtype).view(self.kept.shape))
 
 
+@dataclass(frozen=True)
+class _StagedTable:
+    kept: HashedRows
+    read: HashedRows
+
+    def copy(self) -> None:
+        self.kept.follow(self.read)
+
+
 class WeightUpdate:
     """The update of one rank. Every method runs on the worker's thread, between steps.
 
@@ -86,7 +96,7 @@ class WeightUpdate:
 
     def __init__(self, runner: ModelRunner, options: WorkerOptions, experts: ExpertControl) -> None:
         self._runner, self._options, self._experts = runner, options, experts
-        self._staged: list[_Staged] | None = None
+        self._staged: Sequence[_Staged | _StagedTable] | None = None
         self.refusal: str | None = None
         self.reading = WeightRead(runner, options, experts)
         self.groups = WeightGroups(runner)
@@ -124,11 +134,13 @@ class WeightUpdate:
         options, device = self._options, self._runner.stream.device
         load = LoadOptions(options.dtype, device, self._format(args), options.dummy_seed)
         staged: dict[tuple[int, int], _Staged] = {}
+        mapped: list[_StagedTable] = []
         for part in self._parts():
             for old, new in reload(part, args.model_path, options.model, load):
+                mapped += (_StagedTable(*both) for both in tables(old, new))
                 for kept, read in pairs(old, new):
                     staged.setdefault((kept.data_ptr(), kept.nbytes), _Staged(kept, read.cpu()))
-        self._staged = list(staged.values())
+        self._staged = [*staged.values(), *mapped]
 
     def check_tensors(self, args: TensorArgs) -> dict[str, str | int]:
         """`check` of some tensors: compares names, shapes and dtypes with the model; reads no data, changes nothing."""

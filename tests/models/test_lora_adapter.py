@@ -43,6 +43,16 @@ def test_modules_that_can_have_adapters(base: Path) -> None:
     assert not any(".experts." in name or name.endswith((".gate", "lm_head", "embed_tokens")) for name in names)
 
 
+def test_delta_attention_has_adapters_of_its_output_alone(tmp_path: Path) -> None:
+    """Its q, k and v are one product with rows in the order of heads."""
+    base = make_checkpoint("kimi_linear", tmp_path / "model", tokenizer=False)
+    config = load_model_config(base)
+    outputs = read_adapter(make_adapter(tmp_path / "a", base, ("o_proj",)), config).modules
+    assert len(outputs) == config.num_layers
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.k_proj.*of delta attention o_proj alone"):
+        read_adapter(make_adapter(tmp_path / "b", base, ("k_proj",)), config)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

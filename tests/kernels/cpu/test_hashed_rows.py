@@ -50,3 +50,22 @@ def test_a_table_in_parts() -> None:
     assert rows.in_order and torch.equal(rows.read(ids, torch.float32), want)
     rows.__dict__["_function"] = None
     assert torch.equal(rows.read(ids, torch.float32), want)
+
+
+def test_another_table() -> None:
+    """As after an update of the weights."""
+    ids, count = torch.randint(8000, (40, 3), dtype=torch.int32), sum(PRIMES)
+    old, new = (
+        HashedRows(
+            torch.randint(120, (count, SCALED), dtype=torch.uint8), torch.float8_e4m3fn,
+            torch.randint(100, 140, (count, 1), dtype=torch.uint8), PRIMES, MULTIPLIERS,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    before = old.read(ids, torch.float32)
+    assert old.layout == new.layout
+    old.follow(new)
+    found = old.read(ids, torch.float32)
+    assert torch.equal(found, new.read(ids, torch.float32)) and not torch.equal(found, before)
+    old.__dict__["_function"] = None
+    assert torch.equal(old.read(ids, torch.float32), found)

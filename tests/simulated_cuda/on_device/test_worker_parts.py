@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_engine.kernels.ops.hashed_rows import HashedRows
 from moe_engine.types import NewRow, SamplingParams
 from moe_engine.worker.device_stream import DeviceStream, StepClock
 from moe_engine.worker.sampling.token_masker import TokenMasker
@@ -83,3 +84,19 @@ def test_a_clock_measures_between_its_marks() -> None:
     assert len(streams.waits) == before
     parts = clock.seconds()
     assert len(parts) == 2 and all(part >= 0 for part in parts)
+
+
+def test_captured_reads_follow_another_table() -> None:
+    """Rows of n-gram tables: as after an update of the weights."""
+    primes, multipliers, dtype = (101, 103), (2**50 + 1, 2**49 + 3), torch.float8_e4m3fn
+    old, new = (
+        HashedRows(torch.randint(120, (204, 32), dtype=torch.uint8), dtype, scales, primes, multipliers)
+        for scales in torch.randint(100, 140, (2, 204, 1), dtype=torch.uint8)
+    )
+    ids = torch.randint(8000, (5, 2), dtype=torch.int32).cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = old.read(ids, torch.float32)
+    old.follow(new)
+    graph.replay()
+    assert torch.equal(found.cpu(), new.read(ids.cpu(), torch.float32))
