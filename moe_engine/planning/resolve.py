@@ -21,6 +21,7 @@ from moe_engine.planning.resolve_compile import compile_settings
 from moe_engine.planning.resolve_drafts import resolve_drafts, with_draft_scales
 from moe_engine.planning.resolve_dtype import resolve_dtype, resolve_kv_dtype, with_latent_scales, with_stated_kv_dtype
 from moe_engine.planning.resolve_experts import resolve_experts
+from moe_engine.planning.resolve_kernels import fits_sizes
 from moe_engine.planning.resolve_loading import with_loader_threads
 from moe_engine.planning.resolve_lora import NamedAdapter, resolve_lora
 from moe_engine.planning.resolve_names import resolve_served_name, with_demo_parsers
@@ -67,7 +68,7 @@ def resolve(
     validate.check(args)
     check_images(args)
     args = with_stated_kv_dtype(with_loader_threads(args, record := Record()), model, record)
-    args = with_storage_page(resolve_pooling(_with_transfers(args), model, record), record)
+    args = with_storage_page(resolve_pooling(_with_transfers(args), model, record), fits_sizes, record)
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)

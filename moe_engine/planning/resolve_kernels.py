@@ -67,7 +67,7 @@ def resolve_kernels(
     dispatch = parallel.dispatch
     placed = parallel.topology.moe_tp_size, dispatch is not None, dispatch is not None and dispatch.row.fused
     need = replace(need, chains=chains, trees=trees, experts=expert_widths(model, *placed))
-    pages = (given,) if given else tuple(page for page in _page_sizes(need, model) if _fits(args, page))
+    pages = (given,) if given else tuple(page for page in _page_sizes(need, model) if fits_sizes(args, page))
     if not pages:
         raise ConfigError(
             f"{model.source} has entries of {model.page_multiple} tokens, and pages of a multiple of it do not fit "
@@ -121,7 +121,7 @@ def _page_sizes(need: Need, model: ModelConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys(math.lcm(page, model.page_multiple) for page in page_sizes_of(need)))
 
 
-def _fits(args: EngineArgs, page: int) -> bool:
+def fits_sizes(args: EngineArgs, page: int) -> bool:
     """Whether the sizes given by flags are possible with this page size."""
     memory, chunk = args.memory, args.memory.chunked_prefill_size
     whole = chunk is None or chunk == -1 or chunk % page == 0

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ STORAGE_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 EXTRA = "--hicache-storage-backend-extra-config"
 NUMBERS = {"prefetch_threshold": 256, "prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.25}
 PAGE = 64
-"""Tokens of a page without --page-size: a page is a file, or an object."""
+"""Most tokens of a page without --page-size: a page is a file, or an object."""
 
 
 def storage_problems(args: EngineArgs) -> Iterator[str]:
@@ -63,14 +63,19 @@ def read_extra(memory: MemoryArgs) -> dict[str, Any]:
     return found
 
 
-def with_storage_page(args: EngineArgs, record: Record) -> EngineArgs:
-    """The page size that storage needs, unless it is given; notes the write policy."""
+def with_storage_page(args: EngineArgs, fits: Callable[[EngineArgs, int], bool], record: Record) -> EngineArgs:
+    """The page size that storage needs, unless it is given; notes the write policy.
+
+    Args:
+        fits: whether the sizes given by flags are possible with a page size.
+    """
     if args.memory.hicache_write_policy == "auto":
         why = "no storage below it" if args.memory.hicache_storage_backend is None else "storage has all cached pages"
         record.note("hicache_write_policy", resolve_write_policy(args), why)
     if args.memory.hicache_storage_backend is None or args.memory.page_size is not None:
         return args
-    page = record.note("page_size", PAGE, "storage keeps pages of tokens")
+    sizes = (PAGE >> halved for halved in range(PAGE.bit_length()))
+    page = record.note("page_size", next(size for size in sizes if fits(args, size)), "storage keeps pages of tokens")
     return dataclasses.replace(args, memory=dataclasses.replace(args.memory, page_size=page))
 
 

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from moe_engine import kv_connectors
+from moe_engine.core.setup import scheduler_config
 from moe_engine.errors import ConfigError
 from moe_engine.kv_connectors import METHODS, connector_class
 from moe_engine.planning.ledger import (
@@ -214,6 +215,8 @@ def test_flags_of_the_host_tier(resolved):
     found = resolved(**storage)
     assert found.hicache_write_policy == "write_through" and found.page_size == 64
     assert resolved(page_size=16, hicache_write_policy="write_back", **storage).page_size == 16
+    assert scheduler_config(resolved(chunked_prefill_size=48, **storage)).page_size == 16
+    assert scheduler_config(resolved(max_total_tokens=36, max_running_requests=1, **storage)).page_size == 32
     for given, why in [
         ({"hicache_storage_backend": "file"}, "add --enable-hierarchical-cache"),
         ({**storage, "hicache_storage_backend": "files"}, "unknown; use file, nixl, mooncake, or the path"),
