@@ -91,7 +91,7 @@ class Need:
 
     `widths` None: not known yet; no backend is refused for them. `other_widths`: of layers that differ.
     `deterministic`: results must be batch-invariant, bit for bit. `moe`: the model has MoE layers. `windows`: requests
-    may exceed the sliding window of some layers.
+    may exceed the sliding window of some layers. `chunked`: or their chunk.
     `sinks`: attention has sinks. `biases`: routed experts have biases, or an activation that is not SiLU's.
     `blocks`: the model's indexer, if it has block-sparse attention. `clamped`: the activation of experts is
     clamped, without biases. `index`: the model's indexer, if it has sparse attention. `delta`: layers with a gated
@@ -121,6 +121,7 @@ class Need:
     experts: ExpertWidths | None = None
     linear_forms: frozenset[WeightForm] = frozenset()
     other_widths: tuple[HeadWidths, ...] = ()
+    chunked: bool = False
 
     @property
     def most_selected(self) -> int:

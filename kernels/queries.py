@@ -4,7 +4,8 @@ Legend: T query tokens, R requests.
 
 A slot is one token's position in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighboring
 slots. Query tokens of a request are its last `query_lens[i]` positions; attention is causal unless
-`PagedQueries.visible` defines a draft tree, and limited to the last positions by `PagedQueries.window`.
+`PagedQueries.visible` defines a draft tree, and limited to the last positions, or those of a
+chunk, by `PagedQueries.window`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from moe_engine.kernels.attention_windows import first_seen
 
 MAX_TREE_TOKENS = 64
 """Max query tokens of a request with `PagedQueries.visible`: one bit each."""
@@ -51,7 +54,7 @@ class PagedQueries:
 
     window: int | None = None
     """Sliding window: a query token sees its last `window` positions, its own included; positions before them are
-    never read. None: all positions."""
+    never read. A `ChunkWindow`: it sees those of its chunk. None: all positions."""
 
     rate: int = 1
     """Tokens of an entry. Above 1 the positions of the context are entries (DeepSeek V4), whose slots are those of
@@ -77,10 +80,7 @@ class PagedQueries:
     @property
     def first_seen(self) -> list[int]:
         """The first position that each request's query tokens see."""
-        if self.window is None:
-            return [0] * len(self.query_lens)
-        before = self.window - 1
-        return [max(0, kv - count - before) for kv, count in zip(self.context_lens, self.query_lens)]
+        return [first_seen(kv - count, self.window) for kv, count in zip(self.context_lens, self.query_lens)]
 
     @property
     def num_requests(self) -> int:

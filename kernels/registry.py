@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 WINDOWS = "sliding windows"
 """`AttentionCapabilities.windows`"""
+CHUNKED = "chunked attention"
+"""`AttentionCapabilities.chunked`"""
 SPARSE = "sparse attention"
 """MLA: `AttentionCapabilities.sparse`; GQA: contexts of slots in any order, in pages of one"""
 SINKS = "attention sinks"
@@ -205,9 +207,12 @@ def _waits(row: Row, need: Need) -> str | None:
 def _needed_parts(family: str, need: Need) -> list[str]:
     """Optional parts that the model needs of a family's row."""
     parts = {
-        "attention": {WINDOWS: need.windows, SPARSE: need.index is not None or need.compression, SINKS: need.sinks},
+        "attention": {
+            WINDOWS: need.windows, CHUNKED: need.chunked, SPARSE: need.index is not None or need.compression,
+            SINKS: need.sinks,
+        },
         "experts": {BIASES: need.biases, CLAMPS: need.clamped},
-    }
+    }  # fmt: skip
     return [part for part, needed in parts.get(family, {}).items() if needed]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
-from moe_engine.models import joined_rows, ling_names, nemotron_names
+from moe_engine.models import joined_rows, ling_names, llama4_names, nemotron_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.gguf.names import read_gguf
 from moe_engine.models.longcat_names import has_longcat_names, longcat_names
@@ -34,6 +34,7 @@ _INNER = {
     "mm_projector.": "visual.mm_projector.", "model.mm_projector.": "visual.mm_projector.",
     "multi_modal_projector.": "visual.projector.", "model.multi_modal_projector.": "visual.projector.",
     "model.vision_tower.": "visual.", "patch_merge_mlp.": "visual.merge_mlp.",
+    "vision_model.": "visual.",
 }  # fmt: skip
 """Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's, Mistral's and
 MiniMax-M3's, as published and as transformers saves them."""
@@ -179,6 +180,7 @@ def _with_rates(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
 def _with_parts(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     """Parts of layers with names of one family, under the model's."""
     names = {name: _DENSE_AS_MOE.sub(".mlp.", _STREAMS.sub(r".hc_\1.", name)) for name in files}
+    names = {name: llama4_names.inner_name(new) for name, new in names.items()}
     names = {name: new for name, new in names.items() if new != name}
     return _renamed(files, names)
 

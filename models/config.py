@@ -46,13 +46,13 @@ class BlockSelection:
 @dataclass(frozen=True)
 class GQAConfig:
     """Grouped-query attention. `qk_norm`: q and k are normed before the rotation, each head (``head``, Qwen3) or all
-    heads together (``projection``, MiniMax-M2), or each head after the rotation (``rotated``, Hunyuan). `sinks`: each
-    head has a logit without a value (gpt-oss). `output_gate`: q_proj has a gate after each head's query, whose sigmoid
-    multiplies the head's result (Qwen3-Next). `v_head_dim`: channels of a value (0: as of a key). `value_scale`: factor
-    of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks. `indexer`: they see selected pools of tokens,
-    all heads the same (Qwen3.8-Flash-Next); `index_width`: channels of its key, which is cached beside each token's.
-    `gate_width`: numbers that a projection of its own gives, whose sigmoid multiplies a head's result: one (Step 3.5).
-    `gate_softplus`: softplus instead of the sigmoid (Laguna).
+    heads together (``projection``, MiniMax-M2), or each head after the rotation (``rotated``, Hunyuan; ``unweighted``:
+    without weights, Llama 4). `sinks`: each head has a logit without a value (gpt-oss). `output_gate`: q_proj has a
+    gate after each head's query, whose sigmoid multiplies the head's result (Qwen3-Next). `v_head_dim`: channels of a
+    value (0: as of a key). `value_scale`: factor of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks.
+    `indexer`: they see selected pools of tokens, all heads the same (Qwen3.8-Flash-Next); `index_width`: channels of
+    its key, which is cached beside each token's. `gate_width`: numbers that a projection of its own gives, whose
+    sigmoid multiplies a head's result: one (Step 3.5). `gate_softplus`: softplus instead of the sigmoid (Laguna).
     """
 
     num_heads: int
@@ -331,10 +331,12 @@ class ModelConfig:
 
     def within(self, context_len: int) -> ModelConfig:
         """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out, unless
-        it `keeps_windows`."""
+        it `keeps_windows`. A chunk that they cannot exceed is a sliding window."""
         kept = self.keeps_windows
         windows = tuple(None if own is None or (own >= context_len and not kept) else own for own in self.windows)
-        model = self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
+        windows = tuple(own if own is None or own < context_len else int(own) for own in windows)  # one chunk
+        same = all(new is own for new, own in zip(windows, self.windows))  # a chunk equals a window of its size
+        model = self if same else replace(self, windows=windows if any(windows) else ())
         if (rope := self.rope.within(context_len)) != self.rope:
             model = replace(model, rope=rope)
         return model if context_len <= self.context_length else replace(model, max_position_embeddings=context_len)

@@ -189,7 +189,9 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         factor = section.number("factor", above=0)
         return RopeConfig(theta, width, interleaved, kind, factor=factor, max_position=int(factor * original))
     if kind == "llama3":
-        low = section.number("low_freq_factor", above=0)
+        low, high = section.number("low_freq_factor", above=0), section.number("high_freq_factor", above=0)
+        if high < low:
+            section.fail("high_freq_factor", f"{high:g} is less than low_freq_factor {low:g}")
         return RopeConfig(
             theta,
             width,
@@ -198,7 +200,7 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
             factor=section.number("factor", above=0),
             original_max_position=original,
             low_freq_factor=low,
-            high_freq_factor=section.number("high_freq_factor", above=low),
+            high_freq_factor=high,
         )
     if kind == "yarn":
         return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)

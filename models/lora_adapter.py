@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.llama4_names import inner_name
 from moe_engine.models.regular_file import check_regular
 from moe_engine.models.safetensors_header import read_header
 from moe_engine.models.tensor_header import WeightFile
@@ -192,7 +193,7 @@ def _modules(
 
 def _module_name(stored: str) -> str:
     """The served model's name of a module, also of the text model inside a model for images and text."""
-    name = stored.removeprefix(PREFIX)
+    name = inner_name(stored.removeprefix(PREFIX))
     inner = next((prefix for prefix in INNER if name.startswith(prefix)), None)
     return name if inner is None else f"model.{name.removeprefix(inner)}"
 

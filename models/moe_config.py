@@ -22,6 +22,7 @@ class MoEConfig:
     `image_bias`: routers have another bias for image tokens (DeepSeek V4.1). `squared`: experts have no gate, and
     relu(x)^2 as activation (Nemotron-H). `num_zero`: zero experts, whose result is
     their input: the router chooses them like the `num_experts` others, after which they are numbered (LongCat-Flash).
+    `scales_input`: the router's weight multiplies the input of the token's one expert, not its result (Llama 4).
     """
 
     num_experts: int
@@ -50,6 +51,7 @@ class MoEConfig:
     image_bias: bool = False
     squared: bool = False
     num_zero: int = 0
+    scales_input: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -85,4 +87,4 @@ class MoEConfig:
         0: the ranks rather split them. In slots each token uses them `ep_size` times: at most an eighth more work than
         the routed experts'."""
         count, rest = divmod(self.shared_width, self.width)
-        return 0 if rest or self.latent or 8 * count * (ep_size - 1) > self.top_k else count
+        return 0 if rest or self.latent or self.scales_input or 8 * count * (ep_size - 1) > self.top_k else count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.kernels.device import BlockIndexWidths, ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.compressed_config import CompressedConfig
@@ -114,4 +115,5 @@ def need_of_model(
         varlen=model.vision is not None,
         experts=expert_widths(model),
         linear_forms=linear_forms(model),
+        chunked=any(isinstance(window, ChunkWindow) for window in model.windows),
     )

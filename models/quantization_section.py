@@ -12,7 +12,7 @@ from typing import Any
 from moe_engine.models.quantization_target import Target, joined_names
 from moe_engine.models.tensor_header import TensorHeader
 
-_TOWERS = ("visual", "vision_tower", "mm_projector", "multi_modal_projector", "patch_merge_mlp")
+_TOWERS = ("visual", "vision_tower", "vision_model", "mm_projector", "multi_modal_projector", "patch_merge_mlp")
 """Modules of images, in checkpoints and in transformers, whose names inside them are not always the same."""
 _WEIGHT = ".weight"
 _COMMON = (".experts.gate_up_proj", ".experts.down_proj")

@@ -31,7 +31,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
     query_beta: float = 0.0
-    """Queries at position p are multiplied by 1 + query_beta * ln(1 + floor(p / original_max_position))."""
+    """Queries at position p are multiplied by 1 + query_beta * ln(1 + floor((p + query_start) /
+    original_max_position))."""
     axes: tuple[int, ...] = ()
     """The axis of a token's position that rotates each pair (0: frame, 1: row, 2: column); (): one axis."""
 
@@ -42,6 +43,9 @@ class RopeConfig:
 
     stored_factors: bool = False
     """Frequencies are multiplied by exp(alpha) of a tensor [R/2] of the checkpoint (Mistral Large 4)."""
+
+    query_start: int = 0
+    """See `query_beta`; Llama 4 counts positions from 1."""
 
     def within(self, context_len: int) -> RopeConfig:
         """For requests of at most `context_len` tokens. ``longrope`` has one list of factors for all positions, so that

@@ -495,6 +495,6 @@ def _mlp_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
         return num_tokens * dense * dtype_bytes
     choices = moe.top_k + -(-moe.shared_width // moe.width)  # shared experts may be fused into the routed ones
     rows = 3 * config.routed_size + 3 * moe.width  # in, products, out (float32 sums aside)
-    routed = choices * rows + 3 * moe.latent
+    routed = choices * rows + 3 * moe.latent + moe.scales_input * config.hidden_size
     combine = 4 * choices * config.routed_size + 8 * moe.num_experts
     return num_tokens * (max(dense, routed) * dtype_bytes + combine)

@@ -40,6 +40,7 @@ MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCaus
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
+LLAMA4 = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
 STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
     "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "NemotronHForCausalLM",
@@ -116,6 +117,7 @@ _EXPERT_NAMES = {
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
     **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE, *QWEN4_EXP), ExpertNames(shared="shared_expert")),
+    **dict.fromkeys(LLAMA4, ExpertNames("feed_forward", router="router.weight", shared="shared_expert")),
     "LongcatFlashForCausalLM": ExpertNames(
         "moe", router="router.classifier.weight", router_bias="router.e_score_correction_bias"
     ),
@@ -364,7 +366,7 @@ def _gqa(a: GQAConfig, hidden: int, sinks: str, gate: str) -> Iterator[TensorSpe
         yield from _linear(gate, a.num_heads * a.gate_width, hidden)
     if a.sinks:
         yield TensorSpec(sinks, (a.num_heads,), Kind.WIDE)
-    if a.qk_norm:
+    if a.qk_norm and a.qk_norm != "unweighted":
         widths = (query, key) if a.qk_norm == "projection" else (a.head_dim, a.head_dim)
         names = ROTATED_NORMS if a.qk_norm == "rotated" else ("q_norm", "k_norm")
         yield from (_norm(name, width) for name, width in zip(names, widths))

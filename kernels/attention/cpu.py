@@ -105,7 +105,7 @@ class CpuMLA(_Backend):
 class CpuGQA(_Backend):
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(windows=True, sinks=self.paged, decoder=DecoderCalls(self._lib))
+        return AttentionCapabilities(windows=True, chunked=True, sinks=self.paged, decoder=DecoderCalls(self._lib))
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any,

@@ -57,8 +57,8 @@ class AbsorbedValues:
 
 @dataclass(frozen=True)
 class AttentionCapabilities:
-    """The optional parts of an attention backend; None: not supported. All but the first and `windows` are of
-    MLA."""
+    """The optional parts of an attention backend; None: not supported. All but the first, `windows` and `chunked` are
+    of MLA."""
 
     plan_in_place: InPlacePlanner | None = None
     """Decode launches that depend only on memory at fixed addresses (CUDA-graph capturable): `plan`'s result for
@@ -92,6 +92,9 @@ class AttentionCapabilities:
 
     decoder: DecoderCalls | None = None
     """Whole layers, decoders and draft chains in one call."""
+
+    chunked: bool = False
+    """`paged` supports a `ChunkWindow`. The row in `kernels.tables` has the same field."""
 
 
 class MLABackend(Protocol):

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.parts import Chunk, merge_chunks
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
@@ -106,7 +107,7 @@ class TorchGQA:
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(windows=True, sinks=self.paged)
+        return AttentionCapabilities(windows=True, chunked=True, sinks=self.paged)
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None
@@ -163,7 +164,12 @@ def hidden_keys(
     key = torch.arange(num_keys, device=device).sub_(num_before)  # the query token that a key belongs to, or < 0
     if visible is None:
         own = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
-        return key > own if window is None else (key > own) | (key <= own - window)
+        if window is None:
+            return key > own
+        if isinstance(window, ChunkWindow):  # the keys begin with a chunk
+            place = own + num_before
+            return (key > own) | (key < own - place % window)
+        return (key > own) | (key <= own - window)
     seen = visible[queries.start : queries.stop].unsqueeze(1) >> key.clamp(min=0) & 1
     return (key >= 0) & (seen == 0)
 
@@ -175,7 +181,7 @@ def _attend(
 ) -> None:  # fmt: skip
     """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V] and lse [t, H]. Causal with
     `num_before` keys (default: s - t) before the first query token's own key, or masked by `visible` [t]; each sees its
-    last `window` keys. `sinks` [H]: logits without a value."""
+    last `window` keys, or those of its chunk. `sinks` [H]: logits without a value."""
     num_queries, num_heads, width = q.shape
     num_keys, num_groups = keys.shape[:2]
     per_group = num_heads // num_groups

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.kernels.uploads import pinned, upload
 
 RECORD = 8
@@ -180,7 +181,9 @@ def cut(
         seen = window + last_row // rows_per_token - first_row  # positions that the band sees, at any offset in a tile
         end = np.minimum(end, _touched(seen, split.block_n) * split.block_n)
     elif window is not None:
-        seen = np.maximum(0, (contexts - queries)[request] + first_row - (window - 1))
+        position = (contexts - queries)[request] + first_row
+        chunked = isinstance(window, ChunkWindow)
+        seen = position - position % window if chunked else np.maximum(0, position - (window - 1))
         unit = split.fixed_tiles or 1
         skipped = seen // (split.block_n * unit) * unit
     tiles = -(-end // split.block_n) - skipped

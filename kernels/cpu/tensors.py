@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention_windows import window_number
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
@@ -124,7 +125,7 @@ def pointer(queries: PagedQueries) -> QueriesPointer:
     visible = None if queries.visible is None else queries.visible.contiguous()
     struct = _Queries(
         queries.num_requests, *(p.data_ptr() for p in parts), table.data_ptr(), table.stride(0),
-        None if visible is None else visible.data_ptr(), queries.window or 0,
+        None if visible is None else visible.data_ptr(), window_number(queries.window),
     )  # fmt: skip
     return QueriesPointer(ctypes.addressof(struct), (struct, table, visible, *parts))
 

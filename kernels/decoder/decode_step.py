@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from moe_engine.kernels.attention_windows import window_number
 from moe_engine.kernels.cpu.tensors import common_kind
 from moe_engine.kernels.decoder.chain import draws_struct
 from moe_engine.kernels.decoder.layers import L, P, kind_of_weights, weight_struct
@@ -116,6 +117,6 @@ def fuse_decode_step(stack: FusedStack, head: PreparedLinear, tables: DecodeTabl
     weight = weight_struct(head)
     struct = _Step(
         stack.address, ctypes.addressof(weight), tables.slots.data_ptr(), tables.slots.shape[1],
-        tables.last_tokens.data_ptr(), tables.window or 0,
+        tables.last_tokens.data_ptr(), window_number(tables.window),
     )  # fmt: skip
     return FusedDecodeStep(kind, ctypes.addressof(struct), stack, struct.width, (struct, weight, head, tables))

@@ -39,8 +39,9 @@ NONE = Modules()
 @lru_cache(maxsize=1 << 16)
 def _matches(modules: Modules, prefix: str) -> bool:
     name = prefix.replace("*", "0")  # of all experts
-    return any(_is_target(name, target) for target in modules.targets) or any(
-        _has_part(name, part) for part in modules.parts
+    names = (name, name.replace(".mlp.", ".feed_forward."))  # dense layers of Llama 4
+    return any(_is_target(own, target) for own in names for target in modules.targets) or any(
+        _has_part(own, part) for own in names for part in modules.parts
     )
 
 

@@ -152,8 +152,9 @@ class GQAttention:
             self._both_norms = ProjectionNorms(
                 self._ops, reader, prefix, widths, config.norm_eps, shares, parallel.attn_tp
             )
-        elif self._gqa.qk_norm == "rotated":
-            self._head_weights = HeadWeights(reader, prefix, width)
+        elif self._gqa.qk_norm in ("rotated", "unweighted"):
+            if self._gqa.qk_norm == "rotated":
+                self._head_weights = HeadWeights(reader, prefix, width)
             self._q_norm = self._k_norm = UnweightedNorm(self._ops, width, config.norm_eps, reader.device)
         elif self._gqa.qk_norm:
             self._q_norm, self._k_norm = (

@@ -37,6 +37,7 @@ from moe_engine.models.layers.latent_experts import LatentExperts
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
+from moe_engine.models.layers.scaled_inputs import ScaledInputs
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.stored_experts import StoredExperts, held_experts
 from moe_engine.models.moe_config import MoEConfig
@@ -156,6 +157,8 @@ class MoE:
         self._routed: RoutedExperts = LocalExperts(*slots) if num_shared else make_routed_experts(*slots, parallel)
         if latent:
             self._routed = LatentExperts(config, prefix, self._routed, backends, reader, parallel)
+        elif moe.scales_input:
+            self._routed = ScaledInputs(self._routed)
         self._shared: MLP | None = None
         if moe.shared_width and not num_shared:
             share = WHOLE if travels else Share.of(parallel.world)
@@ -174,7 +177,7 @@ class MoE:
         self._route_int64 = backends.ops.capabilities.route_int64
         self._route_ahead = backends.ops.capabilities.route_ahead
         self._norm_route = backends.ops.capabilities.add_norm_route
-        self.fused = None if latent else self._fuse(backends.experts, parallel)
+        self.fused = None if latent or moe.scales_input else self._fuse(backends.experts, parallel)
         """The whole layer in one call; None if not supported."""
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
         self.adapters: StepAdapters | None = None
@@ -220,7 +223,7 @@ class MoE:
             self._counted_at = place
             if place is not None:
                 self.count(None)
-        routed = self._routed.routed if isinstance(self._routed, LatentExperts) else self._routed
+        routed = self._routed.routed if isinstance(self._routed, LatentExperts | ScaledInputs) else self._routed
         if isinstance(routed, DispatchedExperts):
             routed.on_arrival = None if recorder is None else self._arrivals_to(recorder)
 

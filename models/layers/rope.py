@@ -54,9 +54,10 @@ class StoredFactors:
 
 def _query_scale(rope: RopeConfig, max_positions: int, device: torch.device | str) -> Tensor | None:
     """`RotaryTable.query_scale`; None also for contexts within the original one."""
-    if not rope.query_beta or max_positions <= rope.original_max_position:
+    if not rope.query_beta or max_positions + rope.query_start <= rope.original_max_position:
         return None
-    periods = torch.arange(max_positions, device=device) // rope.original_max_position
+    places = torch.arange(rope.query_start, rope.query_start + max_positions, device=device)
+    periods = places // rope.original_max_position
     return 1 + rope.query_beta * periods.float().log1p()
 
 
@@ -80,7 +81,9 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
     """Low frequencies divided by the factor, high ones kept, a linear ramp between."""
     turns = rope.original_max_position * base / (2 * math.pi)  # turns within the original context
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    between = rope.high_freq_factor - rope.low_freq_factor
+    kept = ((turns - rope.low_freq_factor) / between).clamp(0, 1) if between else (turns >= rope.low_freq_factor)
+    kept = kept.to(base)
     return base * kept + base / rope.factor * (1 - kept)
 
 

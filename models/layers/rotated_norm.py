@@ -1,4 +1,4 @@
-"""Norms of q and k after the rotation (Hunyuan), by the kernels of norms before it.
+"""Norms of q and k after the rotation (Hunyuan; Llama 4: without weights), by the kernels of norms before it.
 
 A rotation keeps the mean square of a head, so that a norm without weights may come first. Attention needs the products
 of q and k only: the weights of both multiply the rotated q, and the cache has keys without weights.

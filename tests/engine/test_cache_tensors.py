@@ -28,13 +28,15 @@ def config_of(kind: str, folder: Path) -> ModelConfig:
         fields["architectures"] = ["Step3p5ForCausalLM"]
     if kind == LARGE4:  # a layer without latents of its own
         fields |= {"architectures": ["MistralLarge4ForConditionalGeneration"], "kv_source_layers": [0, 1, 0, 3]}
+    if kind == "llama4":
+        fields["model_type"] = "llama4_text"
     if kind == "deepseek_v2_lite":
         fields["model_type"] = "deepseek_v2"
     (folder / "config.json").write_text(json.dumps(fields))
     return load_model_config(folder)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS, BLOCK_SPARSE])
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS, BLOCK_SPARSE, "llama4"])
 def test_every_tensor_of_every_family_comes_back(kind: str, tmp_path: Path) -> None:
     config = config_of(kind, tmp_path)
     assert set(FORMATS) <= STORED.keys()

@@ -30,6 +30,7 @@ from tests.models.parity_families import Family, Pixels, Prompt
         ("mimo_v2_flash", "chunked"),
         ("step3p7", "chunked"),
         ("laguna", "chunked"),
+        ("llama4", "chunked"),
         ("afmoe", "chunked"),
         ("gpt_oss", "chunked"),
         ("glm4_moe", "MTP drafts"),

@@ -57,6 +57,7 @@ MORE_KINDS = (
     "hy_v3",
     "afmoe",
     "laguna",
+    "llama4",
     "ministral3",
     "mistral4",
     "phi3",
@@ -289,6 +290,13 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.8, "sliding_window": 20}
         | {"global_attn_every_n_layers": 2, "mup_enabled": True, "rms_norm_eps": 1e-5, "score_func": "sigmoid"}
         | {"route_norm": True, "n_group": 1, "topk_group": 1},
+    ),
+    "llama4": (
+        "Llama4",
+        {**_GQA, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 32}
+        | {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2}
+        | {"attention_chunk_size": 20, "attn_temperature_tuning": True, "floor_scale": 16, "attn_scale": 0.3}
+        | {"use_qk_norm": True, "rope_scaling": LLAMA3_ROPE, "rms_norm_eps": 1e-5},
     ),
     "laguna": (
         "Laguna",
@@ -564,7 +572,7 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     elif family == "Qwen4Exp":
         config, model_class = _qwen4_exp(fields), transformers.Qwen4ExpForConditionalGeneration
     else:
-        text = "Text" if family.startswith("Qwen3_5") else ""
+        text = "Text" if family.startswith(("Qwen3_5", "Llama4")) else ""
         config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
         model_class = getattr(transformers, f"{family}ForCausalLM")
     transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)  # of Mistral4, which is not

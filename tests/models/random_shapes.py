@@ -35,14 +35,15 @@ EXPERTS = {
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
     "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts", "afmoe": "num_experts",
+    "llama4": "num_local_experts",
     "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {
     "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
     "step3p7": "moe_top_k", "longcat_flash": "moe_topk",
 }  # fmt: skip
-WIDTHS = {"hunyuan_v1_moe": "intermediate_size", "mixtral": "intermediate_size"}
-WIDTHS |= dict.fromkeys(("minimax_m2", "gpt_oss"), "intermediate_size") | {"longcat_flash": "expert_ffn_hidden_size"}
+WIDTHS = dict.fromkeys(("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4"), "intermediate_size")
+WIDTHS |= {"longcat_flash": "expert_ffn_hidden_size"}
 MLA = (
     "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "bailing_hybrid",
     "longcat_flash",
@@ -62,14 +63,14 @@ GROUPED = (
 )
 """Routers that choose groups of experts."""
 NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "afmoe", "nemotron_h",
-             "longcat_flash")  # fmt: skip
+             "longcat_flash", "llama4")  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe", "phi3")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3",
+    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "llama4",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
 NO_BIAS += ("nemotron_h", "phi3")
@@ -132,6 +133,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         _draw_laguna(rng, fields)
     if kind == "phi3":
         _draw_phi3(rng, fields)
+    if kind == "llama4":
+        _draw_llama4(rng, fields)
     if kind == "afmoe":
         fields |= {
             "num_dense_layers": rng.choice((0, 1, layers)), "num_shared_experts": rng.choice((1, 2)),
@@ -282,6 +285,20 @@ def _draw_phi3(rng: random.Random, fields: dict[str, Any]) -> None:
     lists = {f"{name}_factor": [rng.uniform(1, 8) for _ in range(int(width * part) // 2)] for name in ("long", "short")}
     fields |= {"partial_rotary_factor": part, "rope_scaling": rng.choice((None, {"type": "longrope", **lists}))}
     fields |= {"rope_theta": rng.choice((1e4, 5e5)), "original_max_position_embeddings": rng.choice((32, 512))}
+
+
+def _draw_llama4(rng: random.Random, fields: dict[str, Any]) -> None:
+    """Positions in some, all or no layers, with chunks or without; one expert a token."""
+    layers = fields["num_hidden_layers"]
+    fields |= {
+        "num_experts_per_tok": 1, "intermediate_size_mlp": rng.choice((20, 37, 96)), "use_qk_norm": rng.random() < 0.6,
+        "no_rope_layers": [rng.choice((0, 1)) for _ in range(layers)] if rng.random() < 0.5 else [],
+        "no_rope_layer_interval": rng.choice((1, 2, 4)), "interleave_moe_layer_step": rng.choice((1, 2)),
+        "attention_chunk_size": rng.choice((7, 16, 25, 100)), "attn_temperature_tuning": rng.random() < 0.7,
+        "floor_scale": rng.choice((5, 16, 8192)), "attn_scale": rng.choice((0.1, 0.5)),
+    }  # fmt: skip
+    if fields["use_qk_norm"]:  # q and k are not scaled by a factor of attention
+        fields["rope_scaling"] = rng.choice((None, LLAMA3_ROPE, LLAMA3_ROPE | {"high_freq_factor": 1.0}))
 
 
 def _draw_mla(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:

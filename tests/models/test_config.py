@@ -527,8 +527,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (V3 | {"rope_scaling": {"type": "yarn", "factor": -4}}, ["rope_scaling.factor", "more than 0"]),
     (V3 | {"hidden_size": float("inf")}, ["hidden_size", "inf"]),
     (
-        LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
-        ["rope_scaling.high_freq_factor", "more than 4"],
+        LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 3}},
+        ["rope_scaling.high_freq_factor", "3 is less than low_freq_factor 4"],
     ),
     (V3 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
     (LLAMA | {"num_key_value_heads": 5}, ["num_key_value_heads", "5", "32"]),

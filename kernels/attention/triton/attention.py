@@ -314,7 +314,7 @@ class TritonGQA(_Backend):
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(self.plan_in_place, windows=True, sinks=self.paged)
+        return AttentionCapabilities(self.plan_in_place, windows=True, chunked=True, sinks=self.paged)
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol; `buffers` as in `TritonMLA.plan`."""

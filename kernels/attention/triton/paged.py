@@ -22,6 +22,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     LOWEST,
     columns,
     finish,
+    first_position,
     hide,
     inside_window,
     moved_window,
@@ -31,6 +32,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     stored_columns,
     with_sinks,
 )
+from moe_engine.kernels.attention_windows import window_number
 from moe_engine.kernels.kv_format.formats import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
 from moe_engine.kernels.kv_format.head_records import form_of, value_width
 from moe_engine.kernels.queries import PagedQueries
@@ -85,7 +87,8 @@ def paged_kernel(
     and lse [., G, M] to base 2.
 
     `scale` is the score scale times log2(e). WIDE: a cache has 2^31 elements or more. SCALE, VALUE_SCALE: offset of the
-    scale in a record of a key, of a value. WINDOW: positions that a query token sees; 0: all. SINKS: `sinks` [H] are
+    scale in a record of a key, of a value. WINDOW: positions that a query token sees; 0: all; negative: a
+    `ChunkWindow`. SINKS: `sinks` [H] are
     logits without a value; those of partial results are added by the merge. BOUNDS: as `Schedule.query_len`, with the
     context tokens `lens` of each request.
     """
@@ -113,8 +116,8 @@ def paged_kernel(
         mixed = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
-        lowest = tl.maximum(first + first_row // PER_GROUP - WINDOW, 0)
-        if BOUNDS and WINDOW > 0:
+        lowest = tl.maximum(first_position(first + first_row // PER_GROUP, WINDOW), 0)
+        if BOUNDS and WINDOW != 0:
             begin, stop = moved_window(record, lens, lowest, BLOCK_N)
         slots = next_slots(table_row, inside_window(begin + inside, lowest, WINDOW), stop)
         for start in range(begin, stop, BLOCK_N):
@@ -126,8 +129,9 @@ def paged_kernel(
             if KV_FORMAT == _TOKEN:
                 scores = scores * _head_scales(own_keys, slot * key_stride, SCALE)[None, :]
             scores = hide(scores, start + inside, limit, word, before, stop, TREE, False)
-            if WINDOW > 0:
-                scores = tl.where((start + inside)[None, :] >= (limit - WINDOW)[:, None], scores, float("-inf"))
+            if WINDOW != 0:
+                seen = (start + inside)[None, :] >= first_position(limit, WINDOW)[:, None]
+                scores = tl.where(seen, scores, float("-inf"))
             weights, best, total, decay = softmax_step(scores, best, total, scale)
             if KV_FORMAT == _TOKEN:
                 weights = weights * _head_scales(own_values, slot * value_stride, VALUE_SCALE)[None, :]
@@ -185,7 +189,7 @@ def paged_attention(
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
         **_constants(heads // groups, width, value, tile, form, queries.visible is not None, q.dtype),
-        WINDOW=queries.window or 0, SINKS=sinks is not None, BOUNDS=schedule.query_len is not None,
+        WINDOW=window_number(queries.window), SINKS=sinks is not None, BOUNDS=schedule.query_len is not None,
         WIDE=max(c.shape[0] * c.stride(0) for c in (keys, values)) >= 1 << 31,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -206,7 +210,7 @@ def _constants(
 
 def aot_cases() -> list[AotCase]:
     """Llama-3-8B (4 heads a KV head), Qwen3 (8, 64 wide and 128), decode, verification and prefill; MiMo-V2-Flash with
-    a window (keys of 192, values of 128)."""
+    a window (keys of 192, values of 128); Llama 4 with chunks (5 heads)."""
     cases = []
     bf16, fp32 = torch.bfloat16, torch.float32
     windowed = [(8, width, tokens, bf16, PLAIN, False) for width in (64, 192) for tokens in (1, 512)]  # and sinks
@@ -216,6 +220,7 @@ def aot_cases() -> list[AotCase]:
         (8, 128, 1, bf16, PLAIN, False), (8, 128, 512, bf16, PLAIN, False), (2, 64, 1, bf16, PLAIN, False),
         (2, 64, 512, bf16, PLAIN, False), (4, 128, 1, fp32, PLAIN, False), (4, 128, 1, bf16, FP8_TOKEN, False),
         (4, 128, 512, bf16, FP8_TOKEN, False), (4, 128, 1, bf16, FP8_RANGE, False),
+        (5, 128, 1, bf16, PLAIN, False), (5, 128, 512, bf16, PLAIN, False),  # chunks
     ):  # fmt: skip
         tile = paged_tile(per_group * tokens, width, dtype)
         kind = f"*{element(dtype)}"
@@ -232,7 +237,8 @@ def aot_cases() -> list[AotCase]:
             signature |= dict.fromkeys(("key_stride", "key_head_stride", "value_stride", "value_head_stride"), "i32")
         sinks, value = width in (64, 192) and per_group == 8, min(width, 128)
         constants = {**_constants(per_group, width, value, tile, form, tree, dtype), "WIDE": False}
-        constants["WINDOW"] = 128 * sinks
+        chunked = per_group == 5
+        constants["WINDOW"] = -8192 if chunked else 128 * sinks
         constants |= {"SINKS": sinks} | ({} if sinks else {"sinks": None})
         signature |= {"sinks": "*fp32"} if sinks else {}
         bounds = tokens <= 8 and not tree  # decodes
@@ -242,7 +248,7 @@ def aot_cases() -> list[AotCase]:
             del signature["visible"]
             constants["visible"] = None
         rows = (element(dtype), "fp8 records", "", "e5m2")[form]
-        more = f"{', tree' * tree}{', sinks' * sinks}"
+        more = f"{', tree' * tree}{', sinks' * sinks}{', chunks' * chunked}"
         name = f"paged attention, {per_group} heads of {width}, {tokens} tokens, {rows}{more}"
         cases.append(AotCase(name, paged_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
     return cases

@@ -55,9 +55,18 @@ def next_slots(table_row, position, stop):
 
 
 @triton.jit
+def first_position(end, WINDOW: tl.constexpr):
+    """The first position that a query token sees: its last visible one is `end` - 1. May be negative."""
+    if WINDOW < 0:
+        return (end - 1) // -WINDOW * -WINDOW
+    else:
+        return end - WINDOW
+
+
+@triton.jit
 def inside_window(position, lowest, WINDOW: tl.constexpr):
     """With a window, positions [N] before `lowest` become `lowest`: memory outside the window is not read."""
-    if WINDOW > 0:
+    if WINDOW != 0:
         position = tl.maximum(position, lowest)
     return position
 

@@ -25,11 +25,16 @@ struct Queries {
   const int32_t* slots;                     // slots[row * slots_row + position]
   int64_t slots_row;
   const uint64_t* visible;  // per query token: mask of visible query tokens of its request; null: causal
-  int64_t window;           // positions that a query token sees, its own included; 0: all
+  int64_t window;           // positions that a query token sees, its own included; 0: all; < 0: those of its chunk
   const int32_t* first;     // per request: the first position to attend to, a multiple of BLOCK; null: 0
   int64_t outside;          // 1: query tokens are not in the context and see all of it
 
   int64_t tokens(int64_t r) const { return starts[r + 1] - starts[r]; }
+
+  // The first position that a query token at `position` sees, with a window.
+  int64_t first_seen(int64_t position) const {
+    return window < 0 ? position - position % -window : std::max<int64_t>(position - window + 1, 0);
+  }
 };
 
 // Some columns of one request and one head group; `splits` of context, with partial results from `partial` on. Its
@@ -103,7 +108,7 @@ struct Attention {
   // The first visible position of a column.
   int64_t first_position(const Unit& u, int64_t column) const {
     if (queries.first) return queries.first[u.request];
-    return queries.window ? std::max<int64_t>(last_position(u, column) - queries.window + 1, 0) : 0;
+    return queries.window ? queries.first_seen(last_position(u, column)) : 0;
   }
 
   const T* query(const Unit& u, int64_t column) const {
@@ -146,6 +151,10 @@ struct Attention {
   void mask(const Unit& u, const float* scores, int64_t stride, int64_t first, int64_t count, int64_t padded,
             const int32_t* last, float* masked) const {
     const I16 limit = load(last);
+    int32_t firsts[LANES] = {};
+    if (queries.window)
+      for (int64_t i = 0; i < LANES; i++) firsts[i] = int32_t(queries.first_seen(last[i]));
+    const I16 lowest = load(firsts);
     for (int64_t k = 0; k < count; k++) {
       F16 score = load(scores + k * stride);
       const int32_t position = int32_t(first + k);
@@ -153,8 +162,7 @@ struct Attention {
       if (!queries.visible) {
         PARTS_LOOP score.v[i] = limit.v[i] >= position ? score.v[i] : -INFINITY - vf{};
         if (queries.window) {
-          const int32_t seen = position + int32_t(queries.window);
-          PARTS_LOOP score.v[i] = limit.v[i] < seen ? score.v[i] : -INFINITY - vf{};
+          PARTS_LOOP score.v[i] = lowest.v[i] <= position ? score.v[i] : -INFINITY - vf{};
         }
       } else if (token >= 0) {
         const I16 bits = load(last + (1 + token / 32) * padded);
@@ -177,7 +185,7 @@ struct Attention {
       F16 top = load(run.high + p);
       const F16 before = top;
       // Without a tree, positions grow with the columns: the first lane sees the fewest keys.
-      const bool hides = queries.window && first + queries.window <= last[p + LANES - 1];
+      const bool hides = queries.window && first < queries.first_seen(last[p + LANES - 1]);
       if (hides || first + count > (queries.visible ? first_query(u) : last[p] + 1)) {
         mask(u, s, stride, first, count, padded, last + p, masked);
         s = masked;

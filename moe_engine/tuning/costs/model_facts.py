@@ -21,6 +21,7 @@ from moe_engine.models.config_glm5_next import glm5_next_fields
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_laguna import laguna_fields
+from moe_engine.models.config_llama4 import llama4_facts
 from moe_engine.models.config_longcat import longcat_facts
 from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
@@ -58,6 +59,7 @@ _COMPLETED = {
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
     "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
+    "llama4_text": llama4_facts,
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip

@@ -92,6 +92,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a dense layer, one of experts, a dense MTP layer
     "mistral4": {"num_hidden_layers": 2},  # factors of queries by position
     "afmoe": {},  # norms of results, gates of channels
+    "llama4": {},  # chunks, scaled inputs of experts, dense layers between
     "laguna": {"num_attention_heads_per_layer": [4, 8, 8]},  # gates by softplus, layers of different heads
     "step3p7": {
         "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},

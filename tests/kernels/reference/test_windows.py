@@ -1,4 +1,4 @@
-"""Sliding windows in rows of GQA: against the plain formula, with NaN in every slot outside the windows."""
+"""Sliding windows and chunks in rows of GQA: against the plain formula, with NaN in every slot outside the windows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moe_engine.kernels.attention.reference import TorchGQA
 from moe_engine.kernels.attention.schedule import Split, cut
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
+from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.kernels.cpu.availability import why_not
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.kernels.kv_format.formats import FP8_TOKEN
@@ -25,7 +26,7 @@ from tests.kernels.cpu.formulas import close, normal, only, paged_queries, slots
 from tests.kernels.vendors import fa3_emulator, flashinfer_emulator
 
 LENS = [(1, 1), (1, 700), (3, 131), (40, 40), (70, 600), (1, 64), (2, 1100)]
-WINDOWS = [1, 7, 64, 129, 513]
+WINDOWS = [1, 7, 64, 129, 513, *map(ChunkWindow, (1, 7, 64, 129, 513))]
 
 
 def make(row: str) -> GQABackend:
@@ -71,7 +72,8 @@ def want(
         slots = slots_of(queries, request)
         for token in range(count):
             own = context - count + token
-            seen = slots[max(0, own - window + 1) : own + 1]
+            chunked = isinstance(window, ChunkWindow)
+            seen = slots[own // window * window if chunked else max(0, own - window + 1) : own + 1]
             k, v = (cache[seen].double().repeat_interleave(share, 1) for cache in (keys, values))
             scores = torch.einsum("hd,shd->hs", q[start + token].double(), k) * scale
             weights = scores.exp()
@@ -114,7 +116,7 @@ def test_nothing_outside_the_window_is_read(row: str, window: int) -> None:
     check_poisoned(make(row), window, torch.float32)
 
 
-@pytest.mark.parametrize("window", [20, 5000])
+@pytest.mark.parametrize("window", [20, 5000, ChunkWindow(20)])
 @pytest.mark.parametrize("row", ["torch", "cpu"])
 def test_sinks(row: str, window: int) -> None:
     check_sinks(make(row), window, torch.float32)
@@ -171,6 +173,9 @@ def test_the_tables_know_which_rows_have_windows() -> None:
     """Rows of MLA are refused; the capability of every row matches the table."""
     assert not any(registry.WINDOWS in row.supports for row in tables.MLA)
     assert all(registry.WINDOWS in row.supports for row in tables.GQA)
+    assert {row.name for row in tables.GQA if registry.CHUNKED in row.supports} == {"torch", "cpu", "triton"}
+    with pytest.raises(ValueError, match="no chunked attention"):
+        select("attention", tables.GQA, "fa3", Device("cuda", "H100", (9, 0)), Need("bfloat16", chunked=True))
     for row in ("torch", "cpu", "flashinfer", "fa3"):
         assert make(row).capabilities.windows
     with pytest.raises(ValueError, match="no sliding windows"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.cpu.formulas import close, normal, only
 from tests.kernels.reference.test_windows import (
@@ -33,14 +34,14 @@ def test_nothing_outside_the_window_is_read(window: int) -> None:
     check_poisoned(backend, window, torch.bfloat16)
 
 
-@pytest.mark.parametrize("window", [20, 5000])
+@pytest.mark.parametrize("window", [20, 5000, ChunkWindow(20)])
 def test_sinks(window: int) -> None:
     check_sinks(TritonGQA(num_programs=9), window, torch.float32)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("count", "heads", "groups"), [(1, 6, 2), (4, 8, 1), (3, 40, 2)])
-@pytest.mark.parametrize("window", [1, 20, 64, 129])
+@pytest.mark.parametrize("window", [1, 20, 64, 129, ChunkWindow(20), ChunkWindow(64), ChunkWindow(129)])
 @pytest.mark.parametrize("sunk", [False, True])
 def test_a_plan_in_place_follows_lengths_on_the_device(
     count: int, heads: int, groups: int, window: int, sunk: bool

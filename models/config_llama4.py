@@ -1,0 +1,107 @@
+"""config.json of Llama 4 (Scout, Maverick) -> ModelConfig. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.kernels.attention_windows import ChunkWindow
+from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
+from moe_engine.models.config_families import check_moe, parse_gqa
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.fused_blocks import with_fused_experts
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.rope_config import RopeConfig
+
+_CHUNKED, _FULL = "chunked_attention", "full_attention"
+_STILL = 4
+"""Channels of a head that layers without positions rotate, by an angle of 0."""
+
+
+def parse_llama4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Llama 4: chunks with positions in three of four layers; the others see all tokens, without positions, and scale
+    queries by their place. The sigmoid of the router's choice multiplies the input of the expert, not its result."""
+    fields.check_served({"num_experts_per_tok": 1})
+    read = llama4_fields(fields)
+    width = fields.integer("intermediate_size")
+    moe = MoEConfig(
+        num_experts=read.integer("num_local_experts"),
+        top_k=1,
+        width=width,
+        shared_width=width,
+        score="sigmoid",
+        scales_input=True,
+    )
+    check_moe(fields, moe)
+    sparse = tuple(kind == "sparse" for kind in read.raw["mlp_layer_types"])
+    inner = Fields({**read.raw, "intermediate_size": read.integer("intermediate_size_mlp")}, fields.source)
+    config = parse_gqa(inner, generation, moe, sparse, interleaved=True)
+    whole, rope = config.attention, config.rope
+    assert isinstance(whole, GQAConfig)
+    rotary = tuple(i for i, kind in enumerate(read.raw["layer_types"]) if kind == _CHUNKED)
+    normed = replace(whole, qk_norm="unweighted" if read.flag("use_qk_norm", True) else "")
+    if normed.qk_norm and rope.attention_factor != 1.0:  # which a norm after the rotation takes away
+        fields.fail("rope_scaling", f"multiplies q and k by {rope.attention_factor:g}, not supported with use_qk_norm")
+    still = RopeConfig(rope.theta, min(_STILL, whole.head_dim), True, "zero")
+    if fields.raw.get("attn_temperature_tuning", True):  # true, or a number
+        floor, scale = read.integer("floor_scale"), read.number("attn_scale")
+        still = replace(still, query_beta=scale, query_start=1, original_max_position=floor)
+    chunk = ChunkWindow(fields.integer("attention_chunk_size", None) or 0)
+    if not chunk:
+        fields.fail("attention_chunk_size", "is null; give the tokens of a chunk")
+    windows = tuple(chunk if i in rotary else None for i in range(config.num_layers))
+    others = OtherLayers(rotary, normed, rope) if rotary else None
+    return replace(
+        config,
+        rope=still,
+        other_layers=others,
+        windows=windows if any(windows) else (),
+        weight_format=_with_joined_experts(config, moe.num_experts),
+        raw=fields.raw,
+    )
+
+
+def _with_joined_experts(config: ModelConfig, num_experts: int) -> Any:
+    """The format; unquantized experts of a layer are in common tensors, or have a matrix each."""
+    if config.weight_format == PLAIN:
+        return FusedExpertsFormat(num_experts, alternating=False, optional=True)
+    return with_fused_experts(config.weight_format, num_experts, transposed=True)
+
+
+def llama4_fields(fields: Fields) -> Fields:
+    """The fields with transformers' defaults; layers by `layer_types` and `mlp_layer_types`."""
+    raw: dict[str, Any] = {
+        "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_local_experts": 16,
+        "intermediate_size_mlp": 16384, "floor_scale": 8192, "attn_scale": 0.1, "max_position_embeddings": 131072,
+        **fields.present(), "num_experts_per_tok": 1,
+    }  # fmt: skip
+    layers = fields.integer("num_hidden_layers")
+    every, step = fields.integer("no_rope_layer_interval", 4), fields.integer("interleave_moe_layer_step", 1)
+    rotary = fields.raw.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
+    if not isinstance(rotary, list) or len(rotary) < layers or any(each not in (0, 1) for each in rotary):
+        fields.fail("no_rope_layers", f"needs a 1 (with positions) or 0 for each of {layers} layers, not {rotary!r}")
+    kinds = [_CHUNKED if each else _FULL for each in rotary[:layers]]
+    given = fields.raw.get("layer_types") or kinds
+    if given != kinds:
+        fields.fail("layer_types", f"must have {_CHUNKED} where no_rope_layers has 1, found {given!r}")
+    sparse = fields.raw.get("moe_layers")
+    if sparse is None:
+        sparse = list(range(step - 1, layers, step))
+    if not isinstance(sparse, list) or not all(isinstance(i, int) for i in sparse):
+        fields.fail("moe_layers", f"must be a list of layers, found {sparse!r}")
+    raw |= {"layer_types": kinds, "mlp_layer_types": ["sparse" if i in sparse else "dense" for i in range(layers)]}
+    return Fields(raw, fields.source)
+
+
+def llama4_facts(fields: Fields) -> Fields:
+    """The fields under the names of other families, for the planner."""
+    raw = dict(llama4_fields(fields).raw)
+    raw |= {
+        "layer_types": ["sliding_attention" if kind == _CHUNKED else kind for kind in raw["layer_types"]],
+        "sliding_window": fields.integer("attention_chunk_size"), "n_shared_experts": 1,
+        "moe_intermediate_size": fields.integer("intermediate_size"), "intermediate_size": raw["intermediate_size_mlp"],
+    }  # fmt: skip
+    return Fields(raw, fields.source)

@@ -1,0 +1,204 @@
+"""Llama 4: the published files, sizes, checkpoints with a tower and in FP8, names, and refusals. `test_parity.py`
+compares logits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.attention_windows import ChunkWindow
+from moe_engine.models import sizes
+from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.header_check import check_headers
+from moe_engine.models.layers.rope import make_rotary_table
+from moe_engine.models.llama4_names import inner_name
+from moe_engine.models.needs import need_of_model
+from moe_engine.models.tensors import model_tensors
+from moe_engine.tuning.costs.model_facts import model_facts
+from tests.models import stepper
+from tests.models.checkpoints import hub_fields, make_checkpoint
+from tests.models.format_checks import logits_of, write_pair
+from tests.models.parameters import num_active_parameters
+
+TEXT: dict[str, Any] = {
+    "model_type": "llama4_text", "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "head_dim": 128, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+    "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": 4, "floor_scale": 8192,
+    "no_rope_layers": [], "max_position_embeddings": 10485760, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "use_qk_norm": True, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "attention_bias": False,
+    "eos_token_id": [200001, 200007, 200008], "router_jitter_noise": 0.0, "for_llm_compressor": False,
+}  # fmt: skip
+SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": TEXT,
+    "boi_token_index": 200080, "eoi_token_index": 200081, "image_token_index": 200092, "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408, "image_size": 336, "patch_size": 14},
+}  # fmt: skip
+LARGER: dict[str, Any] = {
+    "num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None,
+    "max_position_embeddings": 1048576,
+}  # fmt: skip
+"""Fields of Maverick that differ from Scout's."""
+
+
+def parse(folder: Path, **changed: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(SCOUT | {"text_config": TEXT | changed}))
+    return load_model_config(folder)
+
+
+def test_scout(tmp_path: Path) -> None:
+    """109B without the tower, 17B of them for a token."""
+    config = parse(tmp_path)
+    assert sizes.num_parameters(config) == pytest.approx(107.8e9, rel=5e-3)
+    assert num_active_parameters(config) + 202048 * 5120 == pytest.approx(17.2e9, rel=2e-2)
+    full, chunked = config.cache_groups
+    assert full.layers == tuple(range(3, 48, 4)) and isinstance(chunked.window, ChunkWindow) and chunked.window == 8192
+    rotated, still = config.attention_of(0), config.attention_of(3)
+    assert isinstance(rotated, GQAConfig) and isinstance(still, GQAConfig)
+    assert (rotated.qk_norm, still.qk_norm) == ("unweighted", "")
+    ropes = [(rope.kind, rope.width, rope.query_beta) for rope in config.ropes]
+    assert ropes == [("zero", 4, 0.1), ("llama3", 128, 0.0)]
+    assert config.moe is not None and config.moe.scales_input and config.moe.shared_width == 8192
+    assert all(config.moe_layers) and config.context_length == 10485760
+    facts = model_facts(SCOUT)
+    small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
+    assert 0 <= small < 1e6 and facts.dense_layers == 0
+    assert [(kind.layers, kind.keeps) for kind in facts.attention] == [(12, 0), (36, 8192)]
+
+
+def test_maverick(tmp_path: Path) -> None:
+    """400B, 17B of them for a token."""
+    config = parse(tmp_path, **LARGER)
+    assert sizes.num_parameters(config) == pytest.approx(400.7e9, rel=5e-3)
+    assert num_active_parameters(config) + 202048 * 5120 == pytest.approx(17.2e9, rel=2e-2)
+    assert config.moe_layers == (False, True) * 24 and config.intermediate_size == 16384
+    facts = model_facts(SCOUT | {"text_config": TEXT | LARGER})
+    small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
+    assert 0 <= small < 1e6 and facts.dense_layers == 24
+
+
+def test_requests_within_a_chunk_have_windows_that_every_row_takes(tmp_path: Path) -> None:
+    config = parse(tmp_path)
+    assert need_of_model(config, "bfloat16").chunked
+    longer, within = config.within(8193), config.within(8192)
+    assert need_of_model(longer, "bfloat16").chunked
+    need = need_of_model(within, "bfloat16")
+    assert need.windows and not need.chunked and within.windows == longer.windows
+
+
+def test_factors_of_queries(tmp_path: Path) -> None:
+    """1 + 0.1 ln(1 + floor((p + 1) / 8192))."""
+    rope = parse(tmp_path).rope
+    scale = make_rotary_table(rope, 8192, "cpu").query_scale
+    assert scale is not None and scale[8190] == 1 and scale[8191] == pytest.approx(1 + 0.1 * 0.6931472)
+    assert make_rotary_table(rope, 8191, "cpu").query_scale is None
+
+
+def test_text_of_a_checkpoint_with_a_tower(tmp_path: Path) -> None:
+    """Names as published, and the tower beside the text model, which is not read."""
+    import transformers
+
+    fields = hub_fields("llama4") | {"vocab_size": 300}
+    tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    tower |= {"vision_output_dim": 64, "image_size": 28, "patch_size": 14, "projector_input_dim": 64}
+    tower |= {"projector_output_dim": 64, "rope_theta": 10000.0}
+    torch.manual_seed(3)
+    config = transformers.Llama4Config(text_config=fields, vision_config=tower)
+    model = transformers.Llama4ForConditionalGeneration(config).float().eval()
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {name.split(".")[0] for name in stored} == {"language_model", "multi_modal_projector", "vision_model"}
+    assert "language_model.model.layers.1.feed_forward.experts.gate_up_proj" in stored
+    found = load_model_config(tmp_path)
+    assert found.architecture == "Llama4ForConditionalGeneration" and found.vision is None
+    check_headers(tmp_path, read_checkpoint(tmp_path), found)
+    ids = torch.randint(0, 300, (1, 50))
+    with torch.no_grad():
+        want = model(ids).logits[0]
+    got = stepper.load(tmp_path, "torch").step([stepper.Chunk(0, ids[0].tolist(), False)])[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def fp8_rows(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A matrix in e4m3 with a scale for each row, and its values."""
+    scale = weight.float().abs().amax(1, keepdim=True) / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {".weight": codes, ".weight_scale": scale.to(torch.bfloat16)}, codes.float() * scale.bfloat16().float()
+
+
+def test_fp8_experts_beside_plain_matrices(tmp_path: Path) -> None:
+    """A matrix for each expert, quantized; all others are listed by their published names (Maverick-FP8)."""
+    path = make_checkpoint("llama4", tmp_path / "q", tokenizer=False)
+    stored: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        stored_as = f"language_model.{name}"
+        if ".experts." not in name:
+            stored[stored_as], plain[name] = tensor, tensor
+            continue
+        block, _, last = name.rpartition(".")
+        values = []
+        for expert, matrix in enumerate(tensor.transpose(1, 2)):
+            parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+            kept = []
+            for part, weight in zip(parts, matrix.chunk(len(parts))):
+                found, value = fp8_rows(weight)
+                stored |= {f"language_model.{block}.{expert}.{part}{end}": each for end, each in found.items()}
+                kept.append(value)
+            values.append(torch.cat(kept).T.to(tensor.dtype))
+        plain[name] = torch.stack(values)
+    ignored = sorted(name.removesuffix(".weight") for name in stored if ".experts." not in name and "norm" not in name)
+    assert "language_model.model.layers.0.feed_forward.gate_proj" in ignored
+    section = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ignored,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            },
+        },
+    }  # fmt: skip
+    path, other = write_pair(path, stored, plain, {"quantization_config": section})
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    torch.testing.assert_close(logits_of(path), logits_of(other), rtol=1e-3, atol=1e-3)
+
+
+def test_names(tmp_path: Path) -> None:
+    """Each tensor belongs to one module, so that a weight update builds it again; dense layers have other names."""
+    loaded = stepper.load(make_checkpoint("llama4", tmp_path, tokenizer=False), "torch")
+    modules = [module.prefixes for module in loaded.model.modules()]
+    for spec in model_tensors(loaded.config):
+        assert sum(spec.name.startswith(prefixes) for prefixes in modules) == 1, spec.name
+    published = "model.layers.0.feed_forward."
+    assert inner_name(f"{published}up_proj") == "model.layers.0.mlp.up_proj"
+    for other in ("shared_expert.up_proj.weight", "experts.gate_up_proj", "experts.3.up_proj.weight", "router.weight"):
+        assert inner_name(published + other) == published + other
+
+
+def test_refusals(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    for wrong, message in (
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported; supported: 1"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers needs a 1 (with positions) or 0 for each of 48 layers"),
+        ({"layer_types": ["full_attention"] * 48}, "layer_types must have chunked_attention where no_rope_layers has"),
+        ({"moe_layers": "all"}, "moe_layers must be a list of layers"),
+        ({"attention_chunk_size": None}, "attention_chunk_size is null"),
+        ({"rope_scaling": yarn}, "rope_scaling multiplies q and k by 1.13863, not supported with use_qk_norm"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parse(tmp_path, **wrong)
