@@ -1,8 +1,8 @@
 """Random forms of an engine on random shapes of all families: ``python -m tests.engine.random_forms --count 50``.
 
 Sessions with common prefixes run under drawn limits of chunks, pages and memory, with drafts, the host-RAM tier, an FP8
-KV cache, adapters and constraints together. Tokens and log-probabilities are those of the requests one by one, without
-drafts, tier and prefix cache.
+KV cache, adapters, constraints, samples, penalties, priorities and aborts together. Tokens and log-probabilities, also
+of prompts, are those of the requests one by one, without drafts, tier and prefix cache.
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ def draw(kind: str, rng: random.Random) -> Form:
         "max_total_tokens": rng.choice((192, 256, 400, 2048)), "enable_mixed_chunk": rng.random() < 0.5,
         "disable_radix_cache": rng.random() < 0.15, "schedule_policy": rng.choice(("fcfs", "lpm", "dfs-weight")),
         "disable_overlap_schedule": rng.random() < 0.3,
+        "radix_eviction_policy": rng.choice(("lru", "lfu", "slru", "priority")),
     }  # fmt: skip
+    if rng.random() < 0.25 and form.flags["schedule_policy"] == "fcfs":
+        threshold = rng.choice((0, 3))
+        form.flags |= {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": threshold}
     if kind in (*random_sparse_shapes.KINDS, *FORMULAS):
         form.flags["page_size"] = rng.choice((None, 16, 32))
         form.flags["chunked_prefill_size"] = rng.choice((-1, 16, 48))
@@ -75,14 +79,14 @@ def draw(kind: str, rng: random.Random) -> Form:
         form.flags["chunked_prefill_size"] = -(-form.flags["chunked_prefill_size"] // page) * page
     form.flags["enable_mixed_chunk"] &= form.flags["chunked_prefill_size"] > 0
     if form.flags["disable_radix_cache"]:
-        form.flags["schedule_policy"] = "fcfs"
+        form.flags["schedule_policy"], form.flags["radix_eviction_policy"] = "fcfs", None
     if rng.random() < 0.4 and not form.flags["disable_radix_cache"]:
         form.flags |= {"enable_hierarchical_cache": True, "hicache_ratio": rng.choice((2.0, 6.0))}
     drafts: list[dict[str, Any]] = [{}, {}, {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}]
     if kind in MTP_KINDS:
-        steps = rng.choice((1, 2, 4))
-        own = {"speculative_algorithm": "NEXTN", "speculative_num_steps": steps, "speculative_eagle_topk": 1}
-        drafts += [own | {"speculative_num_draft_tokens": steps + 1}] * 2
+        steps, topk = rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
+        own = {"speculative_algorithm": "NEXTN", "speculative_num_steps": steps, "speculative_eagle_topk": topk}
+        drafts += [own | {"speculative_num_draft_tokens": 1 + topk + (steps - 1) * topk**2}] * 2
     if kind == "deepseek_v41":
         drafts += [{"speculative_algorithm": "DSPARK"}] * 2
     form.flags |= rng.choice(drafts)
@@ -112,14 +116,26 @@ def sessions(form: Form, rng: random.Random) -> list[Scripted]:
             resolved = {}
             if rng.random() < form.constrained:
                 resolved = {"constraint": {"kind": "regex", "source": REGEX}}
+            arrives = rng.randrange(5) + 9 * turn
             script.append(
                 Scripted(
-                    f"{session}.{turn}-", list(prompt), rng.choice((1, 5, 14, 30)), arrives=rng.randrange(5) + 9 * turn,
-                    sampling={"temperature": 0.0, "ignore_eos": not resolved}, logprob=True, more=more,
-                    resolved=resolved,
+                    f"{session}.{turn}-", list(prompt), rng.choice((1, 5, 14, 30)), arrives=arrives,
+                    sampling=_sampling(rng) | {"ignore_eos": not resolved}, logprob=True, more=more, resolved=resolved,
+                    seed=rng.randrange(2**31), priority=rng.choice((None, -3, 4)),
+                    logprob_start=rng.choice((None, None, rng.randrange(len(prompt)))),
+                    aborted_at=arrives + rng.randrange(25) if rng.random() < 0.1 else None,
                 )
             )  # fmt: skip
     return script
+
+
+def _sampling(rng: random.Random) -> dict[str, Any]:
+    sampling = rng.choice(({"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.5}))
+    more: tuple[dict[str, Any], ...] = (
+        {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1}, {"frequency_penalty": 0.9}, {"presence_penalty": -0.7},
+        {"repetition_penalty": 1.3}, {"logit_bias": {rng.randrange(ORDINARY): 4.0, rng.randrange(ORDINARY): -100.0}},
+    )  # fmt: skip
+    return sampling | {name: value for one in more if rng.random() < 0.15 for name, value in one.items()}
 
 
 def check(form: Form, folder: Path, rng: random.Random) -> str:
@@ -134,7 +150,8 @@ def check(form: Form, folder: Path, rng: random.Random) -> str:
         found, drafted = _serve(path, folder / "board", script, flags, form.scheduling)
     except ConfigError as error:
         raise Refused(str(error)) from error
-    alone, _ = _serve(path, folder / "alone", [replace(one, arrives=0) for one in script], form.common | EXACT, {})
+    each = [replace(one, arrives=0, aborted_at=None) for one in script]
+    alone, _ = _serve(path, folder / "alone", each, form.common | EXACT, {})
     retractions = sum(answer.retractions for answer in found.values())
     for item in script:
         _compare(item, found[item.rid], alone[item.rid])
@@ -182,9 +199,13 @@ def _serve(
 def _compare(item: Scripted, found: Answer, alone: Answer) -> None:
     assert found.finish is not None and alone.finish is not None
     if found.finish["type"] == "abort":  # longer than the pool: refused by name
-        assert found.finish.get("status_code") == 400, found.finish
+        assert item.aborted_at is not None or found.finish.get("status_code") == 400, found.finish
         return
-    for place, (one, other) in enumerate(zip(found.logprobs, alone.logprobs)):
+    assert len(found.prompt_logprobs) == len(alone.prompt_logprobs)
+    pairs = [*zip(found.prompt_logprobs, alone.prompt_logprobs), *zip(found.logprobs, alone.logprobs)]
+    for place, (one, other) in enumerate(pairs, -len(alone.prompt_logprobs)):
+        if one.logprob is None and other.logprob is None:
+            continue  # of the prompt's first token
         assert one.logprob is not None and other.logprob is not None
         distance = abs(one.logprob - other.logprob)
         where = f"{item.rid} token {place} behind {len(item.prompt_ids)}"
