@@ -210,11 +210,27 @@ class Library:
         self.path = PATHS[self._dll.moe_start(int(amx))]
 
 
+def _named_folder() -> Path | None:
+    """``$XDG_CACHE_HOME/moe-engine``, by default ``~/.cache/moe-engine``. None: the user has no home folder."""
+    home = os.path.expanduser("~")  # "~" without HOME and without an entry in the password file, as in OpenShift
+    base = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.path.isabs(home) else None)
+    return None if base is None else Path(base) / "moe-engine"
+
+
 def cache_folder() -> Path:
-    """Folder of everything that is compiled or generated once for a machine: ``$XDG_CACHE_HOME/moe-engine``, by
-    default ``~/.cache/moe-engine``."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "moe-engine"
+    """Folder of everything that is compiled or generated once for a machine: `_named_folder`, or one in the temporary
+    folder if that one cannot be written. Raises LibraryError: neither can be used."""
+    folder = _named_folder()
+    if folder is not None:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    folder = Path(tempfile.gettempdir()) / f"moe-engine-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise LibraryError(f"no cache folder: {folder} belongs to another user; set XDG_CACHE_HOME")
+    return folder
 
 
 def openmp_runtime() -> Path:
@@ -362,17 +378,11 @@ def _built(flags: list[str]) -> Path:
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    try:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} is not writable")
-    except OSError:
-        folder = Path(tempfile.gettempdir()) / f"moe-engine-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise LibraryError(f"no cache folder: {folder} belongs to another user; set XDG_CACHE_HOME") from None
-    target = folder / f"cpu_kernels-{digest.hexdigest()[:20]}.so"
+    name, named = f"cpu_kernels-{digest.hexdigest()[:20]}.so", _named_folder()
+    if named is not None and os.path.exists(named / name):  # also on a read-only file system; no error if it is hidden
+        return named / name
+    folder = cache_folder()
+    target = folder / name
     if target.exists():
         return target
     # Processes that start together wait for the first to compile; the rename keeps races safe.

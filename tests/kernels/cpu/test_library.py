@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,32 @@ def test_only_changed_units_are_compiled(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         (sources / name).write_text((sources / name).read_text() + "// changed")
         assert compiled("-O1")[0] == users
+
+
+def test_a_library_in_a_read_only_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose image has the library and whose file system is read-only: it was compiled again."""
+    compiler, units = tmp_path / "c++", tmp_path / "units"
+    compiler.write_text(QUICK.format(units=units))
+    compiler.chmod(0o755)
+    monkeypatch.setattr(module, "cpu_device", lambda: Device("cpu", "a machine", compiler=str(compiler)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = module._built(["-O1"])
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(tmp_path)) and access(path, mode))
+    assert module._built(["-O1"]) == made == tmp_path / "cache" / "moe-engine" / made.name
+    assert module._built(["-O2"]).parent == tmp_path / f"moe-engine-{os.getuid()}"
+
+
+def test_a_user_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No HOME and no entry in the password file: no folder `~` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    assert module.cache_folder() == tmp_path / "tmp" / f"moe-engine-{os.getuid()}"
+    assert not (tmp_path / "~").exists()
 
 
 def test_amx_can_be_refused(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
