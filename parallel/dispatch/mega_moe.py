@@ -15,15 +15,27 @@ from torch import Tensor
 from moe_engine.kernels.experts.batch import ExpertBatch, FusedTokens
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, unquantized
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape
+from moe_engine.parallel.dispatch.symm_mem.availability import without_multicast
 
 
 def make_buffer(library: Any, process_group: Any, shape: DispatchShape) -> Any:
-    """The symmetric buffer of all layers, for `shape.max_tokens` of each rank. Collective; waits for the device."""
+    """The symmetric buffer of all layers, for `shape.max_tokens` of each rank. Collective; waits for the device.
+
+    Raises:
+        ValueError: the library does not support these sizes, or the GPUs cannot share memory.
+    """
     if shape.dtype != torch.bfloat16:
         raise ValueError(f"MegaMoE takes bfloat16 tokens, not {shape.dtype}")
-    return library.get_symm_buffer_for_sm90_mega_moe(
-        process_group, shape.num_experts, shape.max_tokens, shape.top_k, shape.hidden, shape.width
-    )
+    without_multicast()
+    try:
+        return library.get_symm_buffer_for_sm90_mega_moe(
+            process_group, shape.num_experts, shape.max_tokens, shape.top_k, shape.hidden, shape.width
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"MegaMoE's buffer cannot be made: {reason}; use --moe-a2a-backend deepep") from error
 
 
 class MegaDispatcher(Dispatcher):

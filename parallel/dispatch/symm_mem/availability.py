@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +12,13 @@ from moe_engine.kernels.triton.availability import installed as triton_installed
 
 MAX_NVSHMEM_RANKS = 16  # its kernel has 16 warps, one per rank
 MAX_NVSHMEM_LOCAL = 16  # experts of a rank; the same limit when sending
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+def without_multicast(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Before a rendezvous of torch's symmetric memory: it also sets up multicast, which no kernel here uses, and fails
+    or hangs where the driver refuses it (H20, confidential computing, a fabric manager in a bad state)."""
+    environ.setdefault(MULTICAST, "1")
 
 
 def why_not(device_kind: str, num_nodes: int) -> str | None:

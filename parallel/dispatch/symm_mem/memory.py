@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.parallel.collectives import Group
+from moe_engine.parallel.dispatch.symm_mem.availability import without_multicast
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class TorchSymmetricMemory:
     """
 
     def __init__(self, process_group: Any) -> None:
+        without_multicast()
         self._process_group = process_group
 
     def allocate(self, group: Group, num_bytes: int) -> SharedBytes:

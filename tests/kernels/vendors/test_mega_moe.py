@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +24,8 @@ from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
 from moe_engine.parallel.dispatch.mega_moe import make_buffer
 from moe_engine.parallel.dispatch.protocol import DispatchShape
+from moe_engine.parallel.dispatch.symm_mem.availability import MULTICAST
+from moe_engine.parallel.dispatch.symm_mem.memory import TorchSymmetricMemory
 from moe_engine.parallel.dispatch.tables import Place, choose
 from moe_engine.parallel.experts import DispatchedExperts
 from tests.kernels.cpu.formulas import gated, normal
@@ -105,6 +109,27 @@ def test_a_batch_beyond_the_buffer_is_refused(installed) -> None:
         made[0].dispatch(normal(9, HIDDEN, dtype=BF16), ids, ids.float(), "prefill")
     with pytest.raises(ValueError, match="bfloat16 tokens"):
         make_buffer(emulator.module, world.group(0), replace(SHAPE, dtype=torch.float16))
+
+
+def test_ranks_without_shared_memory_get_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's rendezvous fails; multicast, which no kernel uses, is off before it, unless the user has set it."""
+    seen = []
+
+    def fails(*sizes: Any) -> None:
+        seen.append(os.environ[MULTICAST])
+        raise RuntimeError("CUDA driver error: invalid argument\nException raised from rendezvous")
+
+    library = SimpleNamespace(get_symm_buffer_for_sm90_mega_moe=fails)
+    for given, wanted in ((None, "1"), ("0", "0")):
+        monkeypatch.delenv(MULTICAST, raising=False)
+        if given is not None:
+            monkeypatch.setenv(MULTICAST, given)
+        with pytest.raises(ValueError, match="cannot be made: CUDA driver error: invalid argument; use"):
+            make_buffer(library, None, SHAPE)
+        assert seen.pop() == wanted
+    monkeypatch.delenv(MULTICAST)
+    TorchSymmetricMemory(None)
+    assert os.environ[MULTICAST] == "1"
 
 
 def test_experts_that_it_cannot_run() -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Need, probe
+from moe_engine.kernels.experts.batch import ExpertBatch
+from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.kv_format.formats import E4M3
 from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import Row, select
@@ -26,14 +29,17 @@ from tests.kernels.cpu.formulas import (
     normal,
     paged_queries,
     random_trees,
+    slots_of,
 )
+from tests.kernels.cpu.index_formulas import TOP_K, scores_of
+from tests.kernels.cpu.index_formulas import select as choose_slots
 from tests.kernels.vendors.static_batch import SIZE, Static, replays
 from tests.kernels.vendors.test_attention import LATENT, WIDTH
 from tests.kernels.vendors.test_deep_gemm import near, weight
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-VENDORS = ("deep_gemm", "flashinfer", "flashmla", "fa3")
+VENDORS = ("deep_gemm", "flashinfer", "flashmla", "fa3", "trtllm_mla")
 LENS = [(4, 70), (0, 3), (1, 1), (3, 3), (2, 65), (1, 900)]
 
 
@@ -41,9 +47,9 @@ def names(rows: list[Row]) -> list[str]:
     return [row.name for row in rows if row.name in VENDORS]
 
 
-def build(family: str, rows: list[Row], name: str) -> Any:
+def build(family: str, rows: list[Row], name: str, kv_dtype: str = "auto") -> Any:
     """The row, or a skip with the reason why it cannot run here."""
-    device, need = probe("cuda"), Need("bfloat16", page_size=64)
+    device, need = probe("cuda"), Need("bfloat16", kv_dtype, page_size=64)
     reason = next(row for row in rows if row.name == name).why_not(device, need)
     if reason:
         pytest.skip(reason)
@@ -144,6 +150,52 @@ def test_deep_gemm_linear(tokens):
     moved = replace(w, data=w.data.cuda(), scales=w.scales.cuda())
     got: Tensor = kernel.run(x.cuda(), kernel.prepare_blocks(moved))
     near(got.cpu(), x.double() @ fp8.dequantize_weight(w).double().T)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "padded", "received"])
+def test_deep_gemm_experts(layout):
+    """`received`: padded rows of a dispatcher in FP8, with scales of rows beyond the counts that were never written."""
+    kernel, counts, capacity = build("experts", tables.EXPERTS, "deep_gemm"), [3, 0, 130, 9], 192
+    weights = kernel.allocate_blocks(4, 1024, 512, "cuda")
+    parts = [(weight(512, 1024), weight(512, 1024), weight(1024, 512)) for _ in counts]
+    for expert, part in enumerate(parts):
+        kernel.load_expert_blocks(weights, expert, *part)
+    x = normal(4, capacity, 1024, dtype=BF16)
+    valid = torch.arange(capacity) < torch.tensor(counts)[:, None]
+    rows, sizes = x.cuda(), {"counts": torch.tensor(counts, dtype=torch.int32).cuda()}
+    if layout == "grouped":
+        rows, sizes = x[valid].cuda(), {"offsets": torch.tensor([0, *counts]).cumsum(0).int().cuda()}
+    batch = ExpertBatch(layout.replace("received", "padded"), rows, **sizes)
+    if layout == "received":
+        sent = fp8.quantize_rows(x.flatten(0, 1), kernel.input_format(weights).power_of_two)
+        scales = sent.scales.unflatten(0, (4, capacity)).clone()
+        scales[~valid] = torch.nan
+        batch = replace(batch, x=sent.data.view(4, capacity, 1024).cuda(), scales=scales.cuda(), dtype=BF16)
+    got = kernel.run(batch, weights).cpu()
+    for expert, count in enumerate(counts):
+        start = sum(counts[:expert])
+        own = got[start : start + count] if layout == "grouped" else got[expert, :count]
+        if count:
+            near(own, gated(x[expert, :count], *map(fp8.dequantize_weight, parts[expert])))
+
+
+def test_deep_gemm_indexer():
+    """Prompts are scored by the library, over FP8 keys."""
+    kernel, heads, width = build("indexer", tables.INDEXER, "deep_gemm", kv_dtype=E4M3), 64, 128
+    queries, size = paged_queries([(70, 150)], 64)
+    cache = torch.zeros(size, 1, width + 4, dtype=torch.uint8).cuda()
+    kernel.write(normal(size, width, dtype=BF16).cuda(), torch.arange(size).cuda(), cache, 64)
+    q, gates = normal(70, heads, width, dtype=BF16), torch.randn(70, heads)
+    found = choose_slots(kernel, q.cuda(), gates.cuda(), cache, on_gpu(queries)).cpu()
+    values, scales = index_keys.unpack(cache[:, 0].cpu(), width)
+    rounded, folded = index_keys.quantize_queries(q, gates)
+    own = slots_of(queries, 0)
+    want = scores_of(rounded.float(), folded, values[own].double() * scales[own].double()[:, None])
+    assert (found >= 0).sum(1).tolist() == [min(TOP_K, 81 + i) for i in range(70)]
+    place = {int(slot): i for i, slot in enumerate(own)}
+    for token, row in enumerate(found):  # rounding may exchange near ties
+        chosen, best = [place[int(slot)] for slot in row], want[token, : 81 + token].topk(TOP_K).values
+        assert want[token, chosen].min() >= best.min() - 1e-2 * best.abs().max()
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 301])
