@@ -117,6 +117,7 @@ READS_ENVIRONMENT = {
     "kernels/torch_regions.py",
     "kernels/vendors/cuda_home.py",  # variables of the libraries' compiler
     "parallel/dispatch/deepep/startup.py",  # DeepEP has no arguments for these
+    "parallel/dispatch/symm_mem/availability.py",  # torch's symmetric memory has no argument for this
     "parallel/trainer_group.py",  # torch's NCCL group has no argument for this
     "moe_engine/cli/cluster_check/command.py",
     "moe_engine/cli/doctor.py",

@@ -66,10 +66,13 @@ class Library:
         return self.check(importlib.import_module(name))
 
     def check(self, module: Any) -> Any:
-        """Returns the module. Raises ImportError if an attribute is missing."""
+        """Returns the module. Raises ImportError if an attribute is missing, or its compiled part did not load."""
+        where = getattr(module, "__file__", None) or getattr(module, "__name__", "the module")
+        broken = getattr(module, "_flashmla_import_error", None)  # sgl_kernel raises it at the first call only
+        if broken is not None:
+            raise ImportError(f"{where}: {broken}") from broken
         missing = [name for name in self.provides if not _has(module, name)]
         if missing:
-            where = getattr(module, "__file__", None) or getattr(module, "__name__", "the module")
             raise ImportError(f"{where} lacks {', '.join(missing)}: too old, or another package ({self.install})")
         return module
 

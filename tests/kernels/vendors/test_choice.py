@@ -17,7 +17,7 @@ from moe_engine.kernels.device import Device, HeadWidths, IndexWidths, Need
 from moe_engine.kernels.registry import select
 from moe_engine.kernels.triton import availability
 from moe_engine.kernels.vendors import probe
-from moe_engine.kernels.vendors.probe import DEEP_GEMM, FA3, FLASHINFER, LIBRARIES, accepts
+from moe_engine.kernels.vendors.probe import DEEP_GEMM, FA3, FLASH_MLA, FLASHINFER, LIBRARIES, accepts
 
 HOPPER, BLACKWELL, AMPERE = (Device("cuda", f"GPU {major}", (major, 0)) for major in (9, 10, 8))
 CPU = Device("cpu", "test")
@@ -171,6 +171,16 @@ def test_attributes_decide_not_versions(folder):
     (folder / "flash_attn_interface.py").write_text("flash_attn_varlen_func = None\n")
     with pytest.raises(ImportError, match=r"flash_attn_interface.py lacks flash_attn_with_kvcache"):
         FA3.load()
+
+
+def test_a_compiled_part_that_does_not_load_is_found_before_the_first_call(folder):
+    """sgl_kernel.flash_mla catches the failure when it is imported, and raises it when a kernel is called."""
+    (folder / "flash_mla.py").write_text(
+        "get_mla_metadata = flash_mla_with_kvcache = _flashmla_import_error = None\n"
+        "try:\n    import ops_of_another_cuda\nexcept Exception as error:\n    _flashmla_import_error = error\n"
+    )
+    with pytest.raises(ImportError, match=r"flash_mla.py: No module named 'ops_of_another"):
+        FLASH_MLA.load()
 
 
 def test_arguments_are_found_in_signatures_and_docstrings():
