@@ -247,6 +247,7 @@ class Fleet:
 
     def _push(self, arrival: Arrival, drawn: bool = False) -> None:
         arrival.answer_ids = arrival.answer_ids or self._numbers.take(arrival.output_len + 1)
+        arrival.blocks = self._router.blocks_of(arrival.prompt_ids)
         heapq.heappush(self._arrivals, (arrival.seconds, next(self._order), arrival))
         self._drawn = arrival if drawn else self._drawn
 
@@ -271,11 +272,10 @@ class Fleet:
         if not self._able:
             self.recorder.fail(running, running.arrival.seconds, "all ranks are lost")
             return
-        if running.prompt is None:
-            running.prompt = self._router.blocks_of(running.arrival.prompt_ids)
-        index = self._router.choose(self._able, running.prompt)
+        blocks = running.arrival.blocks
+        index = self._router.choose(self._able, blocks)
         replica, group = self._places[index]
-        running.uncomputed = self._router.sent(index, running.prompt)
+        running.uncomputed = self._router.sent(index, blocks)
         refused = replica.add(group, running, rid, output_ids)
         self._time(index // self.spec.replica.num_groups)
         if refused is not None:
@@ -284,8 +284,8 @@ class Fleet:
 
     def _ended(self, replica: Replica, group: int, running: Running, now: float) -> None:
         arrival = running.arrival
-        if running.prompt is not None:
-            self._router.ended(self._indices[replica, group], running.prompt, running.answer[:-1])
+        if arrival.blocks is not None:
+            self._router.ended(self._indices[replica, group], arrival.blocks, running.answer[:-1])
         self._followed_by(arrival, now + self.recorder.answer_seconds)
 
     def _followed_by(self, arrival: Arrival, now: float) -> None:

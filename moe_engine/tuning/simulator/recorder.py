@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_engine.frontend.known_prefixes import PromptBlocks
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.gap_histogram import GapHistogram
 from moe_engine.tuning.phases import DECODE, DELIVERY, END, PREFILL, QUEUE, READ
@@ -24,7 +23,6 @@ class Running:
     group: int = -1
     request: Request | None = None
     """As its scheduler has it."""
-    prompt: PromptBlocks | None = None
     uncomputed: int = 0
     answer: list[int] = field(default_factory=list)
     """Its tokens, and a further one."""

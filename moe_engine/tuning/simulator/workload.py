@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from moe_engine.frontend.known_prefixes import PromptBlocks
 from moe_engine.scheduler.session_hold import TAIL
 
 FIRST_TOKEN = 1 << 20
@@ -63,6 +64,8 @@ class Arrival:
     answer_ids: int = 0
     subagent: bool = False
     pause: float | None = None
+    blocks: PromptBlocks | None = None
+    """Of the prompt, for the router, which finds its tokens in the processor's cache right after they are drawn."""
 
     def __post_init__(self) -> None:
         self.max_tokens = max(self.max_tokens, self.output_len)
