@@ -60,6 +60,9 @@ class PagedQueries:
     """Tokens of an entry. Above 1 the positions of the context are entries (DeepSeek V4), whose slots are those of
     their first tokens in the slot table, divided by their number; for indexers with `plan_in_place`."""
 
+    selected: bool = False
+    """The slot table has a list of selected slots for each request."""
+
     def __post_init__(self) -> None:
         if self.visible is None:
             return

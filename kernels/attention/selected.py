@@ -75,7 +75,8 @@ class Selected:
         """Each query token as a request of its own, whose context is its selection."""
         num = len(self.counts)
         numbers = torch.arange(num + 1, dtype=torch.int32, device=self.slots.device)
-        return PagedQueries([1] * num, self.counts, numbers[:num], numbers, self.counts_device, self.slots, 1)
+        lens, starts = self.counts_device, numbers
+        return PagedQueries([1] * num, self.counts, numbers[:num], starts, lens, self.slots, 1, selected=True)
 
 
 def num_visible(queries: PagedQueries) -> list[int]:

@@ -33,9 +33,11 @@ class DeviceIntTable:
             self._flat.index_copy_(0, index.flatten(), values.flatten().to(self._flat.dtype))
 
     def read(self, index: np.ndarray) -> np.ndarray:
-        """values.flat[index] on the host, in the table's type; synchronizes with an accelerator."""
-        host = self._stream.read(self._flat) if self._host is None else self._host
-        return host[index]
+        """values.flat[index] on the host, in the table's type; synchronizes with an accelerator, unless the index is
+        empty."""
+        if self._host is not None:
+            return self._host[index]
+        return self._stream.read(self._flat if index.size else self._flat[:0])[index]
 
     def put_from_host(self, index: np.ndarray, values: np.ndarray) -> None:
         """values.flat[index] = values, arrays of one shape."""

@@ -1,5 +1,6 @@
-// The parts of a device that torch without CUDA lacks: a device guard (without effect here), and the release of a
-// tensor's memory, which may happen while Python cannot run: it is recorded, and read later.
+// The parts of a device that torch without CUDA lacks: a device guard (without effect here), the release of a tensor's
+// memory, which may happen while Python cannot run (it is recorded, and read later), and new memory for a storage.
+#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <mutex>
@@ -27,4 +28,11 @@ extern "C" int take_given_back(void** into, int room) {
     given_back.pop_back();
   }
   return count;
+}
+
+// Replaces a storage's memory, which is released; tensors over the storage stay. `managed` is of the new memory.
+extern "C" void replace_memory(void* storage, void* data, int64_t bytes, void* managed, int device) {
+  auto* impl = static_cast<c10::StorageImpl*>(storage);
+  impl->set_data_ptr_noswap(c10::DataPtr(data, managed, &give_back, c10::Device(c10::kCUDA, device)));
+  impl->set_nbytes(static_cast<size_t>(bytes));
 }

@@ -201,9 +201,18 @@ def _tensors(torch: Any) -> None:
     def record_stream(self: Any, stream: Any) -> None:
         MEMORY.block(self).recorded.add(stream)
 
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: Any, num_bytes: int) -> Any:
+        if self.device.type != "cuda":
+            return resize(self, num_bytes)
+        MEMORY.resize(self, num_bytes)
+        return self
+
     torch.Event = streams.AnyEvent
     for make in (empty, torch.zeros, torch.ones, torch.full, torch.tensor, torch.rand, torch.randn):
         setattr(torch, make.__name__, pinned_too(make))
     torch.Tensor.pin_memory = pin_memory
     torch.Tensor.is_pinned = lambda self, device=None: operators.is_pinned(self)
     torch.Tensor.record_stream = record_stream
+    torch.UntypedStorage.resize_ = resize_

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from tests.simulated_cuda import observer
 
@@ -98,6 +98,24 @@ class Memory:
 
     def adopt(self, host: Tensor, device: int) -> Tensor:
         """Makes bytes [n] of the host memory of the device; only device tensors should use it from now on."""
+        managed = self._managed(host, device)
+        return torch.from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None))
+
+    def resize(self, storage: UntypedStorage, num_bytes: int) -> None:
+        """``UntypedStorage.resize_``: new memory with the content of the old one, which is released. Tensors over the
+        storage stay."""
+        device, old, address, managed = storage.device.index, self._blocks.get(storage.data_ptr()), None, None
+        if num_bytes:
+            host = torch.full((num_bytes,), POISON, dtype=torch.uint8)
+            managed, address = ctypes.byref(self._managed(host, device)), host.data_ptr()
+            if old is not None:
+                kept = min(num_bytes, old.host.nbytes)
+                host[:kept].copy_(old.host[:kept])
+        pointers = ctypes.c_void_p(storage._cdata), ctypes.c_void_p(address)
+        self._library.replace_memory(*pointers, ctypes.c_int64(num_bytes), managed, device)
+
+    def _managed(self, host: Tensor, device: int) -> _Managed:
+        """A block over host memory."""
         self.collect()
         if self.used[device] + host.nbytes > self.total:
             raise torch.OutOfMemoryError(f"CUDA out of memory: simulated device {device} has {self.total >> 20} MiB")
@@ -113,7 +131,7 @@ class Memory:
             self._blocks[block.address] = block
             self._by_managed[ctypes.addressof(managed)] = block
             self.used[device] += host.nbytes
-        return torch.from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None))
+        return managed
 
     @torch.inference_mode()
     def collect(self) -> None:

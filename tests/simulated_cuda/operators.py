@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.simulated_cuda import any_order, failures, observer, order, profiler
 from tests.simulated_cuda.memory import MEMORY
-from tests.simulated_cuda.streams import Stream, current, deliver, note_wait, under_way
+from tests.simulated_cuda.streams import HazardError, Stream, current, deliver, note_wait, under_way
 
 aten = torch.ops.aten
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -34,6 +34,8 @@ WITHOUT_BYTES = {
 }  # fmt: skip
 """Operators that CUDA, unlike CPUs, lacks for FP8 and wide unsigned integers (torch, native/cuda/IndexKernel.cu)."""
 BYTES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64}
+
+SETS = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor)
 
 
 class Launch:
@@ -74,7 +76,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(MEMORY.host(args[0]))
     if op is aten.record_stream.default:
         raise NotImplementedError("record_stream through the dispatcher")
-    if op.is_view or op in (aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor):
+    if op.is_view or op in SETS:
         return op.redispatch(CPU, *args, **kwargs)
     if op in (aten.resize_.default,):
         return _resize(*args, **kwargs)
@@ -111,6 +113,8 @@ def copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``aten::copy_`` with a device on either side."""
     if into.is_cuda and source.is_cuda:
         return _compute(aten.copy_.default, (into, source), {})
+    if not into.numel():
+        return into
     launch = Launch("copy", into.device if into.is_cuda else source.device)
     if into.is_cuda:
         _upload(launch, into, source, non_blocking)
@@ -134,7 +138,7 @@ def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) ->
     pinned = is_pinned(source)
     if launch.graph is not None and not (pinned and non_blocking):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing (upload of pageable memory)")
-    if not pinned and source.numel():
+    if not pinned:
         note_wait("an upload of pageable memory")
     elif not non_blocking:
         note_wait("a blocking upload")
@@ -146,7 +150,8 @@ def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) ->
         return
     there.copy_(source)
     if launch.graph is not None:
-        launch.graph.add(lambda: there.copy_(source))
+        host = _still_owned(source)
+        launch.graph.add(lambda: there.copy_(host()))
     elif pinned and non_blocking:
         under_way(source, None, launch.stream)
 
@@ -159,7 +164,8 @@ def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) 
     if non_blocking and is_pinned(into):
         if launch.graph is not None:
             into.copy_(content)
-            launch.graph.add(lambda: into.copy_(content))
+            host = _still_owned(into)
+            launch.graph.add(lambda: host().copy_(content))
             return
         if into.dtype != source.dtype:
             raise NotImplementedError("a simulated download that converts")
@@ -167,6 +173,18 @@ def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) 
         return
     note_wait("a download")
     into.copy_(content)
+
+
+def _still_owned(host: Tensor) -> Callable[[], Tensor]:
+    """Pinned memory of a captured copy: a graph does not keep it. Raises HazardError if nothing else has kept it."""
+    own = host.detach()
+
+    def found() -> Tensor:
+        if torch._C._storage_Use_Count(own.untyped_storage()._cdata) < 3:  # of `own`, and of this call
+            raise HazardError("a replayed copy uses pinned memory that was given back")
+        return own
+
+    return found
 
 
 def call_in_order(function: int, data: int, device: Any) -> None:

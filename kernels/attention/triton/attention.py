@@ -309,8 +309,8 @@ class TritonGQA(_Backend):
 
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
-        self._paged_as: dict[int | None, tuple[int, int, int, torch.dtype]] = {}
-        """Arguments of `_cut` by window of the layers. Layers with equal windows are alike."""
+        self._paged_as: dict[tuple[int | None, bool], tuple[int, int, int, torch.dtype]] = {}
+        """Arguments of `_cut` by `_kind`. Layers of a kind are alike."""
 
     @property
     def capabilities(self) -> AttentionCapabilities:
@@ -324,14 +324,18 @@ class TritonGQA(_Backend):
         if batch.prefill is not None:
             groups.append(GroupPlan(batch.prefill))
         for group in groups:
-            if (form := self._paged_as.get(group.queries.window)) is not None:
+            if (form := self._paged_as.get(_kind(group.queries))) is not None:
                 self._schedule(group, *form)
         return StepPlan(*groups)
 
     def plan_in_place(self, batch: AttentionBatch) -> PlanInPlace | None:
-        """See `TritonMLA.plan_in_place`."""
-        form = None if batch.decode is None else self._paged_as.get(batch.decode.window)
-        if form is None or self._deterministic or batch.decode is None:
+        """See `TritonMLA.plan_in_place`. Before the first selection its plan has the form of other layers: plans
+        are made again between the first run of a step and its capture."""
+        if batch.decode is None or self._deterministic:
+            return None
+        window, selected = kind = _kind(batch.decode)
+        form = self._paged_as.get(kind) or (self._paged_as.get((window, False)) if selected else None)
+        if form is None:
             return None
         _, split = self._cut(batch.decode, *form)
         return PlanInPlace(batch.decode, form[0], split)
@@ -353,9 +357,14 @@ class TritonGQA(_Backend):
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         num_groups = k_cache.shape[1]
-        form = self._paged_as[queries.window] = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
+        form = self._paged_as[_kind(queries)] = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
         tile, segments = self._schedule(_find(plan, queries), *form)
         return paged_attention(q, k_cache, v_cache, queries, segments, tile, scale, sinks)
+
+
+def _kind(queries: PagedQueries) -> tuple[int | None, bool]:
+    """Of the layers: their window, and whether they attend to selections, in which a request has one KV head."""
+    return queries.window, queries.selected
 
 
 def _record_form(width: int) -> tuple[int, int, int]:

@@ -191,6 +191,24 @@ def test_memory_that_a_graph_reads_must_be_kept() -> None:
     assert out.isnan().all()
 
 
+def test_host_memory_that_a_graph_copies_must_be_kept() -> None:
+    """Pinned memory belongs to its tensors: a graph reads and writes what the allocator gave to others."""
+    x, kept = torch.zeros(3, device=GPU), torch.ones(3).pin_memory()
+    for into, source in ((x, kept), (kept, x)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            into.copy_(source, non_blocking=True)
+        graph.replay()
+    del into, source
+    lost = torch.ones(3).pin_memory()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        x.copy_(lost, non_blocking=True)
+    graph.replay()
+    del lost
+    with pytest.raises(HazardError, match="given back"):
+        graph.replay()
+
+
 def test_streams_must_be_ordered_by_events() -> None:
     side, x = torch.cuda.Stream(), torch.ones(4, device=GPU)
     with torch.cuda.stream(side), pytest.raises(HazardError, match="nothing puts them in order"):

@@ -33,6 +33,7 @@ def test_only_reads_of_a_table_wait() -> None:
     streams.waits.clear()
     table.put(index, table.take(index))
     table.put_from_host(np.array([1]), np.array([4]))
+    assert not table.read(np.zeros(0, dtype=np.int64)).size
     assert streams.waits == []
     table.read(np.array([1]))
     assert len(streams.waits) == 1
