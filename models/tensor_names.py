@@ -12,7 +12,7 @@ from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor
 from moe_engine.models.formats.table import format_in_headers, hint_for
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import EMBEDDING, Kind, layer_index, model_tensors, mtp_copies
+from moe_engine.models.tensors import EMBEDDING, Kind, layer_index, model_tensors, mtp_copies, names_outside_model
 
 MAX_SHOWN = 5
 
@@ -50,9 +50,9 @@ class TensorNames:
             CheckpointError: names the tensors at fault.
         """
         found = format_in_headers(self._config.weight_format, files)
-        problems, read = [], set()
+        problems, read, unread = [], set(), names_outside_model(self._config, files)
         for name in sorted(files):
-            if self._is_outside(name):
+            if self._is_unread_draft(name) if layer_index(name) >= self._config.num_layers else name in unread:
                 continue
             weight = self._scaled_by(name)
             spec = self._specs.get(weight or name)
@@ -83,14 +83,13 @@ class TensorNames:
                 return weight
         return None
 
-    def _is_outside(self, name: str) -> bool:
-        """True for checkpoint tensors of this architecture that the served model does not use."""
+    def _is_unread_draft(self, name: str) -> bool:
+        """True for tensors of layers behind the model's that the served model does not use."""
         config, index = self._config, layer_index(name)
         stop = config.num_layers + config.num_nextn_predict_layers
-        if config.num_layers <= index < max(stop, config.stored_layers):
-            return not self._include_mtp or index >= stop or name.endswith(mtp_copies(config))
-        no_head = config.tie_word_embeddings or config.pooling is not None
-        return name.endswith("rotary_emb.inv_freq") or (no_head and name.startswith("lm_head."))
+        if index >= max(stop, config.stored_layers):
+            return False
+        return not self._include_mtp or index >= stop or name.endswith(mtp_copies(config))
 
     def _unknown(self, name: str) -> str:
         near = difflib.get_close_matches(name, self._near(name), 3, 0.5)

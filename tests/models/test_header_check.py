@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,13 @@ from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.mtp import MTPLayers
-from moe_engine.models.tensors import Kind, model_tensors
+from moe_engine.models.tensor_names import TensorNames
+from moe_engine.models.tensors import Kind, model_tensors, names_outside_model
 from moe_engine.parallel.context import SINGLE
 from tests.models import stepper
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
+from tests.models.deepseek_v41 import make_v41
+from tests.models.kimi_k3 import make_k3
 
 
 class Recorder(DummyReader):
@@ -153,3 +158,14 @@ def test_a_bad_checkpoint_is_refused_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "False 2" and "model.norm.weight" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "make", [make_v41, make_k3, partial(make_checkpoint, "qwen4_exp", num_mtp_layers=1)], ids=["v4.1", "k3", "qwen4"]
+)
+def test_calls_by_name_pass_over_what_a_load_passes_over(tmp_path: Path, make: Callable[..., Path]) -> None:
+    """Tables of n-grams, biases for images without a tower, scores of one row, MTP layers that are not loaded."""
+    path = make(tmp_path, seed=random.randrange(1 << 30))
+    config, files = load_model_config(path), read_checkpoint(path)
+    outside = names_outside_model(config, files)
+    assert outside and TensorNames(config, include_mtp=False).check("all tensors", files) == files.keys() - outside
