@@ -1,6 +1,8 @@
 """Matrices whose rows are joined in a checkpoint: q, k and v; gate and up (Phi-3, Phi-4). Imports no torch.
 
-Rows are consecutive bytes, so each matrix is a tensor of its own at its place in the file.
+Rows are consecutive bytes, so each matrix is a tensor of its own at its place in the file. Of quantized matrices that
+holds for numbers and scales whose first dimension is the rows'; the others (one scale of a matrix, its shape) belong
+to all matrices. AWQ and GPTQ store columns first, and are refused.
 """
 
 from __future__ import annotations
@@ -12,8 +14,13 @@ from moe_engine.models.tensor_header import TensorHeader, WeightFile
 
 JOINED = ("Phi3ForCausalLM",)
 """Architectures with such files."""
-_JOINED = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv|mlp\.gate_up)_proj\.weight")
-_OUTPUT = "self_attn.o_proj.weight"
+ROWS_FIRST = ("compressed-tensors", "fp8", "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "modelopt", "mxfp8")
+"""Formats (`quant_method`) whose tensors have rows first."""
+_JOINED = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv|mlp\.gate_up)_proj\.(.+)")
+_MATRICES = ("weight_packed", "weight")
+_OUTPUT = "self_attn.o_proj"
+_ROWS_OF_ELEMENT = (1, 4, 8, 128)
+"""Rows of an element of a column: of numbers and scales, of packed zero points, of scales of FP8 blocks."""
 
 
 def with_parts(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
@@ -27,32 +34,47 @@ def with_parts(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
 def _with_parts(file: WeightFile, files: Mapping[str, WeightFile]) -> WeightFile:
     tensors, stored = dict[str, TensorHeader](), dict(file.stored_names)
     for name, header in file.tensors.items():
-        first, rows = 0, _rows_of(name, header, files)
+        first, rows = 0, _rows_of(name, files)
         if not rows:
             tensors[name] = header
         for part, count in rows.items():
-            tensors[part], stored[part] = _rows(header, first, count), file.stored_name(name)
+            tensors[part], stored[part] = _rows(header, first, count, sum(rows.values())), file.stored_name(name)
             first += count
     return WeightFile(file.path, tensors, stored)
 
 
-def _rows_of(name: str, header: TensorHeader, files: Mapping[str, WeightFile]) -> dict[str, int]:
-    """The rows of each matrix in a joined one, by name; empty: it is none, or its parts are not known."""
+def _rows_of(name: str, files: Mapping[str, WeightFile]) -> dict[str, int]:
+    """The rows of each matrix in a joined one, by the name of its tensor; empty: the tensor is none of a joined one, or
+    its parts are not known."""
     found = _JOINED.fullmatch(name)
-    if found is None or len(header.shape) != 2:
+    joined = None if found is None else _matrix(f"{found[1]}{found[2]}_proj", files)
+    if found is None or joined is None:
         return {}
-    layer, rows = found[1], header.shape[0]
-    if found[2] == "mlp.gate_up":
-        return {f"{layer}mlp.{part}_proj.weight": rows // 2 for part in ("gate", "up")} if rows % 2 == 0 else {}
-    output = files.get(f"{layer}{_OUTPUT}")
-    query = 0 if output is None else output.tensors[f"{layer}{_OUTPUT}"].shape[-1]
+    (layer, block, end), rows = found.groups(), joined[0]
+    if block == "mlp.gate_up":
+        return {f"{layer}mlp.{part}_proj.{end}": rows // 2 for part in ("gate", "up")} if rows % 2 == 0 else {}
+    output = _matrix(f"{layer}{_OUTPUT}", files)
+    query = 0 if output is None else output[1] * (output[0] // joined[1])  # several numbers may be one element
     if not 0 < query < rows or (rows - query) % 2:
         return {}
     counts = {"q": query, "k": (rows - query) // 2, "v": (rows - query) // 2}
-    return {f"{layer}self_attn.{part}_proj.weight": count for part, count in counts.items()}
+    return {f"{layer}self_attn.{part}_proj.{end}": count for part, count in counts.items()}
 
 
-def _rows(header: TensorHeader, first: int, count: int) -> TensorHeader:
-    each = header.num_bytes // header.shape[0]
-    start = header.start + first * each
-    return TensorHeader(header.dtype, (count, *header.shape[1:]), start, start + count * each)
+def _matrix(prefix: str, files: Mapping[str, WeightFile]) -> tuple[int, ...] | None:
+    """Rows and elements of a row of the tensor with a matrix's numbers."""
+    found = [name for end in _MATRICES if (name := f"{prefix}.{end}") in files]
+    shape = files[found[0]].tensors[found[0]].shape if found else ()
+    return shape if len(shape) == 2 and all(shape) else None
+
+
+def _rows(header: TensorHeader, first: int, count: int, rows: int) -> TensorHeader:
+    """Rows [first, first + count) of a tensor whose first dimension is that of the `rows` in turn, or of groups of
+    them; of another one all of it."""
+    by_row = len(header.shape) == 2 or header.shape == (rows,)
+    each = rows // header.shape[0] if by_row and header.shape[0] and rows % header.shape[0] == 0 else 0
+    if each not in _ROWS_OF_ELEMENT or first % each or count % each:
+        return header
+    size = header.num_bytes // header.shape[0]
+    start = header.start + first // each * size
+    return TensorHeader(header.dtype, (count // each, *header.shape[1:]), start, start + count // each * size)

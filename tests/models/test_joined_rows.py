@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint
+from tests.models.format_checks import logits_of, write_pair
+from tests.models.quantized import quantize, section
+from tests.models.quantized_floats import FLOATS, quantize_floats
 
 LAYER = "model.layers.1."
 
@@ -31,6 +35,42 @@ def test_rows_are_tensors_of_their_own(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(both), stored[f"{LAYER}mlp.gate_up_proj.weight"])
     name = f"{LAYER}mlp.up_proj.weight"
     assert read_checkpoint(path)[name].stored_name(name) == f"{LAYER}mlp.gate_up_proj.weight"
+
+
+QUANTIZED: dict[str, Any] = {
+    "compressed int4": {"layout": "pack-quantized"},
+    "compressed int4, zeros": {"layout": "pack-quantized", "symmetric": False, "group": 16},
+    "compressed int8": {"layout": "int-quantized", "bits": 8, "group": 0},
+    "w8a8_int8": {"layout": "w8a8_int8", "bits": 8, "group": 0},
+}
+
+
+@pytest.mark.parametrize("name", [*QUANTIZED, "compressed fp8, rows", "compressed fp8, matrix", "nvfp4"])
+def test_quantized_matrices(tmp_path: Path, name: str) -> None:
+    """Numbers and scales of rows are cut, what belongs to a whole matrix is common to its parts."""
+    path = make_checkpoint("phi3", tmp_path / "model", tokenizer=False)
+    tensors = load_file(path / "model.safetensors")
+    if (options := QUANTIZED.get(name)) is not None:
+        (stored, plain), config = quantize(tensors, **options), section(**options)
+    else:
+        (stored, plain), config = quantize_floats(tensors, name), FLOATS[name][1]
+    joined = f"{LAYER}self_attn.qkv_proj."
+    assert len([key for key in stored if key.startswith(joined)]) > 1
+    path, other = write_pair(path, stored, plain, {"quantization_config": config})
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    for row in ("torch", "cpu"):
+        want = logits_of(other, row)
+        torch.testing.assert_close(logits_of(path, row), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_blocks_across_matrices_are_refused(tmp_path: Path) -> None:
+    """Scales of blocks of 128 rows, of which q has half a block."""
+    path = make_checkpoint("phi3", tmp_path / "model", tokenizer=False)
+    stored, _ = quantize_floats(load_file(path / "model.safetensors"), "compressed fp8, blocks")
+    path, _ = write_pair(path, stored, stored, {"quantization_config": FLOATS["compressed fp8, blocks"][1]})
+    config = load_model_config(path)
+    with pytest.raises(CheckpointError, match="has shape"):
+        check_headers(path, read_checkpoint(path), config)
 
 
 def test_an_older_name_of_longrope(tmp_path: Path) -> None:
@@ -51,7 +91,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight \[64, 64\] is missing"):
         check_headers(path, read_checkpoint(path), config)
     for fields, message in (
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported with joined matrices"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is not supported with joined matrices"),
         ({"attention_bias": True}, "attention_bias True is not supported"),
     ):
         with pytest.raises(ConfigError, match=message):
