@@ -153,10 +153,10 @@ def four_bits(*rows: int) -> list[KernelCase]:
 
 def parity_cases() -> list[KernelCase]:
     """Small cases, enough for correctness: decodes, verifications, chunks and prompts of every kind of attention."""
-    latent = (attention.DEEPSEEK_V3, attention.DEEPSEEK_V3_FP8, attention.DEEPSEEK_V2_LITE)
-    grouped = (attention.LLAMA_3_8B, attention.QWEN3_30B_A3B)
+    latent = (attention.DEEPSEEK_V3, attention.DEEPSEEK_V3_FP8, attention.DEEPSEEK_V2_LITE, GLM_47_FLASH)
+    grouped = (attention.LLAMA_3_8B, attention.QWEN3_30B_A3B, QWEN3_NEXT)
     shapes = [model.absorbed(5, count, 300) for model in latent for count in (1, 4)]
-    shapes += [model.expanded(2, 70, context) for model in (latent[0], latent[2]) for context in (70, 300)]
+    shapes += [model.expanded(2, 70, context) for model in (latent[0], *latent[2:]) for context in (70, 300)]
     shapes += [model.paged(5, count, 300) for model in grouped for count in (1, 4, 130)]
     return [
         *map(attention_case, shapes),
@@ -165,6 +165,7 @@ def parity_cases() -> list[KernelCase]:
         padded_experts(8, QWEN3_30B_ROWS),
         padded_experts(8),
         *(experts_case(ExpertShape(model, tokens, EXPERTS)) for model in OTHER_ACTIVATIONS for tokens in (5, 300)),
+        layer_cases.lora(9, 4096, (0, 4096, 5120, 6144), 256),
         quantize(130, DEEPSEEK_V3.hidden),
         norm_quantize(130, DEEPSEEK_V3.hidden),
         permute(130),
@@ -203,6 +204,10 @@ def timed_cases() -> list[KernelCase]:
 
 
 TINY_OPS = ModelOps("tiny", 96, 300, 4, 16, 32, 48, 64, 24, 16, 3)
+
+
+GLM_47_FLASH = attention.LatentModel("glm-4.7-flash", 20, nope=192, value=256)
+QWEN3_NEXT = attention.GroupedModel("qwen3-next", 16, 2, 256)
 
 
 def asked(setting: Setting, own: Callable[[], list[KernelCase]]) -> list[KernelCase]:

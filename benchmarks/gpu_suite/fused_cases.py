@@ -125,6 +125,29 @@ def norm_route(tokens: int, hidden: int, experts: int, top_k: int) -> KernelCase
     return counted("ops", f"fused.norm_route.{hidden}x{experts}x{top_k}.t{tokens}", prepare)
 
 
+ROUTERS = {
+    "v3": (7168, RouterSpec(256, 8, "sigmoid", True, 8, 4, "top2", True, 2.5)),
+    "kimi-k2": (7168, RouterSpec(384, 8, "sigmoid", True, renormalize=True, scale=2.827)),
+    "gpt-oss": (2880, RouterSpec(128, 4, "softmax", True, renormalize=True, bias_on_logits=True)),
+    "qwen3-next": (2048, RouterSpec(512, 10, "softmax", renormalize=True)),
+    "v4": (4096, RouterSpec(256, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5)),
+    "longcat": (6144, RouterSpec(768, 12, "softmax", True, scale=6.0)),
+}
+"""Hidden size and router of models, whose gates are in bfloat16."""
+
+
+def router(label: str, tokens: int) -> KernelCase:
+    """The choice of experts by one of `ROUTERS`."""
+    hidden, spec = ROUTERS[label]
+
+    def prepare(ops: Any, device: str) -> Call:
+        x, gate = normal(tokens, hidden, device=device), normal(spec.num_experts, hidden, device=device)
+        bias = 0.1 * torch.randn(spec.num_experts, device=device) if spec.has_bias else None
+        return lambda: ops.route(x, gate * hidden**-0.5, bias, spec)
+
+    return counted("ops", f"router.{label}.t{tokens}", prepare)
+
+
 def attention_values(requests: int, context: int, heads: int, latent: int = 512, value: int = 128) -> KernelCase:
     """MLA's absorbed decode and the product of its results with W_UV."""
 
@@ -173,6 +196,7 @@ def normed_query(tokens: int, n: int, k: int) -> KernelCase:
 def parity_cases() -> list[KernelCase]:
     """Few and many tokens: both tilings."""
     many = [normed_query(1, 4096, 1024), absorb(130, 128), heads_quantized(130, 128), combine_norm(130, 7168, 8)]
+    many += [router(label, tokens) for label in ROUTERS for tokens in (5, 300)]
     return [*timed_cases(5, 2048, 6, 300), *many]
 
 

@@ -22,6 +22,10 @@ from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous
 
 MAX_PARTS = 3
 """Max projections of one product: q, k and v."""
+_RANKS = 256
+"""Ranks of a program of the first kernel: two steps of 128 channels of them take 128 KiB of shared memory."""
+_AT_ONCE = 128
+"""Ranks of a product of the second kernel, whose operands are in registers."""
 
 
 @triton.jit
@@ -30,13 +34,14 @@ def shrink_kernel(
     RANKS: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, A_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """inner float32 [M, HEADS, RANKS] = x rows @ a.T. Grid (tiles, HEADS); a [S, A_HEADS, RANKS, K] is contiguous."""
+    """inner float32 [M, HEADS, RANKS] = x rows @ a.T. Grid (tiles, HEADS, RANKS / BLOCK_R); a [S, A_HEADS, RANKS, K] is
+    contiguous."""
     tile, head = tiles + 3 * tl.program_id(0), tl.program_id(1)
     slot, begin, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     place = begin + tl.arange(0, BLOCK_M)
     live = (place < end)[:, None]
     row = tl.load(order + place, place < end, 0)
-    ranks, lane = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    ranks, lane = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     known = ranks < RANKS
     x_tile = x + row[:, None] * x_stride + head * x_head_stride + lane[None, :]
     matrix = (slot.to(tl.int64) * A_HEADS + head % A_HEADS) * (RANKS * K)
@@ -66,7 +71,6 @@ def expand_kernel(
     live = (place < end)[:, None]
     row = tl.load(order + place, place < end, 0)
     ranks = tl.arange(0, BLOCK_R)
-    known = ranks < RANK
     column = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     part_of = (column >= SECOND).to(tl.int32) + (column >= THIRD).to(tl.int32)
     source = inner + (place[:, None].to(tl.int64) * HEADS + head) * (PARTS * RANK) + ranks[None, :]
@@ -74,9 +78,12 @@ def expand_kernel(
     b_tile = b + matrix + ranks[:, None] * N + column[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for part in tl.static_range(PARTS):
-        left = tl.load(source + part * RANK, live & known[None, :], 0.0).to(b.dtype.element_ty)
-        right = tl.load(b_tile, known[:, None] & (column < N)[None, :] & (part_of == part)[None, :], 0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        own = (column < N) & (part_of == part)
+        for first in range(0, RANK, BLOCK_R):
+            known = first + ranks < RANK
+            left = tl.load(source + part * RANK + first, live & known[None, :], 0.0).to(b.dtype.element_ty)
+            right = tl.load(b_tile + first * N, known[:, None] & own[None, :], 0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
     target = y + row[:, None] * y_stride + head * y_head_stride + column[None, :]
     valid = live & (column < N)[None, :]
     before = tl.load(target, valid, 0.0).to(tl.float32)
@@ -111,7 +118,7 @@ def _run(y: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: tuple[int, ...], t
     x, num_tiles = with_contiguous_rows(x), len(tokens.tiles)
     inner = torch.empty(len(tokens.order), heads, parts * rank, dtype=torch.float32, device=x.device)
     first, second = _plans(heads, a.shape[1], b.shape[1], k, n, rank, columns, x.dtype)
-    shrink_kernel[(num_tiles, heads)](
+    shrink_kernel[(num_tiles, heads, triton.cdiv(parts * rank, first["BLOCK_R"]))](
         x, tokens.order, tokens.tiles, a, inner, stride_of(x, 0), stride_of(x, 1), **first, num_warps=4
     )
     expand_kernel[(num_tiles, heads, triton.cdiv(n, second["BLOCK_N"]))](
@@ -127,12 +134,12 @@ def _plans(
     starts = [*columns[1:-1], n, n][:2]
     first = {
         "RANKS": parts * rank, "K": k, "HEADS": heads, "A_HEADS": a_heads, "BLOCK_M": TILE_TOKENS,
-        "BLOCK_R": max(16, next_power_of_2(parts * rank)),
+        "BLOCK_R": min(_RANKS, max(16, next_power_of_2(parts * rank))),
         "BLOCK_K": min(32 if wide else 128, max(16, next_power_of_2(k))),
     }  # fmt: skip
     second = {
         "RANK": rank, "N": n, "HEADS": heads, "B_HEADS": b_heads, "PARTS": parts, "SECOND": starts[0],
-        "THIRD": starts[1], "BLOCK_M": TILE_TOKENS, "BLOCK_R": max(16, next_power_of_2(rank)),
+        "THIRD": starts[1], "BLOCK_M": TILE_TOKENS, "BLOCK_R": min(_AT_ONCE, max(16, next_power_of_2(rank))),
         "BLOCK_N": min(32 if wide else 128, max(16, next_power_of_2(n))),
     }  # fmt: skip
     return first, second
@@ -159,7 +166,7 @@ def lora_cases(
 def aot_cases() -> list[AotCase]:
     """q, k and v of a Llama with 8 B parameters, and DeepSeek-V3's o_proj and absorbed keys of 16 heads."""
     return [
-        *lora_cases("qkv", 1, 1, 1, 4096, 16, (0, 4096, 5120, 6144)),
+        *(case for rank in (16, 256) for case in lora_cases("qkv", 1, 1, 1, 4096, rank, (0, 4096, 5120, 6144))),
         *lora_cases("o", 1, 1, 1, 16384, 64, (0, 7168)),
         *lora_cases("keys", 16, 16, 1, 128, 16, (0, 512)),
         *lora_cases("o", 1, 1, 1, 2048, 16, (0, 7168), torch.float32),

@@ -151,6 +151,14 @@ class HashedRows:
 
     def read(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Ids of n-grams [T, N] int32 -> the rows side by side, [T, C W] of this dtype."""
+        if ids.is_meta:  # compilation without values
+            each = len(ids), len(self._sizes)
+            rows, scales = (
+                None if part is None else part.new_empty((*each, part.shape[1]), device="meta")
+                for part in (self._table, self._scales)
+            )
+            assert rows is not None
+            return self._values(rows.view(self._dtype), scales, dtype)
         if self._function is None:
             flat = self.rows_of(ids.cpu()).flatten()
             each = len(ids), len(self._sizes)

@@ -21,7 +21,7 @@ class TritonVarlen:
     name = "triton"
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], scale: float) -> Tensor:
-        tile = expanded_tile(q.dtype)
+        tile = expanded_tile(q.dtype, q.shape[2], v.shape[2])
         records = upload(blocks(lens, lens, lens, tile.block_m), q.device)  # a run's first token sees all of its keys
         no_rotary = k[:, 0, :0]  # with strides like those of the others, which kernels are compiled for
         out, _ = expanded_attention(q, torch.cat((k, v), 2), no_rotary, records, tile, scale)

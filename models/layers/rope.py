@@ -28,10 +28,11 @@ def make_rotary_table(
     if factors is not None:
         inverse = inverse * factors.to(inverse)
     max_positions = rope.num_rows(max_positions)
-    table = torch.empty(max_positions, rope.width)
+    place = "meta" if torch.device(device).type == "meta" else "cpu"  # a million rows without values take no time
+    table, inverse = torch.empty(max_positions, rope.width, device=place), inverse.to(place)
     for start in range(0, max_positions, _ROWS_AT_ONCE):
         rows = table[start : start + _ROWS_AT_ONCE]
-        angles = torch.arange(start, start + rows.shape[0], dtype=torch.float32).unsqueeze(1) * inverse
+        angles = torch.arange(start, start + rows.shape[0], dtype=torch.float32, device=place).unsqueeze(1) * inverse
         rows[:, : rope.width // 2] = angles.cos() * rope.attention_factor
         rows[:, rope.width // 2 :] = angles.sin() * rope.attention_factor
     return RotaryTable(table.to(device), rope.interleaved, _query_scale(rope, max_positions, device))

@@ -19,7 +19,7 @@ from moe_engine.kernels.attention.protocol import AbsorbedValues, AttentionCapab
 from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Split, schedule, upload
 from moe_engine.kernels.attention.selected import Shift, Turn
 from moe_engine.kernels.attention.sparse import over_absorbed
-from moe_engine.kernels.attention.triton.expanded import blocks, expanded_attention, expanded_tile
+from moe_engine.kernels.attention.triton.expanded import ExpandedTile, blocks, expanded_attention, expanded_tile
 from moe_engine.kernels.attention.triton.gather import GATHER_ROWS, gather
 from moe_engine.kernels.attention.triton.latent import LatentTile, latent_attention, latent_tile
 from moe_engine.kernels.attention.triton.merge import merge_chunk
@@ -185,7 +185,7 @@ class TritonMLA(_Backend):
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
         self._absorbed_as: tuple[int, torch.dtype, int] | None = None
-        self._expanded_as: torch.dtype | None = None
+        self._expanded_as: ExpandedTile | None = None
 
     @property
     def capabilities(self) -> AttentionCapabilities:
@@ -210,7 +210,7 @@ class TritonMLA(_Backend):
         if batch.prefill is not None:
             groups.append(GroupPlan(batch.prefill))
             if self._expanded_as is not None:
-                groups[-1].blocks(expanded_tile(self._expanded_as).block_m)
+                groups[-1].blocks(self._expanded_as.block_m)
                 groups[-1].gather()
         return StepPlan(*groups)
 
@@ -284,8 +284,7 @@ class TritonMLA(_Backend):
         if self._expanded_as is None:  # the chunk merge, compiled with the first prompt
             part, lse = q.new_zeros(1, 1, kv.shape[2] - q.shape[2] + k_rope.shape[1]), q.new_zeros(1, 1).float()
             merge_chunk(part, lse, part, lse)
-        self._expanded_as = q.dtype
-        tile = expanded_tile(q.dtype)
+        self._expanded_as = tile = _expanded_tile(q, kv, k_rope)
         return expanded_attention(q, kv, k_rope, _find(plan, queries).blocks(tile.block_m), tile, scale)[0]
 
     # -- context chunks
@@ -297,7 +296,7 @@ class TritonMLA(_Backend):
     def expanded_chunk(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: GroupPlan
     ) -> tuple[Tensor, Tensor]:
-        tile = expanded_tile(q.dtype)
+        tile = _expanded_tile(q, kv, k_rope)
         return expanded_attention(q, kv, k_rope, plan.blocks(tile.block_m), tile, scale)
 
     def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -365,6 +364,12 @@ class TritonGQA(_Backend):
 def _kind(queries: PagedQueries) -> tuple[int | None, bool]:
     """Of the layers: their window, and whether they attend to selections, in which a request has one KV head."""
     return queries.window, queries.selected
+
+
+def _expanded_tile(q: Tensor, kv: Tensor, rope: Tensor) -> ExpandedTile:
+    """The tile for queries [T, H, N+P], expanded keys [S, H, N+V] and rotary channels [S, P]."""
+    nope = q.shape[2] - rope.shape[1]
+    return expanded_tile(q.dtype, nope, kv.shape[2] - nope)
 
 
 def _record_form(width: int) -> tuple[int, int, int]:

@@ -34,9 +34,17 @@ class ExpandedTile:
     num_stages: int
 
 
-def expanded_tile(dtype: torch.dtype) -> ExpandedTile:
-    """Chosen to fit registers and shared memory of sm_90 and sm_100, not by measurement."""
-    return ExpandedTile(16, 32, 4, 2) if dtype == torch.float32 else ExpandedTile(128, 64, 8, 3)
+WIDE_HEAD = 128
+"""Channels of a head, rotary ones not counted, above which tiles have fewer rows and stages: two of 256 take the shared
+memory of three of 128."""
+
+
+def expanded_tile(dtype: torch.dtype, nope: int, value: int) -> ExpandedTile:
+    """The tile for heads of these widths; chosen to fit registers and shared memory of sm_90 and sm_100, not by
+    measurement."""
+    if dtype == torch.float32:
+        return ExpandedTile(16, 32, 4, 2)
+    return ExpandedTile(128, 64, 8, 3) if max(nope, value) <= WIDE_HEAD else ExpandedTile(64, 64, 8, 2)
 
 
 def blocks(
@@ -179,15 +187,15 @@ def _constants(nope: int, rotary: int, value: int, tile: ExpandedTile, dtype: to
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V2, V2-Lite and V3: heads of 192 and 128."""
-    return cases_of("heads of 192 and 128", 128, 64, 128)
+    """DeepSeek V2, V2-Lite and V3: heads of 192 and 128; GLM-4.7-Flash and GLM-5: of 256."""
+    return [*cases_of("heads of 192 and 128", 128, 64, 128), *cases_of("heads of 256", 192, 64, 256)[:2]]
 
 
 def cases_of(heads: str, nope: int, rotary: int, value: int) -> list[AotCase]:
     """Ahead-of-time cases of the kernel for heads of these widths."""
     cases = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        tile, kind = expanded_tile(dtype), f"*{element(dtype)}"
+        tile, kind = expanded_tile(dtype, nope, value), f"*{element(dtype)}"
         strides = ("q_token", "q_head", "kv", "kv_head", "rope")
         signature = {
             **dict.fromkeys(("q", "kv", "rope", "out"), kind), "lse": "*fp32", "records": "*i32:1",

@@ -20,28 +20,42 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.warmup_sizes import StepSize, step_sizes
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.compressed_cache import CompressedCache
-from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import ParallelContext, with_all_reduce
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.types.row_sizes import row_width
 
 META = torch.device("meta")
-SLOTS = 4096
-"""KV cache slots; kernels do not depend on their number."""
+STATES = 4096
+"""Rows of states; kernels do not depend on their number."""
 
 
 def one_layer_of_each(model: ModelConfig) -> ModelConfig:
-    """The model truncated after its first dense and first MoE layer, with attention and with each kind of state; all
-    other layers are equal to these."""
-    caches = [[i in group.layers for group in model.state_groups] for i in range(model.num_layers)]
-    whole = map(model.has_attention, range(model.num_layers))
-    kinds = list(zip(model.moe_layers or (False,) * model.num_layers, caches, whole))
+    """The model truncated after the first layer of its last kind: all other layers are equal to one of these. Models
+    whose layers read what others keep, or more the later they are, stay whole."""
+    attention = model.attention
+    has_ngrams = model.streams is not None and model.streams.engram is not None
+    if isinstance(attention, SharedEntriesConfig) or model.residual_block or has_ngrams:
+        return model
+    kinds = [_kind(model, layer) for layer in range(model.num_layers)]
     count = 1 + max(kinds.index(kind) for kind in kinds)
     states = tuple(replace(group, layers=tuple(i for i in group.layers if i < count)) for group in model.state_groups)
     return replace(model, num_layers=count, moe_layers=model.moe_layers[:count], state_groups=states)
+
+
+def _kind(model: ModelConfig, layer: int) -> tuple[Any, ...]:
+    """What a layer's kernels depend on."""
+    attention, moe = model.attention_of(layer), model.moe
+    entries = (attention.rate(layer), attention.selects(layer)) if isinstance(attention, CompressedConfig) else ()
+    return (
+        None if moe is None else (model.moe_layers[layer], moe.hashes(layer)), model.has_attention(layer),
+        [layer in group.layers for group in model.state_groups], attention, model.rope_of(layer),
+        model.window_of(layer), layer in attention.shared_layers, entries,
+    )  # fmt: skip
 
 
 def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSize] | None = None) -> Iterator[StepSize]:
@@ -59,11 +73,11 @@ def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSiz
     model = load_model(config.model_path, cut, load, backends, parallel, max_positions=config.context_len)
     local = local_config(cut, parallel)
     requests = config.max_running_requests
-    kv = _caches(local, config.kv_cache_dtype, config.dtype, requests)
-    tensors = StepTensors(META, requests, config.context_len, config.page_size)
+    kv = _caches(local, config, requests)
     chunk = config.limits.prompt_tokens
     speculation = config.speculation
     drafts = speculation.num_nodes(speculation.num_steps) - 1 if speculation is not None else 0
+    tensors = StepTensors(META, requests, row_width(config.context_len, drafts), config.page_size)
     with torch.no_grad():
         for size in step_sizes(requests, chunk, config.context_len, drafts) if sizes is None else sizes:
             run_step(model, backends, tensors, kv, size, parallel)
@@ -98,25 +112,28 @@ def _parameters(tensors: StepTensors, count: int) -> tuple[SamplingParameters, T
     return SamplingParameters(np.full(count, 4, np.uint8), temperature, top_p, min_p, top_k, True), uniform
 
 
-def _caches(model: ModelConfig, kv_dtype: str, activations: str, max_rows: int) -> list[Any]:
-    """`ForwardBatch.kv` of the model."""
-    dtype = getattr(torch, STORED[kv_dtype][0])
+def _caches(model: ModelConfig, config: ResolvedConfig, max_rows: int) -> list[Any]:
+    """`ForwardBatch.kv` of the model, with the launch's number of slots: kernels have offsets of 64 bits over caches of
+    2^31 elements or more."""
+    kv_dtype, ledger = config.kv_cache_dtype, config.ledger
+    dtype, slots = getattr(torch, STORED[kv_dtype][0]), ledger.num_tokens + ledger.page_size
 
     def new(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=META)
 
     if isinstance(model.attention, CompressedConfig):
-        return list(CompressedCache.of_layers(model, range(model.num_layers), SLOTS, max_rows, new))
+        return list(CompressedCache.of_layers(model, range(model.num_layers), slots, max_rows, new))
 
     def parts(layer: int) -> tuple[Tensor, ...]:
-        return tuple(new(SLOTS, *part) for part in model.kv_parts(layer, kv_dtype))
+        own = slots if model.window_of(layer) is None else ledger.num_window_slots or slots
+        return tuple(new(own, *part) for part in model.kv_parts(layer, kv_dtype))
 
     layers = [parts(i) for i in range(model.num_layers)]
     caches: list[Any] = [layer[0] if len(layer) == 1 else layer for layer in layers]
     for group in model.state_groups:
         for layer in group.layers:
             caches[layer] = tuple(
-                torch.empty(SLOTS, *part.shape, dtype=getattr(torch, part.dtype or activations), device=META)
+                torch.empty(STATES, *part.shape, dtype=getattr(torch, part.dtype or config.dtype), device=META)
                 for part in group.parts
             )
     return caches

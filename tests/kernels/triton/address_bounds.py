@@ -33,10 +33,12 @@ LOADED = 1 << 24
 
 
 class Bounds(NamedTuple):
-    """Of one kernel, if they are smaller."""
+    """Of one kernel, if they are smaller; with those of its launches, `grid` and `values`: integers by argument."""
 
     rows: int = ROWS
     loaded: int = LOADED
+    grid: tuple[int, ...] = ()
+    values: dict[str, int] = {}  # noqa: RUF012 - never changed
 
 
 _HEADS, _EXPERTS, _CHUNKS, _PARTS = 1 << 8, 1 << 10, 1 << 7, 1 << 13
@@ -58,6 +60,9 @@ ACCEPTED = {
     "combine_send_kernel": {"(quotient * max_tokens)"},  # ranks
     "receive_kernel": {"(quotient * max_tokens)", "(program x * quotient)"},  # the latter: all programs' shares
     "limits_kernel": {"((program y + 1) * (quotient * 4096))"},  # parts, times the tokens of a part
+    "paged_kernel": {  # partial results, of which each program has two at most, times KV heads
+        f"(((loaded * program y) + program y) * {rows})" for rows in (16, 64, 128)
+    },
     "draw_kernel": {"((program y + 1) * (quotient * 4096))"},
 }  # fmt: skip
 """Findings whose factors have a small product."""
@@ -76,9 +81,8 @@ class _Number(NamedTuple):
     form: str = "?"
 
 
-def first_representation(case: AotCase) -> str:
-    """Triton's text of a case for sm_90."""
-    given = compiler_input(case, 90)
+def first_representation(given: dict[str, Any]) -> str:
+    """Triton's text of an input of the compiler."""
     backend = make_backend(given["target"])
     options, context, stages = backend.parse_options(dict(given["options"])), ir.context(), {}
     ir.load_dialects(context)
@@ -86,13 +90,14 @@ def first_representation(case: AotCase) -> str:
     made = (backend.get_codegen_implementation(options), backend.get_module_map(), context)
     module = given["src"].make_ir(given["target"], options, *made)
     backend.add_stages(stages, options, Language.TRITON)
-    return str(stages["ttir"](module, {"num_warps": case.num_warps}))
+    return str(stages["ttir"](module, {"num_warps": options.num_warps}))
 
 
 def too_large(text: str, bounds: Bounds) -> set[str]:
     """The sums and products of 32 bits in addresses of a kernel that may exceed `LIMIT`."""
     header, _, body = text.partition("attributes")
-    known = {name: _Number(STRIDE, form=name[1:]) for name in re.findall(r"(%\w+): i\d+", header)}
+    given = ((name, bounds.values.get(name[1:], STRIDE)) for name in re.findall(r"(%\w+): i\d+", header))
+    known = {name: _Number(most, form=name[1:]) for name, most in given}
     found: set[str] = set()
     for line in body.split("\n"):
         if loop := _LOOP.match(line):
@@ -117,7 +122,8 @@ def _result(operation: str, rest: str, operands: list[_Number], bounds: Bounds) 
     if operation == "tt.make_range":
         return _Number(int(re.findall(r"end = (\d+)", rest)[0]), form="lane")
     if operation in ("tt.get_program_id", "tt.get_num_programs"):
-        return _Number(bounds.rows if rest[0] == "x" else BLOCKS, form=f"program {rest[0]}")
+        most = bounds.grid["xyz".index(rest[0])] if bounds.grid else bounds.rows if rest[0] == "x" else BLOCKS
+        return _Number(most, form=f"program {rest[0]}")
     if operation == "tt.load":
         return _Number(bounds.loaded, form="loaded")
     if operation in _SAME:
@@ -185,7 +191,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for case in [*list(one_of_each(all_cases()))[part::parts], *examples()]:
         kernel = case.kernel.__name__
-        numbers = too_large(first_representation(case), KNOWN.get(kernel, Bounds()))
+        text = first_representation(compiler_input(case, 90))
+        numbers = too_large(text, KNOWN.get(kernel, Bounds()))
         found[kernel] = sorted(numbers - ACCEPTED.get(kernel, set()))
     print(json.dumps(found))
 

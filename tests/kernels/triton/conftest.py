@@ -63,6 +63,7 @@ COMPILING = ForkServer(
         "triton.compiler",
         f"{_HERE}outside",
         f"{_HERE}outside_experts",
+        f"{_HERE}outside_production",
         f"{_HERE}outside_suite",
         f"{_HERE}outside_symm_mem",
         "benchmarks.aot_table",

@@ -1,6 +1,7 @@
 """Programs of a launch in a random order under Triton's interpreter, which runs them in the order of their numbers.
 
 GPUs start programs in any order: a kernel whose result depends on it reads what other programs of its launch write.
+Grids that a device does not launch are errors.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 
 from triton.runtime.interpreter import interpreter_builder
 
+from tests.kernels.triton import grid_limits
 from tests.random_seed import NAME
 
 _random = random.Random(os.environ.get(NAME))
@@ -24,6 +26,7 @@ class _AnyOrder:
         self._places: list[tuple[int, ...]] = []
 
     def set_grid_dim(self, *grid: int) -> None:
+        grid_limits.check("a kernel", grid)
         self._places = list(itertools.product(*map(range, grid)))
         _random.shuffle(self._places)
         _dimensions(*grid)

@@ -68,6 +68,34 @@ def test_addresses_do_not_exceed_their_integers(compiling, tmp_path):
     assert not any(found.values()), {name: numbers for name, numbers in found.items() if numbers}
 
 
+PRODUCTION = "launches in production sizes"
+MODELS = (
+    "v2-lite", "v3", "gpt-oss-120b", "qwen3-next", "kimi-k2", "v3.2", "v4-flash", "v4-pro", "v41-flash", "glm-4.6",
+    "minimax-m3", "llama-8b-awq", "llama-8b-row-fp8", "v3-row-fp8", "glm-5.3-flash", "glm-5.2", "qwen3.8",
+    "kimi-linear", "nemotron-3", "ling-flash", "longcat-flash", "qwen-3.8-flash-next",
+)  # fmt: skip
+"""Of `outside_production`, which imports Triton."""
+LAUNCHED = {
+    "gpt-oss-120b": {"paged_kernel", "grouped_rows_kernel"},
+    "v4-flash": {"compress_kernel", "scores_kernel", "select_kernel", "latent_kernel"},
+    "v41-flash": {"pair_kernel", "block_maxima_kernel", "ngram_add_kernel", "round_rows_kernel"},
+    "qwen-3.8-flash-next": {"mix_long_kernel", "mean_keys_kernel", "paged_kernel", "delta_kernel"},
+}  # fmt: skip
+"""Some kernels of layers that are not the first of their model."""
+
+
+@pytest.mark.parametrize("form", ["tp1", "dp8ep8"])
+@pytest.mark.parametrize("model", [pytest.param(m, marks=pytest.mark.one_of(PRODUCTION, m)) for m in MODELS])
+def test_launches_in_production_sizes(compiling, tmp_path, model, form):
+    """256 requests of a rank, contexts of a million tokens, prompts of 32,768: a device takes all grids, and no address
+    needs more than the bits that it is computed with."""
+    arguments = "tests.kernels.triton.outside_production", str(tmp_path), model, form
+    count, found = json.loads(output_of(compiling, tmp_path, *arguments))
+    assert found.pop("narrow_kernel") == ["(program x * 131072)"]  # and 2^15 rows of 2^15 elements are few enough
+    assert count > 20 and not any(found.values()), {name: numbers for name, numbers in found.items() if numbers}
+    assert LAUNCHED.get(model, set()) <= found.keys()
+
+
 def test_large_tiles_use_the_instructions_of_their_architecture(compiling, tmp_path):
     rows = table_of(compiling, tmp_path, "--only", LARGE_TILES)
     found = {arch: {i for r in rows if r["arch"] == arch for i in r["instructions"]} for arch in (90, 100)}

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu_suite.launched import recorded
+from benchmarks.step_costs.models import MODELS
 from moe_engine.cli.compile_kernels.absent_deep_gemm import note
-from moe_engine.cli.compile_kernels.exercise import exercise
+from moe_engine.cli.compile_kernels.exercise import exercise, one_layer_of_each
 from moe_engine.cli.compile_kernels.other_rows import NoExperts, build_triton
 from moe_engine.cli.main import main
 from moe_engine.config.args import EngineArgs
@@ -19,8 +21,10 @@ from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.warmup_sizes import StepSize, ladder, step_sizes
+from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.hardware import GPUS
 from moe_engine.planning.prepare import prepare
+from moe_engine.types.row_sizes import row_width
 
 GridExecutor = pytest.importorskip("triton.runtime.interpreter", reason="needs triton").GridExecutor
 
@@ -65,6 +69,28 @@ def test_steps_reach_every_size_and_the_largest():
     assert max(size.prefill for size in sizes) == 300
     assert {size.prefix for size in sizes if size.prefill == 4} == {0, 995}
     assert all(size.prefix + size.prefill <= 1000 and size.context <= 1000 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"), [("v3", 4), ("gpt-oss-120b", 2), ("v4-flash", 5), ("v41-flash", 40), ("qwen3-next", 4)]
+)
+def test_a_layer_of_each_kind_runs(model: str, layers: int, tmp_path: Path) -> None:
+    """Layers with windows and without, with entries of each rate, with experts chosen by token ids."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    whole = load_model_config(str(tmp_path))
+    cut = one_layer_of_each(whole)
+    assert cut.num_layers == layers
+    assert {whole.window_of(i) for i in range(whole.num_layers)} == {cut.window_of(i) for i in range(layers)}
+
+
+def test_slot_tables_are_as_wide_as_the_workers() -> None:
+    """Kernels are other ones if a table's rows are no multiple of 16 long."""
+    flags = {"max_running_requests": 2, "chunked_prefill_size": 4, "context_length": 37}
+    config = prepare(EngineArgs.from_kwargs(device="cuda", **flags), GPUS["h200"].machine())
+    with recorded() as launches:
+        assert list(exercise(config, build_triton(config.kernels.model.choices), [StepSize(2, 1, 8)]))
+    strides = {launch.arguments.table_stride for launch in launches if launch.kernel == "latent_kernel"}
+    assert strides == {row_width(37)} == {48}
 
 
 def test_targets_have_shared_memory_limits():

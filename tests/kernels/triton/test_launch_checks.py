@@ -44,6 +44,12 @@ def test_programs_run_once_in_another_order_each_time() -> None:
     assert len(found) > 1 and tuple(range(61)) not in found
 
 
+@pytest.mark.parametrize("grid", [(0,), (3, 0), (1, 65536), (1, 1, 65536), (1 << 16, 1 << 15), (1 << 31,)])
+def test_a_grid_that_no_device_launches_is_found(grid: tuple[int, ...]) -> None:
+    with pytest.raises(Exception, match="cannot be launched with a grid of"):
+        counting_kernel[grid](torch.zeros(1, dtype=torch.int32))
+
+
 def test_uninitialized_memory_has_no_plausible_values() -> None:
     x = torch.ones(8)
     for memory in (torch.empty(3), torch.empty_like(x), x.new_empty(2, 2), torch.empty(2, dtype=torch.bfloat16)):

@@ -19,7 +19,8 @@ def tokens_of(count: int, slots: int) -> AdapterTokens:
 
 
 @pytest.mark.parametrize(
-    ("count", "k", "rank", "columns"), [(1, 40, 3, (0, 20)), (45, 70, 5, (0, 24, 31, 50)), (20, 32, 16, (0, 33, 40))]
+    ("count", "k", "rank", "columns"),  # 390 ranks are those of two programs
+    [(1, 40, 3, (0, 20)), (45, 70, 5, (0, 24, 31, 50)), (20, 32, 16, (0, 33, 40)), (9, 40, 130, (0, 24, 31, 50))],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.each_value
