@@ -27,6 +27,8 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
+from moe_engine.models.formats.online import online_format
+from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import LoadOptions, reload
 from moe_engine.models.partial_weights import ReceivedWeights, mask_source
@@ -116,7 +118,7 @@ class WeightUpdate:
         if self._format(args) != "dummy":
             served = self._options.model
             config = with_pooling(load_model_config(args.model_path), served.pooling is not None)
-            _compare(config, served)
+            config = _compare(config, served)
             files = read_checkpoint(Path(args.model_path))
             if not files:
                 raise CheckpointError(f"{args.model_path}: no *.safetensors files next to config.json")
@@ -277,11 +279,15 @@ class WeightUpdate:
             )
 
 
-def _compare(config: ModelConfig, served: ModelConfig) -> None:
+def _compare(config: ModelConfig, served: ModelConfig) -> ModelConfig:
+    """The config with the settings of the launch. Raises ConfigError: it is another architecture."""
     if served.vision is None:
         config = replace(config, vision=None)  # --language-model-only
     elif config.vision is not None:  # the largest image is a setting of the processor
         config = replace(config, vision=replace(config.vision, max_patches=served.vision.max_patches))
+    online = online_format(served.weight_format.name)
+    if config.weight_format == PLAIN and online and online.of_dtype(config.checkpoint_dtype) == served.weight_format:
+        config = replace(config, weight_format=served.weight_format)  # --quantization
     if (short := config.rope.within(config.rope.original_max_position)) == served.rope:
         config = replace(config, rope=short)  # --context-length
     differs = [
@@ -292,6 +298,7 @@ def _compare(config: ModelConfig, served: ModelConfig) -> None:
     if differs:
         some = "; ".join(f"{name}: {getattr(config, name)}, served {getattr(served, name)}" for name in differs[:3])
         raise ConfigError(f"{config.source}: not the architecture of the served model: {some}")
+    return config
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

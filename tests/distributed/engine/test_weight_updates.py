@@ -211,3 +211,13 @@ def test_all_weights_of_a_family_are_replaced(tmp_path: Path, kind: str, row: st
     with open_engine(new, **rows) as engine:
         fresh = tokens(engine)
     assert updated == fresh
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_new_weights_are_quantized_as_those_of_the_launch(checkpoints: dict[str, Path], quantization: str) -> None:
+    with open_engine(checkpoints["new"], quantization=quantization) as engine:
+        expected = tokens(engine)
+    with open_engine(checkpoints["old"], quantization=quantization, **DRAFTS) as engine:
+        assert tokens(engine) != expected
+        assert (updated := update(engine, checkpoints["new"])).success, updated.message
+        assert tokens(engine) == expected
