@@ -187,3 +187,23 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int, groups: int) 
     fixed = TritonGQA(deterministic=True, num_programs=5)
     fixed.paged(q, keys, values, queries, 0.125, None)
     assert fixed.plan_in_place(AttentionBatch(queries, None)) is None, "fixed cuts have no largest schedule"
+
+
+def test_layers_over_selections_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured launch has the schedule of its plan, which `renew` updates, although layers of both kinds have run."""
+    from moe_engine.kernels.attention.triton import attention
+    from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+
+    monkeypatch.setattr(attention, "paged_attention", lambda *args: None)
+    backend, numbers = attention.TritonGQA(num_programs=8), torch.arange(5, dtype=torch.int32)
+    table, cache = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(64, 2, 16)
+    whole = PagedQueries([1], [40], numbers[:1], numbers[:2], numbers[4:], table, 1)
+    chosen = PagedQueries([1, 1], [20, 20], numbers[:2], numbers[:3], numbers[2:4], table, 1, selected=True)
+    layers = [(whole, torch.zeros(1, 4, 16), cache), (chosen, torch.zeros(2, 2, 16), cache.view(-1, 1, 16))]
+    for queries, q, kv in layers:
+        backend.paged(q, kv, kv, queries, 1.0, backend.plan(AttentionBatch(queries, None)))
+    for queries, q, kv in layers:
+        plan = backend.plan_in_place(AttentionBatch(queries, None))
+        assert plan is not None
+        backend.paged(q, kv, kv, queries, 1.0, plan)
+        assert len(plan._schedules) == 1
