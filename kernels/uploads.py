@@ -10,11 +10,20 @@ from torch import Tensor
 def pinned(values: np.ndarray, device: torch.device) -> Tensor:
     """A pinned host tensor, copied asynchronously: a copy from pageable memory waits for all queued device work."""
     tensor = torch.from_numpy(values)
-    # kernels are only compiled for meta tensors and absent devices, perhaps in a process that must not initialize CUDA
-    pins = device not in (torch.device("cpu"), torch.device("meta")) and torch.accelerator.is_available()
-    return tensor.pin_memory() if pins else tensor
+    return tensor.pin_memory() if _pins(device) else tensor
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """The values on the device; no host synchronization."""
+    """The values on the device; no host synchronization.
+
+    Raises:
+        RuntimeError: the current stream is captured. Each replay would copy from host memory that is free by then.
+    """
+    if _pins(device) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a captured step uploads values of its host, which replays would read from freed memory")
     return pinned(values, device).to(device, non_blocking=True)
+
+
+def _pins(device: torch.device) -> bool:
+    # kernels are only compiled for meta tensors and absent devices, perhaps in a process that must not initialize CUDA
+    return device not in (torch.device("cpu"), torch.device("meta")) and torch.accelerator.is_available()

@@ -107,6 +107,7 @@ VENDORS = {"triton", "flashinfer", "flash_mla", "flash_attn", "deep_ep", "deep_g
 TOUCHES_CUDA = {
     "kernels/device.py",
     "kernels/host_calls.py",  # its stream, for the driver
+    "kernels/uploads.py",  # whether its stream is captured
     "moe_engine/planning/machine.py",
     "moe_engine/worker/device_stream.py",
     "parallel/dispatch/symm_mem/nvshmem4py.py",  # its stream, in the form of the package

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from moe_engine.kernels.triton import guard
+from moe_engine.kernels.uploads import upload
 from tests.simulated_cuda import specializations, streams
 from tests.simulated_cuda.streams import HazardError
 
@@ -173,6 +175,7 @@ def test_graphs_refuse_calls_that_cannot_be_captured() -> None:
         (lambda: x.tolist(), "not permitted when stream is capturing"),
         (lambda: torch.ones(3).to(GPU), "pageable memory"),
         (lambda: x[x > 0], "not permitted when stream is capturing"),
+        (lambda: upload(np.ones(3), GPU), "from freed memory"),
     ):
         graph = torch.cuda.CUDAGraph()
         with pytest.raises(RuntimeError, match=part), torch.cuda.graph(graph):
