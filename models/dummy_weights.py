@@ -86,7 +86,7 @@ class DummyReader:
     ) -> Tensor | QuantizedWeight:
         if out is None or isinstance(out, Tensor):
             return self.tensor(prefix + ".weight", shape, cut, out=out)
-        if self.device.type == "meta":
+        if self.device == torch.device("meta"):
             return out
         offset = zlib.crc32(prefix.encode()) % _POOL
         out.randomize(1 / shape[1] ** 0.5, lambda part, scale: self._fill(part.view(-1), scale, offset))

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server_args"},
     "server": VALUES | {"custom_logit_processor", "structured_output", "logs", "media", "tokenizer", "processes",
         "config", "planning", "tuning", "executor", "cluster", "frontend"},
-    "cli": MODEL | {"errors", "sampling_checks", "validation", "logs", "tokenizer", "processes", "config",
+    "cli": MODEL | {"errors", "types", "sampling_checks", "validation", "logs", "tokenizer", "processes", "config",
         "planning", "tuning", "frontend", "server"},
     "bench_serving": {"cli"},
     "launch_server": {"cli"},
