@@ -53,6 +53,8 @@ def write(folder: Path, kind: str, format: str) -> tuple[Path, Path]:
         widths = {"kv_lora_rank": 32, "v_head_dim": 16} | ({} if "lite" in kind else {"q_lora_rank": 32})
     if kind in ("deepseek_v3", "glm4_moe"):
         widths["num_mtp_layers"] = random.randrange(2)
+    if kind == "mixtral":
+        widths["intermediate_size"] = 128  # ranks cut it at groups, and the plain checkpoint at the same places
     path = make_checkpoint(kind, folder / "quantized", seed=random.randrange(1000), tokenizer=False, **widths)
     tensors = load_file(path / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "weights_proj" in name}  # of indexers
