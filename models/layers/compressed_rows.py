@@ -132,6 +132,12 @@ def entry_slots(table: Tensor, requests: Tensor, rate: int, most: int) -> Tensor
     return table[requests.long(), : most * rate : rate] // rate
 
 
+def to_select_from(entries: Tensor) -> Tensor:
+    """The entries [R, E] with rows of a multiple of 16 elements: kernels that select are compiled before READY for
+    tables of this alignment, as is that of all tokens."""
+    return torch.nn.functional.pad(entries, (0, -entries.shape[1] % 16))
+
+
 def entry_columns(first: Tensor, width: int, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Which of the columns [T, width] are entries, of which a token has counts [T] from column first [T] on, and their
     numbers, below `most`."""

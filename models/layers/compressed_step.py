@@ -31,6 +31,7 @@ from moe_engine.models.layers.compressed_rows import (
     KeptTokens,
     block_rows,
     entry_slots,
+    to_select_from,
     window_rows,
     with_entries,
 )
@@ -140,9 +141,8 @@ class StepRows:
         starts = torch.arange(len(seen) + 1, dtype=torch.int32, device=lens.device)
         # a token that sees no entry has a context of one, which `counts` leaves out
         context = np.maximum(visible, 1)
-        queries = PagedQueries(
-            [1] * len(seen), context.tolist(), numbers.int(), starts, (lens // rate).clamp(min=1), entries, 1
-        )
+        lens_of_entries, table = (lens // rate).clamp(min=1), to_select_from(entries)
+        queries = PagedQueries([1] * len(seen), context.tolist(), numbers.int(), starts, lens_of_entries, table, 1)
         counts = np.minimum(visible, a.top_k)
         chosen = None
         if self._indexer.select_into is None:

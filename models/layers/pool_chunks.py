@@ -22,7 +22,7 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import upload
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import IndexerConfig
-from moe_engine.models.layers.compressed_rows import entry_slots
+from moe_engine.models.layers.compressed_rows import entry_slots, to_select_from
 from moe_engine.models.layers.fixed_memory import FixedMemory
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.pools_in_place import PoolChoice, PoolsInPlace
@@ -111,7 +111,7 @@ class PoolSteps:
     ) -> PoolChoice:
         """`whole`: pools that each token sees."""
         (size, most), device, context = self.rule, lens.device, np.maximum(whole, 1)
-        table = entry_slots(group.slot_table, group.rows, size, int(whole.max()))
+        table = to_select_from(entry_slots(group.slot_table, group.rows, size, int(whole.max())))
         starts = torch.arange(len(whole) + 1, dtype=torch.int32, device=device)
         queries = PagedQueries([1] * len(whole), context.tolist(), requests, starts, lens, table, 1)
         slots = torch.empty((len(whole), most), dtype=torch.int32, device=device)
