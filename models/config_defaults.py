@@ -67,7 +67,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         "routed_scaling_factor": 6.0,
     },
     "mimo_v2_flash": {"num_experts_per_tok": 8},
-    "llama4_text": {"attention_chunk_size": 8192, "rope_theta": 500000.0},
+    **{f"llama4{part}": {"attention_chunk_size": 8192, "rope_theta": 500000.0} for part in ("", "_text")},
     "minimax_m2": {"rope_theta": 5000000.0, "num_experts_per_tok": 8},
     **{
         f"minimax_m3{part}": {"rope_theta": 5000000.0, "head_dim": 128} for part in ("", "_vl", "_vl_text")
