@@ -69,4 +69,4 @@ def test_rows_in_eight_bits(kind: str, form: dict[str, Any], tmp_path: Path, mon
         with torch.inference_mode():
             logits = oracle(torch.tensor([prompt + tokens[:-1]])).logits[0][len(prompt) - 1 :].log_softmax(-1)
         missed = logits.max(-1).values - logits[range(len(tokens)), tokens]
-        assert float(missed.max()) < 0.05, (seed, missed)  # 0.028 was seen: one element rounded another way
+        assert float(missed.max()) < 0.02, (seed, missed)
