@@ -42,8 +42,10 @@ class TextLogprobs:
         before, self._kind = self._kind, kind
         if kind == "call":  # written again by the parser
             return []
-        if before == "reasoning" and kind == "text":
-            self._take(self._bytes.find(self._end_tag.encode()), self._end_tag)
+        tag = self._bytes.find(self._end_tag.encode())
+        blank = not before and not self._bytes[: max(tag, 0)].strip() and not text.lstrip().startswith(self._end_tag)
+        if kind == "text" and (before == "reasoning" or blank):  # a reasoning of spaces is no part
+            self._take(tag, self._end_tag)
         find = self._bytes.rfind if before == "call" else self._bytes.find  # behind the call's arguments
         return self._take(find(text.encode()), text)
 

@@ -77,6 +77,15 @@ def test_random_answers_behind_a_reasoning():
 
 
 @pytest.mark.parametrize("per_step", [1, 2, 100])
+def test_an_answer_behind_a_reasoning_of_spaces(per_step: int):
+    """It begins with a character of the tag."""
+    client = fake(" </think>\n/thin")
+    client.per_step = per_step
+    (content,) = texts_of(post(client, "/v1/responses", {**ASK, "include": ASKED["include"]}, **PARSERS).json())
+    assert content["text"] == "/thin" and spelled(content["logprobs"]).strip() == "/thin"
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 100])
 def test_skipped_special_tokens_belong_to_no_text(per_step: int):
     """Without a parser of tool calls their marks are skipped in the text."""
     found = []
