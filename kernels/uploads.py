@@ -19,9 +19,12 @@ def upload(values: np.ndarray, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: the current stream is captured. Each replay would copy from host memory that is free by then.
     """
-    if _pins(device) and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a captured step uploads values of its host, which replays would read from freed memory")
-    return pinned(values, device).to(device, non_blocking=True)
+    tensor = torch.from_numpy(values)
+    if _pins(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a captured step uploads values of its host, which replays would read from freed memory")
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _pins(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.parts import Chunk, merge_chunks
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
-from moe_engine.kernels.attention_windows import ChunkWindow
+from moe_engine.kernels.attention_windows import lowest_seen
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
@@ -166,10 +166,8 @@ def hidden_keys(
         own = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
         if window is None:
             return key > own
-        if isinstance(window, ChunkWindow):  # the keys begin with a chunk
-            place = own + num_before
-            return (key > own) | (key < own - place % window)
-        return (key > own) | (key <= own - window)
+        # the keys of chunks begin with one, so that places among the keys are as good as positions
+        return (key > own) | (key < lowest_seen(own + num_before, window) - num_before)
     seen = visible[queries.start : queries.stop].unsqueeze(1) >> key.clamp(min=0) & 1
     return (key >= 0) & (seen == 0)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention_windows import ChunkWindow
+from moe_engine.kernels.attention_windows import lowest_seen
 from moe_engine.kernels.uploads import pinned, upload
 
 RECORD = 8
@@ -181,9 +181,7 @@ def cut(
         seen = window + last_row // rows_per_token - first_row  # positions that the band sees, at any offset in a tile
         end = np.minimum(end, _touched(seen, split.block_n) * split.block_n)
     elif window is not None:
-        position = (contexts - queries)[request] + first_row
-        chunked = isinstance(window, ChunkWindow)
-        seen = position - position % window if chunked else np.maximum(0, position - (window - 1))
+        seen = np.maximum(0, lowest_seen((contexts - queries)[request] + first_row, window))
         unit = split.fixed_tiles or 1
         skipped = seen // (split.block_n * unit) * unit
     tiles = -(-end // split.block_n) - skipped
