@@ -106,6 +106,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = False
     mcp_servers: OffOnly = None
     container: NotAvailable = None
+    thread: NotAvailable = None
+    compaction: NotAvailable = None
     metadata: Any = None
 
 
@@ -192,6 +194,8 @@ def model_info(card: ModelCard) -> ModelInfo:
 class ErrorDetail(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
+    """Of a request with `thread`."""
 
 
 class AnthropicError(TypedDict):

@@ -27,6 +27,8 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Tool runners of Anthropic's clients send the whole conversation instead after an error with these details."""
 
 
 class ClientDisconnectedError(Exception):
@@ -92,7 +94,8 @@ def native_body(problem: Problem) -> dict[str, Any]:
 
 def anthropic_body(problem: Problem) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+    more = {"details": NO_THREADS} if problem.param == "thread" else {}
+    return {"type": "error", "error": {"type": kind, "message": problem.message, **more}}
 
 
 def ollama_body(problem: Problem) -> dict[str, Any]:

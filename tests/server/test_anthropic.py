@@ -366,6 +366,7 @@ def blocks(*parts: Any) -> dict[str, Any]:
         ({**ASK, "temperature": -1}, "temperature"),
         ({**ASK, "mcp_servers": [{"type": "url", "url": "http://tools", "name": "n"}]}, "mcp_servers"),
         ({**ASK, "container": "c"}, "container"),
+        ({**ASK, "compaction": {"type": "summarize"}}, "compaction"),
         (blocks({"type": "search_result", "source": "s", "title": "t"}), "messages[0].content[0].content: expected"),
         ({**ASK, "output_config": {"effort": 5}}, "output_config.effort"),
     ],
@@ -376,6 +377,15 @@ def test_wrong_requests(body: dict[str, Any], words: str):
     found = response.json()
     assert found["type"] == "error" and found["error"]["type"] == "invalid_request_error"
     assert words in found["error"]["message"]
+
+
+def test_threads_are_refused_in_the_form_that_clients_answer_with_the_whole_conversation():
+    """Tool runners ask the server to hold the conversation, and continue without one after this error."""
+    response = post(fake(), "/v1/messages", {**ASK, "thread": {"type": "create"}})
+    error = response.json()["error"]
+    assert response.status_code == 400 and "send the whole conversation in messages" in error["message"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert post(fake(), "/v1/messages", {**ASK, "thread": None}).status_code == 200
 
 
 def test_models_for_clients_of_anthropic():
