@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moe_engine.models.checkpoint_names import renamed_modules
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import layer_limits, parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds, decay_bound, renamed
-from moe_engine.models.ling_names import quantization_names
+from moe_engine.models.ling_names import inner_name
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
@@ -42,7 +43,7 @@ def bailing_fields(fields: Fields) -> Fields:
     raw = {"no_kda_lora": True, "gated_attention_proj_granularity_type": _HEAD_WISE} | raw
     raw["layer_types"] = _kinds(fields, fields.integer("num_hidden_layers"))
     if (stored := fields.section("quantization_config")) is not None:
-        raw["quantization_config"] = quantization_names(stored.raw)
+        raw["quantization_config"] = renamed_modules(stored.raw, inner_name)
     if own := fields.integer("moe_shared_expert_intermediate_size", None):
         raw["shared_expert_intermediate_size"] = own * Fields(raw, fields.source).integer("n_shared_experts", 1)
     return Fields(raw, fields.source)

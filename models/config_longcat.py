@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moe_engine.models.checkpoint_names import renamed_modules
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.longcat_names import quantization_names
+from moe_engine.models.longcat_names import inner_name
 from moe_engine.models.mtp_config import MTPForm
 
 _NAMES = {
@@ -35,7 +36,7 @@ def longcat_fields(fields: Fields) -> Fields:
     raw |= {"topk_method": "noaux_tc", "scoring_func": "softmax", "norm_topk_prob": False, "n_group": 1}
     raw |= {"topk_group": 1, "num_nextn_predict_layers": fields.integer("num_nextn_predict_layers", 1, minimum=0)}
     if (stored := fields.section("quantization_config")) is not None:
-        raw["quantization_config"] = quantization_names(stored.raw)
+        raw["quantization_config"] = renamed_modules(stored.raw, inner_name)
     return Fields(raw, fields.source)
 
 

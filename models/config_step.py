@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moe_engine.models.checkpoint_names import renamed_modules
 from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_families import (
     deepseek_moe_layers,
@@ -22,7 +23,7 @@ from moe_engine.models.config_fields import Fields, parse_rope
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.mtp_config import MTPForm
-from moe_engine.models.step_names import quantization_names
+from moe_engine.models.step_names import inner_name
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 _PUBLISHED = {
@@ -115,7 +116,7 @@ def step_fields(fields: Fields) -> Fields:
     raw |= {"swa_num_attention_heads": heads or named.integer("num_attention_heads")}
     raw |= {"swa_num_key_value_heads": groups}
     if (stored := named.section("quantization_config")) is not None:
-        raw["quantization_config"] = quantization_names(stored.raw)
+        raw["quantization_config"] = renamed_modules(stored.raw, inner_name)
     return Fields(raw, fields.source)
 
 

@@ -7,8 +7,7 @@ first one: published layer 3 is the layers 6 and 7.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 _HALVES = r"(self_attn|mlps|input_layernorm|post_attention_layernorm)\.([01])"
 _LAYER = re.compile(rf"(.*\blayers)\.(\d+)\.(?:{_HALVES}|mlp)\b")
@@ -30,14 +29,14 @@ def longcat_names(names: Collection[str], num_layers: int | None) -> dict[str, s
     Args:
         num_layers: main layers, two for each published one; None: as many as there are tensors of.
     """
-    inner = {name: longcat_name(name) for name in names}
+    inner = {name: inner_name(name) for name in names}
     if num_layers is None:
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         num_layers = 2 + 2 * max((int(found[1]) for found in layers if found), default=-1)
     return {name: _mtp_name(new, num_layers) for name, new in inner.items()}
 
 
-def longcat_name(name: str) -> str:
+def inner_name(name: str) -> str:
     """The name of a tensor or module of a main layer, as it is here."""
     if (found := _LAYER.match(name)) is None:
         return name
@@ -45,15 +44,6 @@ def longcat_name(name: str) -> str:
     own = 2 * int(layer) + int(half or 0)
     kind = {"mlps": "mlp", None: "moe"}.get(part, part)
     return f"{before}.{own}.{kind}{name[found.end() :]}"
-
-
-def quantization_names(section: Mapping[str, Any]) -> dict[str, Any]:
-    """quantization_config with the modules of its lists as they are named here; regular expressions stay."""
-
-    def named(value: Any) -> Any:
-        return longcat_name(value) if isinstance(value, str) and not value.startswith("re:") else value
-
-    return {key: list(map(named, value)) if isinstance(value, list) else value for key, value in section.items()}
 
 
 def _mtp_name(name: str, num_layers: int) -> str:

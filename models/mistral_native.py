@@ -170,8 +170,8 @@ def has_native_names(names: Collection[str]) -> bool:
     return _EMBEDDING in names and any(_LATENT.match(name) for name in names)
 
 
-def native_names(names: Collection[str]) -> dict[str, str]:
-    """The model's names by Mistral's."""
+def native_names(names: Collection[str], num_layers: int | None) -> dict[str, str]:
+    """The model's names by Mistral's, of any number of layers."""
     return {name: _native_name(name) for name in names}
 
 

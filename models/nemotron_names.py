@@ -7,7 +7,7 @@ attention and experts, and is one layer here, after the model's `first` ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from moe_engine.models.formats.module_rules import Modules
@@ -29,15 +29,21 @@ _DRAFT_MODULES = (
 _LATENT = {"fc1_latent_proj": "routed_expert_down_proj", "fc2_latent_proj": "routed_expert_up_proj"}
 
 
-def has_names(names: Iterable[str]) -> bool:
+def has_nemotron_names(names: Collection[str]) -> bool:
     """Whether a tensor has a name of the family."""
     return any(name.startswith("backbone.") or f"{_MIXER}." in name for name in names)
 
 
-def num_layers(names: Iterable[str]) -> int:
-    """Of a model with these tensors."""
-    found = (re.match(r"(?:backbone|model)\.layers\.(\d+)\.", name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match is not None), default=-1)
+def nemotron_names(names: Collection[str], num_layers: int | None) -> dict[str, str]:
+    """The model's names by those of a checkpoint.
+
+    Args:
+        num_layers: of the model; None: as many as there are tensors of.
+    """
+    if num_layers is None:
+        found = (re.match(r"(?:backbone|model)\.layers\.(\d+)\.", name) for name in names)
+        num_layers = 1 + max((int(match[1]) for match in found if match is not None), default=-1)
+    return {name: inner_name(name, num_layers) for name in names}
 
 
 def inner_name(name: str, count: int) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 _EXPERTS = re.compile(r"\.moe\.(gate|up|down)_proj(?:\.weight(?=$|_scale_inv$)|$)")
 """The matrices of all experts of a layer, in common tensors without ``weight``."""
@@ -15,17 +14,12 @@ _PARTS = {
 _TOWER = ("vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_projector.")
 
 
-def has_step_names(names: Collection[str]) -> bool:
+def has_names(names: Collection[str]) -> bool:
     """True if these are tensors of Step's layers."""
     return any(name.endswith(".moe.router_bias") or name.startswith("vit_large_projector.") for name in names)
 
 
-def step_names(names: Collection[str]) -> dict[str, str]:
-    """The names here by the published ones."""
-    return {name: step_name(name) for name in names}
-
-
-def step_name(name: str) -> str:
+def inner_name(name: str) -> str:
     """A name of a tensor or module."""
     if name.startswith(_TOWER):
         return f"visual.{name}"
@@ -33,12 +27,3 @@ def step_name(name: str) -> str:
     for old, new in _PARTS.items():
         name = name.replace(old, new)
     return name
-
-
-def quantization_names(section: Mapping[str, Any]) -> dict[str, Any]:
-    """quantization_config with the modules of its lists as they are named here; regular expressions stay."""
-
-    def named(value: Any) -> Any:
-        return step_name(value) if isinstance(value, str) and not value.startswith("re:") else value
-
-    return {key: list(map(named, value)) if isinstance(value, list) else value for key, value in section.items()}
