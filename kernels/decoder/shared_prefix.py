@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.decoder.layers import L, P
 
-BLOCK = 64
+BLOCK = 128
 """Prefixes have a multiple of this number of tokens."""
 
 

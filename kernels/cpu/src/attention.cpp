@@ -21,7 +21,7 @@ template <class T>
 static INLINE void place(Keys* keys, int part, const void* data, int64_t stride, int64_t steps, int64_t rows) {
   keys->steps[part] = steps;
   keys->piece = rows;
-  for (int64_t piece = 0; piece * rows < BLOCK; piece++) {
+  for (int64_t piece = 0; piece * rows < MOST_KEYS; piece++) {
     keys->data[part][piece] = static_cast<const char*>(data) + piece * rows * stride;
     keys->stride[part][piece] = stride;
   }
@@ -37,7 +37,7 @@ static INLINE int64_t copy_stride(int64_t width) {
 template <class T, class Read>
 static INLINE Keys read_keys(const Unit& u, int64_t width, int64_t count, const T** rows, const Read& read) {
   const int64_t stride = copy_stride<T>(width);
-  char* copy = scratch<char>(KEYS, BLOCK * stride);
+  char* copy = scratch<char>(KEYS, MOST_KEYS * stride);
   Keys keys;
   keys.parts = 1;
   place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_rows<T>(u.columns));
@@ -57,7 +57,7 @@ static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width
                        const T** rows) {
   const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_size = piece_rows<T>(u.columns);
   const int64_t stride = copy_stride<T>(width);
-  char* copy = scratch<char>(KEYS, BLOCK * stride);
+  char* copy = scratch<char>(KEYS, MOST_KEYS * stride);
   Keys keys;
   keys.parts = 1;
   place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_size);
@@ -85,6 +85,7 @@ static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width
 template <class T>
 struct LatentSource {
   static constexpr bool TOGETHER = true, PAGED = true;
+  static int64_t block() { return key_block(T{}); }
   const Queries& queries;
   int form;
   const void* cache;
@@ -97,19 +98,19 @@ struct LatentSource {
     return {queries, form, cache, row, width, channels, first};
   }
   Keys keys(const Unit& u, int64_t first, int64_t count) const {
-    const T* rows[BLOCK];
+    const T* rows[MOST_KEYS];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
     return paged_keys(u, static_cast<const T*>(cache), row, width, slots, count, rows);
   }
   void values(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
-    const T* rows[BLOCK];
+    const T* rows[MOST_KEYS];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
     for (int64_t i = 0; i < count; i++) rows[i] = static_cast<const T*>(cache) + slots[i] * row + channel;
     pack_values(rows, count, latent, steps, values);
   }
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
-    const T* rows[BLOCK];
+    const T* rows[MOST_KEYS];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
     const uint8_t* bytes = static_cast<const uint8_t*>(cache);
     Keys keys = form == PLAIN ? paged_keys(u, static_cast<const T*>(cache), row, width, slots, count, rows)
@@ -129,14 +130,16 @@ struct LatentSource {
 template <class T>
 struct PagedSource {
   static constexpr bool TOGETHER = false, PAGED = true;
+  // A step of few queries of narrow heads packs the keys and values of a block in the L1 cache.
+  static int64_t block() { return 64; }
   const Queries& queries;
   int form;
   const void *k, *v;
   int64_t k_row, k_head, v_row, v_head, width, value;  // channels of a key, of a value
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
-    const T* rows[BLOCK];
-    int32_t kept[BLOCK];
+    const T* rows[MOST_KEYS];
+    int32_t kept[MOST_KEYS];
     const int32_t* slots = unit_slots(queries, u, first, count, kept);
     if (form == PLAIN) {
       for (int64_t i = 0; i < count; i++) rows[i] = at<T>(v, slots[i] * v_row + u.group * v_head);
@@ -152,7 +155,7 @@ struct PagedSource {
     return read(at<uint8_t>(k, u.group * k_head), k_row, width);
   }
   void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
-    int32_t kept[BLOCK];
+    int32_t kept[MOST_KEYS];
     const int32_t* slots = unit_slots(queries, u, first, count, kept);
     if (form == PLAIN) {
       add_rows(lines, at<T>(k, u.group * k_head), k_row, width, slots, count);
@@ -174,6 +177,7 @@ struct PagedSource {
 template <class T>
 struct ExpandedSource {
   static constexpr bool TOGETHER = false, PAGED = false;
+  static int64_t block() { return key_block(T{}); }
   const Queries* table;
   const int64_t* starts;  // start of each request's context, if there is no table
   const T *kv, *rope;
@@ -184,8 +188,8 @@ struct ExpandedSource {
   }
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
-    const T* rows[BLOCK];
-    int64_t places[BLOCK];
+    const T* rows[MOST_KEYS];
+    int64_t places[MOST_KEYS];
     const int32_t* slot = slots(u, first);
     const T* keys = kv + u.group * kv_head;
     for (int64_t i = 0; i < count; i++) {
@@ -197,13 +201,13 @@ struct ExpandedSource {
     if (padded_k<T>(nope) == nope && padded_k<T>(rotary) == rotary) {
       view.parts = rotary > 0 ? 2 : 1;
       const int64_t before = copy_stride<T>(nope), behind = copy_stride<T>(rotary);
-      char* copy = scratch<char>(KEYS, BLOCK * (before + behind));
+      char* copy = scratch<char>(KEYS, MOST_KEYS * (before + behind));
       put(u, &view, 0, keys, kv_row, nope, places, count, copy, before);
-      put(u, &view, 1, rope, rope_row, rotary, places, count, copy + BLOCK * before, behind);
+      put(u, &view, 1, rope, rope_row, rotary, places, count, copy + MOST_KEYS * before, behind);
       return view;
     }
     const int64_t size = sizeof(T), width = nope + rotary, padded = padded_k<T>(width), stride = padded + 64 / size;
-    T* copy = scratch<T>(KEYS, BLOCK * stride);
+    T* copy = scratch<T>(KEYS, MOST_KEYS * stride);
     for (int64_t i = 0; i < count; i++) {
       std::memcpy(copy + i * stride, keys + places[i] * kv_row, size_t(nope * size));
       std::memcpy(copy + i * stride + nope, rope + places[i] * rope_row, size_t(rotary * size));
@@ -260,7 +264,7 @@ static void paged(int form, const T* q, int64_t q_token, int64_t q_head, const v
                   int64_t key_heads, int64_t width, int64_t value, float scale, const float* sinks, T* out) {
   const Heads<T> h{q, q_token, q_head, out, heads * value, value, key_heads, heads / key_heads, width, value, scale, sinks};
   const PagedSource<T> source{queries, form, k, v, k_row, k_head, v_row, v_head, width, value};
-  Attention<T, PagedSource<T>>(queries, h, source).run(128);
+  Attention<T, PagedSource<T>>(queries, h, source).run(256);
 }
 
 template <class T>

@@ -5,8 +5,8 @@
 // a block of keys, scores [keys, columns] = keys x queries and out [columns, channels] += weights x values. So keys are
 // read in their storage order, the softmax has no horizontal step, and 16 heads fill a panel.
 //
-// A column's arithmetic depends on its own position only (batch-invariant): blocks start at multiples of BLOCK, a fresh
-// running softmax at multiples of SPLIT, and splits are merged in order. Splits may run on different threads.
+// A column's arithmetic depends on its own position only (batch-invariant): blocks start at multiples of `block`, a
+// fresh running softmax at multiples of SPLIT, and splits are merged in order. Splits may run on different threads.
 //
 // A unit of few columns (a GQA decode step) would leave most lanes empty: there the operands are swapped; keys become
 // panels and the softmax lanes. Every chain of additions stays the same, and so do the bits.
@@ -26,7 +26,7 @@ struct Queries {
   int64_t slots_row;
   const uint64_t* visible;  // per query token: mask of visible query tokens of its request; null: causal
   int64_t window;           // positions that a query token sees, its own included; 0: all; < 0: those of its chunk
-  const int32_t* first;     // per request: the first position to attend to, a multiple of BLOCK; null: 0
+  const int32_t* first;     // per request: the first position to attend to, a multiple of the block's; null: 0
   int64_t outside;          // 1: query tokens are not in the context and see all of it
 
   int64_t tokens(int64_t r) const { return starts[r + 1] - starts[r]; }
@@ -88,6 +88,7 @@ struct Attention {
   const Heads<T>& heads;
   const Source& source;
   int64_t key_steps, value;  // value: width padded to panels
+  const int64_t block = Source::block();  // keys
 
   Attention(const Queries& q, const Heads<T>& h, const Source& s)
       : queries(q), heads(h), source(s), key_steps(steps_of<T>(h.key_width)), value(panels_of(h.value_width) * LANES) {}
@@ -172,6 +173,10 @@ struct Attention {
     }
   }
 
+  // How far a score may exceed the highest one of older sums before these are rescaled: weights of bf16, which are rounded
+  // relative to their size, may be up to 2^8.
+  float slack() const { return PER_UNIT<T> == 2 ? 8.f / (heads.scale * 1.44269504f) : 0.f; }
+
   // Weights of one block in units [step][padded], and the rescaling factors of older sums. Returns whether any differs
   // from 1. Columns before `seeing` see nothing of the block.
   bool weigh(const Unit& u, const float* scores, int64_t ldc, float* masked, int64_t first, int64_t count,
@@ -197,6 +202,7 @@ struct Attention {
         for (int i = 0; i < 4; i++) tops[i] = max(tops[i], load(s + (row + i) * stride));
       for (; row < count; row++) tops[0] = max(tops[0], load(s + row * stride));
       top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
+      PARTS_LOOP top.v[i] = top.v[i] > before.v[i] + slack() ? top.v[i] : before.v[i];
       store(run.high + p, top);
       top = max(top, floor);  // a column without visible keys keeps -inf without producing NaN
       const F16 factor = exp2((before - top) * scale), shift = zero() - top * scale;
@@ -221,8 +227,8 @@ struct Attention {
     return any;
   }
 
-  // The same for few columns: scores and weights are [columns][BLOCK]; `turned`, the weights transposed for their sums,
-  // is [BLOCK][LANES].
+  // The same for few columns: scores and weights are [columns][block]; `turned`, the weights transposed for their sums,
+  // is [block][LANES].
   bool weigh_few(const Unit& u, float* scores, float* turned, int64_t first, int64_t count, int64_t steps,
                  const Running& run, float* rescale, T* weights) const {
     const F16 scale = set1(heads.scale * 1.44269504f);
@@ -230,7 +236,7 @@ struct Attention {
     bool any = false;
     store(rescale, set1(1.f));
     for (int64_t c = 0; c < u.columns; c++) {
-      float* s = scores + c * BLOCK;
+      float* s = scores + c * block;
       std::fill(s + count, s + padded, -INFINITY);
       for (int64_t k = std::max<int64_t>(first_query(u) - first, 0); k < count; k++)
         if (!sees(u, c, first + k)) s[k] = -INFINITY;
@@ -241,6 +247,7 @@ struct Attention {
       for (int64_t k = LANES; k < padded; k += LANES) tops = max(tops, load(s + k));
       store(lanes, tops);
       for (float lane : lanes) top = std::max(top, lane);
+      if (!(top > run.high[c] + slack())) top = run.high[c];
       const F16 before = set1(run.high[c]);
       run.high[c] = top;
       const F16 at = set1(std::max(top, -1e30f)), shift = zero() - at * scale;
@@ -250,15 +257,15 @@ struct Attention {
       for (int64_t k = 0; k < padded; k += LANES) {
         const F16 weight = exp2(fma(load(s + k), scale, shift));
         store(s + k, weight);
-        store(weights + c * BLOCK + k, weight);
+        store(weights + c * block + k, weight);
       }
-      for (int64_t k = padded; k < steps * PER_UNIT<T>; k += LANES) store(weights + c * BLOCK + k, zero());
+      for (int64_t k = padded; k < steps * PER_UNIT<T>; k += LANES) store(weights + c * block + k, zero());
     }
     alignas(64) static const uint32_t none[LANES] = {};
     for (int64_t k = 0; k < padded; k += LANES) {
       const uint32_t* from[LANES];
       for (int64_t c = 0; c < LANES; c++)
-        from[c] = c < u.columns ? reinterpret_cast<const uint32_t*>(scores + c * BLOCK + k) : none;
+        from[c] = c < u.columns ? reinterpret_cast<const uint32_t*>(scores + c * block + k) : none;
       transpose(reinterpret_cast<uint32_t*>(turned + k * LANES), LANES, from);
     }
     F16 total = zero();
@@ -286,10 +293,10 @@ struct Attention {
     }
   }
 
-  // Scores [columns][BLOCK] of few columns.
+  // Scores [columns][block] of few columns.
   void score_few(const Keys& keys, int64_t count, const uint32_t* rows, int64_t columns, float* scores, Ahead* ahead,
                  int64_t share) const {
-    uint32_t* panels = scratch<uint32_t>(TURNED, BLOCK * key_steps);
+    uint32_t* panels = scratch<uint32_t>(TURNED, block * key_steps);
     for (int64_t k = 0; k < count; k += LANES) {
       ahead->fetch(share);
       const int64_t here = std::min<int64_t>(LANES, count - k);
@@ -300,7 +307,7 @@ struct Attention {
       }
     }
     gemm<T>(rows, key_steps * 4, few_rows<T>(columns), panels, key_steps * LANES, panels_of(count), key_steps, scores,
-            BLOCK, false);
+            block, false);
   }
 
   // Memory of a thread for the products of a block.
@@ -312,9 +319,9 @@ struct Attention {
   Buffers buffers(int64_t columns, bool ready) const {
     const int64_t padded = panels_of(columns) * LANES;
     const int64_t ldc = ready ? padded : padded + LANES;  // not a power of two: rows share no cache set
-    float* scores = scratch<float>(SCORES, BLOCK * ldc + padded + BLOCK * LANES);
-    return {padded, ldc, scores, scores + BLOCK * ldc, scores + BLOCK * ldc + padded,
-            scratch<uint32_t>(WEIGHTS, BLOCK * padded), scratch<uint32_t>(VALUES, (BLOCK + LANES) * value)};
+    float* scores = scratch<float>(SCORES, block * ldc + padded + block * LANES);
+    return {padded, ldc, scores, scores + block * ldc, scores + block * ldc + padded,
+            scratch<uint32_t>(WEIGHTS, block * padded), scratch<uint32_t>(VALUES, (block + LANES) * value)};
   }
 
   void begin(const Running& run, int64_t padded) const {
@@ -338,7 +345,7 @@ struct Attention {
     const int64_t used = ceil_div(u.columns, 4) * 4, steps = steps_of<T>(count), padded = at.padded;
     const bool few = u.columns <= FEW;
     if (!keys) {
-      if (few) std::memcpy(at.scores, found, size_t(u.columns * BLOCK) * sizeof(float));
+      if (few) std::memcpy(at.scores, found, size_t(u.columns * block) * sizeof(float));
     } else if (few) {
       score_few(*keys, count, panels, u.columns, at.scores, ahead, share);
     } else {
@@ -361,7 +368,7 @@ struct Attention {
       const int64_t panels_here = std::min(piece, value_panels - v);
       const uint32_t* from = at.values + v * steps * LANES;
       if (few)
-        gemm<T>(at.weights, BLOCK * int64_t(sizeof(T)), few_rows<T>(u.columns), from, steps * LANES, panels_here, steps,
+        gemm<T>(at.weights, block * int64_t(sizeof(T)), few_rows<T>(u.columns), from, steps * LANES, panels_here, steps,
                 run.out + v * LANES, value, !fresh);
       else
         gemm_by_steps<T>(at.weights + seeing, padded, used - seeing, from, steps * LANES, panels_here, steps,
@@ -370,25 +377,25 @@ struct Attention {
   }
 
   // One split of a unit. `next`, if given, is the unit that this thread will probably run next. `ready`: the scores of
-  // the unit's blocks, BLOCK * padded each; null: computed here.
+  // the unit's blocks, block * padded each; null: computed here.
   void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run,
              const Unit* next = nullptr, const float* ready = nullptr) const {
     const int64_t whole = last_position(u, u.columns - 1) + 1, at = (u.from / SPLIT + index) * SPLIT;
-    const int64_t from = std::max(at, u.from / BLOCK * BLOCK), end = std::min<int64_t>(at + SPLIT, whole);
+    const int64_t from = std::max(at, u.from / block * block), end = std::min<int64_t>(at + SPLIT, whole);
     const Buffers memory = buffers(u.columns, ready != nullptr);
     begin(run, memory.padded);
     int64_t seeing = 0;
-    for (int64_t first = from; first < end; first += BLOCK) {
-      const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
+    for (int64_t first = from; first < end; first += block) {
+      const int64_t count = std::min(block, end - first), steps = steps_of<T>(count);
       while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels past their last position
       Keys keys;
       if (!ready) keys = source.block(u, first, count, steps, memory.values);
       else if constexpr (Source::TOGETHER) source.values(u, first, count, steps, memory.values);
       Ahead ahead;
-      if (first + BLOCK < whole) source.ahead(u, first + BLOCK, std::min(BLOCK, whole - first - BLOCK), &ahead);
+      if (first + block < whole) source.ahead(u, first + block, std::min(block, whole - first - block), &ahead);
       else if (next) {
-        const int64_t later = next->from / BLOCK * BLOCK;
-        source.ahead(*next, later, std::min<int64_t>(BLOCK, queries.contexts[next->request] - later), &ahead);
+        const int64_t later = next->from / block * block;
+        source.ahead(*next, later, std::min<int64_t>(block, queries.contexts[next->request] - later), &ahead);
       }
       add_block(u, first, count, first == from, seeing, panels, last, run, memory, ready ? nullptr : &keys,
                 ready ? ready + first * memory.padded : nullptr, &ahead,

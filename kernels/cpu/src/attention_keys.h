@@ -5,13 +5,13 @@
 
 namespace moe {
 
-constexpr int64_t BLOCK = 64, FEW = 8;  // keys of a block; up to FEW columns swap the operands (see attention.h)
+constexpr int64_t MOST_KEYS = 128, FEW = 8;  // of a block; up to FEW columns swap the operands (see attention.h)
 
 // Keys of a block by rows, in one part or two (the second continues the channels of the first). Every group of
 // `piece` rows has its own address, so that whole pages are read in place.
 struct Keys {
-  const char* data[2][BLOCK / LANES];
-  int64_t stride[2][BLOCK / LANES], steps[2], piece;
+  const char* data[2][MOST_KEYS / LANES];
+  int64_t stride[2][MOST_KEYS / LANES], steps[2], piece;
   int parts;
 
   const char* row(int part, int64_t i) const {
@@ -35,7 +35,7 @@ inline int64_t few_rows(int64_t columns) {
 // Memory of the next block, prefetched a few lines at a time between this block's products: the context is scattered
 // over pages, where hardware prefetching does not help.
 struct Ahead {
-  const char* rows[2 * BLOCK];
+  const char* rows[2 * MOST_KEYS];
   int64_t count = 0, lines = 0, row = 0, line = 0;
 
   int64_t total() const { return count * lines; }

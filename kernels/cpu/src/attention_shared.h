@@ -2,7 +2,7 @@
 // is read and packed once for all units of a tile that have it. Each unit sees its blocks in its own order, by
 // the operations of Attention::whole, and so has the same bits.
 //
-// Legend: a *block* is BLOCK entries of a context from a multiple of BLOCK on; equal blocks have equal slots.
+// Legend: a *block* is `size` entries of a context from a multiple of `size` on; equal blocks have equal slots.
 #pragma once
 
 #include <vector>
@@ -24,8 +24,9 @@ struct SharedBlocks {
   std::vector<int64_t> starts, done;
   std::vector<int32_t> ready;
 
-  SharedBlocks(const Queries& q, const Unit* units, int64_t count) : starts(1, 0), done(size_t(count), 0) {
-    for (int64_t i = 0; i < count; i++) starts.push_back(starts.back() + ceil_div(q.contexts[units[i].request], BLOCK));
+  SharedBlocks(const Queries& q, const Unit* units, int64_t count, int64_t size)
+      : starts(1, 0), done(size_t(count), 0) {
+    for (int64_t i = 0; i < count; i++) starts.push_back(starts.back() + ceil_div(q.contexts[units[i].request], size));
     ids.resize(size_t(starts.back()));
     size_t places = 64;
     while (places < 2 * ids.size()) places *= 2;
@@ -33,8 +34,8 @@ struct SharedBlocks {
     for (int64_t i = 0; i < count; i++) {
       const int32_t* slots = q.slots + q.rows[units[i].request] * q.slots_row;
       const int64_t context = q.contexts[units[i].request];
-      for (int64_t b = 0; b * BLOCK < context; b++)
-        ids[size_t(starts[size_t(i)] + b)] = find(slots + b * BLOCK, std::min(BLOCK, context - b * BLOCK), &table);
+      for (int64_t b = 0; b * size < context; b++)
+        ids[size_t(starts[size_t(i)] + b)] = find(slots + b * size, std::min(size, context - b * size), &table);
     }
     for (int64_t i = 0; i < count; i++) await(i);
   }
@@ -101,7 +102,8 @@ struct SharedTile {
 
   SharedTile(const Attention<T, Source>& attention, const Unit* of_tile, int64_t number)
       : whole(attention), units(of_tile), count(number), padded(panels_of(of_tile->columns) * LANES),
-        floats(attention.running_floats(of_tile->columns)), blocks(attention.queries, of_tile, number) {}
+        floats(attention.running_floats(of_tile->columns)),
+        blocks(attention.queries, of_tile, number, attention.block) {}
 
   void run() {
     panels = scratch<uint32_t>(QUERIES, count * padded * whole.key_steps);
@@ -124,13 +126,14 @@ struct SharedTile {
     for (int64_t i = 0; i < count; i++)
       if (blocks.wanted(i) == id) users[number++] = i;
     const Unit& reader = units[users[0]];
-    const int64_t place = blocks.done[size_t(users[0])] * BLOCK, context = whole.queries.contexts[reader.request];
+    const int64_t place = blocks.done[size_t(users[0])] * whole.block, context = whole.queries.contexts[reader.request];
     const Keys keys = whole.source.block(reader, place, here, steps_of<T>(here), memory.values);
     Ahead ahead;
-    if (place + BLOCK < context) whole.source.ahead(reader, place + BLOCK, std::min(BLOCK, context - place - BLOCK), &ahead);
+    const int64_t after = place + whole.block;
+    if (after < context) whole.source.ahead(reader, after, std::min(whole.block, context - after), &ahead);
     const int64_t share = ceil_div(ahead.total(), number * whole.pieces(reader.columns, here));
     for (int64_t n = 0; n < number; n++) {
-      const int64_t i = users[n], first = blocks.done[size_t(i)] * BLOCK;
+      const int64_t i = users[n], first = blocks.done[size_t(i)] * whole.block;
       const bool fresh = first % SPLIT == 0;
       const Running run = running(i, first < SPLIT);
       if (fresh) whole.begin(run, padded);
@@ -138,7 +141,7 @@ struct SharedTile {
                       memory, &keys, nullptr, &ahead, share);
       blocks.advance(i);
       const bool finished = blocks.finished(i);
-      if (first >= SPLIT && (finished || (first + BLOCK) % SPLIT == 0))
+      if (first >= SPLIT && (finished || (first + whole.block) % SPLIT == 0))
         for (int64_t c = 0; c < units[i].columns; c++) whole.merge(running(i, true), run, c);
       if (finished)
         for (int64_t c = 0; c < units[i].columns; c++) whole.finish(units[i], running(i, true), c);

@@ -18,7 +18,7 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
   for (int64_t i = 0; i < count; i++) {
     const int64_t context = whole.last_position(units[i], units[i].columns - 1) + 1;
     const int64_t padded = panels_of(units[i].columns) * LANES;
-    floats += ceil_div(context, BLOCK) * BLOCK * padded;
+    floats += ceil_div(context, whole.block) * whole.block * padded;
     tasks += ceil_div(context, rows);
     columns += padded;
   }
@@ -38,7 +38,7 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
     at.context = whole.last_position(units[i], units[i].columns - 1) + 1;
     at.padded = panels_of(units[i].columns) * LANES;
     at.scores = scores, at.panels = queries, at.last = lasts, at.task = task;
-    scores += ceil_div(at.context, BLOCK) * BLOCK * at.padded;
+    scores += ceil_div(at.context, whole.block) * whole.block * at.padded;
     queries += at.padded * whole.key_steps;
     lasts += 3 * at.padded;
     task += ceil_div(at.context, rows);
@@ -51,7 +51,7 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
     const Place& at = places[i];
     const Unit& u = units[i];
     const int64_t first = (task - at.task) * rows, here = std::min(rows, at.context - first);
-    const int64_t block = first / BLOCK * BLOCK, within = first - block;
+    const int64_t block = first / whole.block * whole.block, within = first - block;
     int64_t seeing = 0;
     while (at.last[seeing + LANES - 1] < block) seeing += LANES;
     const Keys keys = whole.source.keys(u, first, here);

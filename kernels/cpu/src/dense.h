@@ -26,10 +26,11 @@ inline int64_t panel_units(int64_t k, const Coding* form) {
   return form ? form->panel_bytes(k) / 4 : packed_steps<T>(k) * LANES;
 }
 
-// c[m][16 * count] = rows of x times panels [first, first + count), over all of K. Panel `next` follows.
+// c[m][16 * count] = rows of x times panels [first, first + count), over all of K. Panel `next` follows; `cached`: the
+// panels are in the cache, where prefetches would only delay the loads of a plain matrix.
 template <class T>
 INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, int64_t first, int64_t count,
-                    int64_t next, float* c, int64_t ldc) {
+                    int64_t next, float* c, int64_t ldc, bool cached = false) {
   if (w.form) {
     const char* data = reinterpret_cast<const char*>(w.data);
     const int64_t apart = w.form->panel_bytes(k);
@@ -44,7 +45,7 @@ INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pack
     for (int64_t p = 0; p < count; p += GROUP) {
       const uint32_t* from = b + p * panel + done * LANES;
       gemm<T>(a + 4 * done, ldx, m, from, panel, std::min(GROUP, count - p), std::min(block, steps - done),
-              c + p * LANES, ldc, done > 0, p + GROUP < count ? from + GROUP * panel : following);
+              c + p * LANES, ldc, done > 0, cached ? nullptr : p + GROUP < count ? from + GROUP * panel : following);
     }
   }
 }

@@ -47,6 +47,9 @@ int64_t k_multiple(bf16);
 int64_t row_multiple(bf16);
 int64_t row_multiple(float);
 inline int64_t k_multiple(float) { return 1; }
+// Keys of a block of attention, at most 128: tiles read and write the sums of all values once for each block.
+int64_t key_block(bf16);
+inline int64_t key_block(float) { return 64; }
 // Few rows are best rounded up to this: products of 1 and of 4 rows in turn would each configure the matrix tiles.
 int64_t row_unit(bf16);
 inline int64_t row_unit(float) { return 1; }

@@ -206,6 +206,13 @@ int64_t row_multiple(bf16) {
   return 16;
 }
 
+int64_t key_block(bf16) {
+#if defined(MOE_AMX)
+  if (use_amx) return 128;
+#endif
+  return 64;
+}
+
 int64_t row_unit(bf16) {
 #if defined(MOE_AMX)
   if (use_amx) return 4;

@@ -28,8 +28,9 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
   const int64_t panel_bytes = form ? form->panel_bytes(k) : std::min(w.steps, K_BLOCK) * LANES * 4;
   const int64_t width = panels_per_task(w.panels, panel_bytes, row_tasks), tasks = ceil_div(w.panels, width);
   parallel_products(row_tasks * tasks, [&](int64_t task) {
-    // Adjacent tasks share their panels: the weights are read from memory once for all rows.
+    // Adjacent tasks share their panels: the weights are read from memory once for all rows, by a thread's first task.
     const int64_t row = task % row_tasks * row_block, first = task / row_tasks * width;
+    const bool cached = task % row_tasks >= omp_get_max_threads();
     const int64_t here = std::min(row_block, m - row), last = std::min(first + width, w.panels);
     const int64_t together = panels_together<T>(w, here, width), ldc = together * LANES;
     float* c = scratch<float>(PRODUCT, here * ldc);
@@ -37,7 +38,7 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
       const int64_t count = std::min(together, last - p), column = p * LANES, columns = std::min(count * LANES, n - column);
       T* to = out + row * ldo + column;
       expect(to, ldo, here, columns);
-      product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, p + count, c, ldc);
+      product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, p + count, c, ldc, cached);
       finish(c, ldc, here, columns, bias ? bias + column : nullptr, to, ldo);
     }
   });
