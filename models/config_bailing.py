@@ -15,7 +15,7 @@ from moe_engine.models.config_families import layer_limits, parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds, decay_bound, renamed
 from moe_engine.models.ling_names import inner_name
-from moe_engine.models.state_config import DeltaConfig, StateGroup
+from moe_engine.models.state_config import DeltaConfig
 
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 _UNSUPPORTED = (
@@ -74,7 +74,7 @@ def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> Model
         attention=replace(config.attention, gate_width=1),
         moe=moe,
         delta=delta,
-        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        state_groups=delta.state_groups(states),
         raw=fields.raw,
     )
 

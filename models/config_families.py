@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_fields import Fields, parse_context_length, parse_eos, parse_rope, rope_section
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
@@ -223,6 +223,16 @@ def parse_gqa(
         moe_layers=moe_layers or (False,) * fields.integer("num_hidden_layers"),
         windows=_windows(fields, model_type),
     )
+
+
+def with_other_windows(config: ModelConfig, fields: Fields, rope: Mapping[str, Any], **heads: Any) -> ModelConfig:
+    """Layers with a window that have other `heads` (fields of `GQAConfig`) and rotary settings than the others."""
+    attention = config.attention
+    assert isinstance(attention, GQAConfig)
+    own = Fields({**fields.raw, "rope_scaling": rope}, fields.source)
+    found = parse_rope(own, rotary_width(own, attention.head_dim, 1.0), interleaved=False, scales_softmax=False)
+    others = OtherLayers(config.windowed_layers, dataclasses.replace(attention, **heads), found)
+    return dataclasses.replace(config, other_layers=others)
 
 
 def rotary_width(fields: Fields, head_dim: int, default: float) -> int:

@@ -17,7 +17,7 @@ from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.config_kimi_linear import FULL, LINEAR, checked_kinds, decay_bound, delta_fields, renamed
 from moe_engine.models.config_vision import glm5_next_vision
-from moe_engine.models.state_config import DeltaConfig, StateGroup
+from moe_engine.models.state_config import DeltaConfig
 
 _SPARSE = ("deepseek_sparse_attention", "indexed_attention", FULL)
 """Names of a layer of MLA in `layer_types`: published, and as transformers saves them."""
@@ -69,7 +69,7 @@ def parse_glm5_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
         rope=replace(config.rope, kind="none", width=0),
         delta=delta,
         streams=replace(parse_streams(read), mean_head=True),
-        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        state_groups=delta.state_groups(states),
         vision=glm5_next_vision(fields, config.hidden_size),
         raw=fields.raw,
     )

@@ -16,7 +16,7 @@ from moe_engine.models.config_vision import with_qwen3_tower
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.moe_config import MoEConfig
-from moe_engine.models.state_config import DeltaConfig, StateGroup
+from moe_engine.models.state_config import DeltaConfig
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -86,7 +86,7 @@ def _hybrid(
     return replace(
         config,
         delta=delta,
-        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        state_groups=delta.state_groups(states),
         norm_plus=1.0,
         num_nextn_predict_layers=num_mtp_layers,
         raw=fields.raw,

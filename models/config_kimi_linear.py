@@ -14,7 +14,7 @@ from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_kimi import kimi_k3_vision
-from moe_engine.models.state_config import DeltaConfig, StateGroup
+from moe_engine.models.state_config import DeltaConfig
 
 PUBLISHED = {
     "num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts",
@@ -102,7 +102,7 @@ def parse_kimi_linear(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
         rope=replace(config.rope, kind="none"),
         delta=delta,
         vision=None if section is None else kimi_k3_vision(fields, section, config.hidden_size),
-        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        state_groups=delta.state_groups(states),
         raw=fields.raw,
     )
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
-from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_gqa, rotary_width
-from moe_engine.models.config_fields import Fields, parse_rope
+from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_gqa, with_other_windows
+from moe_engine.models.config_fields import Fields
 from moe_engine.models.moe_config import MoEConfig
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
@@ -59,9 +59,7 @@ def parse_laguna(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     assert isinstance(whole, GQAConfig)
     if heads % whole.num_kv_heads:
         fields.fail("num_attention_heads_per_layer", f"has {heads}, no multiple of the {whole.num_kv_heads} KV heads")
-    own = Fields({**read.raw, "rope_scaling": read.raw["swa_rope"]}, fields.source)
-    rope = parse_rope(own, rotary_width(own, whole.head_dim, 1.0), interleaved=False, scales_softmax=False)
-    return replace(config, other_layers=OtherLayers(config.windowed_layers, replace(whole, num_heads=heads), rope))
+    return with_other_windows(config, read, read.raw["swa_rope"], num_heads=heads)
 
 
 def laguna_fields(fields: Fields) -> Fields:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
-from moe_engine.models.config_families import deepseek_moe_layers, parse_deepseek_moe, parse_gqa, rotary_width
-from moe_engine.models.config_fields import Fields, parse_rope
+from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config_families import deepseek_moe_layers, parse_deepseek_moe, parse_gqa, with_other_windows
+from moe_engine.models.config_fields import Fields
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 _PUBLISHED = {
@@ -51,10 +51,7 @@ def parse_mimo_v2_flash(fields: Fields, generation: Mapping[str, Any]) -> ModelC
     heads, sinks = read.integer("swa_num_key_value_heads"), read.flag("add_swa_attention_sink_bias", True)
     if whole.num_heads % heads:
         read.fail("swa_num_key_value_heads", f"{heads} does not divide num_attention_heads {whole.num_heads}")
-    attention = replace(whole, num_kv_heads=heads, sinks=sinks)
-    own = Fields({**read.raw, "rope_scaling": _rope(fields, _WINDOW)}, fields.source)
-    rope = parse_rope(own, rotary_width(own, whole.head_dim, 1.0), interleaved=False, scales_softmax=False)
-    return replace(config, other_layers=OtherLayers(config.windowed_layers, attention, rope))
+    return with_other_windows(config, read, _rope(fields, _WINDOW), num_kv_heads=heads, sinks=sinks)
 
 
 def mimo_fields(fields: Fields) -> Fields:

@@ -16,7 +16,7 @@ from moe_engine.models.config_families import check_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.nemotron_names import quantization_names
-from moe_engine.models.state_config import DeltaConfig, StateGroup
+from moe_engine.models.state_config import DeltaConfig
 
 STATE, ATTENTION, EXPERTS, MLP = "M", "*", "E", "-"
 _KINDS = {
@@ -99,7 +99,7 @@ def parse_nemotron_h(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
         config,
         rope=replace(config.rope, kind="none"),
         delta=delta if states else None,
-        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
+        state_groups=delta.state_groups(states),
         windows=(),
         activation=SQUARED,
         lone_feed_forwards=tuple(i for i, kind in enumerate(kinds) if kind in (EXPERTS, MLP)),

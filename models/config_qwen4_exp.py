@@ -115,7 +115,7 @@ def _state_groups(config: ModelConfig, engram: EngramConfig | None, wide: int) -
     assert config.delta is not None
     with_rows = () if engram is None else engram.layers
     plain = tuple(sorted(config.state_layers - set(with_rows)))
-    groups = [StateGroup(plain, config.delta.state_parts, stores_any=True)] if plain else []
+    groups = list(config.delta.state_groups(plain))
     if engram is not None:
         kept = StatePart((engram.reach, wide)), StatePart((engram.longest - 1, 1), "float32")
         groups.append(StateGroup(with_rows, (*config.delta.state_parts, *kept), stores_any=True))

@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.checkpoint_names import renamed_modules
-from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
+from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.config_families import (
     deepseek_moe_layers,
     layer_limits,
     parse_deepseek_moe,
     parse_gqa,
-    rotary_width,
+    with_other_windows,
 )
-from moe_engine.models.config_fields import Fields, parse_rope
+from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.mtp_config import MTPForm
@@ -73,10 +73,7 @@ def parse_step(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     heads, groups = read.integer("swa_num_attention_heads"), read.integer("swa_num_key_value_heads")
     if heads % groups:
         fields.fail("attention_other_setting", f"has {groups} KV heads, which do not divide its {heads} heads")
-    own = Fields({**read.raw, "rope_scaling": read.raw["swa_rope"]}, fields.source)
-    rope = parse_rope(own, rotary_width(own, whole.head_dim, 1.0), interleaved=False, scales_softmax=False)
-    attention = replace(whole, num_heads=heads, num_kv_heads=groups)
-    return replace(config, other_layers=OtherLayers(config.windowed_layers, attention, rope))
+    return with_other_windows(config, read, read.raw["swa_rope"], num_heads=heads, num_kv_heads=groups)
 
 
 def _mtp_form(fields: Fields, config: ModelConfig, count: int) -> MTPForm:

@@ -94,3 +94,7 @@ class DeltaConfig:
         mixed = 2 * self.key + self.shared * self.value
         tail = StatePart((self.key_heads, self.taps - 1, mixed), sharded=0)
         return tail, StatePart((self.value_heads, self.key, self.value), "float32", sharded=0)
+
+    def state_groups(self, layers: tuple[int, ...]) -> tuple[StateGroup, ...]:
+        """The states of the `layers` with this net; () without any."""
+        return (StateGroup(layers, self.state_parts, stores_any=True),) if layers else ()
