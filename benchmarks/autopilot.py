@@ -225,8 +225,7 @@ def main() -> None:
     rows = []
     for name, seed in itertools.product(args.loads, args.seeds):
         rows.append(measure(name, costs, args.seconds, seed))
-        if not args.no_json:
-            report.write_result("autopilot", {"rows": rows, "seconds": args.seconds}, path=args.json)
+        report.write_if_asked(args, "autopilot", {"rows": rows, "seconds": args.seconds})
 
 
 if __name__ == "__main__":

@@ -77,8 +77,7 @@ def main() -> None:
     rows = []
     for start in args.starts:
         rows += [measure(start, autopilot, args) for autopilot in (False, True)]
-    if not args.no_json:
-        report.write_result("autopilot_server", {"rows": rows}, path=args.json)
+    report.write_if_asked(args, "autopilot_server", {"rows": rows})
 
 
 if __name__ == "__main__":

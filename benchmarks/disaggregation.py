@@ -123,13 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         ratios = [found[transport] / found["one"] for found in rounds]
         summary[transport] = {"ratio": median(ratios), "spread": spread(ratios), "target": TARGET}
     print(json.dumps(summary, indent=1))
-    if not own.no_json:
-        options = {name: getattr(own, name) for name in ("input_len", "output_len", "chunked_prefill_size", "shape")}
-        print(
-            report.write_result(
-                "disaggregation", {"options": options, "summary": summary, "rounds": rounds}, path=own.json
-            )
-        )
+    options = {name: getattr(own, name) for name in ("input_len", "output_len", "chunked_prefill_size", "shape")}
+    report.write_if_asked(own, "disaggregation", {"options": options, "summary": summary, "rounds": rounds})
     return 0
 
 

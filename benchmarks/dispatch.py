@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.report import add_result_options, command_parser, table, write_result
+from benchmarks.report import add_result_options, command_parser, table, write_if_asked
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.parallel.collectives import DistributedGroup, SingleRank
 from moe_engine.parallel.dispatch.build import Groups, build
@@ -303,8 +303,7 @@ def main() -> None:
     print(show(lines))
     errors = fp8_errors()
     print("relative error of the sums: " + ", ".join(f"{name} {error:.2%}" for name, error in errors.items()))
-    if not args.no_json:
-        print(write_result("dispatch", {"lines": [asdict(line) for line in lines], "errors": errors}, path=args.json))
+    write_if_asked(args, "dispatch", {"lines": [asdict(line) for line in lines], "errors": errors})
 
 
 if __name__ == "__main__":

@@ -273,10 +273,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(result)
             print(json.dumps(result), file=sys.stderr, flush=True)
     print(report.table(("rule", "advice", "before s", "after s", "ratio", "still holds"), map(_row, results)))
-    if not options.no_json:
-        results = [*_others(options.json, results), *results]
-        values = {"machine_was_shared": options.busy, "rounds": options.rounds, "scenarios": results}
-        print(report.write_result("doctor_advice", values, path=options.json), file=sys.stderr)
+    results = [*_others(options.json, results), *results]
+    values = {"machine_was_shared": options.busy, "rounds": options.rounds, "scenarios": results}
+    report.write_if_asked(options, "doctor_advice", values)
     return 0
 
 

@@ -155,10 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     found = verdicts(points)
     for name, value in found.items():
         print(f"{name}: {value:.3f}")
-    if not args.no_json:
-        options = {"seed": args.seed, "quick": args.quick, "attention_groups": args.attention_groups}
-        values = {"points": points, "verdicts": found, "options": options}
-        print(report.write_result("dp_routing", values, path=args.json), file=sys.stderr)
+    options = {"seed": args.seed, "quick": args.quick, "attention_groups": args.attention_groups}
+    report.write_if_asked(args, "dp_routing", {"points": points, "verdicts": found, "options": options})
     return 0 if all(value >= TARGET for name, value in found.items() if "cache_aware" in name) else 1
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -206,8 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     print(report.table(["", "median", "p90", "p99"], rows))
     verdict = "pass" if values["passed"] else "short"
     print(f"target: median under {TARGET_MS:.0f} ms: {verdict}; {port.num_bytes} bytes per step to the frontend")
-    if not args.no_json:
-        print(report.write_result("host_time", values, path=args.json), file=sys.stderr)
+    report.write_if_asked(args, "host_time", values)
     return 0
 
 

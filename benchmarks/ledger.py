@@ -101,8 +101,7 @@ def main() -> None:
     rows = [measure(name) for name in args.launches]
     good = sum(all(error <= TARGET for error in row["error"].values()) for row in rows)
     print(f"within {TARGET:.0%}: {good} of {len(rows)} launches")
-    if not args.no_json:
-        report.write_result("ledger", {"rows": rows, "within_target": good, "target": TARGET}, path=args.json)
+    report.write_if_asked(args, "ledger", {"rows": rows, "within_target": good, "target": TARGET})
 
 
 if __name__ == "__main__":

@@ -188,9 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ours = sides.enter_context(closing(OurServer(path, streams, own.threads)))
             found[kind] = measure(ours, theirs, chosen, vocab_size, own.rounds)
         print("\n".join(line(kind, workload, found[kind][workload.name]) for workload in chosen), flush=True)
-    if not own.no_json and not own.quick:
-        name = f"llama_cpp_{own.shape}"
-        print(report.write_result(name, {"tokens_per_second": found}, path=own.json), file=sys.stderr)
+    if not own.quick:
+        report.write_if_asked(own, f"llama_cpp_{own.shape}", {"tokens_per_second": found})
     return 0
 
 

@@ -104,8 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         for way in WAYS
     ]  # fmt: skip
     print(report.table(["way", "tokens/s", "of the engine without LoRA"], rows))
-    if not args.no_json:
-        print(report.write_result("lora", found, path=args.json))
+    report.write_if_asked(args, "lora", found)
     return 0
 
 

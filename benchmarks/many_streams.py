@@ -151,8 +151,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps({kind: round(one["tokens_per_second"]) for kind, one in found.items()}), flush=True)
     values = {"options": {"streams": own.streams, "tokens": own.tokens}, "summary": summary(rounds), "rounds": rounds}
     print(json.dumps(values["summary"], indent=1))
-    if not own.no_json:
-        print(report.write_result("many_streams", values, path=own.json))
+    report.write_if_asked(own, "many_streams", values)
     return 0
 
 

@@ -277,10 +277,8 @@ def main(argv: list[str] | None = None) -> int:
     title = f"multi-turn sessions, {args.model_path or 'embedded model'}, KV cache of {shape.pool} tokens"
     if args.plot:
         draw(points, args.plot, title)
-    if not args.no_json:
-        name = "multi_turn_load_" + ("390m" if args.model_path == "moe-390m" else "model" if model else "embedded")
-        values = {"points": points, "verdicts": found, "shape": vars(shape)}
-        print(report.write_result(name, values, path=args.json), file=sys.stderr)
+    name = "multi_turn_load_" + ("390m" if args.model_path == "moe-390m" else "model" if model else "embedded")
+    report.write_if_asked(args, name, {"points": points, "verdicts": found, "shape": vars(shape)})
     return 0
 
 

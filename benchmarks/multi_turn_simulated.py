@@ -220,10 +220,8 @@ def main(argv: list[str] | None = None) -> int:
             f"DeepSeek V3 on {args.hardware}, simulated: multi-turn sessions, KV cache of {points[0]['pool']} tokens"
         )
         draw(shown, args.plot, title)
-    if not args.no_json:
-        options = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "no_json")}
-        values = {"points": points, "verdicts": found, "options": options}
-        print(report.write_result("multi_turn_simulated", values, path=args.json), file=sys.stderr)
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "no_json")}
+    report.write_if_asked(args, "multi_turn_simulated", {"points": points, "verdicts": found, "options": options})
     return 0
 
 

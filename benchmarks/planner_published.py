@@ -8,7 +8,6 @@ Rates are tokens a second of a GPU. Sources are in `SYSTEMS`; assumptions that a
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -131,8 +130,7 @@ def main() -> None:
         )
         names = ("name", "published", "predicted", "error", "remark")
         rows.append({name: getattr(system, name) for name in names})
-    if not args.no_json:
-        print(report.write_result("planner_published", {"systems": rows}, path=args.json), file=sys.stderr)
+    report.write_if_asked(args, "planner_published", {"systems": rows})
 
 
 if __name__ == "__main__":

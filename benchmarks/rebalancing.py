@@ -76,9 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     shares = {model: median([line["pause_share"] for line in lines if line["model"] == model]) for model in args.models}
     print("medians: " + ", ".join(f"{model} {share:.1%}" for model, share in shares.items()))
     print(f"target: below {TARGET:.0%} of a step")
-    if not args.no_json:
-        content = {"lines": lines, "median_share": shares, "target": TARGET}
-        print(report.write_result("rebalancing", content, path=args.json))
+    report.write_if_asked(args, "rebalancing", {"lines": lines, "median_share": shares, "target": TARGET})
     return 0
 
 

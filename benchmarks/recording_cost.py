@@ -165,8 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     print(report.table(["model", "requests", "step", "ms", *COMPARED, "calls: " + " ".join(WAYS)], rows))
     print("targets: " + ", ".join(f"{way} below {share:.0%}" for way, share in TARGETS.items()))
-    if not args.no_json:
-        print(report.write_result("recording_cost", {"lines": lines, "targets": TARGETS}, path=args.json))
+    report.write_if_asked(args, "recording_cost", {"lines": lines, "targets": TARGETS})
     return 0
 
 

@@ -129,6 +129,12 @@ def write_result(
     return path
 
 
+def write_if_asked(args: argparse.Namespace, name: str, values: dict[str, Any], device: str = "cpu") -> None:
+    """`write_result` to ``--json FILE`` or the folder of results, unless ``--no-json``; prints the file's path."""
+    if not args.no_json:
+        print(write_result(name, values, device=device, path=args.json), file=sys.stderr)
+
+
 def _module() -> str:
     """The running program: ``benchmarks.side_by_side``, ``benchmarks.gpu_suite`` for a package, or one of the tests."""
     spec = sys.modules["__main__"].__spec__

@@ -15,7 +15,6 @@ Further options are flags of the engine.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import asdict
 from functools import reduce
@@ -251,8 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         "missed": missed(results),
         "results": results,
     }
-    if not args.no_json:
-        print(report.write_result(args.name, values, device=args.bench_device, path=args.json), file=sys.stderr)
+    report.write_if_asked(args, args.name, values, args.bench_device)
     return 0 if same is None or same["same_first_token"] == 1 else 1
 
 

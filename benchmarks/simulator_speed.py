@@ -131,8 +131,7 @@ def main() -> None:
         for name, row in rows.items()
     ]  # fmt: skip
     print(report.table(header, lines))
-    if not args.no_json:
-        report.write_result("simulator_speed", {"rows": rows, "runs": runs}, path=args.json)
+    report.write_if_asked(args, "simulator_speed", {"rows": rows, "runs": runs})
 
 
 if __name__ == "__main__":

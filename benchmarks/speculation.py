@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -290,10 +289,8 @@ def main(argv: list[str] | None = None) -> int:
         print()
         by_depth = {depth: {"engine": mine, "offline": offline} for depth, (mine, offline) in accepted.items()}
         results[name] = {"text": subject.text, "concurrency": values, "acceptance": by_depth, "targets": held}
-    if not args.no_json:
-        options = {key: value for key, value in vars(args).items() if key not in ("json", "no_json", "busy", "name")}
-        written = report.write_result(args.name, {"options": options, "models": results}, path=args.json)
-        print(written, file=sys.stderr)
+    options = {key: value for key, value in vars(args).items() if key not in ("json", "no_json", "busy", "name")}
+    report.write_if_asked(args, args.name, {"options": options, "models": results})
     return 0
 
 

@@ -95,11 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     rows += [["READY, first run", f"{values['first_run_ready_seconds']:.2f}"]]
     print(report.table(["start-up (median)", "s"], rows))
     print(f"target: READY under {TARGET_SECONDS:.0f} s: {'pass' if values['passed'] else 'short'}")
-    if not args.no_json:
-        print(
-            report.write_result("startup", {"summary": values, "runs": runs, "flags": flags}, path=args.json),
-            file=sys.stderr,
-        )
+    report.write_if_asked(args, "startup", {"summary": values, "runs": runs, "flags": flags})
     return 0
 
 

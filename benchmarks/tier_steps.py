@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import gc
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -275,10 +274,9 @@ def main(argv: list[str] | None = None) -> int:
     found = verdicts(scheduler, engine, args.step_ms)
     for label, value in found.items():
         print(f"{label}: {value:.3f}")
-    if not args.no_json:
-        options = {name: value for name, value in vars(args).items() if name not in ("json", "no_json")}
-        values = {"scheduler": scheduler, "engine": engine, "verdicts": found, "options": options}
-        print(report.write_result("tier_steps", values, path=args.json), file=sys.stderr)
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "no_json")}
+    values = {"scheduler": scheduler, "engine": engine, "verdicts": found, "options": options}
+    report.write_if_asked(args, "tier_steps", values)
     return 0 if all(value <= TARGET for label, value in found.items() if "p99" in label) else 1
 
 

@@ -9,7 +9,6 @@ must be valid for the `jsonschema` package with its format checks; every schema 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -123,8 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             one.form: {"finished": one.finished, "cut": one.cut, "refused": one.refused, "faults": one.faults}
             for one in outcomes
         }
-    if not args.no_json:
-        print(report.write_result(_name(args.backend), values, path=args.json), file=sys.stderr)
+    report.write_if_asked(args, _name(args.backend), values)
     return 1 if any(one.faults for one in outcomes) else 0
 
 

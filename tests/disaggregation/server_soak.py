@@ -122,10 +122,8 @@ def main(argv: list[str] | None = None) -> int:
             servers.close()
     found = {"faults": dict(counts), "held_resources": 0, "seconds": time.perf_counter() - began}
     print(found)
-    if not args.no_json:
-        options = {"transport": args.transport, "faults": args.faults, "seed": args.seed}
-        values = found | {"options": options}
-        print(report.write_result("disaggregation_server_faults", values, path=args.json), file=sys.stderr)
+    options = {"transport": args.transport, "faults": args.faults, "seed": args.seed}
+    report.write_if_asked(args, "disaggregation_server_faults", found | {"options": options})
     return 0
 
 

@@ -57,10 +57,8 @@ def main(argv: list[str] | None = None) -> int:
             continue
         found[name] = soak(name, args.faults, args.rate)
         print(f"{name}: {found[name]}")
-    if not args.no_json:
-        options: dict[str, Any] = {"faults": args.faults, "rate": args.rate, "seed": args.seed}
-        values = {"transports": found, "options": options}
-        print(report.write_result("disaggregation_faults", values, path=args.json), file=sys.stderr)
+    options: dict[str, Any] = {"faults": args.faults, "rate": args.rate, "seed": args.seed}
+    report.write_if_asked(args, "disaggregation_faults", {"transports": found, "options": options})
     return 0
 
 
