@@ -62,6 +62,7 @@ CYCLE = frozenset(
 EXCHANGE = "moe_engine.exchange"
 """Key of the `Exchange` in a request's scope."""
 
+HTTP2 = "HTTP/2 is not available; set the client or the proxy to HTTP/1.1"
 HEAD_END = b"\r\n\r\n"
 _FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -309,7 +310,8 @@ class Connection(HttpToolsProtocol):
                 self.parser = httptools.HttpRequestParser(_Rest(self))
                 self.parser.feed_data(_head_again(self.headers))
             except httptools.HttpParserError as exc:
-                message = f"Invalid HTTP request: {exc.__context__ or exc}"
+                problem = str(exc.__context__ or exc)
+                message = HTTP2 if "PRI" in problem else f"Invalid HTTP request: {problem}"
                 self.logger.warning("%s", message)
                 self._refuse(400, message)
                 return

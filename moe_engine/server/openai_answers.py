@@ -178,6 +178,8 @@ class Scores(TypedDict):
 
     object: Literal["scoring"]
     scores: list[list[float]]
+    token_logprobs: NotRequired[list[list[float]]]
+    """With `return_token_logprobs`."""
     model: str
     usage: Usage
 

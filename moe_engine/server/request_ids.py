@@ -1,4 +1,5 @@
-"""Middleware that every request passes first: its id for logs (`X-Request-Id`), and the prefix of a proxy."""
+"""Middleware that every request passes first: its id for logs (`X-Request-Id`), and its path without a proxy's prefix
+and without slashes at the end."""
 
 from __future__ import annotations
 
@@ -42,8 +43,13 @@ class RequestIds:
                 message["headers"] = [*message.get("headers", ()), (HEADER, value), *self._more]
             await send(message)
 
-        if self._root_path and scope["path"].startswith(self._root_path + "/"):
-            scope = {**scope, "path": scope["path"][len(self._root_path) :]}
+        path = scope["path"]
+        if self._root_path and path.startswith(self._root_path + "/"):
+            path = path[len(self._root_path) :]
+        if path.endswith("/"):  # SGLang and vLLM redirect such paths, which not every client follows
+            path = path.rstrip("/") or "/"
+        if path != scope["path"]:
+            scope = {**scope, "path": path}
         token = request_id.set(value.decode())
         try:
             await self._app(scope, receive, with_id)

@@ -6,13 +6,14 @@ import time
 import uuid
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind, encode_input
 from moe_engine.frontend.frontend import Job
-from moe_engine.frontend.scoring import ScoreRequest, score_input, scores_of, softmax
+from moe_engine.frontend.scoring import ScoreRequest, label_logprobs, score_input, scores_of, softmax
 from moe_engine.server.bodies import Plan
 from moe_engine.server.embeddings_api import encode_plan, encodings_of
 from moe_engine.server.http_io import decode_body, json_response
@@ -32,19 +33,22 @@ class ScoringApi:
     async def score(self, request: Request) -> Response:
         """Scores of items for a query: probabilities of label tokens, or of a classifier's classes."""
         plan = await self._state.bodies.plan(request, "score")
-        apply_softmax, model = plan.options
+        asked, model = plan.options
         job = await encode_plan(self._state, request, plan)
-        rows = scores_of(job.generations, apply_softmax)
+        rows = scores_of(job.generations, bool(asked.apply_softmax), asked.temperature)
         answer: Scores = {"object": "scoring", "scores": rows, "model": model, "usage": self._usage(job)}
+        if asked.return_token_logprobs:
+            answer["token_logprobs"] = label_logprobs(job.generations)
         return json_response(answer)
 
     def read_score(self, body: bytes | bytearray) -> Plan:
-        """`Plan.options`: whether scores are a softmax, the model's name."""
+        """`Plan.options`: the request without its texts, the model's name."""
         req = decode_body(body, ScoreRequest)
         refuse_unavailable(req)
         model, info = self._state.base_model(req.model), self._state.client.info
         inp = score_input(req, info, self._state.frontend.settings.max_logprobs)
-        return Plan(self._state.frontend.read(inp), (bool(req.apply_softmax), model))
+        shaping = msgspec.structs.replace(req, query=None, items="", label_token_ids=None)
+        return Plan(self._state.frontend.read(inp), (shaping, model))
 
     # -- /v1/rerank
 

@@ -110,6 +110,21 @@ def test_paths_behind_a_proxy():
     assert "servers" not in get(FakeClient(), "/openapi.json").json()
 
 
+def test_slashes_at_the_end_of_a_path():
+    """Clients that append one need no redirect, and no key less."""
+
+    async def session(http: httpx.AsyncClient) -> None:
+        key = {"Authorization": "Bearer k"}
+        assert (await http.get("/health/")).status_code == 200
+        assert (await http.get("/v1/models/", headers=key)).json()["object"] == "list"
+        assert (await http.post("/v1/completions//", headers=key, json={"prompt": "hi"})).status_code == 200
+        for path in ("/flush_cache/", "/flush_cache//"):
+            assert (await http.post(path, headers=key)).status_code == 401
+        assert [(await http.get(path)).status_code for path in ("/v1/models/", "//")] == [401, 200]
+
+    talk(FakeClient(), session, api_key="k", admin_api_key="a")
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     if shutil.which("openssl") is None:

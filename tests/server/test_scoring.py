@@ -78,9 +78,38 @@ def test_score_of_a_model_for_text():
     assert normalized == [pytest.approx([value / sum(row) for value in row]) for row in found]
 
 
+def test_temperature_and_log_probabilities_of_a_score():
+    """Against formulas over the scores without a temperature."""
+    body = {"query": "a", "items": ["b", "c"], "label_token_ids": [9, 6], "apply_softmax": True, "temperature": 0.5}
+    answer = post(FakeClient(), "/v1/score", body | {"return_token_logprobs": True}).json()
+    plain = post(FakeClient(), "/v1/score", body | {"apply_softmax": False, "temperature": None}).json()
+    assert [[math.exp(value) for value in row] for row in answer["token_logprobs"]] == [
+        pytest.approx(row) for row in plain["scores"]
+    ]
+    wanted = [[value**2 / sum(other**2 for other in row) for value in row] for row in plain["scores"]]
+    assert answer["scores"] == [pytest.approx(row) for row in wanted] and "token_logprobs" not in plain
+    classes = {"query": [5], "items": [[6]], "apply_softmax": True, "temperature": 4}
+    (row,) = post(classifier(), "/v1/score", classes).json()["scores"]
+    assert row[0] == pytest.approx(math.exp(2 / 4) / (math.exp(2 / 4) + 2))
+
+
+def test_labels_of_each_item_of_a_score():
+    fake = FakeClient()
+    body = {"items": ["b", "c"], "label_token_ids": [[9, 6], [8]]}  # without a query
+    scores = post(fake, "/v1/score", body).json()["scores"]
+    assert [request.token_ids_logprob for request in fake.requests] == [[9, 6], [8]]
+    assert [len(row) for row in scores] == [2, 1]
+
+
 def test_wrong_scores():
     items = {"query": "a", "items": ["b"]}
     for body, words in (
+        (items | {"label_token_ids": [[5], [6]]}, "label_token_ids: has 2 lists for 1 items"),
+        (items | {"label_token_ids": [[5, [6]]]}, "label_token_ids"),
+        (items | {"label_token_ids": [5, [6]]}, "label_token_ids[0]: expected token ids"),
+        (items | {"label_token_ids": [5], "temperature": 2}, "temperature: scales the scores of a softmax"),
+        (items | {"label_token_ids": [5], "apply_softmax": True, "temperature": 0}, "temperature"),
+        (items | {"label_token_ids": [5], "score_extraction_token": "<s>"}, "score_extraction_token: not available"),
         (items, "label_token_ids: is required"),
         (items | {"label_token_ids": [10**6]}, "outside the vocabulary"),
         (items | {"label_token_ids": list(range(30))}, "--max-logprobs"),
@@ -89,6 +118,7 @@ def test_wrong_scores():
     ):
         assert words in message(post(FakeClient(), "/v1/score", body))
     assert "classification or reward model" in message(post(FakeClient(pooling=POOLING), "/v1/score", items))
+    assert "return_token_logprobs" in message(post(classifier(), "/v1/score", items | {"return_token_logprobs": True}))
 
 
 def test_rerank():
