@@ -14,7 +14,7 @@ from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, OtherLay
 from moe_engine.models.config_fields import Fields, parse_context_length, parse_eos, parse_rope, rope_section
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
-from moe_engine.models.joined_rows import ROWS_FIRST
+from moe_engine.models.joined_rows import COLUMNS_FIRST, ROWS_FIRST
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.rope_config import RopeConfig
 
@@ -140,8 +140,9 @@ def parse_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Phi-3 and Phi-4: Llama's layers, whose files have joined matrices (`joined_rows`)."""
     fields.check_served({"attention_bias": False})
     quantized = fields.section("quantization_config")
-    if quantized is not None and quantized.text("quant_method", None) not in ROWS_FIRST:
-        quantized.fail("quant_method", f"is not supported with joined matrices; supported: {', '.join(ROWS_FIRST)}")
+    served = *ROWS_FIRST, *COLUMNS_FIRST
+    if quantized is not None and quantized.text("quant_method", None) not in served:
+        quantized.fail("quant_method", f"is not supported with joined matrices; supported: {', '.join(served)}")
     section = rope_section(fields)
     if section is not None and "su" in (section.raw.get("type"), section.raw.get("rope_type")):  # an older name
         fields = Fields({**fields.raw, "rope_scaling": {**section.raw, "rope_type": "longrope"}}, fields.source)

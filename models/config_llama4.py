@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_families import check_moe, parse_gqa
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_fields import Fields, added_tokens
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.rope_config import RopeConfig
+from moe_engine.models.vision_config import LLAMA4, VisionConfig
 
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
 _STILL = 4
@@ -54,6 +56,7 @@ def parse_llama4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
         fields.fail("attention_chunk_size", "is null; give the tokens of a chunk")
     windows = tuple(chunk if i in rotary else None for i in range(config.num_layers))
     others = OtherLayers(rotary, normed, rope) if rotary else None
+    section = fields.section("vision_config")
     return replace(
         config,
         rope=still,
@@ -61,6 +64,52 @@ def parse_llama4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
         windows=windows if any(windows) else (),
         weight_format=_with_joined_experts(config, moe.num_experts),
         raw=fields.raw,
+        vision=None if section is None else _tower(fields, section, config.hidden_size),
+    )
+
+
+def _tower(fields: Fields, section: Fields, out_width: int) -> VisionConfig:
+    """The tower with its projector. A prompt has an `<|image|>` for each image."""
+    section.check_served({"hidden_act": "gelu", "vision_feature_select_strategy": "default"})
+    section.check_served({"multi_modal_projector_bias": False})
+    width, heads = section.integer("hidden_size", 768), section.integer("num_attention_heads", 16)
+    if width % heads or (width // heads) % 4:
+        section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")
+    size, patch = section.integer("image_size", 448), section.integer("patch_size", 14)
+    ratio = section.number("pixel_shuffle_ratio", 0.5, above=0)
+    merge = round(1 / ratio)
+    if size % (patch * merge) or merge * ratio != 1:
+        section.fail("image_size", f"{size} has no whole tokens: patches of {patch}, pixel_shuffle_ratio {ratio:g}")
+    inner, middle = section.integer("projector_input_dim", 4096), section.integer("intermediate_size", 5632)
+    section.check_served({"projector_output_dim": inner, "vision_output_dim": inner})
+    if middle != width * merge**2:
+        section.fail("intermediate_size", f"{middle} is not the width {width * merge**2} of the patches of a token")
+    token = fields.integer("image_token_index" if fields.has("image_token_index") else "image_token_id", 200092)
+    names = ("<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>")
+    found = added_tokens(Path(fields.source).parent, names)
+    between, behind, image = (found.get(name, token - less) for name, less in zip(names, (8, 7, 2)))
+    start, end = fields.integer("boi_token_index", 200080), fields.integer("eoi_token_index", 200081)
+    return VisionConfig(
+        tower=LLAMA4,
+        width=width,
+        num_layers=section.integer("num_hidden_layers", 34),
+        num_heads=heads,
+        intermediate=middle,
+        patch_size=patch,
+        temporal_patch_size=1,
+        channels=section.integer("num_channels", 3),
+        merge=merge,
+        out_width=out_width,
+        image_token=image,
+        video_token=token,  # a prompt has none of its own
+        num_positions=(size // patch) ** 2 + 1,
+        norm_eps=1e-5,
+        theta=(section.section("rope_parameters") or section).number("rope_theta", 10000.0, above=0),
+        activation="gelu",
+        projector_width=inner,
+        around=(start, end),
+        tile=size // patch,
+        tile_marks=(between, behind, image),
     )
 
 

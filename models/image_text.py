@@ -63,8 +63,8 @@ class ImageInputs(Decoder):
         self.tower: Tower | None = None if config.vision is None else make_tower(config.vision, reader, backends)
         first, axes = max_positions or config.context_length, config.rope.axes
         self.max_image_tokens = max_image_tokens
-        has_row_ends = config.vision is not None and config.vision.row_ends is not None
-        self.row_ends = RowEnds(config, reader) if has_row_ends else None
+        has_text = config.vision is not None and (config.vision.row_ends or config.vision.tile_marks)
+        self.row_ends = RowEnds(config, reader) if has_text else None
         super().__init__(config, reader, backends, parallel, first + (max_image_tokens if axes else 0), **options)
         self._axis_rows = AxisRows(self.rotary, first, axes) if axes else None
 

@@ -2,7 +2,8 @@
 
 Rows are consecutive bytes, so each matrix is a tensor of its own at its place in the file. Of quantized matrices that
 holds for numbers and scales whose first dimension is the rows'; the others (one scale of a matrix, its shape) belong
-to all matrices. AWQ and GPTQ store columns first, and are refused.
+to all matrices. In AWQ's and GPTQ's layouts the matrix is transposed: the parts are columns, of which several may be
+one element.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from moe_engine.models.tensor_header import TensorHeader, WeightFile
+from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
 
 JOINED = ("Phi3ForCausalLM",)
 """Architectures with such files."""
 ROWS_FIRST = ("compressed-tensors", "fp8", "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "modelopt", "mxfp8")
 """Formats (`quant_method`) whose tensors have rows first."""
+COLUMNS_FIRST = ("awq", "gptq", "auto-round")
 _JOINED = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv|mlp\.gate_up)_proj\.(.+)")
 _MATRICES = ("weight_packed", "weight")
+_TRANSPOSED = ".qweight"
 _OUTPUT = "self_attn.o_proj"
 _ROWS_OF_ELEMENT = (1, 4, 8, 128)
 """Rows of an element of a column: of numbers and scales, of packed zero points, of scales of FP8 blocks."""
@@ -35,10 +38,11 @@ def _with_parts(file: WeightFile, files: Mapping[str, WeightFile]) -> WeightFile
     tensors, stored = dict[str, TensorHeader](), dict(file.stored_names)
     for name, header in file.tensors.items():
         first, rows = 0, _rows_of(name, files)
+        cut = _columns if f"{name.rpartition('.')[0]}{_TRANSPOSED}" in files else _rows
         if not rows:
             tensors[name] = header
         for part, count in rows.items():
-            tensors[part], stored[part] = _rows(header, first, count, sum(rows.values())), file.stored_name(name)
+            tensors[part], stored[part] = cut(header, first, count, sum(rows.values())), file.stored_name(name)
             first += count
     return WeightFile(file.path, tensors, stored)
 
@@ -62,10 +66,22 @@ def _rows_of(name: str, files: Mapping[str, WeightFile]) -> dict[str, int]:
 
 
 def _matrix(prefix: str, files: Mapping[str, WeightFile]) -> tuple[int, ...] | None:
-    """Rows and elements of a row of the tensor with a matrix's numbers."""
+    """Rows and elements of a row of the tensor with a matrix's numbers; of a transposed one rows and columns."""
+    if f"{prefix}{_TRANSPOSED}" in files:
+        return _transposed(prefix, files)
     found = [name for end in _MATRICES if (name := f"{prefix}.{end}") in files]
     shape = files[found[0]].tensors[found[0]].shape if found else ()
     return shape if len(shape) == 2 and all(shape) else None
+
+
+def _transposed(prefix: str, files: Mapping[str, WeightFile]) -> tuple[int, int] | None:
+    """Rows and columns of a matrix whose elements are numbers of several rows (AWQ) or columns (GPTQ)."""
+    names = [f"{prefix}{end}" for end in (_TRANSPOSED, ".scales", ".qzeros")]
+    shapes = [files[name].tensors[name].shape for name in names if name in files]
+    if len(shapes) != len(names) or not all(len(shape) == 2 and all(shape) for shape in shapes):
+        return None
+    (columns, elements), (_, rows), (_, zeros) = shapes
+    return rows, columns * (rows // zeros) if elements == rows else columns
 
 
 def _rows(header: TensorHeader, first: int, count: int, rows: int) -> TensorHeader:
@@ -78,3 +94,17 @@ def _rows(header: TensorHeader, first: int, count: int, rows: int) -> TensorHead
     size = header.num_bytes // header.shape[0]
     start = header.start + first // each * size
     return TensorHeader(header.dtype, (count // each, *header.shape[1:]), start, start + count // each * size)
+
+
+def _columns(header: TensorHeader, first: int, count: int, columns: int) -> TensorHeader:
+    """Columns [first, first + count) of a tensor of that many `columns`, or of groups of them; of a vector, which has
+    an element for each row, all of it."""
+    if len(header.shape) != 2 or not header.shape[1] or columns % header.shape[1]:
+        return header
+    each, size = columns // header.shape[1], ELEMENT_BYTES[header.dtype]
+    if first % each or count % each:
+        return header
+    pitch, width = header.shape[1] * size, count // each * size
+    start = header.start + first // each * size
+    stop = start + (header.shape[0] - 1) * pitch + width
+    return TensorHeader(header.dtype, (header.shape[0], count // each), start, stop, pitch)

@@ -113,7 +113,7 @@ for _name, _target, _parser in (
     ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("LongcatFlashForCausalLM", _LONGCAT, "moe_engine.models.config_longcat:parse_longcat_flash"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
-    ("Llama4ForConditionalGeneration", _DENSE, "moe_engine.models.config_llama4:parse_llama4"),
+    ("Llama4ForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_llama4:parse_llama4"),
     ("Llama4ForCausalLM", _DENSE, "moe_engine.models.config_llama4:parse_llama4"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Phi3ForCausalLM", _DENSE, "parse_phi3"),

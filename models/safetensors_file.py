@@ -120,23 +120,24 @@ class SafetensorsFile:
         """Rows from `first` on, cut to columns, into a contiguous host tensor of the file's dtype."""
         entry = self.entries[name]
         row_bytes = entry.num_bytes // max(1, entry.shape[0]) if entry.shape else entry.num_bytes
-        start = entry.start + first * row_bytes
+        pitch = entry.pitch or row_bytes
+        start = entry.start + first * pitch
         flat = out.view(-1).view(torch.uint8).numpy()
-        if cut.cols is None:
+        if cut.cols is None and pitch == row_bytes:
             self._read(name, flat.data, start)
             return
         width = out.shape[1] * out.element_size()
-        skipped = cut.cols.indices(entry.shape[1])[0] * out.element_size()
-        if row_bytes - width >= _GAP_BYTES:
+        start += 0 if cut.cols is None else cut.cols.indices(entry.shape[1])[0] * out.element_size()
+        if pitch - width >= _GAP_BYTES:
             for row in range(out.shape[0]):
-                self._read(name, flat[row * width : (row + 1) * width].data, start + row * row_bytes + skipped)
+                self._read(name, flat[row * width : (row + 1) * width].data, start + row * pitch)
             return
-        step = max(1, PART_BYTES // row_bytes)
+        step = max(1, PART_BYTES // pitch)
         for row in range(0, out.shape[0], step):
             some = flat[row * width : (row + step) * width].reshape(-1, width)
-            whole = torch.empty(len(some), row_bytes, dtype=torch.uint8).numpy()
-            self._read(name, whole.reshape(-1).data, start + row * row_bytes)
-            some[:] = whole[:, skipped : skipped + width]
+            whole = torch.empty(len(some) * pitch, dtype=torch.uint8).numpy()
+            self._read(name, whole[: len(whole) - pitch + width].data, start + row * pitch)
+            some[:] = whole.reshape(-1, pitch)[:, :width]
 
     def _read(self, name: str, buffer: memoryview, offset: int) -> None:
         """Fills `buffer` from `offset` on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +23,18 @@ BLOCK_TYPES = {
 
 
 class TensorHeader(NamedTuple):
-    """Header entry of a tensor; `start` and `stop` are byte offsets in the file."""
+    """Header entry of a tensor; `start` and `stop` are byte offsets in the file. `pitch`: bytes from a row to the next
+    of a tensor that is some columns of a stored one; 0: rows are adjacent."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    pitch: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.stop - self.start
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype] if self.pitch else self.stop - self.start
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ KIMI_K3 = "moe_engine.models.vision.kimi_k3:KimiK3Tower"
 DEEPSEEK_V41 = "moe_engine.models.vision.deepseek_v41:DeepseekV41Tower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
 GLM5_NEXT = "moe_engine.models.vision.glm5_next:Glm5NextTower"
+LLAMA4 = "moe_engine.models.vision.llama4:Llama4Tower"
 MINIMAX_M3 = "moe_engine.models.vision.minimax_m3:MiniMaxM3Tower"
 PIXTRAL_NATIVE = "moe_engine.models.vision.pixtral:NativePixtralTower"
 PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
@@ -48,6 +49,9 @@ class VisionConfig:
             the tokens at its edges.
         around: tokens of the text before and behind an image's tokens, which a prompt's placeholder does not have.
         size_marks: special tokens before a placeholder, between which the size of the image is written.
+        tile: patches of a tile in one direction, where an image is cut into tiles; more than one have a tile of the
+            whole image behind them, which its grid does not count. 0: no tiles.
+        tile_marks: tokens of the text between the tiles of a row, behind a row of tiles, and before the last tile.
     """
 
     tower: str
@@ -80,6 +84,8 @@ class VisionConfig:
     delimited: bool = False
     around: tuple[int, int] | None = None
     size_marks: tuple[str, str] | None = None
+    tile: int = 0
+    tile_marks: tuple[int, int, int] | None = None
 
     @property
     def patch_width(self) -> int:
@@ -103,12 +109,17 @@ class VisionConfig:
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Tokens of an image of (frames, rows, columns) patches."""
         frames, rows, columns = grid
+        if self.tile:  # with a mark at each tile
+            tiles = (rows // self.tile) * (columns // self.tile)
+            return (tiles + (tiles > 1)) * ((self.tile // self.merge) ** 2 + 1)
         if self.delimited:
             return -(-rows // self.merge) * (-(-columns // self.merge) + 1) + 2
         return frames * (rows // self.merge) * (columns // self.merge + (self.row_ends is not None))
 
     def most_tokens(self, patches: int) -> int:
-        """Tokens of a square image of that many patches."""
+        """Tokens of a square image of that many patches, of tiles one of the whole among them."""
+        if self.tile:
+            return patches // self.tile**2 * ((self.tile // self.merge) ** 2 + 1)
         if self.delimited:
             side = math.isqrt(patches)
             return self.num_tokens((1, side, side))

@@ -9,6 +9,7 @@ from moe_engine.models.vision_config import (
     GLM5_NEXT,
     KIMI,
     KIMI_K3,
+    LLAMA4,
     MINIMAX_M3,
     PIXTRAL,
     PIXTRAL_12B,
@@ -185,6 +186,25 @@ def _minimax_m3(v: VisionConfig) -> Iterator[Entry]:
         yield from _linear(f"{name}.linear_2", v.out_width, v.projector_width)
 
 
+def _llama4(v: VisionConfig) -> Iterator[Entry]:
+    yield "class_embedding", (v.width,), False
+    yield "positional_embedding_vlm", (v.num_positions, v.width), False
+    yield "patch_embedding.linear.weight", patch_shape(v), False
+    yield from _layer_norm("layernorm_pre", v.width)
+    for i in range(v.num_layers):
+        block = f"model.layers.{i}"
+        yield from _layer_norm(f"{block}.input_layernorm", v.width)
+        yield from _layer_norm(f"{block}.post_attention_layernorm", v.width)
+        for part in "qkvo":
+            yield from _linear(f"{block}.self_attn.{part}_proj", v.width, v.width)
+        yield from _linear(f"{block}.mlp.fc1", v.intermediate, v.width)
+        yield from _linear(f"{block}.mlp.fc2", v.width, v.intermediate)
+    yield from _layer_norm("layernorm_post", v.width)
+    yield "vision_adapter.mlp.fc1.weight", (v.projector_width, v.merged_width), False
+    yield "vision_adapter.mlp.fc2.weight", (v.projector_width, v.projector_width), False
+    yield "projector.linear_1.weight", (v.out_width, v.projector_width), False
+
+
 def _block(name: str, v: VisionConfig, norms: tuple[str, str], linear: tuple[str, str, str, str]) -> Iterator[Entry]:
     """A transformer block with layer norms, by the names of its parts: linear layers of q, k and v, of the output, and
     both of the MLP."""
@@ -211,6 +231,7 @@ _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     GLM5_NEXT: _glm5_next,
     KIMI: _kimi,
     KIMI_K3: _kimi_k3,
+    LLAMA4: _llama4,
     MINIMAX_M3: _minimax_m3,
     PIXTRAL: _pixtral,
     PIXTRAL_12B: _pixtral,
@@ -223,9 +244,9 @@ _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
 
 def patch_shape(v: VisionConfig) -> tuple[int, ...]:
     """Shape of the convolution over patches, whose stride is its size: a product with the patch's numbers in order,
-    stored as such for DeepSeek V4.1. A tower for single frames (temporal patch size 1) has one over rows and columns.
-    """
-    if v.tower == DEEPSEEK_V41:
+    stored as such for DeepSeek V4.1 and Llama 4. A tower for single frames (temporal patch size 1) has one over rows
+    and columns."""
+    if v.tower in (DEEPSEEK_V41, LLAMA4):
         return v.width, v.patch_width
     frames = (v.temporal_patch_size,) * (v.temporal_patch_size > 1)
     return v.width, v.channels, *frames, v.patch_size, v.patch_size

@@ -11,10 +11,11 @@ from moe_engine.models.mistral_native import native_fields, native_file
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.models.vision.glm_pixels import GlmProcessor
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
+from moe_engine.models.vision.llama4_pixels import Llama4Processor
 from moe_engine.models.vision.minimax_pixels import qwen_fields
 from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
 
-OwnProcessor = DeepseekV41Processor | GlmProcessor | KimiProcessor | PixtralProcessor
+OwnProcessor = DeepseekV41Processor | GlmProcessor | KimiProcessor | Llama4Processor | PixtralProcessor
 
 PROCESSOR_FILE = "preprocessor_config.json"
 _WHOLE_FILE = "processor_config.json"
@@ -53,4 +54,5 @@ def own_processor(folder: Path) -> OwnProcessor | None:
         return found
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}
-    return DeepseekV41Processor.of(fields, config) or PixtralProcessor.of(fields, config)
+    own = DeepseekV41Processor.of(fields, config) or Llama4Processor.of(fields, config)
+    return own or PixtralProcessor.of(fields, config)

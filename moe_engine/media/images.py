@@ -145,6 +145,12 @@ def place_images(
             f"{vision.image_token}); the prompt needs one for each image",
             field=field,
         )
+    if pictures and vision.video_token in ids:
+        raise InputError(
+            f"{field}: {len(pictures)} images and token {vision.video_token} in the prompt, which needs a placeholder "
+            f"(token {vision.image_token}) for each image, and takes no videos",
+            field=field,
+        )
     out: list[int] = []
     images, begin = [], 0
     before, behind = ([], []) if vision.around is None else ([token] for token in vision.around)

@@ -60,7 +60,7 @@ class ImageEncoder:
         """Runs the tower once, so that its kernels are compiled before the first image."""
         vision = self._model.config.vision
         assert vision is not None
-        side = 4 * vision.merge
+        side = vision.tile or 4 * vision.merge
         pixels = torch.zeros(side * side, vision.patch_width, device=self._stream.device)
         with torch.inference_mode():
             self._model.encode(pixels, (1, side, side))
@@ -80,8 +80,10 @@ class ImageEncoder:
     def _encode(self, image: ImageTokens) -> Tensor:
         if not image.pixels:
             raise ValueError("an image token is computed whose image came without pixels")
+        vision = self._model.config.vision
+        assert vision is not None
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.float32)
-        return self._model.encode(self._stream.upload(pixels.view(num_patches(image), -1)), image.grid)
+        return self._model.encode(self._stream.upload(pixels.view(-1, vision.patch_width)), image.grid)
 
     def _keep(self, image: ImageTokens, rows: Tensor) -> Tensor:
         self._known[image.key] = rows
@@ -100,7 +102,7 @@ class ImageEncoder:
         dtype = self._model.embedding.weight.dtype
         table = torch.zeros(sum(counts), vision.row_width, dtype=dtype, device=self._stream.device)
         parts = table.split(counts)
-        for image, part, owner in zip(unknown, parts, divide([num_patches(image) for image in unknown], group.size)):
+        for image, part, owner in zip(unknown, parts, divide([len(image.pixels) for image in unknown], group.size)):
             if owner == group.rank:
                 part.copy_(self._encode(image))
         for image, part in zip(unknown, group.all_reduce(table).split(counts)):
@@ -112,12 +114,8 @@ class ImageEncoder:
             self.num_bytes -= self._known.popitem(last=False)[1].nbytes
 
 
-def num_patches(image: ImageTokens) -> int:
-    return image.grid[0] * image.grid[1] * image.grid[2]
-
-
 def divide(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each image: the largest first, each to the rank with the fewest patches so far."""
+    """The rank of each image: the largest first, each to the rank with the least so far."""
     loads, owners = [0] * ranks, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = min(range(ranks), key=lambda rank: loads[rank])

@@ -66,7 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {},
     "step3p7": {"num_mtp_layers": 3},
     "laguna": {},
-    "llama4": {"attention_chunk_size": 70, "floor_scale": 50},
+    "llama4": {},
     "afmoe": {},
     "glm4_moe": {"num_mtp_layers": 1},
     "glm4_moe_lite": {"num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},

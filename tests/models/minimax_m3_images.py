@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
 from tests.models.checkpoints import BLOCK_SPARSE, add_mtp_layer, hub_fields, with_minimax_mtp, write_tensors
-from tests.models.vision_checkpoints import TEMPLATE, Made, Pixels
+from tests.models.vision_checkpoints import TEMPLATE, Made, Pixels, name_tokens
 
 IMAGE, VIDEO, START, END = 270, 271, 274, 275
 NAMES = {
@@ -67,7 +67,9 @@ def make_minimax_m3(
     if num_mtp_layers:
         _add_mtp(path, num_mtp_layers, seed)
     write_tokenizer(path)
-    _name_tokens(path)
+    template = TEMPLATE.replace("<|extra_270|><|extra_271|><|extra_273|>", NAMES[IMAGE])
+    assert template != TEMPLATE
+    name_tokens(path, NAMES, template)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
     return MiniMaxOracle(path, model)
@@ -94,15 +96,3 @@ def _values(name: str, tensor: Tensor) -> Tensor:
     if name.endswith("e_score_correction_bias"):
         return 0.1 * random
     return tensor if "language_model" in name else 0.2 * random
-
-
-def _name_tokens(path: Path) -> None:
-    tokenizer = path / "tokenizer.json"
-    content = tokenizer.read_text()
-    for token, name in NAMES.items():
-        content = content.replace(f"<|extra_{token}|>", name)
-    tokenizer.write_text(content)
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    template = TEMPLATE.replace("<|extra_270|><|extra_271|><|extra_273|>", NAMES[IMAGE])
-    assert template != TEMPLATE
-    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))

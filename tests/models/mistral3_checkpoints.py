@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
 from tests.models.checkpoints import _FAMILY, LARGE4, hub_fields, write_tensors
-from tests.models.vision_checkpoints import Made, Pixels
+from tests.models.vision_checkpoints import Made, Pixels, name_tokens
 
 IMAGE, BREAK, END = 270, 272, 273
 NAMES = {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", END: "[IMG_END]"}
@@ -135,13 +135,7 @@ def _write(path: Path, seed: int, model_class: Any, config: Any) -> Mistral3Orac
     saved = load_file(path / "model.safetensors")
     write_tensors(path, {published_name(name): tensor for name, tensor in saved.items()})
     write_tokenizer(path)
-    tokenizer = path / "tokenizer.json"
-    content = tokenizer.read_text()
-    for token, name in NAMES.items():
-        content = content.replace(f"<|extra_{token}|>", name)
-    tokenizer.write_text(content)
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    name_tokens(path, NAMES, TEMPLATE)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
     return Mistral3Oracle(path, model)

@@ -22,6 +22,7 @@ from tests.models import (
     deepseek_v41,
     kimi_checkpoints,
     kimi_k3,
+    llama4_images,
     minimax_m3_images,
     mistral3_checkpoints,
     mistral_native,
@@ -167,9 +168,32 @@ def minimax_m3_family(kind: str, path: Path, seed: int) -> Family:
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
         start, image, end = minimax_m3_images.START, minimax_m3_images.IMAGE, minimax_m3_images.END
         made = image_prompts(seed, count, longest, pixels, ([start], image, [end]), side=50)
-        return [replace(prompt, ids=[id for id in prompt.ids if id not in (start, end)]) for prompt in made]
+        return [_with_placeholders(prompt, start, end) for prompt in made]
 
     return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+
+
+def llama4_family(kind: str, path: Path, seed: int) -> Family:
+    """Chunks of 70 tokens, images of up to 6 tiles."""
+    fields = SHAPE | {"attention_chunk_size": 70, "floor_scale": 50}
+    made, processor = llama4_images.make_llama4(path, seed, **fields), load_processor(str(path))
+
+    def pixels(picture: Any) -> Pixels:
+        found = processor([picture])
+        grid = tuple(found["image_grid_thw"][0].tolist())
+        return llama4_images.TilePixels(grid, torch.from_numpy(found["pixel_values"]))
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        start, end = llama4_images.START, llama4_images.END
+        made = image_prompts(seed, count, longest, pixels, ([start], llama4_images.IMAGE, [end]), side=60)
+        return [_with_placeholders(prompt, start, end) for prompt in made]
+
+    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+
+
+def _with_placeholders(prompt: Prompt, *around: int) -> Prompt:
+    """The prompt without the tokens around images, which the engine adds."""
+    return replace(prompt, ids=[id for id in prompt.ids if id not in around])
 
 
 def mistral3_family(kind: str, path: Path, seed: int) -> Family:
@@ -284,7 +308,7 @@ def v41_fp4_family(kind: str, path: Path, seed: int, **more: Any) -> Family:
 
 
 OWN_FAMILIES: dict[str, Callable[..., Family]] = {
-    "kimi_k25": kimi_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
+    "kimi_k25": kimi_family, "llama4": llama4_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "mistral_large3": mistral_large3_family, LARGE4: mistral_large4_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
     "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,

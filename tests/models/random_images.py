@@ -26,6 +26,7 @@ from tests.models import (
     kimi_checkpoints,
     kimi_k3,
     kimi_k3_tower,
+    llama4_images,
     minimax_m3_images,
     mistral3_checkpoints,
     mistral_native,
@@ -45,10 +46,11 @@ from tests.models.vision_checkpoints import GreedyOracle, Oracle, Pixels
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 MISTRAL = ("mistral", "ministral3", "mistral4", "mistral_large3", "pixtral")
-KINDS = (*QWEN, *MISTRAL, "kimi_k25", "minimax_m3", "glm5_next", GATED_STREAMS)
+KINDS = (*QWEN, *MISTRAL, "kimi_k25", "llama4", "minimax_m3", "glm5_next", GATED_STREAMS)
 FORMULAS = ("deepseek_v41", "kimi_k3")
 IMAGES: dict[str, int] = {
     **dict.fromkeys(QWEN, vision_checkpoints.IMAGE), **dict.fromkeys(MISTRAL, mistral3_checkpoints.IMAGE),
+    "llama4": llama4_images.IMAGE,
     "kimi_k25": kimi_checkpoints.IMAGE, "minimax_m3": minimax_m3_images.IMAGE, "glm5_next": vision_checkpoints.IMAGE,
     GATED_STREAMS: vision_checkpoints.IMAGE, "deepseek_v41": v41_tower.IMAGE, "kimi_k3": kimi_k3.IMAGE,
 }  # fmt: skip
@@ -58,7 +60,7 @@ MARGIN = 5e-6
 @dataclass
 class Shape:
     """A drawn checkpoint: fields of tower and text model, further arguments of its maker; the sides of the images, in
-    tokens; patches of a token in one direction, frames of a patch."""
+    tokens or tiles; patches of a token in one direction, frames of a patch, patches of a tile in one direction."""
 
     kind: str
     row: str
@@ -68,19 +70,23 @@ class Shape:
     patch: int
     merge: int = 2
     frames: int = 2
+    tile: int = 0
     stored: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Drawn(Pixels):
     """An image with `merge` x `merge` patches a token; `breaks`: tokens behind its rows; `delimited`: by tokens of the
-    tower."""
+    tower; `tile`: patches of a tile."""
 
     merge: int
     breaks: bool
     delimited: bool
+    tile: int
 
     def placeholders(self, image: int) -> list[int]:
+        if self.tile:
+            return llama4_images.tokens_of(self.grid, self.tile, self.merge)
         rows, columns = (-(-side // self.merge) for side in self.grid[1:])
         if self.delimited:
             return [image] * (rows * (columns + 1) + 2)
@@ -118,6 +124,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
             side = rng.choice((3, 4, 6))
             shape.tower |= {"pos_emb_height": side, "pos_emb_width": side, "merge_kernel_size": [shape.merge] * 2}
             shape.frames = 1
+        elif kind == "llama4":
+            _tiles(shape, rng)
         elif kind == "minimax_m3":
             shape.merge = shape.tower["spatial_merge_size"] = rng.choice((1, 2, 3))
             shape.tower |= {"layer_norm_eps": rng.choice((1e-6, 1e-3)), "image_size": 32 * shape.patch}
@@ -128,6 +136,16 @@ def draw(kind: str, rng: random.Random) -> Shape:
             if kind != "pixtral":
                 shape.stored = {"bias": rng.random() < 0.5, "act": rng.choice(("silu", "gelu")), "merge": shape.merge}
     return shape
+
+
+def _tiles(shape: Shape, rng: random.Random) -> None:
+    shape.merge, shape.frames, shape.sides = rng.choice((1, 2, 4)), 1, [rng.choice(((1, 1), (2, 1), (1, 3), (2, 2)))]
+    shape.tile, inner = shape.merge * rng.choice((1, 2, 3)), rng.choice((20, 37, 64))
+    shape.tower |= {
+        "image_size": shape.tile * shape.patch, "pixel_shuffle_ratio": 1 / shape.merge,
+        "intermediate_size": shape.tower["hidden_size"] * shape.merge**2, "rope_theta": rng.choice((100.0, 1e4)),
+        "projector_input_dim": inner, "projector_output_dim": inner, "vision_output_dim": inner,
+    }  # fmt: skip
 
 
 def _of_formulas(shape: Shape, rng: random.Random, heads: int, layers: int, inner: int) -> None:
@@ -180,6 +198,8 @@ def _text(kind: str, rng: random.Random) -> dict[str, Any]:
     kv, head = rng.choice((1, 2, 3)), rng.choice((8, 16, 24))
     text |= {"num_key_value_heads": kv, "num_attention_heads": kv * rng.choice((1, 2)), "head_dim": head}
     text["tie_word_embeddings"] = rng.random() < 0.3
+    if kind == "llama4":
+        return text | {"tie_word_embeddings": False}
     if kind not in QWEN:
         return text
     if kind.startswith("qwen2"):
@@ -214,6 +234,8 @@ def make(shape: Shape, path: Path, seed: int) -> tuple[Path, GreedyOracle]:
         return made, kimi_k3_tower.K3Oracle(made)
     if shape.kind == "minimax_m3":
         return path, minimax_m3_images.make_minimax_m3(path, seed, shape.tower, **shape.text)
+    if shape.kind == "llama4":
+        return path, llama4_images.make_llama4(path, seed, shape.tower, **shape.text)
     if shape.kind == "kimi_k25":
         return path, kimi_checkpoints.make_kimi(path, seed, tower=shape.tower, **shape.text)
     if shape.kind == "pixtral":
@@ -232,9 +254,13 @@ def prompt(shape: Shape, rng: random.Random) -> tuple[list[int], list[int], list
         grid = (1, rows * shape.merge, columns * shape.merge)
         if shape.kind == "deepseek_v41":  # tokens at the edges have fewer patches
             grid = (1, *(max(1, side - rng.randrange(shape.merge)) for side in grid[1:]))
-        values = torch.randn((grid[1] * grid[2], 3, 1, shape.patch**2), generator=generator)
+        patches = grid[1] * grid[2]
+        if shape.tile:
+            grid = (1, rows * shape.tile, columns * shape.tile)
+            patches = (rows * columns + (rows * columns > 1)) * shape.tile**2
+        values = torch.randn((patches, 3, 1, shape.patch**2), generator=generator)
         whole = values.expand(-1, -1, shape.frames, -1).flatten(1).contiguous()
-        image = Drawn(grid, whole, shape.merge, shape.kind in MISTRAL, shape.kind == "deepseek_v41")
+        image = Drawn(grid, whole, shape.merge, shape.kind in MISTRAL, shape.kind == "deepseek_v41", shape.tile)
         ids += [vision_checkpoints.START] if shape.kind in (*QWEN, GATED_STREAMS) else []
         places.append(len(ids))
         images.append(image)

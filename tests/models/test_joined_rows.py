@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models import joined_rows, safetensors_file
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.cut import Cut
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.safetensors_file import SafetensorsFile
+from moe_engine.models.safetensors_header import read_header
+from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import logits_of, write_pair
-from tests.models.quantized import quantize, section
+from tests.models.quantized import is_quantized, quantize, section
 from tests.models.quantized_floats import FLOATS, quantize_floats
 
 LAYER = "model.layers.1."
@@ -42,6 +48,11 @@ QUANTIZED: dict[str, Any] = {
     "compressed int4, zeros": {"layout": "pack-quantized", "symmetric": False, "group": 16},
     "compressed int8": {"layout": "int-quantized", "bits": 8, "group": 0},
     "w8a8_int8": {"layout": "w8a8_int8", "bits": 8, "group": 0},
+    "awq": {"layout": "awq", "symmetric": False},
+    "gptq": {"layout": "gptq"},
+    "gptq, zeros": {"layout": "gptq", "symmetric": False, "group": 0},
+    "gptq, act-order": {"layout": "gptq", "shuffled": True, "symmetric": False},
+    "gptq_v2, int8": {"layout": "gptq", "bits": 8, "v2": True},
 }
 
 
@@ -61,6 +72,37 @@ def test_quantized_matrices(tmp_path: Path, name: str) -> None:
     for row in ("torch", "cpu"):
         want = logits_of(other, row)
         torch.testing.assert_close(logits_of(path, row), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("kept", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj"])
+@pytest.mark.parametrize("layout", ["awq", "gptq"])
+def test_plain_matrices_beside_columns(tmp_path: Path, layout: str, kept: str) -> None:
+    """The rows of q are known from a plain output too; a joined matrix may be plain itself."""
+    path, options = make_checkpoint("phi3", tmp_path / "model", tokenizer=False), QUANTIZED[layout]
+    tensors = load_file(path / "model.safetensors")
+    stored, plain = quantize(tensors, **options, chosen=lambda name: is_quantized(name) and kept not in name)
+    config = section(**options) | {"modules_to_not_convert": [kept]}
+    path, other = write_pair(path, stored, plain, {"quantization_config": config})
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    want = logits_of(other, "cpu")
+    torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_columns_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of adjacent rows together, of distant rows one by one, up to the last byte of the file; slices of them."""
+    words = torch.randint(-(2**31), 2**31 - 1, (40, 24), dtype=torch.int32)
+    save_file({"whole": words}, tmp_path / "file")
+    whole = read_header(tmp_path / "file")["whole"]
+    for gap in (1, 1 << 13):
+        monkeypatch.setattr(safetensors_file, "_GAP_BYTES", gap)
+        monkeypatch.setattr(safetensors_file, "PART_BYTES", random.choice((96, 1000, 1 << 22)))
+        for first, count in ((0, 9), (9, 11), (20, 4)):
+            part = joined_rows._columns(whole, 8 * first, 8 * count, 8 * 24)
+            assert part.shape == (40, count) and part.num_bytes == 160 * count and part.stop <= whole.stop
+            file, want = SafetensorsFile(WeightFile(tmp_path / "file", {"part": part})), words[:, first : first + count]
+            assert torch.equal(file.read("part"), want)
+            cut = Cut(slice(random.randrange(20), 39), slice(1, 3))
+            assert torch.equal(file.read("part", cut), cut.of(want))
 
 
 def test_blocks_across_matrices_are_refused(tmp_path: Path) -> None:
@@ -91,7 +133,10 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight \[64, 64\] is missing"):
         check_headers(path, read_checkpoint(path), config)
     for fields, message in (
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is not supported with joined matrices"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method is not supported with joined matrices",
+        ),
         ({"attention_bias": True}, "attention_bias True is not supported"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -1,10 +1,11 @@
-"""Llama 4: the published files, sizes, checkpoints with a tower and in FP8, names, and refusals. `test_parity.py`
-compares logits."""
+"""Llama 4: the published files, sizes, checkpoints in FP8, names, and refusals. `test_parity.py` compares logits,
+`test_llama4_images.py` those with images."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from moe_engine.models.needs import need_of_model
 from moe_engine.models.tensors import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper
-from tests.models.checkpoints import hub_fields, make_checkpoint
+from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import logits_of, write_pair
 from tests.models.parameters import num_active_parameters
 
@@ -61,8 +62,10 @@ def parse(folder: Path, **changed: Any) -> ModelConfig:
 
 
 def test_scout(tmp_path: Path) -> None:
-    """109B without the tower, 17B of them for a token."""
-    config = parse(tmp_path)
+    """109B, 17B of them for a token; without the tower as the planner counts."""
+    whole = parse(tmp_path)
+    assert sizes.num_parameters(whole) == pytest.approx(108.6e9, rel=1e-3)
+    config = replace(whole, vision=None)
     assert sizes.num_parameters(config) == pytest.approx(107.8e9, rel=5e-3)
     assert num_active_parameters(config) + 202048 * 5120 == pytest.approx(17.2e9, rel=2e-2)
     full, chunked = config.cache_groups
@@ -82,7 +85,7 @@ def test_scout(tmp_path: Path) -> None:
 
 def test_maverick(tmp_path: Path) -> None:
     """400B, 17B of them for a token."""
-    config = parse(tmp_path, **LARGER)
+    config = replace(parse(tmp_path, **LARGER), vision=None)
     assert sizes.num_parameters(config) == pytest.approx(400.7e9, rel=5e-3)
     assert num_active_parameters(config) + 202048 * 5120 == pytest.approx(17.2e9, rel=2e-2)
     assert config.moe_layers == (False, True) * 24 and config.intermediate_size == 16384
@@ -106,31 +109,6 @@ def test_factors_of_queries(tmp_path: Path) -> None:
     scale = make_rotary_table(rope, 8192, "cpu").query_scale
     assert scale is not None and scale[8190] == 1 and scale[8191] == pytest.approx(1 + 0.1 * 0.6931472)
     assert make_rotary_table(rope, 8191, "cpu").query_scale is None
-
-
-def test_text_of_a_checkpoint_with_a_tower(tmp_path: Path) -> None:
-    """Names as published, and the tower beside the text model, which is not read."""
-    import transformers
-
-    fields = hub_fields("llama4") | {"vocab_size": 300}
-    tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-    tower |= {"vision_output_dim": 64, "image_size": 28, "patch_size": 14, "projector_input_dim": 64}
-    tower |= {"projector_output_dim": 64, "rope_theta": 10000.0}
-    torch.manual_seed(3)
-    config = transformers.Llama4Config(text_config=fields, vision_config=tower)
-    model = transformers.Llama4ForConditionalGeneration(config).float().eval()
-    model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    assert {name.split(".")[0] for name in stored} == {"language_model", "multi_modal_projector", "vision_model"}
-    assert "language_model.model.layers.1.feed_forward.experts.gate_up_proj" in stored
-    found = load_model_config(tmp_path)
-    assert found.architecture == "Llama4ForConditionalGeneration" and found.vision is None
-    check_headers(tmp_path, read_checkpoint(tmp_path), found)
-    ids = torch.randint(0, 300, (1, 50))
-    with torch.no_grad():
-        want = model(ids).logits[0]
-    got = stepper.load(tmp_path, "torch").step([stepper.Chunk(0, ids[0].tolist(), False)])[0]
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
 def fp8_rows(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -153,6 +153,17 @@ def add_images(path: Path, seed: int, tokens: dict[str, int], processor: dict[st
     (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
 
 
+def name_tokens(path: Path, names: dict[int, str], template: str) -> None:
+    """Gives fillers of the byte tokenizer the names of image tokens, and the tokenizer a chat template."""
+    tokenizer = path / "tokenizer.json"
+    content = tokenizer.read_text()
+    for token, name in names.items():
+        content = content.replace(f"<|extra_{token}|>", name)
+    tokenizer.write_text(content)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+
+
 def _transpose_experts(file: Path) -> None:
     """As published checkpoints have them."""
     tensors = load_file(file)

@@ -19,7 +19,7 @@ from moe_engine.worker.image_encoder import ImageEncoder, divide
 from tests.examples import examples
 
 WIDTH, PATCH = 6, 4
-VISION: Any = SimpleNamespace(row_width=WIDTH, num_tokens=lambda grid: grid[1] * grid[2] // 4)
+VISION: Any = SimpleNamespace(row_width=WIDTH, patch_width=PATCH, num_tokens=lambda grid: grid[1] * grid[2] // 4)
 HOST: Any = SimpleNamespace(device=torch.device("cpu"), upload=lambda tensor: tensor)
 
 
