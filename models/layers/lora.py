@@ -25,7 +25,7 @@ from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
-from moe_engine.models.lora_adapter import Adapter, AdapterModule
+from moe_engine.models.lora_adapter import TARGETS, Adapter, AdapterModule
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
 
@@ -98,10 +98,11 @@ class LoraLayers:
         sizes, topology = (num_slots, rank), model.parallel.topology
         step, products = StepAdapters(topology.travels or not topology.cuts_dense), []
         for linear, layout in _linears(model):
-            if any(part.name.rpartition(".")[2] in targets for part in linear.parts):
-                weights = _empty(linear.parts, sizes, model.embedding.weight)
-                linear.adapt(partial(_add, kernel, step, layout, weights))
-                products.append(LoraProduct(linear.parts, weights))
+            for parts, first in _adaptable(linear.parts):
+                if any(part.name.rpartition(".")[2] in targets for part in parts):
+                    weights = _empty(parts, sizes, model.embedding.weight)
+                    linear.adapt(partial(_add, kernel, step, layout, weights, first))
+                    products.append(LoraProduct(parts, weights))
         for layer in model.layers:
             if isinstance(layer.attention, MLAAttention):
                 layer.attention.adapters = step
@@ -173,6 +174,21 @@ def _own(module: object) -> list[Linear]:
     return [part for part in parts if isinstance(part, Linear) and part.parts]
 
 
+def _adaptable(parts: tuple[Projection, ...]) -> Iterator[tuple[tuple[Projection, ...], int]]:
+    """Adjacent projections that can have adapters, with the column of the first: between them may be an indexer's."""
+    found, start, column = list[Projection](), 0, 0
+    for part in parts:
+        begin, column = column, column + part.cut.shape(part.shape)[0]
+        if part.name.rpartition(".")[2] in TARGETS:
+            start = start if found else begin
+            found.append(part)
+        elif found:
+            yield tuple(found), start
+            found = []
+    if found:
+        yield tuple(found), start
+
+
 def _feed_forwards(part: object) -> Iterator[MLP | MoE]:
     """The feed-forward part, and a mixture's shared expert."""
     if isinstance(part, MLP | MoE):
@@ -191,11 +207,12 @@ def _empty(parts: tuple[Projection, ...], sizes: tuple[int, int], like: Tensor) 
 
 
 def _add(
-    kernel: LoraKernel, step: StepAdapters, layout: TokenLayout | None, weights: LoraWeights, y: Tensor, x: Activation
-) -> None:
+    kernel: LoraKernel, step: StepAdapters, layout: TokenLayout | None, weights: LoraWeights, first: int, y: Tensor,
+    x: Activation,
+) -> None:  # fmt: skip
     tokens: AdapterTokens | None = step.all if layout is None else step.of_layout(layout)
     if tokens is not None:
-        kernel.add(y, unquantized(x), weights, tokens)
+        kernel.add(y[:, first : first + weights.columns[-1]], unquantized(x), weights, tokens)
 
 
 def _attach_kv_b(

@@ -136,3 +136,24 @@ def test_contexts_that_are_expanded_in_parts(served: Served, row: str, tmp_path:
         engine.close()
     for item in items:
         served.check(item, answers[item.rid], adapters[item.rid])
+
+
+def test_slots_have_no_columns_of_an_indexer(tmp_path: Path) -> None:
+    """DeepSeek V3.2: its keys' rows are between those of q_a and kv_a in the product of the layer's input."""
+    path = make_checkpoint("deepseek_v32", tmp_path / "base", random.randrange(2**31), num_hidden_layers=2)
+    adapter = make_adapter(tmp_path / "a", path, MLA, 4, 1)
+    merged = merge(path, adapter, tmp_path / "merged")
+    script, found = [Scripted("r", [random.randrange(250) for _ in range(7)], 1, logprob=True, logprob_start=0)], []
+    for served, lora in ((path, {"lora_paths": [f"a={adapter}"], "max_loras_per_batch": 2}), (merged, {})):
+        engine = InProcessEngine(served, tmp_path / f"board{len(found)}", **FLAGS, attention_backend="torch", **lora)
+        try:
+            script[0].more = {"lora_id": 1} if lora else {}
+            found.append([entry.logprob for entry in engine.run(script)["r"].prompt_logprobs[1:]])
+            if lora:
+                held, settings = engine.worker.runner.lora, engine.config.lora
+                assert held is not None and settings is not None
+                each = slot_bytes(settings, engine.config.model, engine.config.parallel.topology, 4)
+                assert held.num_bytes == 2 * each
+        finally:
+            engine.close()
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=2e-4, atol=2e-4)
