@@ -35,7 +35,7 @@ from moe_engine.worker.startup.kernel_choice import build_backends
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of `drafts` chains: `rates[j]` is the share of correct drafts at position j among those correct before j."""
+    """Agreement of `drafts` chains. `rates[j]`: share of correct drafts at position j among those correct before j."""
 
     drafts: int
     rates: list[float]

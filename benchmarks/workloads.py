@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.step_work import MachineLimits, ModelWork
 
 TARGET = 0.85
-"""Of the machine's limit, on every workload."""
+"""Share of the machine's limit, on every workload."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _FIXED = ("deterministic",)
 _CODED = frozenset((CODES, FOUR_BITS))
 _BLOCKS = frozenset((FP8_BLOCKS,))
 _KEPT = frozenset((FOUR_BITS, FP8_ROWS))
-"""Of kernels of a GPU only this project's multiply these as stored."""
+"""Only this project's GPU kernels multiply these as stored."""
 
 
 def _torch(device: Device, need: Need) -> str | None:

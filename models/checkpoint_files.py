@@ -17,7 +17,7 @@ from moe_engine.models.torch_file import read_torch_header
 
 INDEX_FILE = "model.safetensors.index.json"
 NATIVE_INDEX_FILE = "consolidated.safetensors.index.json"
-"""Of Mistral's own files."""
+"""Index of Mistral's own files."""
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.bin")
 """Patterns of torch.save's files; the first that matches is used. Training states beside the weights match the last one

@@ -173,7 +173,7 @@ class ModelConfig:
     """The layers that are a feed-forward alone, if others are attention or a state alone (Nemotron-H); None: each layer
     has both."""
     activation: GatedActivation = SILU
-    """Of the MLPs of a model without experts."""
+    """Activation of the MLPs of a model without experts."""
     shortcut: bool = False
     """Experts are beside the dense layers: layers are pairs, and the experts of a pair read the input of the first
     layer's MLP and are added to the result of the second's (LongCat-Flash)."""
@@ -343,7 +343,7 @@ class ModelConfig:
 
     @property
     def dense_activation(self) -> GatedActivation:
-        """Of dense layers."""
+        """Activation of dense layers."""
         return self.activation if self.moe is None else self.moe.of_all or GatedActivation(self.moe.dense_limit)
 
     @property

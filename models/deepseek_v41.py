@@ -35,7 +35,7 @@ class DeepseekV41Model(DeepseekV4Model, ImageInputs):
         return SharedSteps(attention, self.backends)
 
     _texts: TextIds | None = None
-    """Of the n-gram tables."""
+    """Text ids for the n-gram tables."""
 
     _in_order = True
     """Whether steps do not wait for rows of the tables."""

@@ -11,9 +11,9 @@ from functools import cached_property
 
 _SEED = 10007
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
-"""Of Miller and Rabin's test, exact below 3e24."""
+"""Bases of the Miller-Rabin test, which are exact below 3e24."""
 _GOLDEN, _MIX, _WORD = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), (1 << 64) - 1
-"""Of SplitMix64: its step, its shifts with factors, and the mask of a word."""
+"""SplitMix64: its step, its shifts with factors, and the mask of a word."""
 
 
 @dataclass(frozen=True)

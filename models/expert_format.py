@@ -52,7 +52,7 @@ def width_group(config: ModelConfig, keeps_blocks: bool = False) -> int:
 
 
 def _schemes(config: ModelConfig) -> set[Scheme]:
-    """Of the quantized matrices of experts; empty for formats without schemes."""
+    """Schemes of the quantized matrices of experts; empty for formats without schemes."""
     format = config.weight_format
     if not isinstance(format, SchemeFormat):
         return set()

@@ -23,7 +23,7 @@ class LongcatFlashModel(DeepseekModel):
     """`Model` of the family. ``batch.kv[layer]`` is the latent cache [num_slots, C+R]; the MTP layer is dense."""
 
     _shortcut: Shortcut
-    """Of the pair that is loaded."""
+    """Shortcut of the pair of layers that is being built."""
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         mlp = self._make_mlp(layer_index, reader)

@@ -34,7 +34,7 @@ TARGETS = (
 )  # fmt: skip
 """Last parts of module names that can have an adapter: `--lora-target-modules`."""
 _JOINED = "q_proj", "k_proj", "v_proj"
-"""Of a delta attention, one product whose rows are ordered by heads: without adapters."""
+"""Parts of one product whose rows are ordered by heads, in layers of delta attention: they have no adapters."""
 
 _REFUSED = {
     "use_dora": "DoRA (weight-decomposed adapters)",

@@ -71,7 +71,7 @@ class MoEConfig:
         return own or any(self.layer_limits + self.shared_limits)
 
     def activation(self, layer: int, shared: bool = False) -> GatedActivation:
-        """Of a layer's routed experts without biases, or of its shared one."""
+        """Activation of a layer's routed experts without biases, or of its shared one."""
         if (own := self.of_all) is not None:
             return own
         limits = self.shared_limits if shared else self.layer_limits

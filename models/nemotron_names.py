@@ -25,7 +25,7 @@ _DRAFT_MODULES = (
     ("eh_proj", "mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj"),
     ("mixer.experts", "mixer.shared_experts", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
 )
-"""Of both mixers of an MTP layer: norms with other names here, and modules."""
+"""Norms with other names here, and modules, of each of the two mixers of an MTP layer."""
 _LATENT = {"fc1_latent_proj": "routed_expert_down_proj", "fc2_latent_proj": "routed_expert_up_proj"}
 
 

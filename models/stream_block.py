@@ -108,7 +108,7 @@ class StreamBlock:
 
     @property
     def _norm_names(self) -> list[str]:
-        """Of the norms before each layer, and of that after the last."""
+        """Names of the norms before each layer, and of the one after the last."""
         return [*(f"{name}.input_layernorm" for name in self._names), f"{self._names[-1]}.shared_head.norm"]
 
     def _main_proj(self, reader: WeightSource) -> Any:

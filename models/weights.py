@@ -40,7 +40,7 @@ ReadFiles = Callable[[Path], Mapping[str, WeightFile]]
 
 HOST = torch.device("cpu")
 TABLE_DTYPES = ("F32", "BF16", "F16", "F8_E4M3", "F8_E8M0", "U8")
-"""Of mapped tables and their scales."""
+"""Types of mapped tables and their scales."""
 REPORT_BYTES = 4 << 20
 """Bytes of files between two reports to the progress bar and the threads that read ahead."""
 DEVICE_THREADS = 4

@@ -83,7 +83,7 @@ class FlashInfer:
 
 
 class _Wrapper:
-    """Of steps with prompts, which run in the warm-up and are not counted."""
+    """Wrapper of steps with prompts, which run in the warm-up and are not counted."""
 
     def __init__(self, *args: Any, **options: Any) -> None: ...
 

@@ -25,7 +25,7 @@ FILE = Path(__file__).with_name("hardware.json")
 COMMON = "all"
 """Section of the file with constants of every GPU."""
 LINK_SHARE = 0.9
-"""Of NVLink's rate by data sheet that messages can reach."""
+"""Share of NVLink's rate in its data sheet that messages reach."""
 DATA_SHEET: Mapping[str, Callable[[GpuFacts], Any]] = {
     "memory_bytes": lambda gpu: gpu.memory_bytes,
     "peak_bytes_per_s": lambda gpu: gpu.peak_bytes_per_s,

@@ -26,8 +26,8 @@ MXFP4 = 17 / 32
 LINEAR, WINDOWED, FULL, SELECTED, HEAVY = "linear", "windowed", "full", "selected", "compressed"
 BLOCKS = "block-sparse"
 WRITES, SELECTS, READS = "writing", "selecting", "reading"
-"""Of DeepSeek V4.1, with the tokens of an entry behind them: layers that write and select entries, that select some,
-and that read what a layer before them has selected."""
+"""Layers of DeepSeek V4.1 that write and select entries, that only select, and that read what an earlier layer has
+selected. The tokens of an entry follow the name."""
 _KINDS = {
     "linear_attention": LINEAR, "sliding_attention": WINDOWED, "full_attention": FULL,
     "compressed_sparse_attention": SELECTED, "heavily_compressed_attention": HEAVY,
@@ -110,7 +110,7 @@ def num_fused(config: Mapping[str, Any]) -> int:
 
 
 def bytes_of(config: Mapping[str, Any]) -> tuple[float, float]:
-    """Of a weight: of experts, and of all other products."""
+    """Bytes of a weight of experts, and of a weight of all other products."""
     section = config.get("quantization_config") or {}
     method = section.get("quant_method")
     if method == "mxfp4":

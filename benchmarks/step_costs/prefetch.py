@@ -16,7 +16,7 @@ from benchmarks.step_costs.hardware import Announcement, Hardware
 
 @dataclass
 class Prefetches:
-    """Of one stream. Times in microseconds; bytes by the address of the weight's memory."""
+    """Prefetches of one stream. Times in microseconds; bytes by the address of the weight's memory."""
 
     hardware: Hardware
     _last_us: float = 0.0

@@ -57,7 +57,7 @@ class Line:
     behind: Mapping[int, int] = field(default_factory=dict)
     """The last launch of each other stream, by its tick, that ends before this launch begins."""
     announced: Announcement = Announcement.NONE
-    """Of a dependent launch: the announcement by the launch directly before it in its stream."""
+    """For a dependent launch: the announcement by the launch directly before it in its stream."""
 
     @property
     def early(self) -> bool:

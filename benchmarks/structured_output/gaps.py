@@ -31,7 +31,7 @@ NEIGHBOR_TOKENS = 400
 COUNTED_SECONDS = 0.1
 """Gaps count that end within this time after the arrival; all kinds of requests are answered within it."""
 FIELDS = 40
-"""Of the object that a usual schema describes: about 3 KB."""
+"""Fields of the object that a usual schema describes: about 3 KB."""
 KINDS = ("free", "free again", "free large", "cached enum", "new enum", "cached object", "new object")
 """Arriving requests: two kinds without a constraint, whose difference is the noise; one without a constraint whose
 body is as large as that of an enum; an enum that the server has compiled, and a new one; likewise an object of

@@ -87,8 +87,8 @@ class DeltaInputs(NamedTuple):
 
     @classmethod
     def adjacent(cls, qkvz: Tensor, ba: Tensor, shape: DeltaShape) -> DeltaInputs:
-        """Of products in which mixed and z of a key head are adjacent, and so are b and a: qkvz [T, Hk (C + r Dv)], ba
-        [T, Hk (r + r W)]."""
+        """The inputs in products where mixed and z of a key head are adjacent, and so are b and a: qkvz
+        [T, Hk (C + r Dv)], ba [T, Hk (r + r W)]."""
         wide, narrow = (x.unflatten(1, (shape.key_heads, -1)) for x in (qkvz, ba))
         return cls(
             wide[..., : shape.mixed], wide[..., shape.mixed :], narrow[..., : shape.shared], narrow[..., shape.shared :]

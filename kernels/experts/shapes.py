@@ -61,7 +61,7 @@ class ExpertShape:
 
     @property
     def matrices(self) -> int:
-        """Of an expert: gate, up and down."""
+        """Matrices of an expert: gate, up and down; up and down without a gate."""
         return 2 if self.model.activation.squared else 3
 
     @property

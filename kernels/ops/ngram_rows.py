@@ -19,14 +19,14 @@ from torch import Tensor
 from moe_engine.kernels.ops.streams import StreamWeights, write_streams
 
 LEAST = 1e-6
-"""Of |d|."""
+"""Least |d|."""
 SCALED = 32
 """Numbers of a row in FP8 with a common scale."""
 ID_BYTES = 4
 OUTSIDE = -(2**31)
 """Instead of the id of an image token, which no n-gram has; as float32 the bits are those of -0."""
 IMAGE = -1
-"""Of image tokens in `NgramTokens.ids`."""
+"""The id of image tokens in `NgramTokens.ids`."""
 
 
 class NgramTokens(NamedTuple):

@@ -41,7 +41,7 @@ WRITE_PART, WRITE_BLOCK, READ_BLOCKS = 64, 32, 8
 `read_kernel` without a norm."""
 _BLOCK = tl.constexpr(BLOCK)
 STAGES = 2
-"""Of `write_kernel`: more of them do not fit the registers."""
+"""Pipeline stages of `write_kernel`: more do not fit the registers."""
 
 
 @dependent_jit(do_not_specialize=["num_tokens"])
@@ -243,14 +243,14 @@ def _takes(residual: Tensor, weights: StreamWeights) -> bool:
 
 
 def _warps(width: int, format: ActivationFormat | None) -> int:
-    """Of `read_kernel`."""
+    """Warps of `read_kernel`."""
     return 4 if format is None else norm_warps(width)
 
 
 def _constants(
     weights: StreamWeights, stride: int, format: ActivationFormat | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of both kernels, but for ADD. `stride`: of the residual's rows; format: of the norm, None: without it."""
+    """Constants of both kernels, without ADD. `stride`: of the residual's rows; format: of the norm, None: no norm."""
     n, numbers = weights.count, len(weights.base)
     width = weights.fn.shape[1] // n
     parts = triton.cdiv(width, WRITE_PART)

@@ -104,8 +104,8 @@ class StepRows:
         return CompressedStep(slots, tokens, rows, kept, selection)
 
     def of_blocks(self, batch: ForwardBatch) -> CompressedStep:
-        """Of layers without entries: each token of a request attends to the whole block of the request's query tokens,
-        and to a window before the block."""
+        """The step of layers without entries: each token of a request attends to the whole block of the request's query
+        tokens, and to a window before the block."""
         no = batch.positions[:0]
         nothing = CompressedTokens(no, no, no.int(), no.int()[None], no)
         group = batch.attention.decode

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MODEL = "deepseek_v41"
 GRAY = (127, 127, 127)
 LEAST_TOKENS = 4
-"""Of an image: a token of one row, and three delimiters."""
+"""Fewest tokens of an image: one of a row, and three delimiters."""
 
 
 @dataclass(frozen=True)

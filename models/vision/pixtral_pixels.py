@@ -45,7 +45,7 @@ class PixtralProcessor:
 
     @classmethod
     def native(cls, config: Mapping[str, Any]) -> PixtralProcessor | None:
-        """Of a model in Mistral's own files, which have no settings beside the tower's. None: it has no tower."""
+        """The processor for Mistral's own files, which have only the tower's settings; None: the model has no tower."""
         if (vision := config.get("vision_config")) is None:
             return None
         return cls(vision["patch_size"], config["spatial_merge_size"], vision["image_size"])

@@ -139,7 +139,7 @@ class Generation:
         self.logprob_format = logprobs
         self.observed = observed
         self.weight_version = "default"
-        """Of the weights that generate it, from its start."""
+        """Version of the weights at its start, which generate all of it."""
         self.lora: str | None = None
         """Name of its LoRA adapter."""
         self.hidden: HiddenStates | None = None

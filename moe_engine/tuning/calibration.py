@@ -102,7 +102,7 @@ class Probes:
         """Unix times, answers and CPU seconds whose recorded steps have not been read."""
         self._front_end_cpu, self._watch = front_end_cpu, watch
         self.disturbances: list[Disturbance] = []
-        """Of each round, with a `watch`."""
+        """Other programs' use of the machine in each round, with a `watch`."""
 
     async def run(self, progress: Callable[[str], None]) -> CostFile:
         """The cost file without launch, machine and ledger."""

@@ -47,7 +47,7 @@ class StaticInputs:
         self._used = (0, 0)  # requests and tokens of the step before
 
     def pool_starts(self, tokens: int) -> PoolStarts | None:
-        """Of the first tokens; None: steps have none."""
+        """Pool starts of the first tokens; None: steps have none."""
         return PoolStarts(self.pool_places[:tokens], self.pool_axes[:tokens]) if len(self.pool_places) else None
 
     def fill(self, batch: StepBatch | None) -> None:

@@ -362,7 +362,7 @@ class TritonGQA(_Backend):
 
 
 def _kind(queries: PagedQueries) -> tuple[int | None, bool]:
-    """Of the layers: their window, and whether they attend to selections, in which a request has one KV head."""
+    """The window of the layers, and whether they attend to selections, in which a request has one KV head."""
     return queries.window, queries.selected
 
 
