@@ -10,7 +10,7 @@ g is one number, or one for each channel of the key, which scales that row of S 
 
 An additive state is not corrected by what it holds (Mamba2: q is C, k is B, v is x, and a the step width; a key head is
 a group). The convolution may have a bias, q and k keep their lengths, and the norm is over the value heads of a key
-head, behind the gate:
+head, after the gate:
 
     d = softplus(a + dt_bias), within bounds;   S <- exp(-exp(a_log) d) S + k (d v);   o = q S + skip v
     out = weight * y / rms(y),   y = o * silu(z)

@@ -121,7 +121,7 @@ def products_by_channel(
 
 @triton.jit
 def store_scaled(cell, next, live, q, k, of_q, of_k, total, last):
-    """q and k with their factors before S, and k with its factor behind u, `next` cells apart."""
+    """q and k with their factors for products with S, and k with that for products with u, `next` cells apart."""
     grown = tl.exp(total)
     tl.store(cell, (q * of_q * grown).to(cell.dtype.element_ty), live)
     tl.store(cell + next, (k * of_k * grown).to(cell.dtype.element_ty), live)
@@ -137,7 +137,7 @@ def system_kernel(
     B_BETWEEN: tl.constexpr, A_BETWEEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk and value head: solve = (1 + A)^-1 diag(beta) and scores = q k^T exp(G_i - G_j), [N, Hv, c, c];
-    scales [N, Hv, 4, c] float32: the factors of q and k before S, of k behind u, and exp(G_last). With a decay for each
+    scales [N, Hv, 4, c] float32: the factors of q and k for S, of k for u, and exp(G_last). With a decay for each
     channel: scaled [N, Hv, 3, c, KEY], q and k with these factors, and scales [N, Hv, KEY] = exp(G_last).
     Grid (N, Hv)."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -197,8 +197,8 @@ def additive_kernel(
     KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, A_BETWEEN: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """`system_kernel` of additive states: scores = q k^T exp(G_i - G_j) d_j, and in scales the factors of q before S
-    and of k behind v, and exp(G_last). Grid (N, Hv)."""
+    """`system_kernel` of additive states: scores = q k^T exp(G_i - G_j) d_j, and in scales the factors of q for
+    products with S and of k for products with v, and exp(G_last). Grid (N, Hv)."""
     wait_for_inputs()
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group, place = head // SHARED, head % SHARED
@@ -339,29 +339,29 @@ def decay_constants(shape: DeltaShape, b_between: int, a_between: int) -> dict[s
     }  # fmt: skip
 
 
-def _system_constants(shape: DeltaShape, dtype: torch.dtype, b_between: int, a_between: int) -> dict[str, Any]:
-    return {
-        "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "MIXED": shape.mixed,
-        "EPS": LENGTH_EPS, "CHUNK": _chunk(shape, dtype), "BLOCK": _BLOCK,
-        "BLOCK_K": max(16, next_power_of_2(shape.key)), "PRECISION": _precision(dtype),
-        **decay_constants(shape, b_between, a_between),
-    }  # fmt: skip
-
-
-def _scores_constants(shape: DeltaShape, dtype: torch.dtype, a_between: int) -> dict[str, Any]:
+def _chunk_constants(shape: DeltaShape, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants of all kernels of this file."""
     return {
         "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "MIXED": shape.mixed,
         "CHUNK": _chunk(shape, dtype), "BLOCK_K": max(16, next_power_of_2(shape.key)), "PRECISION": _precision(dtype),
-        "A_BETWEEN": a_between, "LOW": shape.shortest, "HIGH": shape.longest,
     }  # fmt: skip
+
+
+def _system_constants(shape: DeltaShape, dtype: torch.dtype, b_between: int, a_between: int) -> dict[str, Any]:
+    decays = decay_constants(shape, b_between, a_between)
+    return {**_chunk_constants(shape, dtype), "EPS": LENGTH_EPS, "BLOCK": _BLOCK, **decays}
+
+
+def _scores_constants(shape: DeltaShape, dtype: torch.dtype, a_between: int) -> dict[str, Any]:
+    steps = {"A_BETWEEN": a_between, "LOW": shape.shortest, "HIGH": shape.longest}
+    return {**_chunk_constants(shape, dtype), **steps}
 
 
 def _states_constants(shape: DeltaShape, dtype: torch.dtype) -> dict[str, Any]:
     return {
-        "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "VALUE": shape.value,
-        "MIXED": shape.mixed, "CHUNK": _chunk(shape, dtype), "BLOCK_K": max(16, next_power_of_2(shape.key)),
-        "BLOCK_V": min(_COLUMNS, max(16, next_power_of_2(shape.value))), "PRECISION": _precision(dtype),
-        "DECAYS": shape.decays, "ADDITIVE": shape.additive,
+        **_chunk_constants(shape, dtype), "VALUE": shape.value,
+        "BLOCK_V": min(_COLUMNS, max(16, next_power_of_2(shape.value))), "DECAYS": shape.decays,
+        "ADDITIVE": shape.additive,
     }  # fmt: skip
 
 

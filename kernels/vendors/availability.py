@@ -9,11 +9,11 @@ from moe_engine.kernels.weight_forms import FP8_BLOCKS
 
 
 def deep_gemm(device: Device, need: Need) -> str | None:
-    return _promises("DeepGEMM", need) or probe.DEEP_GEMM.why_not(device, need)
+    return _why_not("DeepGEMM", probe.DEEP_GEMM, device, need)
 
 
 def mega_moe(device: Device, need: Need) -> str | None:
-    reason = _promises("MegaMoE", need) or probe.MEGA_MOE.why_not(device, need)
+    reason = _why_not("MegaMoE", probe.MEGA_MOE, device, need)
     if reason or need.experts is None:
         return reason
     if need.experts.form != FP8_BLOCKS:
@@ -23,7 +23,7 @@ def mega_moe(device: Device, need: Need) -> str | None:
 
 def trtllm_experts(device: Device, need: Need) -> str | None:
     name = "trtllm-gen's fused experts"
-    reason = _promises(name, need) or probe.TRTLLM_MOE.why_not(device, need)
+    reason = _why_not(name, probe.TRTLLM_MOE, device, need)
     if reason or need.experts is None:
         return reason
     experts = need.experts
@@ -41,7 +41,7 @@ DEEP_GEMM_INDEX_HEADS, DEEP_GEMM_INDEX_WIDTHS = (32, 64), (32, 64, 128)
 
 
 def deep_gemm_indexer(device: Device, need: Need) -> str | None:
-    reason = _promises("DeepGEMM", need) or probe.DEEP_GEMM_INDEXER.why_not(device, need)
+    reason = _why_not("DeepGEMM", probe.DEEP_GEMM_INDEXER, device, need)
     if reason or need.index is None:
         return reason
     if need.kv_dtype != E4M3 and not need.index.fp8_keys:
@@ -54,7 +54,7 @@ def deep_gemm_indexer(device: Device, need: Need) -> str | None:
 
 def flashinfer_mla(device: Device, need: Need) -> str | None:
     name = "FlashInfer"
-    reason = _promises(name, need) or probe.FLASHINFER.why_not(device, need) or _unscaled_cache(name, need)
+    reason = _why_not(name, probe.FLASHINFER, device, need) or _unscaled_cache(name, need)
     if reason or need.kv_dtype != E4M3_TENSOR:
         return reason or _too_wide(limits.flashinfer_mla, need)
     if device.capability and device.capability[0] != 9:
@@ -64,14 +64,15 @@ def flashinfer_mla(device: Device, need: Need) -> str | None:
 
 def trtllm_mla(device: Device, need: Need) -> str | None:
     name = "trtllm-gen's MLA"
-    reason = _promises(name, need) or probe.TRTLLM_MLA.why_not(device, need) or _unscaled_cache(name, need)
+    reason = _why_not(name, probe.TRTLLM_MLA, device, need) or _unscaled_cache(name, need)
     if reason is None and need.kv_dtype == E4M3_TENSOR and need.trees:
         return f"{name} runs draft trees on FlashInfer's wrapper, which reads {E4M3_TENSOR} on Hopper only"
     return reason or _too_wide(limits.trtllm_mla, need) or limits.trtllm_page(need.page_size)
 
 
 def flashinfer_gqa(device: Device, need: Need) -> str | None:
-    return _flashinfer(device, need) or _too_wide(limits.flashinfer_gqa, need)
+    reason = _why_not("FlashInfer", probe.FLASHINFER, device, need) or _plain_cache("FlashInfer", need)
+    return reason or _too_wide(limits.flashinfer_gqa, need)
 
 
 def fa3_mla(device: Device, need: Need) -> str | None:
@@ -88,7 +89,7 @@ def flash_mla(device: Device, need: Need) -> str | None:
     if need.sinks:
         return _flash_mla_with_sinks(device, need)
     library = probe.FLASH_MLA_FP8 if need.kv_dtype == E4M3_TENSOR else probe.FLASH_MLA
-    reason = _promises("FlashMLA", need) or library.why_not(device, need) or _too_wide(limits.flashmla, need)
+    reason = _why_not("FlashMLA", library, device, need) or _too_wide(limits.flashmla, need)
     if reason is None and need.kv_dtype == E4M3 and need.widths is not None:
         reason = limits.flashmla_records(need.widths.heads)
     if reason is None and need.kv_dtype == E4M3_TENSOR:
@@ -105,7 +106,7 @@ def flash_mla(device: Device, need: Need) -> str | None:
 
 
 def _flash_mla_with_sinks(device: Device, need: Need) -> str | None:
-    reason = _promises("FlashMLA", need) or probe.FLASH_MLA.why_not(device, need)
+    reason = _why_not("FlashMLA", probe.FLASH_MLA, device, need)
     if reason is None and need.widths is not None:
         reason = limits.flashmla_whole(need.widths.latent) or limits.flashmla_records(need.widths.heads)
     if reason is None and (need.dtype, need.kv_dtype) != ("bfloat16", "auto"):
@@ -123,29 +124,22 @@ def flashinfer_sampling(device: Device, need: Need) -> str | None:
     return probe.FLASHINFER_SAMPLING.why_not(device, need)
 
 
-def _promises(name: str, need: Need) -> str | None:
-    """Vendor kernels are not batch-invariant: attention splits depend on the batch, product tiling on the row count."""
-    if not need.deterministic:
-        return None
-    return f"{name} is not batch-invariant (--enable-deterministic-inference)"
-
-
-def _flashinfer(device: Device, need: Need) -> str | None:
-    return _promises("FlashInfer", need) or probe.FLASHINFER.why_not(device, need) or _plain_cache("FlashInfer", need)
+def _why_not(name: str, library: probe.Library, device: Device, need: Need) -> str | None:
+    """The library is missing, or the launch is deterministic: vendor kernels are not batch-invariant, because attention
+    splits depend on the batch, product tiling on the row count."""
+    if need.deterministic:
+        return f"{name} is not batch-invariant (--enable-deterministic-inference)"
+    return library.why_not(device, need)
 
 
 def _fa3(device: Device, need: Need) -> str | None:
     name = "FlashAttention 3"
-    return _promises(name, need) or probe.FA3.why_not(device, need) or _plain_cache(name, need)
+    return _why_not(name, probe.FA3, device, need) or _plain_cache(name, need)
 
 
 def _too_wide(limit: limits.Limit, need: Need) -> str | None:
     all_widths = () if need.widths is None else (need.widths, *need.other_widths)
     return next(filter(None, map(limit, all_widths)), None)
-
-
-def _has_fp8_cache(need: Need) -> bool:
-    return is_fp8(need.kv_dtype)
 
 
 def _unscaled_cache(name: str, need: Need) -> str | None:
@@ -157,4 +151,4 @@ def _unscaled_cache(name: str, need: Need) -> str | None:
 
 
 def _plain_cache(name: str, need: Need) -> str | None:
-    return f"{name} reads a KV cache in the activation dtype, not in {need.kv_dtype}" if _has_fp8_cache(need) else None
+    return f"{name} reads a KV cache in the activation dtype, not in {need.kv_dtype}" if is_fp8(need.kv_dtype) else None

@@ -1,7 +1,7 @@
 """Head widths supported by the attention kernels of vendor libraries. Adapters check calls against these rules; the
 tables check launches against them before anything is loaded. Imports no torch.
 
-Each function returns the refusal reason, or None. Legend: N qk_nope, P rotary width, C kv_lora_rank, V v_head.
+Each rule returns the refusal reason, or None. Legend: N qk_nope, P rotary width, C kv_lora_rank, V v_head.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ MEGA_RANKS, MEGA_TOP_K, MEGA_WIDEST, MEGA_TOKENS = 32, 32, 4096, 128
 
 FA3_WIDEST = 256
 FA3_MIN_LATENT, FA3_MAX_LATENT, FA3_MAX_ROTARY = 256, 512, 64
+
+
+def refuse(reason: str | None) -> None:
+    """Raises ValueError with the reason, if there is one."""
+    if reason:
+        raise ValueError(reason)
 
 
 def flashinfer_absorbed(latent: int, rotary: int) -> str | None:

@@ -190,7 +190,7 @@ class FA3MLA(MergesChunks, _Backend):
         """See the protocol; C at least 256 and P at most 64."""
         latent = q.shape[2] - 64 if value_width is None else value_width
         rotary = q.shape[2] - latent
-        _refuse(limits.fa3_absorbed(latent, rotary))
+        limits.refuse(limits.fa3_absorbed(latent, rotary))
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], latent)
         group = self._group(plan, queries)
@@ -206,7 +206,7 @@ class FA3MLA(MergesChunks, _Backend):
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
         value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
-        _refuse(limits.fa3_expanded(q.shape[2], value))
+        limits.refuse(limits.fa3_expanded(q.shape[2], value))
         compile_merge(q.dtype, value, q.device)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], value)
@@ -250,7 +250,7 @@ class FA3GQA(_Backend):
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
-        _refuse(limits.fa3_paged(q.shape[2]))
+        limits.refuse(limits.fa3_paged(q.shape[2]))
         if not q.shape[0]:
             return q.new_empty(q.shape)
         group = self._group(plan, queries)
@@ -259,11 +259,6 @@ class FA3GQA(_Backend):
             return self._run(group, q, *pages, softmax_scale=scale)
         out, lse = self._with_lse(group, q, *pages, softmax_scale=scale)
         return group.tree.add(out, lse, q, k_cache, v_cache, scale)
-
-
-def _refuse(reason: str | None) -> None:
-    if reason:
-        raise ValueError(reason)
 
 
 def _uploaded_sums(lens: Sequence[int], device: torch.device) -> Tensor:

@@ -85,9 +85,7 @@ class FlashInferGQA:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
         tokens, heads, width = q.shape
-        reason = limits.flashinfer_paged(width)
-        if reason:
-            raise ValueError(reason)
+        limits.refuse(limits.flashinfer_paged(width))
         if not tokens:
             return q.new_empty(q.shape)
         form = _Form(heads, k_cache.shape[1], width, scale, q.dtype, k_cache.dtype)

@@ -124,9 +124,7 @@ class FlashInferMLA(MergesChunks):
         """See the protocol; C must be a multiple of 128 and P one of 64."""
         tokens, heads, width = q.shape
         latent = width - 64 if value_width is None else value_width
-        reason = limits.flashinfer_absorbed(latent, width - latent)
-        if reason:
-            raise ValueError(reason)
+        limits.refuse(limits.flashinfer_absorbed(latent, width - latent))
         if not tokens:
             return q.new_empty(0, heads, latent)
         # 64 or 128 query rows are a tile: other head counts are refused if a tile would end inside a token
@@ -180,9 +178,7 @@ class FlashInferMLA(MergesChunks):
 
     def _form_of(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float) -> _Expanded:
         form = _Expanded(q.shape[1], q.shape[2], kv.shape[2] - q.shape[2] + k_rope.shape[1], scale, q.dtype)
-        reason = limits.flashinfer_expanded(form.key_width, form.value_width)
-        if reason:
-            raise ValueError(reason)
+        limits.refuse(limits.flashinfer_expanded(form.key_width, form.value_width))
         self._expanded = form
         return form
 

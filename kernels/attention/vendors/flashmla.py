@@ -148,9 +148,7 @@ class FlashMLA(MergesChunks):
     ) -> Tensor:
         """See the protocol; C = 512, P = 64; `cache` holds bf16 or unscaled e4m3 values, or `FP8_GROUPS` records."""
         latent = q.shape[2] - ROTARY if value_width is None else value_width
-        reason = limits.flashmla_absorbed(latent, q.shape[2] - latent)
-        if reason:
-            raise ValueError(reason)
+        limits.refuse(limits.flashmla_absorbed(latent, q.shape[2] - latent))
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], LATENT, dtype=torch.bfloat16 if q.element_size() == 1 else q.dtype)
         form = form_of(cache, LATENT, ROTARY)
@@ -226,9 +224,7 @@ class FlashMLA(MergesChunks):
     def _over_records(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
         """Sparse attention with every visible token selected: the library's only kernel for records."""
         tokens, heads, width = q.shape
-        reason = limits.flashmla_records(heads)
-        if reason:
-            raise ValueError(reason)
+        limits.refuse(limits.flashmla_records(heads))
         padded = self._heads = limits.flashmla_record_heads(heads)
         query = q.new_zeros(tokens, 1, padded, width)
         query[:, 0, :heads] = q

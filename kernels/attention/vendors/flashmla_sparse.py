@@ -62,9 +62,7 @@ def sparse_attention(library: Any) -> SparseAttention:
         heads, width = q.shape[1:]
         if sinks is not None:
             return _with_sinks(library, q, cache, plan.indices(selected), selected.counts_device, scale, sinks)
-        reason = limits.flashmla_absorbed(value_width, width - value_width) or limits.flashmla_records(heads)
-        if reason:
-            raise ValueError(reason)
+        limits.refuse(limits.flashmla_absorbed(value_width, width - value_width) or limits.flashmla_records(heads))
         form, query = form_of(cache, LATENT, ROTARY), _padded(q)
         indices = plan.indices(selected)
         if form == PLAIN:

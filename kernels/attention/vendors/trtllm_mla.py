@@ -95,9 +95,7 @@ class TrtllmMLA(FlashInferMLA):
             return super().absorbed(q, cache, queries, scale, plan, value_width)
         tokens, heads, width = q.shape
         latent = width - 64 if value_width is None else value_width
-        reason = limits.trtllm_absorbed(latent, width - latent, heads) or limits.trtllm_page(queries.page_size)
-        if reason:
-            raise ValueError(reason)
+        limits.refuse(limits.trtllm_absorbed(latent, width - latent, heads) or limits.trtllm_page(queries.page_size))
         fp8 = cache.dtype == torch.float8_e4m3fn
         if not tokens:
             return q.new_empty(0, heads, latent, dtype=torch.bfloat16)
