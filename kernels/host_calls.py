@@ -14,7 +14,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def call_in_order(function: int, data: int, device: torch.device) -> None:
-    """function(data), addresses of a C function of one pointer and of its argument, behind the work that was launched
+    """function(data), addresses of a C function of one pointer and of its argument, after the work that was launched
     on the current stream; work launched later waits for it. The function calls nothing of CUDA or Python.
 
     Raises:

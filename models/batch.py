@@ -120,7 +120,7 @@ class ForwardBatch:
 
     @property
     def places(self) -> Tensor:
-        """The place of each token in its sequence, [T] int64; behind an image with axes, positions are smaller."""
+        """The place of each token in its sequence, [T] int64; after an image with axes, positions are smaller."""
         return self.positions if self.pool_starts is None else self.pool_starts.places
 
     @cached_property

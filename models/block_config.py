@@ -35,7 +35,7 @@ class BlockConfig:
         mask_id: id of the mask token.
         is_dspark: a DSpark head; else DFlash.
         skips_first: the first output of a block predicts nothing.
-        is_causal: whether the tokens of a block see those behind them, if config.json says so for all layers. None:
+        is_causal: whether the tokens of a block see those after them, if config.json says so for all layers. None:
             layers with a window are causal, others are not.
         markov_rank: R; 0: no Markov head (DFlash).
         markov_head: ``vanilla``, ``gated`` or ``rnn``.

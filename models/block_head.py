@@ -3,7 +3,7 @@
 Legend: T tokens, S rows, D hidden, F width of the target's states, W draft vocabulary.
 
 Keys and values of a computed token come from the target's states of several layers, x = hidden_norm(fc(states)), in
-every layer of the head: no layer runs for them. A block is the last token with mask tokens behind it. Its tokens attend
+every layer of the head: no layer runs for them. A block is the last token with mask tokens after it. Its tokens attend
 to all tokens before the block and to each other in both directions; a layer with a window is causal, and each token
 sees the last positions up to its own. Logits are those of the LM head on norm(v). The embedding is the
 target's, and the LM head too unless the head drafts fewer tokens.

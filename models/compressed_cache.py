@@ -70,5 +70,5 @@ class CompressedCache:
 
 
 def num_kept(rows: KeptRows, num_slots: int, max_rows: int) -> int:
-    """Rows K of a pool with `num_slots` slots of tokens. Requests are behind the rows of padding."""
+    """Rows K of a pool with `num_slots` slots of tokens. Requests are after the rows of padding."""
     return rows.each * (num_slots // rows.block if rows.block else 1 + max_rows)

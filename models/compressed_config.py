@@ -121,11 +121,11 @@ class CompressedConfig:
 class SharedEntriesConfig(CompressedConfig):
     """Entries that several layers read (DeepSeek V4.1): of one or two tokens, without overlap.
 
-    A layer of `kv_sources` writes entries and index keys; the layers behind it, up to the next one, read them. A layer
-    of `index_sources` selects entries; the layers behind it read the same ones.
+    A layer of `kv_sources` writes entries and index keys; the layers after it, up to the next one, read them. A layer
+    of `index_sources` selects entries; the layers after it read the same ones.
 
     Attributes:
-        candidate_source: the indexers behind this layer choose among entries of the `candidate_blocks` blocks of
+        candidate_source: the indexers after this layer choose among entries of the `candidate_blocks` blocks of
             `candidate_size` entries that its scores put first; -1: among all.
     """
 
@@ -222,7 +222,7 @@ class StreamsConfig:
 
     @property
     def width(self) -> int:
-        """Numbers of a token's residual behind the streams; two for an id."""
+        """Numbers of a token's residual after the streams; two for an id."""
         if self.rank:
             return self.count
         return self.count * (1 + self.count) + self.count * self.late + 2 * self.ngram

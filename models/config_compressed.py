@@ -64,7 +64,7 @@ def parse_streams(fields: Fields) -> StreamsConfig:
 
 
 def _num_stages(fields: Fields, layers: int) -> int:
-    """Number of DSpark layers, which `num_nextn_predict_layers` does not have: the ratios behind those of the model's
+    """Number of DSpark layers, which `num_nextn_predict_layers` does not have: the ratios after those of the model's
     layers."""
     ratios = fields.raw.get("compress_ratios")
     behind = len(ratios) - layers if isinstance(ratios, list) else 0

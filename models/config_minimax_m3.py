@@ -43,7 +43,7 @@ _SERVED_TOWER: dict[str, Any] = {
 
 
 def parse_minimax_m3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """MiniMax-M3: norms of weights less 1, block-sparse attention behind dense first layers, a shared expert, and the
+    """MiniMax-M3: norms of weights less 1, block-sparse attention after dense first layers, a shared expert, and the
     activation of gpt-oss in all MLPs. Without `vision_config` the text model alone."""
     fields.check_served(_SERVED)
     read = Fields({**minimax_m3_fields(fields).raw, "hidden_act": "silu"}, fields.source)

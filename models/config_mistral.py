@@ -140,7 +140,7 @@ def tower_of(fields: Fields, section: Fields, config: ModelConfig) -> VisionConf
 
 
 def _row_ends(folder: Path, image_token: int) -> tuple[int, int]:
-    """Ids of the tokens behind a row of an image and behind the image. Without a tokenizer those at the distance from
+    """Ids of the tokens after a row of an image and after the image. Without a tokenizer those at the distance from
     the image token that published vocabularies have."""
     found = added_tokens(folder, ("[IMG_BREAK]", "[IMG_END]"))
     return found.get("[IMG_BREAK]", image_token + 2), found.get("[IMG_END]", image_token + 3)

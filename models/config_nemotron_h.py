@@ -86,7 +86,7 @@ def nemotron_fields(fields: Fields) -> Fields:
 
 def parse_nemotron_h(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Nemotron-3 (Nano, Super, Ultra) and Nemotron-H: Mamba2, attention without positions, a sigmoid router with a bias
-    and a shared expert, relu2 without gates. An MTP layer is attention with experts behind it."""
+    and a shared expert, relu2 without gates. An MTP layer is attention with experts after it."""
     fields.check_served(_SERVED)
     if fields.has("sliding_window"):
         fields.fail("sliding_window", "is not supported in this family")

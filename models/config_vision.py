@@ -162,7 +162,7 @@ def _in_sections(sections: tuple[int, int, int]) -> tuple[int, ...]:
 
 
 def _in_turns(sections: tuple[int, int, int]) -> tuple[int, ...]:
-    """Pairs that a section would have behind the last one stay the frame's, as in transformers."""
+    """Pairs that a section would have after the last one stay the frame's, as in transformers."""
     axes = [0] * sum(sections)
     for axis in (1, 2):
         for pair in range(axis, min(3 * sections[axis], len(axes)), 3):

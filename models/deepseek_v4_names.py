@@ -66,7 +66,7 @@ def _part(part: str) -> str:
 
 
 def _layer_part(name: str) -> str:
-    """The part behind the layer's index; empty for a tensor of no layer."""
+    """The part after the layer's index; empty for a tensor of no layer."""
     parts = name.removeprefix("model.").split(".", 3)
     return parts[2] if parts[0] in _LAYERS and len(parts) > 2 and parts[1].isdigit() else ""
 

@@ -20,9 +20,9 @@ class IndexerConfig:
         shared_layers: layers without an indexer, which use the selection of the last preceding layer with an indexer.
         shares_drafts: draft steps of an MTP layer after the first use the selection of the first.
         fp8_keys: index keys are cached as FP8 records also beside latents of another type.
-        from_input: its queries are a projection of the layer's input behind a LayerNorm, not of the query's latent.
+        from_input: its queries are a projection of the layer's input after a LayerNorm, not of the query's latent.
         pool: tokens of a pool. Above 1 the indexer scores means of the keys of adjacent tokens, and selects pools with
-            all their tokens; the tokens behind the last whole pool are always seen (GLM-5.3-Flash).
+            all their tokens; the tokens after the last whole pool are always seen (GLM-5.3-Flash).
     """
 
     num_heads: int

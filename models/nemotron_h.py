@@ -1,6 +1,6 @@
 """Nemotron-H and Nemotron-3: layers of one mixer each, which is Mamba2, attention without rotation, experts or an MLP.
 
-A mixer over tokens and the feed-forward behind it are one layer of the decoder.
+A mixer over tokens and the feed-forward after it are one layer of the decoder.
 """
 
 from __future__ import annotations

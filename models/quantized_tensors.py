@@ -82,7 +82,7 @@ class Conversion:
             yield stored + end, torch.stack([part.T if transposed else part for part in parts])
 
     def _matrices(self, tensor: Tensor) -> Iterator[Tensor]:
-        """[N, K] of each expert; the rows of gate and up are behind each other, or alternate, as in the source."""
+        """[N, K] of each expert; the rows of gate and up follow each other, or alternate, as in the source."""
         assert self.experts is not None
         yield from tensor.transpose(1, 2) if self.experts.transposed else tensor
 

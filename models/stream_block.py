@@ -4,7 +4,7 @@ Legend: T tokens, S rows, D hidden, n streams, F width of the model's states, V 
 
 The layers are decoder layers without entries. Keys of a computed token come from the model's streams after several
 layers, x = main_norm(main_proj(means of the streams)), in every draft layer. A block is the last token with mask tokens
-behind it. Each of its tokens attends to the same tokens: the window before the block, and the whole block. Logits are
+after it. Each of its tokens attends to the same tokens: the window before the block, and the whole block. Logits are
 those of the model's head on norm(weighted sum of the streams), with the bias of the Markov head. V4.1's layers may have
 fewer experts than the model's.
 

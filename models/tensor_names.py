@@ -84,7 +84,7 @@ class TensorNames:
         return None
 
     def _is_unread_draft(self, name: str) -> bool:
-        """True for tensors of layers behind the model's that the served model does not use."""
+        """True for tensors of layers after the model's that the served model does not use."""
         config, index = self._config, layer_index(name)
         stop = config.num_layers + config.num_nextn_predict_layers
         if index >= max(stop, config.stored_layers):

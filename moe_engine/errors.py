@@ -55,7 +55,7 @@ class StepError(MoeEngineError):
 
 
 class StepNotRun(StepError):
-    """A step planned behind a failed one was skipped; the failed step's error has been raised before."""
+    """A step planned after a failed one was skipped; the failed step's error has been raised before."""
 
 
 class EngineDeadError(MoeEngineError):

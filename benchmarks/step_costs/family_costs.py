@@ -333,7 +333,7 @@ def count_pools(a: Any, s: Setting) -> Cost:
 
 @cost_of("place_pools_kernel")
 def place_pools(a: Any, s: Setting) -> Cost:
-    """Tokens of pools by number; of the slot table those behind the last pool, without `chosen` of every token."""
+    """Tokens of pools by number; of the slot table those after the last pool, without `chosen` of every token."""
     tokens = len(a.positions)
     chosen = 0 if given(a.chosen) is None else size(a.chosen)
     table = tokens * (a.SIZE - 1 if chosen else min(s.context, a.width)) * FP32

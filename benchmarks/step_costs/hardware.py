@@ -3,7 +3,7 @@ launch by them.
 
 time of a launch = gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages) + programs without work
 
-The gap of a dependent launch (`kernels/triton/dependent.py`) behind one that announces it is shorter, by how early it
+The gap of a dependent launch (`kernels/triton/dependent.py`) after one that announces it is shorter, by how early it
 is announced.
 """
 
@@ -39,7 +39,7 @@ DATA_SHEET: Mapping[str, Callable[[GpuFacts], Any]] = {
 
 
 class Announcement(StrEnum):
-    """When a kernel announces the next launch of its stream; the name of the gap of a dependent launch behind it."""
+    """When a kernel announces the next launch of its stream; the name of the gap of a dependent launch after it."""
 
     NONE = "graph_node_us"
     FIRST = "dependent_node_us"

@@ -234,7 +234,7 @@ def _mla(config: Mapping[str, Any]) -> dict[str, Any]:
         heads, width, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
         weights += (config["q_lora_rank"] or hidden) * heads * width + hidden * (width + heads)
         found = {"most": top_k, "indexed": width + INDEX_SCALE, "index_flops": 2 * heads * width}
-    if pool := config.get("index_kpool"):  # keys of pools in bfloat16, weighted by gates; tokens behind the last pool
+    if pool := config.get("index_kpool"):  # keys of pools in bfloat16, weighted by gates; tokens after the last pool
         weights += hidden * width
         found |= {
             "most": top_k + pool - 1, "indexed": width * BF16 / pool, "index_flops": 2 * heads * width / pool,

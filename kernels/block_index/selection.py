@@ -74,7 +74,7 @@ class TokenPlaces:
 
 def choose(scores: Tensor, tokens: slice, rule: BlockRule, selected: Selected, places: TokenPlaces) -> None:
     """Sets `selected.slots` of some query tokens from their scores [t, G, B], which this overwrites; scores of blocks
-    behind a token's own are not read."""
+    after a token's own are not read."""
     for start in range(0, len(scores), TOKENS_AT_ONCE):
         part = scores[start : start + TOKENS_AT_ONCE]
         first = tokens.start + start

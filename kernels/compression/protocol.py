@@ -56,7 +56,7 @@ class CompressedTokens(NamedTuple):
 
 class Kept(NamedTuple):
     """Projections of tokens before a step. `each` rows are a ring: of a block of `block` slots, or of a request
-    (`block` 0), behind the first ring, which is for padding. A ring holds at least the tokens that an entry reads and
+    (`block` 0), after the first ring, which is for padding. A ring holds at least the tokens that an entry reads and
     those of a step's drafts, or all of a block."""
 
     rows: Tensor  # [N, 2 S W]
@@ -93,7 +93,7 @@ class PlannedRows(NamedTuple):
 class SelectedEntries(NamedTuple):
     """Memory of what a selection needs, [T] int32 each."""
 
-    columns: Tensor  # rows of the window, behind which the entries are
+    columns: Tensor  # rows of the window, after which the entries are
     counts: Tensor  # entries that the token selects
     visible: Tensor  # entries that it sees; 1 if it sees none
     top_k: int

@@ -53,7 +53,7 @@ class _Buffers:
 
 @dataclass(slots=True)
 class FusedDraftStep:
-    """Steps of one MTP layer behind a decoder, in one call."""
+    """Steps of one MTP layer after a decoder, in one call."""
 
     kind: int
     struct: _Step

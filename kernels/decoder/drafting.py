@@ -56,7 +56,7 @@ class RowTables(NamedTuple):
     states: Tensor  # [max_rows, D]: target hidden state at the position before the last token
     windows: Tensor  # [max_rows, W] int32: slots of layers with a bounded window; [0, W]: there are none
     image_ends: Tensor  # [max_rows, 5] int64, of prompts with images whose positions have axes: position minus place
-    # behind them, tokens, positions of the first token of the pool in which a prompt ends; [0, 5]: there are none
+    # after them, tokens, positions of the first token of the pool in which a prompt ends; [0, 5]: there are none
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class PoolTurns(NamedTuple):
 
 
 class PooledTokens(NamedTuple):
-    """Query tokens that attend to whole pools, and to all tokens behind the last whole pool that they see."""
+    """Query tokens that attend to whole pools, and to all tokens after the last whole pool that they see."""
 
     positions: Tensor  # [T] int64
     rows: Tensor  # [T] int32: row in `table` of each token's request
@@ -81,7 +81,7 @@ that it attends to."""
 
 PlacePools = Callable[[Tensor | None, PooledTokens, Tensor], None]
 """chosen [T, K] int32, numbers of the pools that each token selects -> out [T, W] int32: the slots of their tokens,
-then those behind the last whole pool, then -1. None: no token sees more than K pools, and each attends to all."""
+then those after the last whole pool, then -1. None: no token sees more than K pools, and each attends to all."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def place(chosen: Tensor | None, tokens: PooledTokens, out: Tensor) -> None:
     table, (size, most) = tokens.table, tokens.rule
     columns, seen = torch.arange(out.shape[1], device=out.device), (tokens.positions + 1).unsqueeze(1)  # [T, 1]
     pooled = (seen // size).clamp(max=most) * size
-    at = columns + (seen // size * size - pooled)  # behind the pools
+    at = columns + (seen // size * size - pooled)  # after the pools
     out.copy_(table[tokens.rows.long().unsqueeze(1), at.clamp_(max=table.shape[1] - 1)])
     out.masked_fill_(columns >= pooled + seen % size, -1)
     if chosen is not None:

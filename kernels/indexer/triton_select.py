@@ -186,7 +186,7 @@ def select_blocks(scores: Tensor, queries: PagedQueries, request_of: Tensor, fir
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V3.2; V4-Flash, whose slots go behind those of a window; V4.1's blocks of entries."""
+    """DeepSeek V3.2; V4-Flash, whose slots go after those of a window; V4.1's blocks of entries."""
     cases = []
     for label, top_k, rate, placed in (("", 2048, 1, False), (" of entries", 512, 4, True)):
         signature = {

@@ -30,7 +30,7 @@ class GatedStreams:
 
     gate: Callable[[Tensor, int, int, Tensor | None], Tensor]
     """(projected, r, n, residual): `rank_gates` of the first r numbers [T, >= r], and with a residual `set_weights` by
-    the n numbers behind them."""
+    the n numbers after them."""
 
     read: Callable[[Tensor, Tensor, int], Tensor]
     """`read_streams`."""
@@ -55,7 +55,7 @@ def read_streams(gates: Tensor, normed: Tensor, count: int) -> Tensor:
 
 
 def set_weights(projected: Tensor, residual: Tensor) -> None:
-    """inject(s) [T, n] -> the weights of the next result, behind the streams."""
+    """inject(s) [T, n] -> the weights of the next result, after the streams."""
     count = projected.shape[1]
     residual[:, -count:] = 2 * (projected.float() / count).sigmoid()
 

@@ -96,7 +96,7 @@ class HashedRows:
         dtype: of the numbers.
         primes, multipliers: of `EngramConfig`, of this layer.
         values: of the device that reads the rows.
-        more: the rows behind those of `table`, in tables of as many rows each; the last one may have fewer.
+        more: the rows after those of `table`, in tables of as many rows each; the last one may have fewer.
     """
 
     def __init__(

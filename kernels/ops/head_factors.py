@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 class ScaleHeads(Protocol):
     def __call__(self, q: Tensor, positions: Tensor, scale: Tensor, bias: Tensor, zeros: int = 0) -> Tensor:
         """q [T, H, N], rows may be strided; positions [T] int64; scale and bias [H] float32 -> q times the factor of
-        its token and head, with `zeros` channels behind it: [T, H, N + zeros], new memory. In float32, rounded once."""
+        its token and head, with `zeros` channels after it: [T, H, N + zeros], new memory. In float32, rounded once."""
 
 
 def scale_heads(q: Tensor, positions: Tensor, scale: Tensor, bias: Tensor, zeros: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of n-gram rows in residual streams (Qwen3.8-Flash-Next): ids of n-grams behind those that a state keeps,
+"""Products of n-gram rows in residual streams (Qwen3.8-Flash-Next): ids of n-grams after those that a state keeps,
 gated values of the streams, and a convolution over their norms in earlier tokens, `longest` tokens apart.
 
 The value of a token is multiplied by a gate of each stream (`ngram_rows.stream_gates`). To each stream is added that

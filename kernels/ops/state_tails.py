@@ -12,7 +12,7 @@ from moe_engine.kernels.delta.protocol import StateRuns
 
 
 class Tails:
-    """The tokens of a step behind those that the state of each run keeps: `before` reads, `store` keeps the last ones.
+    """The tokens of a step after those that the state of each run keeps: `before` reads, `store` keeps the last ones.
 
     No host wait, and no loop over runs: a step of runs of one length can be captured.
 

@@ -25,7 +25,7 @@ def norm_gated_kernel(
     x, residual, weight, out, x_stride, residual_stride, eps,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A stream of a token, with x [T, WIDTH] added by the weight behind the streams, in place (None: nothing), and its
+    """A stream of a token, with x [T, WIDTH] added by the weight after the streams, in place (None: nothing), and its
     norm in out [T, STREAMS WIDTH]. Grid (T, STREAMS)."""
     wait_for_inputs()
     token, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -50,7 +50,7 @@ def rank_gates_kernel(
     projected, residual, out, projected_stride, residual_stride,
     STREAMS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, RANK] = silu(projected / STREAMS); the numbers behind them become the weights of the next result, behind
+    """out [T, RANK] = silu(projected / STREAMS); the numbers after them become the weights of the next result, after
     the streams (residual None: there are none). Grid (T)."""
     wait_for_inputs()
     token, number = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)

@@ -133,8 +133,8 @@ def read_kernel(
     POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """out [T, D] = the sum of the streams by the token's numbers, without numbers their mean; with WRITES, those of the
-    next result go behind the streams. LATE: the sum is by weights that the part before has left, and the token's own
-    ones go behind the streams too. NORM: `norm` of the sum instead, of a whole row; KEEP: in `out`, QUANTIZE: as e4m3
+    next result go after the streams. LATE: the sum is by weights that the part before has left, and the token's own
+    ones go after the streams too. NORM: `norm` of the sum instead, of a whole row; KEEP: in `out`, QUANTIZE: as e4m3
     in `quantized`, with scales. Grid (T, parts of D)."""
     wait_for_inputs()
     token, part, stream = tl.program_id(0).to(tl.int64), tl.arange(0, ALL_PARTS), tl.arange(0, SIDE)

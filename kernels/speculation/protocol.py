@@ -53,7 +53,7 @@ class ChainBuffers:
     """Memory of one captured size at fixed addresses, contiguous. The host writes the first three, `sampled`, and
     `chances` if there are `Thresholds`."""
 
-    rows: Tensor  # [R] int64; negative: padding, behind all requests
+    rows: Tensor  # [R] int64; negative: padding, after all requests
     query_rows: Tensor  # [R] int32: rows, 0 for padding
     seeds: Tensor  # [R] int64: bits of the mixed seeds
     starts: Tensor  # [R] int64: position of the last token, which is verified first
@@ -75,9 +75,9 @@ class ChainBuffers:
     uniform: Tensor  # [R, K] float32
     # acceptance
     sampled: Tensor  # [R, K] int64: the target's token at each position; negative: invalid logits
-    chances: Tensor  # [R, K] float32: the target's probability of the draft behind each position
+    chances: Tensor  # [R, K] float32: the target's probability of the draft after each position
     result: Tensor  # [R, K + 1] int64: the new tokens, the last one repeated; then their number
-    next_ids: Tensor  # [R, K] int64: the token behind each position, for the draft extend
+    next_ids: Tensor  # [R, K] int64: the token after each position, for the draft extend
     last: Tensor  # [R] int64: index of the last accepted position among all R * K
     # positions of texts with images, from `RowTables.image_ends`; otherwise positions are places
     shifts: Tensor  # [R] int64: position minus place; 0 without images
@@ -130,19 +130,19 @@ class ChainKernels(Protocol):
         """As `SamplingKernel.sample`, for greedy and sampled rows alike (`draws` is not read): drafts [R] int64."""
 
     def accept(self, tables: RowTables, chain: ChainBuffers, rule: SimulatedAcceptance | Thresholds | None) -> None:
-        """Accepts the drafts that equal the token sampled before them, or as `rule` says; writes everything behind
+        """Accepts the drafts that equal the token sampled before them, or as `rule` says; writes everything after
         `chances`, and appends the new tokens to the tables."""
 
     def keep_states(self, states: Tensor, hidden: Tensor, rows: Tensor, sources: Tensor) -> None:
         """states[rows[r]] = hidden[sources[r]]; states [max_rows, D], hidden [*, D], rows and sources [R] int64."""
 
     def runs(self, tables: RowTables, chain: ChainBuffers, runs: RunBuffers) -> None:
-        """Writes everything of `runs` behind `cached`. Behind `accept`, unless a run has B + 1 tokens: up to the root.
+        """Writes everything of `runs` after `cached`. After `accept`, unless a run has B + 1 tokens: up to the root.
         `starts` are the step's."""
 
     def gather_states(self, kept: Tensor, hidden: Tensor, sources: Tensor) -> Tensor:
         """[M, D]: hidden states of `sources` [M]; kept [max_rows * B, D], hidden [R * K, D]."""
 
     def find_ngrams(self, tables: RowTables, chain: ChainBuffers, least: int, most: int) -> None:
-        """Writes drafts of prompt lookup to `ids`: the tokens behind the latest of the longest earlier matches of
+        """Writes drafts of prompt lookup to `ids`: the tokens after the latest of the longest earlier matches of
         `least` to `most` last tokens, 0 where there are none. Between `inputs` and the model's forward."""

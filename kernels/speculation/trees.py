@@ -23,7 +23,7 @@ from moe_engine.kernels.speculation.protocol import ChainBuffers
 
 @dataclass(frozen=True)
 class LevelBuffers:
-    """The nodes expanded at levels 1 to l, the same number at each, at fixed addresses. They occupy the slots behind
+    """The nodes expanded at levels 1 to l, the same number at each, at fixed addresses. They occupy the slots after
     the root's position, and write these again at the next level."""
 
     positions: Tensor  # [R, E] int64
@@ -47,7 +47,7 @@ class TreeBuffers:
     visible: Tensor  # [R, N] int64: as `PagedQueries.visible`
     uniform: Tensor  # [R, N] float32
     sampled: Tensor  # [R, N] int64: the target's token at each node; negative: invalid logits
-    path: Tensor  # [R, K] int64: the nodes of the accepted path; behind its end the last one again
+    path: Tensor  # [R, K] int64: the nodes of the accepted path; after its end the last one again
     taken: Tensor  # [R * K] int64: index of the path's nodes among all R * N
     sources: Tensor  # [R * K] int64: slots whose KV moves to the chain's slots; of rejected nodes onto themselves
     levels: Sequence[LevelBuffers]
@@ -59,15 +59,15 @@ class TreeKernels(Protocol):
     name: str
 
     def spread(self, tables: RowTables, chain: ChainBuffers, tree: TreeBuffers) -> None:
-        """Behind `ChainKernels.inputs`, before drafting: `slots`, `lens`, `real` of the tree and of every level, and
+        """After `ChainKernels.inputs`, before drafting: `slots`, `lens`, `real` of the tree and of every level, and
         the levels' positions."""
 
     def enter(self, chain: ChainBuffers, tree: TreeBuffers) -> None:
-        """Behind drafting: `positions`, `visible`, `uniform` of the nodes."""
+        """After drafting: `positions`, `visible`, `uniform` of the nodes."""
 
     def walk(self, chain: ChainBuffers, tree: TreeBuffers) -> None:
         """Before `ChainKernels.accept`: the path of drafts that equal the token sampled at their parent, to the chain
-        (-1 behind its end), and everything behind `sampled`."""
+        (-1 after its end), and everything after `sampled`."""
 
 
 def ancestor_masks(parents: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`ChainKernels` in Triton: a program per request, one launch for the inputs of a step, two behind its sampling.
+"""`ChainKernels` in Triton: a program per request, one launch for the inputs of a step, two after its sampling.
 
 Legend: as in `protocol.py`.
 """
@@ -174,7 +174,7 @@ def chain_states_kernel(states, hidden, rows, last, WIDTH: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _source(place, request, row, is_row, BACK: tl.constexpr, K: tl.constexpr):
-    """`RunBuffers.sources` of a position, `place` tokens behind the step's start."""
+    """`RunBuffers.sources` of a position, `place` tokens after the step's start."""
     new = request * K + tl.minimum(tl.maximum(place, 0), K - 1)
     return tl.where((place < 0) & (place >= -BACK) & is_row, -1 - (row * BACK + BACK + place), new)
 
@@ -237,7 +237,7 @@ def gather_states_kernel(kept, hidden, sources, out, WIDTH: tl.constexpr, BLOCK:
 def match_kernel(
     rows, starts, tokens, best, width, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """best [R, blocks]: size * W + position behind the best match that ends in a block of positions, 0: none."""
+    """best [R, blocks]: size * W + position after the best match that ends in a block of positions, 0: none."""
     wait_for_inputs()
     request, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + request)
@@ -261,7 +261,7 @@ def match_kernel(
 def match_drafts_kernel(
     rows, starts, tokens, best, ids, width, blocks, S: tl.constexpr, BLOCKS: tl.constexpr, DRAFTS: tl.constexpr
 ):  # fmt: skip
-    """The tokens behind the best match of each request to ids [R, S + 1]."""
+    """The tokens after the best match of each request to ids [R, S + 1]."""
     wait_for_inputs()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)

@@ -36,7 +36,7 @@ class EntrySelection:
     selected: Selected | None
     """None: the kernel writes to the rows of attention."""
     plan: Any
-    columns: Tensor  # [T] int32: of the rows, behind those of the window
+    columns: Tensor  # [T] int32: of the rows, after those of the window
     counts: Tensor  # [T] int32: entries that each token selects
     width: int
     """Columns of the rows."""

@@ -155,7 +155,7 @@ class Decoder:
         return ShardedLayer(attention, post, feed_forward, next_norm, comm)
 
     def _post_norm(self, layer_index: int, last: int) -> str:
-        """Name of the norm before the feed-forward of layer `last` behind the layer's attention."""
+        """Name of the norm before the feed-forward of layer `last` after the layer's attention."""
         same = layer_index == last
         return f"model.layers.{last}.{'post_attention_layernorm' if same else 'input_layernorm'}"
 

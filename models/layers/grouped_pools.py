@@ -26,7 +26,7 @@ class GroupedPoolSteps(PoolSteps):
         super().__init__(config, PlansOwnRequests(backend), kernel)
         self._backend, (size, most) = backend, self.rule
         self._seen = (most + 1) * size - 1
-        """Context tokens of which a query token sees all: the pools that it selects, and those behind the last."""
+        """Context tokens of which a query token sees all: the pools that it selects, and those after the last."""
 
     def _of_group(self, group: PagedQueries, start: int, batch: ForwardBatch) -> list[AttentionChunk]:
         if not exceeds(group, self._seen):

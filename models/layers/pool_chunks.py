@@ -1,4 +1,4 @@
-"""The chunks of a step whose query tokens attend to selected pools of adjacent tokens, and to the tokens behind the
+"""The chunks of a step whose query tokens attend to selected pools of adjacent tokens, and to the tokens after the
 last whole pool (GLM-5.3-Flash).
 
 Host work once per step, shared by all layers. `pools_in_place` has captured decodes.

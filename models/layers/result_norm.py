@@ -17,7 +17,7 @@ from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
 
 _OF_ATTENTION = "post_attention_layernorm"
-"""The norm of attention's result, and `Decoder`'s name of the norm of the sum behind it."""
+"""The norm of attention's result, and `Decoder`'s name of the norm of the sum after it."""
 
 
 def norm_names(prefix: str, num_layers: int) -> tuple[str, str]:

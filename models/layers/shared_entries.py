@@ -79,7 +79,7 @@ class WrittenEntries:
 
 @dataclass
 class SharedStep:
-    """A step of the layers of one rate, and what a layer leaves to those behind it.
+    """A step of the layers of one rate, and what a layer leaves to those after it.
 
     Attributes:
         rows: None for a step without tokens.
@@ -102,7 +102,7 @@ class SharedStep:
         """The rows of a layer, whose entries have other numbers in each layer's cache.
 
         Args:
-            num_slots: of windows; entries are behind them.
+            num_slots: of windows; entries are after them.
             shifts: attention adds the difference itself.
         """
         assert self.rows is not None

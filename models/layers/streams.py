@@ -22,7 +22,7 @@ from moe_engine.models.weights import WeightSource
 
 
 def spread(x: Tensor, streams: StreamsConfig) -> Tensor:
-    """x [T, D] -> a residual whose streams all are x. The weights behind them are unset: a norm sets them first."""
+    """x [T, D] -> a residual whose streams all are x. The weights after them are unset: a norm sets them first."""
     n, width = streams.count, x.shape[1]
     residual = x.new_empty(len(x), n * width + streams.width)
     residual[:, : n * width].unflatten(1, (n, width)).copy_(x.unsqueeze(1))

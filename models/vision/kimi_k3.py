@@ -1,5 +1,5 @@
 """The vision tower of Kimi K3 and its projector: MoonViT as in Kimi K2.5 (`kimi_k25.py`) with RMS norms, without
-biases, with an attention of its own width, learned positions resampled linearly, and a norm behind the projector.
+biases, with an attention of its own width, learned positions resampled linearly, and a norm after the projector.
 
 The norms of the blocks have no epsilon in the checkpoint: torch's default, the epsilon of the number format.
 

@@ -1,4 +1,4 @@
-"""The vision tower of MiniMax-M3: a norm before the blocks and none behind them, rotation by frame, row and column,
+"""The vision tower of MiniMax-M3: a norm before the blocks and none after them, rotation by frame, row and column,
 attention within an image; a projector for each patch, and one that joins the patches of a token.
 
 Legend: P patches by token, N tokens of an image, D width, M merge size, O out width, R rotated channels of a head.

@@ -123,7 +123,7 @@ class PatchTransformer:
         lens: tuple[int, ...],
         activation: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """The residual stream [P, D] behind the blocks. Arguments as of `attend`."""
+        """The residual stream [P, D] after the blocks. Arguments as of `attend`."""
         for block in blocks:
             hidden = hidden + self.attend(block, block.norm1(hidden), places, table, lens)
             hidden = hidden + block.down(activation(block.up(block.norm2(hidden))))
@@ -162,7 +162,7 @@ class TowerBlock:
     """Weights of a block with layer norms and an MLP of two products.
 
     Args:
-        names: behind `prefix`: the norms before attention and MLP, then the products of q, k and v (one name, or one
+        names: after `prefix`: the norms before attention and MLP, then the products of q, k and v (one name, or one
             for each), the attention's output, and the MLP.
     """
 
@@ -184,7 +184,7 @@ class GatedBlock:
     """Weights of a block with RMS norms and an MLP with a gate.
 
     Args:
-        names: behind `prefix`: the norms before attention and MLP, then the products of q, k and v, the attention's
+        names: after `prefix`: the norms before attention and MLP, then the products of q, k and v, the attention's
             output, gate and up, and down; several matrices of one product are stacked.
         biases: of the attention's products, and of the MLP's.
     """

@@ -1,4 +1,4 @@
-"""bad_words of several tokens: the last token of a sequence is forbidden behind the others (vLLM's meaning). Sequences
+"""bad_words of several tokens: the last token of a sequence is forbidden after the others (vLLM's meaning). Sequences
 of one token need no state: the worker forbids them everywhere."""
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class StepWorker(Protocol):
         """The launched step, if any, fails instead of waiting for `sample`."""
 
     def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
-        """Begins one of `worker.rank_methods` on every rank, behind the steps submitted so far."""
+        """Begins one of `worker.rank_methods` on every rank, after the steps submitted so far."""
 
     def take_kv_reports(self) -> list[tuple[int, KVReport]]:
         """Progress of the storage on the other ranks since the last call: (rank, report)."""

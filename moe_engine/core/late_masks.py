@@ -105,7 +105,7 @@ class MaskState:
         self._masks.check()
 
     def along(self, tree: DraftTree, found: np.ndarray) -> None:
-        """Fills the masks [N, W] behind drafts; that of the root is there. Behind a forbidden draft a mask stays full:
+        """Fills the masks [N, W] after drafts; that of the root is there. After a forbidden draft a mask stays full:
         that draft is never accepted. A mask that raises becomes empty: the request fails if its position is reached."""
         path = [0]  # nodes whose tokens are accepted, below the root
         reached = {0}
@@ -149,7 +149,7 @@ class LateMasks:
         size = vocab_size or 0
         self._all = np.full(words_of(size), ALL)
         if size % 32:
-            self._all[-1] = ALL >> np.uint32(32 - size % 32)  # bits behind the vocabulary are no tokens
+            self._all[-1] = ALL >> np.uint32(32 - size % 32)  # bits after the vocabulary are no tokens
         self._fail = fail
         self.states: dict[Request, MaskState] = {}
         """By request; ended ones are removed before the next masked step."""
@@ -226,7 +226,7 @@ class LateMasks:
         return 1 if tree is None else len(tree.tokens)
 
     def _complete(self, request: Request, any_allowed: bool, tree: DraftTree | None, found: np.ndarray) -> None:
-        """Checks the mask of the next position, and fills those [N, W] behind drafts."""
+        """Checks the mask of the next position, and fills those [N, W] after drafts."""
         state = self.states[request]
         state.check()
         if not any_allowed:
@@ -260,7 +260,7 @@ def _may_jump(request: Request) -> bool:
     the like), and no client code may choose another token."""
     return (
         request.status is Status.RUNNING
-        and request.max_new_tokens - len(request.output_ids) > MIN_TOKENS  # the sampled one, and a run behind it
+        and request.max_new_tokens - len(request.output_ids) > MIN_TOKENS  # the sampled one, and a run after it
         and request.logprobs is None
         and request.hidden is None
         and request.sampling.custom_logit_processor is None
@@ -274,7 +274,7 @@ def _source(request: Request) -> str:
 
 
 def _depth_first(tree: DraftTree) -> list[int]:
-    """The nodes below the root, each behind its parent, subtree by subtree."""
+    """The nodes below the root, each after its parent, subtree by subtree."""
     children: dict[int, list[int]] = {}
     for node in range(1, len(tree.tokens)):
         children.setdefault(tree.parent(node), []).append(node)

@@ -278,7 +278,7 @@ class EngineCore:
         """A step raised: its requests are retried one at a time (`Scheduler.step_failed`).
 
         Args:
-            behind: the step planned behind it. Its result is discarded.
+            behind: the step planned after it. Its result is discarded.
         """
         if behind is not None:
             self._late_masks.abandon()

@@ -174,7 +174,7 @@ class LeaderWorker:
         return True
 
     def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
-        """Begins one of `worker.rank_methods` on every rank of the group, behind the steps submitted so far."""
+        """Begins one of `worker.rank_methods` on every rank of the group, after the steps submitted so far."""
         self._calls = {number: call for number, call in self._calls.items() if not call.is_over}
         number = next(self._call_ids)
         call = self._calls[number] = RankCall([self._rank, *self._followers], seconds, self._take_answers)

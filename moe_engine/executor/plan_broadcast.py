@@ -34,7 +34,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
 
 class Run(msgspec.Struct, tag="run", array_like=True):
-    """A call of `method` (`worker.rank_methods`) behind step `sequence`, answered by `Answer` with the same id."""
+    """A call of `method` (`worker.rank_methods`) after step `sequence`, answered by `Answer` with the same id."""
 
     sequence: int
     id: int

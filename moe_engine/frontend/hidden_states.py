@@ -20,7 +20,7 @@ class HiddenStates:
 
     def shown(self, num_outputs: int) -> list[Any]:
         """The states of the prompt as one list, then one state for each output token except the last, whose state no
-        step computed. States of tokens behind a stop string are left out."""
+        step computed. States of tokens after a stop string are left out."""
         values = memoryview(b"".join(self._parts)).cast("f").tolist()
         states = [values[at : at + self._width] for at in range(0, len(values), self._width)]
         prompt, outputs = states[: self._num_prompt], states[self._num_prompt :][: max(0, num_outputs - 1)]

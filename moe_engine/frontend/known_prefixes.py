@@ -20,7 +20,7 @@ class PromptBlocks:
     """Keys of the whole blocks of a prompt.
 
     Attributes:
-        rest: the tokens behind them. before: key of the last block, or of the namespace.
+        rest: the tokens after them. before: key of the last block, or of the namespace.
     """
 
     num_tokens: int

@@ -29,7 +29,7 @@ class Sessions:
     """All open sessions of a frontend.
 
     Args:
-        bos_id: token that begins a prompt; not repeated behind an earlier turn.
+        bos_id: token that begins a prompt; not repeated after an earlier turn.
         clock: seconds.
     """
 

@@ -8,7 +8,7 @@
 5. waiting requests run with the new weights, version and path.
 
 While generation is paused, nothing is awaited in step 2: requests in the middle of their output are retracted, and
-continue with the new weights behind the tokens that clients have.
+continue with the new weights after the tokens that clients have.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class WeightUpdates:
             return await self.alone(self.apply(change, version, abort))
 
     async def alone(self, work: Coroutine[Any, Any, Updated], failed: str = "the weights were not updated") -> Updated:
-        """The result of an update that runs without another; its errors as a message behind `failed`.
+        """The result of an update that runs without another; its errors as a message after `failed`.
 
         Raises:
             EngineDeadError: no scheduler is alive.

@@ -36,7 +36,7 @@ class Events(Protocol):
 
     def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
         """What is before and after the JSON of a plain piece's text, if the event is the same for all such pieces
-        behind the first piece, and none for a piece without text; else None."""
+        after the first piece, and none for a piece without text; else None."""
 
 
 class EventStream(StreamedResponse):

@@ -81,7 +81,7 @@ class Body:
                 yield part
 
     async def _next(self) -> bytes | None:
-        """The next part, which may be empty; None behind the last one."""
+        """The next part, which may be empty; None after the last one."""
         if self._has_ended:
             self.is_complete = True
             return None

@@ -117,7 +117,7 @@ class Exchange:
         connection = self._connection()
         assert connection is not None and connection.when_lost is not None
         if not connection.pipeline and not connection.transport.is_closing():
-            # uvicorn pauses behind a large body, and the end of a paused connection is not noticed
+            # uvicorn pauses after a large body, and the end of a paused connection is not noticed
             connection.flow.resume_reading()
         waiting = connection.when_lost
         waiting.add(callback)
@@ -138,7 +138,7 @@ class PartWriter:
         self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
 
     def is_open(self) -> bool:
-        """Whether a part may be written: false before head and behind the end, and while the client reads too
+        """Whether a part may be written: false before head and after the end, and while the client reads too
         slowly."""
         cycle = self._cycle
         return (

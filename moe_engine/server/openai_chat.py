@@ -71,7 +71,7 @@ class ChatApi:
         reduce_length: bool = False,
     ) -> Plan:
         """Like `read`. `messages`, `offered`: with the fields that the types lack. `reduce_length`: `max_tokens` is
-        reduced to the space behind the prompt instead of refused."""
+        reduced to the space after the prompt instead of refused."""
         model = self._state.response_model(req.model)
         self._state.tokenizer()
         tools = tool_wish(req, offered, self._state.flags.tool_call_parser)

@@ -44,7 +44,7 @@ class ParserOptions:
     """None also if the start tag is several tokens."""
     think_end_id: int | None = None
     fills_content: bool = False
-    """Reasoning without content behind it is the content (SGLang's `force_nonempty_content`)."""
+    """Reasoning without content after it is the content (SGLang's `force_nonempty_content`)."""
 
     def count_reasoning(self, output_ids: Sequence[int]) -> int:
         """Tokens up to and including `</think>`; all of them if it is missing; 0 without reasoning, where a text may

@@ -16,7 +16,7 @@ from moe_engine.server.openai_extras import ChoiceExtras, answer_extras, wants_u
 from moe_engine.server.openai_types import CommonRequest
 
 PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
-"""JSON of an event that has only a text or delta, behind it."""
+"""JSON of an event that has only a text or delta, after it."""
 
 
 class ChunkEvents(DataEvents):

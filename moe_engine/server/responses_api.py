@@ -183,7 +183,7 @@ class ResponsesApi:
         return Response(await self._store.cancel(request.path_params["response_id"]), media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """The items that a stored response was made from: its input, behind the conversation that it continues."""
+        """The items that a stored response was made from: its input, after the conversation that it continues."""
         assert self._store is not None
         query = read_query(request, InputItemsQuery)
         return json_response(page_of(self._store.items(request.path_params["response_id"]), query))

@@ -46,7 +46,7 @@ class TextLogprobs:
         blank = not before and not self._bytes[: max(tag, 0)].strip() and not text.lstrip().startswith(self._end_tag)
         if kind == "text" and (before == "reasoning" or blank):  # a reasoning of spaces is no part
             self._take(tag, self._end_tag)
-        find = self._bytes.rfind if before == "call" else self._bytes.find  # behind the call's arguments
+        find = self._bytes.rfind if before == "call" else self._bytes.find  # after the call's arguments
         return self._take(find(text.encode()), text)
 
     def _take(self, begin: int, text: str) -> list[Any]:

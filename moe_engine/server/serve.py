@@ -32,7 +32,7 @@ BACKLOG = 4096
 class GracefulServer(uvicorn.Server):
     """uvicorn server with a ready hook; the first signal drains running requests, the second exits at once.
 
-    With `second`, the handlers stay: a signal behind the server's end is the second one too.
+    With `second`, the handlers stay: a signal after the server's end is the second one too.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ async def serve(
         quiet_paths: path prefixes excluded from the access log.
         certificate: for HTTPS.
         stop: stops the server from inside the process.
-        second: gets the signals behind the first one, from then on until the process ends.
+        second: gets the signals after the first one, from then on until the process ends.
 
     Raises:
         ConfigError: another process has started to listen there since the socket was bound.

@@ -45,7 +45,7 @@ class StopSwitch:
 
 
 class SecondSignal:
-    """What the signal behind the first SIGINT or SIGTERM does: it kills the processes that the drain waits for. The
+    """What the signal after the first SIGINT or SIGTERM does: it kills the processes that the drain waits for. The
     server then exits without a wait; a third signal ends this process at once.
 
     Args:

@@ -12,7 +12,7 @@ from moe_engine.structured_output.backend import GrammarError
 __all__ = ["is_lark_syntax", "to_lark"]
 
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|(?P<gap>(?:[ \t\r\n]|#[^\n]*)+)(?P<bar>\|?)', re.DOTALL)
-"""Texts, classes, and gaps of white space and comments with the bar behind them."""
+"""Texts, classes, and gaps of white space and comments with the bar after them."""
 _RULE = re.compile(r"Rule '(.*)' not found")
 _ESCAPES = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 

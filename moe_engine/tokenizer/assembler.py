@@ -72,7 +72,7 @@ class TextAssembler:
                 piece = regex.push(piece)
             text += piece if matcher is None else matcher.push(piece)
             if self.matched is not None:
-                # of a pattern; behind a stop string nothing is held back
+                # of a pattern; after a stop string nothing is held back
                 return text if matcher is None else text + matcher.flush(), used
         return text, len(ids)
 

@@ -45,7 +45,7 @@ class ChatEncoder(Protocol):
         """
 
     def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
-        """The text of an unfinished answer, an assistant's message with text, behind the prompt that opens it."""
+        """The text of an unfinished answer, an assistant's message with text, after the prompt that opens it."""
 
 
 def refuse_reserved(kwargs: Mapping[str, Any] | None) -> None:

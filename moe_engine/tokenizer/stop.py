@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 
 Beginnings = Callable[[str], Set[str]]
-"""The proper beginnings of a mark behind which `max_tokens` may cut it (`Tokenizer.beginnings`)."""
+"""The proper beginnings of a mark after which `max_tokens` may cut it (`Tokenizer.beginnings`)."""
 
 
 def overlap(text: str, marker: str) -> int:

@@ -63,7 +63,7 @@ class StopRegex:
         self._num_kept = 0
 
     def after(self, states: States, char: str) -> States:
-        """The states behind one more character; a match may begin at every character."""
+        """The states after one more character; a match may begin at every character."""
         found = self._next.get((states, char))
         if found is None:
             reached = [edge[1] for state in states if (edge := self._edges[state]) is not None and edge[0].match(char)]

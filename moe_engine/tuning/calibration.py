@@ -277,7 +277,7 @@ class Probes:
             self._points.long = (*chosen, found.context)
 
     async def _behind_a_prefix(self) -> None:
-        """Tails of several lengths behind a short cached prefix, some also behind a long one."""
+        """Tails of several lengths after a short cached prefix, some also after a long one."""
         limits = self._limits
         if not self._points.prefix:
             length = min(limits.max_input // 2, limits.pool // 2, self._points.quick_length(), 4096)
@@ -292,7 +292,7 @@ class Probes:
             await self._first_token((CACHED, tail, len(prefix)), tail, prefix)
 
     async def _several_prompts(self) -> None:
-        """Prompts at once: behind the step of the first one, the others share a step."""
+        """Prompts at once: after the step of the first one, the others share a step."""
         most = min(LONE_TOKENS, self._limits.max_input // 2)
         for repeat in range(LONE_REPEATS if self._points.rounds.wants(SPLIT) else 0):
             count = min(BURSTS[repeat % len(BURSTS)], self._limits.max_running)
@@ -385,7 +385,7 @@ class Probes:
                 self._points.delays.append((self._points.rounds.number, (lost - prefill) / ARRIVALS))
 
     async def _first_token(self, point: Hashable, length: int, prefix: Sequence[int] = ()) -> None:
-        """Seconds until the answer to a prompt of `length` new tokens behind a prefix."""
+        """Seconds until the answer to a prompt of `length` new tokens after a prefix."""
         if not self._points.rounds.wants(point):
             return
         began = time.perf_counter()

@@ -24,7 +24,7 @@ DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
 class BenchRequest:
     """One request: `prompt` is text or token ids, `prompt_len` tokens long, with `output_len` new tokens.
 
-    `images`: data addresses, behind the text in a chat. `lora`: name of an adapter. `at`: seconds after the start at
+    `images`: data addresses, after the text in a chat. `lora`: name of an adapter. `at`: seconds after the start at
     which it is sent; None: at the rate of the load. `questions`: token ids of further turns, after the answer.
     """
 

@@ -29,7 +29,7 @@ PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "c
 STREAMED = "streamed"
 """A decode whose tokens are sent at once; the others are sent at the end of the answer."""
 TAILS, LONG_TAILS, SHORT_PREFIX = (8, 32, 64, 96, 256), (1, -1), 256
-"""New tokens behind a cached prefix; places of those measured with a long one too; tokens of the short one."""
+"""New tokens after a cached prefix; places of those measured with a long one too; tokens of the short one."""
 OUTSIDE, SPLIT, LONE = "outside the steps", "several prompts", "alone"
 """Points of the rounds."""
 
@@ -174,7 +174,7 @@ class MeasuredPoints:
         return [*lengths, most]
 
     def tails(self) -> list[int]:
-        """New tokens behind a cached prefix."""
+        """New tokens after a cached prefix."""
         most = min(self.prompt_lengths()[-1], self.limits.max_input - len(self.prefix) - 8)
         return [tail for tail in TAILS if tail <= most]
 

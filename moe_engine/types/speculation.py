@@ -37,7 +37,7 @@ class SpeculationConfig:
 
     @property
     def follows(self) -> bool:
-        """Whether the drafter reads the target's hidden states, and runs a draft extend behind each step."""
+        """Whether the drafter reads the target's hidden states, and runs a draft extend after each step."""
         return self.method in ("nextn", "eagle", "block")
 
     @property

@@ -35,7 +35,7 @@ ALL_POSITIONS = AttentionWindows()
 
 @dataclass(frozen=True)
 class GroupPlans:
-    """`RenewablePlan` of all groups. `others`: queries and plan of the groups behind the first, by window."""
+    """`RenewablePlan` of all groups. `others`: queries and plan of the groups after the first, by window."""
 
     first: RenewablePlan
     others: dict[int | None, tuple[AttentionBatch, RenewablePlan]]

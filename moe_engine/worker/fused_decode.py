@@ -1,6 +1,6 @@
 """Fused decode step: a decode-only step without drafts, in one kernel call if available.
 
-Short steps are dominated by host overhead: the torch calls around the model run with cold caches behind its weights,
+Short steps are dominated by host overhead: the torch calls around the model run with cold caches after its weights,
 and each releases the interpreter lock to the scheduler's thread, which keeps it until its own work is done. The fused
 step makes no torch calls.
 """

@@ -118,7 +118,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingResult:
         """Runs a step until the download of its results has started; on the CPU the step is then complete.
 
-        The step planned behind a failed one, which has the next number, is not run: it relies on slots and lengths that
+        The step planned after a failed one, which has the next number, is not run: it relies on slots and lengths that
         the failed step should have written to the tables.
         """
         failed, self._failed = self._failed, None

@@ -406,7 +406,7 @@ def test_a_prefetch_uses_idle_memory_and_what_it_delays_is_counted() -> None:
     assert shared == pytest.approx([gap + small, gap + 4, gap + 100 - small - gap - 2 - gap])
     others = times(line(1, 0, prefetched={5: 39e6}), line(2, 39, weights=7))
     assert others[1] == pytest.approx(gap + 20 - small - gap), "of another weight"
-    # its own weights, before it waits: behind a launch that leaves the memory idle, then behind one that does not
+    # its own weights, before it waits: after a launch that leaves the memory idle, then after one that does not
     own = line(2, 39, first, weights=7, requests_own=39e6)
     assert times(line(1, 0), own)[1] == pytest.approx(early + 10 - small)
     assert times(line(1, 39), own)[1] == pytest.approx(early + 10 - early)

@@ -63,7 +63,7 @@ def test_unequal_shares_are_refused(wrong: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (4, 2), (2, 4)])
 def test_tensors_of_different_widths_are_cut_alike(ranks: tuple[int, int]) -> None:
     """Keys and values of MiMo-V2-Flash: layers with 4 and with 8 KV heads, 6 bytes of a key, 4 of a value. MiniMax-M3's
-    index keys are behind those of the first layer, whole on every rank."""
+    index keys are after those of the first layer, whole on every rank."""
     tensors = [np.random.randint(0, 256, (5, heads, width), np.uint8) for heads in (4, 8, 8) for width in (6, 4)]
     index = np.random.randint(0, 256, (5, 3), np.uint8)
 

@@ -70,7 +70,7 @@ def test_tokens_are_those_of_one_server(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_images(tmp_path: Path) -> None:
-    """Behind text, at the end of the prompt, and the same image again: tokens of transformers; KV is transferred."""
+    """After text, at the end of the prompt, and the same image again: tokens of transformers; KV is transferred."""
     pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
     path = make_checkpoint("qwen3_vl_moe", tmp_path / "model", random.randrange(1000))
     oracle, processor = Oracle(path), load_processor(str(path))
@@ -95,7 +95,7 @@ def test_images(tmp_path: Path) -> None:
 
 
 def test_states_of_layers_without_kv(tmp_path: Path) -> None:
-    """Qwen3-Next: the state after the prompt is transferred behind its KV."""
+    """Qwen3-Next: the state after the prompt is transferred after its KV."""
     path = make_text_checkpoint("qwen3_next", tmp_path / "model", random.randrange(2**31))
     flags = ("--model-path", str(path), "--page-size", "4")
     asked = [[random.randrange(250) for _ in range(150 + i)] for i in range(2)]

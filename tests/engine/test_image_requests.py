@@ -56,7 +56,7 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> InProc
 
 
 def prompts(generator: torch.Generator) -> list[tuple[list[int], list[Pixels], list[int]]]:
-    """One of text alone; two with the same image behind the same text; one with another image of that size; one with
+    """One of text alone; two with the same image after the same text; one with another image of that size; one with
     two images."""
     first, other = random_pixels(3, 4, generator), random_pixels(3, 4, generator)
     small = random_pixels(1, 2, generator)

@@ -1,4 +1,4 @@
-"""Drafts behind images: tokens and log-probabilities of transformers, for every drafter, in chunks and retracted;
+"""Drafts after images: tokens and log-probabilities of transformers, for every drafter, in chunks and retracted;
 drafts of a head that sees the images' embeddings."""
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def chain(head: ReferenceHead, text: Text, known: int, depth: int, axes: bool) -
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_a_head_sees_the_embeddings_of_images(tmp_path: Path, axes: bool, chunk: int | None) -> None:
     """Every chain of the engine is that of a float64 reference, whose inputs are transformers' input embeddings; with
-    and without three axes in the head, in chunks that end inside an image, and behind a cached image."""
+    and without three axes in the head, in chunks that end inside an image, and after a cached image."""
     path = make_checkpoint("qwen2_5_vl", tmp_path / "model", random.randrange(1000), num_hidden_layers=LAYERS)
     oracle = Oracle(path)
     head = ReferenceHead(Form(fields={"rope_theta": THETA}), target_of(oracle), random.randrange(1000))

@@ -242,7 +242,7 @@ def test_bad_words_and_allowed_tokens(engine: InProcessEngine) -> None:
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.each_value
 def test_a_thinking_budget_ends_the_reasoning(engine: InProcessEngine, inside: bool) -> None:
-    """Greedy tokens up to the budget, then the end tag, then what the model says behind it."""
+    """Greedy tokens up to the budget, then the end tag, then what the model says after it."""
     script = make_script(random.randrange(1 << 20), masked=1, count=4)
     free = [replace(item, resolved={}, max_new_tokens=16) for item in script]
     plain = engine.run(free)
@@ -250,7 +250,7 @@ def test_a_thinking_budget_ends_the_reasoning(engine: InProcessEngine, inside: b
     for item in free:
         ids = plain[item.rid].token_ids
         limit = limits[item.rid] = random.randint(1, 8)
-        begins = limit if inside else limit + 1  # behind the tag that begins the reasoning
+        begins = limit if inside else limit + 1  # after the tag that begins the reasoning
         end = next(token for token in range(ORDINARY) if token not in ids[: begins + 1])
         tags = (-1 if inside else ids[0], end)
         more = {"max_thinking_tokens": limit, "thinking_tags": tags}

@@ -1,4 +1,4 @@
-"""Images of DeepSeek V4.1 in whole engines: tokens of the formulas in parallel forms, DSpark drafts behind images."""
+"""Images of DeepSeek V4.1 in whole engines: tokens of the formulas in parallel forms, DSpark drafts after images."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prompts(oracle: V41Oracle) -> list[Prompt]:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_behind_images(oracle: V41Oracle, prompts: list[Prompt], form: str) -> None:
-    """The model's tokens, together and behind a cached image; the acceptance of an offline count."""
+    """The model's tokens, together and after a cached image; the acceptance of an offline count."""
     depth = FORMS[form].get("speculative_num_steps", 4)
     ids, data = [prompt.ids for prompt in prompts], [prompt.data for prompt in prompts]
     with Engine(str(oracle.path), **FLAGS | FORMS[form]) as engine:

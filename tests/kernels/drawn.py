@@ -38,7 +38,7 @@ def without_numbers(weights: StreamWeights) -> StreamWeights:
 
 
 def late_residual(n: int, width: int, tokens: int, device: Device = "cpu") -> Tensor:
-    """Streams, and the weights of a part before; three numbers of others stand behind them."""
+    """Streams, and the weights of a part before; three numbers of others stand after them."""
     streams, weights = torch.randn(tokens, n * width + n + n * n, device=device), torch.rand(tokens, n, device=device)
     return torch.cat((streams, weights, torch.ones(tokens, 3, device=device)), 1)
 

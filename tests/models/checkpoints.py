@@ -72,7 +72,7 @@ GATED_STREAMS = "qwen4_exp"
 """The kind with gated streams and tables of n-grams beside pools, whose config.json has the text model in
 `text_config`."""
 MIXERS = "ME*M-M*E"
-"""The layers of Nemotron-H: each kind, and mixers with and without a feed-forward behind them."""
+"""The layers of Nemotron-H: each kind, and mixers with and without a feed-forward after them."""
 LARGE4 = "mistral_large4"
 """The kind with products of the input instead of a query's latent, whose config.json has the text model in
 `text_config`."""
@@ -651,7 +651,7 @@ def _mistral_large4(fields: dict[str, Any]) -> Any:
     tower |= {"num_attention_heads": 2, "patch_size": 4, "image_size": 32, "hidden_act": "silu"} | text.pop(
         "vision", {}
     )
-    image = fields["vocab_size"] - 4  # before the tokens behind rows
+    image = fields["vocab_size"] - 4  # before the tokens after rows
     return transformers.MistralLarge4Config(text_config=text, vision_config=tower, image_token_index=image)
 
 

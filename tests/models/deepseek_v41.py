@@ -188,7 +188,7 @@ class V41Reference:
         return torch.cat(self._run(ids, images)[2], 1)
 
     def _run(self, ids: list[int], images: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The streams [T, n, D] behind the last layer, the weights [T, n] of their sum, and the means of `states`."""
+        """The streams [T, n, D] after the last layer, the weights [T, n] of their sum, and the means of `states`."""
         f, tapped = self.fields, list[Tensor]()
         streams, before = self._start(ids)
         if images is not None:
@@ -230,7 +230,7 @@ class V41Reference:
         empty = self._texts[f["engram_pad_token_id"]]
         rows = []
         for t in range(len(ids)):
-            begin = 1 + max((i for i in range(t + 1) if ids[i] == self._image), default=-1)  # behind the last image
+            begin = 1 + max((i for i in range(t + 1) if ids[i] == self._image), default=-1)  # after the last image
             texts = [empty] * (longest - 1 + begin) + [self._texts[id] for id in ids[begin:]]
             mixed, own = texts[t + longest - 1] * (2 * int(drawn[0]) + 1), []
             for back in range(1, longest):

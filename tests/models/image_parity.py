@@ -26,7 +26,7 @@ Prompt = tuple[list[int], list[int], Sequence[Pixels]]
 
 
 def around(images: Sequence[Pixels], image_token: int, count: int = 6) -> tuple[list[int], list[int]]:
-    """A prompt with text before and behind each image, and the places of the images."""
+    """A prompt with text before and after each image, and the places of the images."""
     tokens, places = torch.randint(0, 250, (count,)).tolist(), []
     for image in images:
         places.append(len(tokens))
@@ -38,7 +38,7 @@ def check_logits(
     loaded: Stepper, path: Path, row: str, oracle: GreedyOracle, prompt: Prompt, rows: Tensor, image_token: int,
     relative: float = 1e-4, text: Sequence[int] = (), page_size: int = 1,
 ) -> None:  # fmt: skip
-    """An image in two chunks, and text behind it; then text alone, drawn without `text`. `rows`: of the image, by the
+    """An image in two chunks, and text after it; then text alone, drawn without `text`. `rows`: of the image, by the
     loaded model."""
     tokens, (place,), (image,) = prompt
     model = loaded.model

@@ -38,7 +38,7 @@ TEMPLATE = (
 
 
 class RowPixels(Pixels):
-    """An image whose rows of tokens have a token of the text behind them."""
+    """An image whose rows of tokens have a token of the text after them."""
 
     merge = MERGE
 

@@ -76,7 +76,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Drawn(Pixels):
-    """An image with `merge` x `merge` patches a token; `breaks`: tokens behind its rows; `delimited`: by tokens of the
+    """An image with `merge` x `merge` patches a token; `breaks`: tokens after its rows; `delimited`: by tokens of the
     tower; `tile`: patches of a tile."""
 
     merge: int

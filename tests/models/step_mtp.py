@@ -1,7 +1,7 @@
 """MTP layers of Step 3.5 and 3.7: random tensors under the published names, and an oracle.
 
 The oracle is transformers' text model of one layer with a window and an MLP, and vLLM's formula of its input,
-its states and head (`step3p5_mtp.py`). transformers' own MTP class reads states behind the final norm and shares the
+its states and head (`step3p5_mtp.py`). transformers' own MTP class reads states after the final norm and shares the
 model's head instead.
 """
 

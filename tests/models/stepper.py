@@ -158,7 +158,7 @@ def make_kv(
     config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu", num_mtp_layers: int = 0,
     max_rows: int = 8,
 ) -> list[Any]:  # fmt: skip
-    """Caches of every layer, or of the MTP layers behind them, filled with NaN: unwritten slots must have no
+    """Caches of every layer, or of the MTP layers after them, filled with NaN: unwritten slots must have no
     influence."""
     name = str(dtype).removeprefix("torch.")
 

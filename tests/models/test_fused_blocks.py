@@ -27,7 +27,7 @@ KINDS = ("qwen3_vl_moe", "qwen3_5_moe", "mistral4")
 
 
 def fused_fp8(tensors: dict[str, Tensor], block: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Experts in FP8, in the tensors that they are in, with the scales of an expert's matrix behind each other; their
+    """Experts in FP8, in the tensors that they are in, with the scales of an expert's matrix one after the other; their
     values in float32."""
     stored, plain = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:

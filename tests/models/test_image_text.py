@@ -27,7 +27,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("row", all_rows())
 def test_logits(path: Path, row: str) -> None:
-    """A prompt with two images, in chunks that end inside an image, and a token behind it."""
+    """A prompt with two images, in chunks that end inside an image, and a token after it."""
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     first, second = random_pixels(5, 3, generator), random_pixels(1, 4, generator)
     ids, images, places = with_images([[1, 2, 3, 4], first, [5, 6], second, [7, 8, 9]])

@@ -138,7 +138,7 @@ def test_config_of_llava(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_processes")
 def test_weights_are_replaced(tmp_path: Path) -> None:
-    """While serving: tower, text model and the embeddings behind an image's rows."""
+    """While serving: tower, text model and the embeddings after an image's rows."""
     first, second = (make_mistral3(tmp_path / str(seed), seed) for seed in (1, 2))
     picture = address(random_picture(50, 30, 3))
     asked = {"input_ids": [5, 6, IMAGE, 9], "image_data": [picture], "sampling_params": {"temperature": 0}}

@@ -158,7 +158,7 @@ def test_retracted_requests(made: Made, tmp_path: Path) -> None:
 
 
 def test_positions_of_pools() -> None:
-    """Of random prompts in random steps, and of the tokens behind them."""
+    """Of random prompts in random steps, and of the tokens after them."""
     vision: Any = SimpleNamespace(merge=MERGE, image_token=IMAGE)
     rng = random.Random(random.getrandbits(32))
     for _ in range(examples(40)):

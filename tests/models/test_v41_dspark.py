@@ -1,4 +1,4 @@
-"""The DSpark layers of DeepSeek V4.1 against `V41DSparkReference`: blocks behind prompts, chunks and single tokens."""
+"""The DSpark layers of DeepSeek V4.1 against `V41DSparkReference`: blocks after prompts, chunks and single tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIE = 1e-4
 
 
 class Made:
-    """A checkpoint with a text, and blocks behind its beginnings; rounding decides no choice."""
+    """A checkpoint with a text, and blocks after its beginnings; rounding decides no choice."""
 
     def __init__(self, path: Path) -> None:
         self.path = make_v41_dspark(path, random.randrange(2**31))

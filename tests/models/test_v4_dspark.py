@@ -1,4 +1,4 @@
-"""The DSpark layers of DeepSeek V4 against `DSparkOracle`: blocks behind prompts, chunks and single tokens."""
+"""The DSpark layers of DeepSeek V4 against `DSparkOracle`: blocks after prompts, chunks and single tokens."""
 
 from __future__ import annotations
 

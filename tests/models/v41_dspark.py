@@ -62,7 +62,7 @@ class V41DSparkReference(V41Reference):
     """The model, and blocks of drafts."""
 
     def block_logits(self, states: Tensor, root: int, count: int) -> Tensor:
-        """Logits [B, V] of a block of `count` tokens behind the tokens of states [T, K D], without the Markov head's
+        """Logits [B, V] of a block of `count` tokens after the tokens of states [T, K D], without the Markov head's
         bias."""
         main = self._norm("mtp.0.main_norm", states @ self._t["mtp.0.main_proj.weight"].T)
         streams, before = self._start([root] + [self.fields["dspark_noise_token_id"]] * (count - 1))

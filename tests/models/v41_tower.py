@@ -27,7 +27,7 @@ VISION: dict[str, Any] = {
 
 
 class DelimitedPixels(Pixels):
-    """An image with a token behind each row of tokens of `side` x `side` patches, one before it and one behind it."""
+    """An image with a token after each row of tokens of `side` x `side` patches, one before it and one after it."""
 
     side = 3
 

@@ -125,7 +125,7 @@ class DSparkOracle:
 
     @torch.no_grad()
     def block_logits(self, states: Tensor, root: int, count: int) -> Tensor:
-        """Logits [count, V] of a block behind the tokens of states [T, K D], without the Markov head's bias."""
+        """Logits [count, V] of a block after the tokens of states [T, K D], without the Markov head's bias."""
         main = states @ self._proj.T
         main = main * torch.rsqrt(main.square().mean(-1, keepdim=True) + self._eps) * self._norm
         length, total = len(main), len(main) + count

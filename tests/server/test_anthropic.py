@@ -146,7 +146,7 @@ def test_stop_reasons(more: dict[str, Any], reason: str, sequence: str | None):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_max_tokens_is_an_upper_bound(stream: bool):
-    """A client that asks for the model card's `max_tokens` gets what fits behind its prompt."""
+    """A client that asks for the model card's `max_tokens` gets what fits after its prompt."""
     client = fake("one two three " * 2000)
     card = get(client, "/v1/models/default", headers={"anthropic-version": "2023-06-01"}).json()
     response = post(client, "/v1/messages", {**ASK, "max_tokens": card["max_tokens"], "stream": stream})
@@ -313,7 +313,7 @@ def test_the_budget_of_thinking(kind: str, limit: int | None):
 
 
 def test_thinking_between_tools():
-    """On behind the results of tools, off elsewhere."""
+    """On after the results of tools, off elsewhere."""
     call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "sunny"}
     talked = [*ASK["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]

@@ -1,4 +1,4 @@
-"""Clients that leave before their requests start: in the start queue, behind a large body, while they wait."""
+"""Clients that leave before their requests start: in the start queue, after a large body, while they wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import until
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_client_that_leaves_ends_its_waiting_request(size, in_parts, reset):
-    """uvicorn reads no further behind a body of more than 64 KiB, and would notice the end at the first token."""
+    """uvicorn reads no further after a body of more than 64 KiB, and would notice the end at the first token."""
     client = FakeClient()
     client.mute = True
     sent = request(json.dumps({"text": "x", "stream": True, "unknown": "x" * size}).encode())

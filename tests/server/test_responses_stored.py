@@ -189,7 +189,7 @@ def talk_of(turns: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("turns", [1, 10, 60])
 def test_truncation_drops_the_first_turns(turns: int):
-    """The prompt is the longest end of the conversation that fits, behind the system message."""
+    """The prompt is the longest end of the conversation that fits, after the system message."""
 
     def answer(input: Any, **more: Any) -> Any:
         client = fake("</think>Hello")

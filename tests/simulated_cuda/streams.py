@@ -249,7 +249,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def deliver(stream: Stream) -> None:
-    """Ends the copies that were launched on a stream, for a host function that the stream calls behind them."""
+    """Ends the copies that were launched on a stream, for a host function that the stream calls after them."""
     with _lock:
         done = [copy for copy in _copies if copy.stream is stream]
         _copies[:] = [copy for copy in _copies if copy.stream is not stream]

@@ -93,7 +93,7 @@ class ReferenceBlockHead(nn.Module):
         return self._target[0]
 
     def block(self, states: Tensor, ids: Tensor) -> Tensor:
-        """states [T, F] of the text and ids [B] of the block behind it -> outputs [B, D] before the final norm."""
+        """states [T, F] of the text and ids [B] of the block after it -> outputs [B, D] before the final norm."""
         context = self.hidden_norm(self.fc(states))
         x = self.target.embedding(ids)
         rotary = self._rotary(x, torch.arange(len(context) + len(ids))[None])

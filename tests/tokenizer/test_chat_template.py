@@ -107,7 +107,7 @@ def test_loading(tmp_path):
 
 
 def test_gme():
-    """The prompt of the model card: image, text, and the end token behind the assistant's header."""
+    """The prompt of the model card: image, text, and the end token after the assistant's header."""
     template = load_chat_template("gme-qwen2-vl", "own", {})
     assert template is not None and template.reads_parts
     user, image = "<|im_start|>user\n", "<|vision_start|><|image_pad|><|vision_end|>"

@@ -93,7 +93,7 @@ def test_layout(messages, kwargs, expected):
 
 
 def test_tools_keep_the_reasoning():
-    """Tools stand behind the system text, and the effort before it."""
+    """Tools stand after the system text, and the effort before it."""
     kwargs = THINKING | {"reasoning_effort": "max"}
     loop = f"<｜User｜>q{OPEN}need f</think>Look.{BLOCK}{EOS}{RESULTS}{OPEN}"
     assert CHAT.render(CALLED, tools=[TOOL], kwargs=kwargs) == f"{BOS}MAX\n\n{DESCRIBED}{loop}"

@@ -47,7 +47,7 @@ def solar(call_id: str, name: str, arguments: str) -> str:
 
 
 def minimax_m3(text: str) -> str:
-    """Every tag behind its mark; other brackets have a space behind them."""
+    """Every tag after its mark; other brackets have a space after them."""
     return re.sub(r"<(?=[a-z/])", "]<]minimax[>[<", text)
 
 

@@ -105,7 +105,7 @@ def test_tokens_are_those_of_transformers(lengths: list[int], path: Path, engine
     assert found == engine.run(script, expanded=False)
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     for item in script:
-        tokens = found[item.rid]  # equal to the best token behind each prefix only if all are greedy
+        tokens = found[item.rid]  # equal to the best token after each prefix only if all are greedy
         with torch.no_grad():
             logits = oracle(torch.tensor([item.prompt_ids + tokens[:-1]])).logits[0, len(item.prompt_ids) - 1 :]
         assert tokens == logits.argmax(-1).tolist(), item.rid
@@ -235,7 +235,7 @@ def test_a_lone_prompt_is_kept_for_requests_that_share_it() -> None:
 
 
 def test_prompts_know_the_prefix_of_the_first_one(path: Path, engine: Engine) -> None:
-    """Neither the prompts behind the first one nor their decodes expand its tokens again."""
+    """Neither the prompts after the first one nor their decodes expand its tokens again."""
     script = _script([200] * 18, seed=8)
     found = engine.run(script)
     assert engine.known and set(engine.known) == {200} and not engine.expanded and (192, 19) in engine.used

@@ -97,7 +97,7 @@ LOGPROB_SAMPLING = SamplingParams(temperature=0.0, repetition_penalty=1.5, logit
 
 
 def test_hidden_states_are_of_the_rows_own_tokens() -> None:
-    """In batches that run short chunks behind a cached prefix before other prompts."""
+    """In batches that run short chunks after a cached prefix before other prompts."""
     runner = _runner()
     sequences = [Sequence_(random.choices(range(15, 40), k=random.randint(1, 12)), max_new=8) for _ in range(20)]
     orders = set()

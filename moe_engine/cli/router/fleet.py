@@ -1,4 +1,4 @@
-"""The command line of `moe-engine router`: flags before ``--`` are the router's, those behind it every server's."""
+"""The command line of `moe-engine router`: flags before ``--`` are the router's, those after it every server's."""
 
 from __future__ import annotations
 

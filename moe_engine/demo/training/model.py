@@ -236,7 +236,7 @@ class MoE(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm, on a float32 residual stream."""
+    """Attention and feed-forward, each after a norm, on a float32 residual stream."""
 
     def __init__(self, cfg: DemoConfig, dense: bool) -> None:
         super().__init__()

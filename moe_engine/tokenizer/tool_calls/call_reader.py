@@ -146,8 +146,8 @@ class CallReader:
             self._at = end
 
     def space_behind(self, begins: tuple[str, ...]) -> Wait[None]:
-        """Passes over white space behind a call, which is shown only before text: not at the end, nor before one of
-        `begins`. White space behind text is left: it is text."""
+        """Passes over white space after a call, which is shown only before text: not at the end, nor before one of
+        `begins`. White space after text is left: it is text."""
         if self.behind_text:
             return
         space = yield from self.space()
@@ -171,7 +171,7 @@ class CallReader:
             self.plain(text)
 
     def plain_unless_space(self, text: str) -> None:
-        """Text behind a call or behind text: white space behind a call is dropped."""
+        """Text after a call or after text: white space after a call is dropped."""
         if self.behind_text or text.strip():
             self.plain(text)
 

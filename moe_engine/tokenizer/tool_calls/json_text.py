@@ -20,7 +20,7 @@ def value(reader: CallReader, sink: Callable[[str], None]) -> Wait[bool]:
     depth, in_string, escaped, any_text = 0, False, False, False
     while char := (yield from reader.peek()):
         if not in_string and depth == 0 and any_text and (char in ",]}" or char.isspace()):
-            return True  # behind a number or a name
+            return True  # after a number or a name
         if not in_string and depth == 0 and char in ",]}":
             return False
         reader.skip()
@@ -76,7 +76,7 @@ class _CallObject:
             reader.close()
 
     def _members(self) -> Wait[bool]:
-        """Whether the object ends behind a member; False: text that is not JSON, or the text ended."""
+        """Whether the object ends after a member; False: text that is not JSON, or the text ended."""
         while True:
             if (yield from self._next("}")):
                 return False
@@ -132,7 +132,7 @@ class _CallObject:
         return _decoded("".join(parts)) if whole else None
 
     def _next(self, wanted: str) -> Wait[str]:
-        """The next character behind white space, if it is one of these."""
+        """The next character after white space, if it is one of these."""
         self._note((yield from self._reader.space()))
         found = yield from self._reader.peek()
         if not found or found not in wanted:

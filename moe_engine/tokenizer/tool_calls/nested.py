@@ -79,7 +79,7 @@ def _call(reader: CallReader, before: str) -> Wait[None]:
 
 
 def _ends(reader: CallReader) -> Wait[bool]:
-    """Passes over the end of a call, behind its mark. The end of all calls ends the last one too."""
+    """Passes over the end of a call, after its mark. The end of all calls ends the last one too."""
     for end in (INVOKE_END, END):
         if (yield from reader.take(end.removeprefix(MARK))):
             return True
@@ -115,7 +115,7 @@ def _argument(reader: CallReader, schema: Any) -> Wait[None]:
 
 
 def _element(reader: CallReader, schema: Any, depth: int) -> Wait[str | None]:
-    """The JSON of an element, behind its first tag; passes over its last one. None: it has none."""
+    """The JSON of an element, after its first tag; passes over its last one. None: it has none."""
     text: list[str] = []
     children: list[tuple[str, str]] = []
     while True:

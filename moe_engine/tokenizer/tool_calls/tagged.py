@@ -30,7 +30,7 @@ class TaggedFormat:
     `value_begin` and before `value_end` is not part of the value. `block_may_be_json`: between `begin` and `end` may be
     a call as a JSON object, or a list of them (Hunyuan-A13B). `may_be_json`: so may the arguments of a call.
     `implied_ends`: line ends with tags that also end a value, unless a grammar enforces `value_end`. `head_end`: end of
-    attributes behind the name of a call.
+    attributes after the name of a call.
     """
 
     begin: str
@@ -98,7 +98,7 @@ class TaggedFormat:
             reader.plain_unless_space("".join(behind))
 
     def _call(self, reader: CallReader, before: str = "", space: str = "") -> Wait[bool]:
-        """`before` is shown if there is no call, and `space` behind the begin. False: there is no call."""
+        """`before` is shown if there is no call, and `space` after the begin. False: there is no call."""
         head: list[str] = []
         marker = yield from reader.until(self.name_ends, head.append)
         name = "".join(head).strip()

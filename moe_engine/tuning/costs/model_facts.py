@@ -34,7 +34,7 @@ from moe_engine.tuning.costs.form import KV_BYTES
 
 
 def _nemotron_fields(fields: Fields) -> Fields:
-    """Nemotron-H under the names of others; a layer is a mixer over tokens with the feed-forward behind it, if any."""
+    """Nemotron-H under the names of others; a layer is a mixer over tokens with the feed-forward after it, if any."""
     kinds, raw = nemotron_kinds(fields), dict(nemotron_fields(fields).raw)
     names = {STATE: "linear_attention", ATTENTION: "full_attention"}
     raw["layer_types"] = [names[kind] for kind in kinds if kind in names]

@@ -49,7 +49,7 @@ class MLAFormPolicy:
         return cls(kv_lora_rank * (qk_nope + v_head) / saved, deterministic, shares)
 
     def absorbed(self, start: int, count: int, spared: float = 0.0) -> bool:
-        """Whether `count` query tokens behind `start` context tokens use the absorbed form; other requests expand
+        """Whether `count` query tokens after `start` context tokens use the absorbed form; other requests expand
         `spared` of the context tokens anyway."""
         return self.deterministic or count * (start + count / 2) < self.break_even * (start - spared)
 

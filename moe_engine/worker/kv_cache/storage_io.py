@@ -150,7 +150,7 @@ class StorageIO:
             self._report(number, 0, True)
 
     def _fetch(self, op: KVFetch) -> None:
-        if op.id in self._stopped:  # while this fetch was queued behind hanging reads
+        if op.id in self._stopped:  # while this fetch was queued after hanging reads
             self._report(op.id, 0, True)
             return
         if not op.pages:

@@ -41,7 +41,7 @@ class TransferCopies(KVCopies):
 
     @property
     def state_rows(self) -> int:
-        """Rows of a state, whose places are behind those of the host pool; 0 without states."""
+        """Rows of a state, whose places are after those of the host pool; 0 without states."""
         return 0 if self._states is None else -(-self._states.each_bytes // self.row_bytes)
 
     def _state_part(self, places: list[int]) -> np.ndarray | None:

@@ -1,6 +1,6 @@
 """Drafter of layers that fill in blocks (DFlash, DSpark): one forward yields all drafts of a request.
 
-The block is the last token with mask tokens behind it, at the positions that the drafts get. Its keys and values are
+The block is the last token with mask tokens after it, at the positions that the drafts get. Its keys and values are
 written to the slots of these positions, and replaced when the tokens there have been computed by the target. A draft is
 sampled as the target will sample at that position, with the same parameters and random numbers.
 

@@ -2,7 +2,7 @@
 one accepted.
 
 A step is three graphs over fixed buffers: draft (the inputs of the step by the lengths on the device, then the drafts,
-see `chain_drafters`), verify (the target's forward and logits), and, behind sampling, follow (acceptance, the rows' new
+see `chain_drafters`), verify (the target's forward and logits), and, after sampling, follow (acceptance, the rows' new
 tokens and lengths, the draft extend). Sampling stays between graphs: it depends on the requests. Padding, sharing of
 memory and the choice of sizes are those of `step_graphs`.
 
@@ -204,7 +204,7 @@ class DraftGraphs:
         return self._graphs[shape].run.verified.ids
 
     def follow(self, shape: StepShape, sampled: Tensor, chances: Tensor | None = None) -> list[Tensor]:
-        """Accepts by the tokens sampled [D * K], with thresholds also by the chances of the drafts behind them
+        """Accepts by the tokens sampled [D * K], with thresholds also by the chances of the drafts after them
         [D * K, 1]: results [D, K + 1], see `ChainBuffers.result`, of trees also their `path`; valid until the next
         step."""
         graphs = self._graphs[shape]

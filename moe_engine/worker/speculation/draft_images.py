@@ -25,7 +25,7 @@ class DraftImages:
     def ahead(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, offsets: np.ndarray, distance: int
     ) -> ImageRows | None:
-        """The image tokens `distance` places behind the tokens [starts[i], starts[i] + counts[i]) of each row, which
+        """The image tokens `distance` places after the tokens [starts[i], starts[i] + counts[i]) of each row, which
         begin at offsets[i] of the batch. The first token of the next chunk may need an image that no step has encoded
         yet. Without a token whose image is known or has pixels: None."""
         step = self._rows.find(rows, starts + distance, counts, offsets, self._encoder.has)

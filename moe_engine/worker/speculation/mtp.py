@@ -200,7 +200,7 @@ class MTPDrafter:
         self, batch: StepBatch, forward: ForwardBatch, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray,
         offsets: np.ndarray, distance: int = 1,
     ) -> ForwardBatch:  # fmt: skip
-        """The forward with the image tokens `distance` places behind its tokens."""
+        """The forward with the image tokens `distance` places after its tokens."""
         if self._images is None:
             return forward
         ahead = self._images.ahead(rows, starts, counts, offsets, distance)

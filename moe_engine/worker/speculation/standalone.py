@@ -3,7 +3,7 @@
 It runs no draft extend after a step. Before it drafts, it computes the row's tokens that are not in its KV cache: the
 whole prompt at first, later the few tokens of the last steps.
 
-In a captured step the host does not know the lengths. Behind a step with drafts the KV lacks at most the last draft
+In a captured step the host does not know the lengths. After a step with drafts the KV lacks at most the last draft
 and the root, for that of accepted drafts is there: captured steps compute these two. Rows without drafts in their last
 step catch up before, to their length, which is known then.
 

@@ -215,7 +215,7 @@ class SpeculativeStep:
             )
             tokens = tokens * (tokens > 0)  # 0 for invalid logits
             self._history.advance(rows, starts, starts + counts, tokens)
-            # entries behind the last new token repeat it
+            # entries after the last new token repeat it
             self._rows.set_last_tokens(rows, tokens[:, -1])
             if not self._stream.asynchronous:  # reading would stall an accelerator
                 self._history.ends.note(rows, starts + 1, tokens, counts)

@@ -109,7 +109,7 @@ class TreeDrafts:
             batch.renew(bounds)
 
     def draft(self) -> None:
-        """Behind `ChainKernels.inputs`: grows the trees."""
+        """After `ChainKernels.inputs`: grows the trees."""
         parts, chain, tree, layers = self._parts, self._chain, self._tree, self._drafter.layers
         self._trees.kernels.spread(parts.tables, chain, tree)
         state = parts.tables.states.index_select(0, chain.query_rows)
@@ -136,7 +136,7 @@ class TreeDrafts:
         return self._drafter.layers.forward(0, ids.flatten(), hidden, self._levels[level - 1].forward)
 
     def follow(self, hidden: Tensor, followed: ForwardBatch) -> None:
-        """Behind the acceptance, with the hidden states [R * N, *] of verification; `followed`: the chain's tokens."""
+        """After the acceptance, with the hidden states [R * N, *] of verification; `followed`: the chain's tokens."""
         layers, parts, chain = self._drafter.layers, self._parts, self._chain
         states = hidden if self._taps is None else self._taps.take()
         states = layers.prepare(states.index_select(0, self._tree.taken))

@@ -41,7 +41,7 @@ async def call(engine: Engine, work: Any) -> Any:
 
 
 async def settled(engine: Engine, pieces: list[list[int]]) -> list[int]:
-    """Tokens of each request, including outputs in flight: a scheduler's answer arrives behind its outputs, which then
+    """Tokens of each request, including outputs in flight: a scheduler's answer arrives after its outputs, which then
     reach the streams within a few turns of both event loops."""
     await call(engine, engine._frontend.client.call("internal_state"))
     for _ in range(20):

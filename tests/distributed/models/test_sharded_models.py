@@ -79,7 +79,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 1,
         "expert_swiglu_limit_list": [0, 0.3],
     },  # gates, grouped experts, one layer's bounded
-    # additive states, experts without gates, mixers without a feed-forward behind them
+    # additive states, experts without gates, mixers without a feed-forward after them
     "nemotron_h": {"n_groups": 4, "num_mtp_layers": 1},
     "longcat_flash": {
         "num_hidden_layers": 2,

@@ -75,7 +75,7 @@ def test_cpp_equals_torch(any_library: Library, dtype: torch.dtype, shape: tuple
 
 
 def test_strided_inputs(library: Library) -> None:
-    """Rows of a token that are not mixed, memory behind them and other tokens stay as they are."""
+    """Rows of a token that are not mixed, memory after them and other tokens stay as they are."""
     width = 40
     wide, x = torch.randn(6, 5 * width + 7), torch.randn(6, 2 * width)[1:5, :width]
     for mix in (CpuOps(library).mix_blocks, mix_blocks):

@@ -1,4 +1,4 @@
-"""Numbers of earlier tokens behind those of a state, against a loop over tokens."""
+"""Numbers of earlier tokens after those of a state, against a loop over tokens."""
 
 from __future__ import annotations
 

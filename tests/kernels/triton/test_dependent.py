@@ -21,7 +21,7 @@ WAITS_FOR_OTHERS = {
 }  # fmt: skip
 """For peers, or for programs of the same launch: announces the next launch after that wait."""
 BEHIND_ANOTHER_STREAM = {"send_kernel", "combine_send_kernel"}
-"""Launched behind an event of another stream: not dependent."""
+"""Launched after an event of another stream: not dependent."""
 
 
 def kernels() -> list[tuple[str, bool, list[str]]]:

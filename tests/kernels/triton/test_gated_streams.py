@@ -18,7 +18,7 @@ shapes = pytest.mark.parametrize(("count", "width"), [(4, 128), (2, 33), (3, 110
 @dtypes
 @shapes
 def test_norms(count: int, width: int, dtype: torch.dtype) -> None:
-    """With a result that is added first, and without; of rows without weights behind them. Results that are views."""
+    """With a result that is added first, and without; of rows without weights after them. Results that are views."""
     tokens, wide = random.randint(1, 4), count * width
     residual, weight = torch.randn(tokens, wide + count).to(dtype), torch.rand(count, width) + 0.5
     x = torch.randn(tokens, width + 3).to(dtype)[:, :width]

@@ -64,7 +64,7 @@ def test_decodes_in_place(made: Made) -> None:
 
 
 def decode_in_place(model: Stepper, made: Made, lens: dict[int, int], count: int) -> None:
-    """Four steps of `count` tokens behind the prompts, with one plan."""
+    """Four steps of `count` tokens after the prompts, with one plan."""
     planner = model.model.planner_of_decodes()  # type: ignore[attr-defined]
     plan: Any = None
     for _ in range(4):

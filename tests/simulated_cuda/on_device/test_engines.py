@@ -314,7 +314,7 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
 def test_captured_steps_of_additive_states(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nemotron-H: the same of Mamba2, beside attention without positions, experts and an MLP without gates, and mixers
-    without a feed-forward behind them; with drafts of an MTP layer."""
+    without a feed-forward after them; with drafts of an MTP layer."""
     sometimes_warm(monkeypatch)
     monkeypatch.setattr(triton_delta, "SHORT", 3)
     sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}

@@ -1,4 +1,4 @@
-"""Drafts behind images on a simulated GPU: captured steps compute positions after images on the device, without waits;
+"""Drafts after images on a simulated GPU: captured steps compute positions after images on the device, without waits;
 tokens and log-probabilities of the CPU."""
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_rows_that_another_server_gets(
 
 
 def test_a_state_that_another_server_gets() -> None:
-    """The rows of a state have places behind those of tokens; the last one may be shorter."""
+    """The rows of a state have places after those of tokens; the last one may be shorter."""
     stream, spec = DeviceStream("cuda"), KVSpec.gqa(1, 1, 4, torch.float32)
     states = StatePool((StateGroup((0,), (StatePart((7, 3)),)),), 2, torch.bfloat16, stream, num_snapshots=3)
     copies = TransferCopies(KVPool(spec, 8, 1, stream), 4, stream, states=HostStates(5, states, stream))
