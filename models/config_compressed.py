@@ -121,18 +121,14 @@ def _rate(fields: Fields, kind: str) -> int:
 
 def _rates(fields: Fields, selected_rate: int) -> tuple[int, ...]:
     """Tokens of an entry by layer."""
-    layers, ratios = fields.integer("num_hidden_layers"), fields.raw.get("compress_ratios")
+    layers = fields.integer("num_hidden_layers")
     known = {_WINDOW: 0, _SELECTED: selected_rate, _HEAVY: _rate(fields, _HEAVY)}
-    kinds = fields.raw.get("layer_types")
-    if kinds is None and ratios is not None:
-        if not isinstance(ratios, list) or len(ratios) < layers or not all(rate in known.values() for rate in ratios):
-            fields.fail("compress_ratios", f"needs {layers} of {', '.join(map(str, known.values()))}, not {ratios!r}")
-        return tuple(ratios[:layers])
+    kinds = fields.by_layer("layer_types", layers, known)
     if kinds is None:
+        if (ratios := fields.by_layer("compress_ratios", layers, known.values())) is not None:
+            return tuple(ratios)
         kinds = [_HEAVY] * min(layers, 2) + [_SELECTED if i % 2 else _HEAVY for i in range(max(layers - 2, 0))]
-    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in known for kind in kinds):
-        fields.fail("layer_types", f"needs {layers} of {', '.join(known)}, not {kinds!r}")
-    return tuple(known[kind] for kind in kinds[:layers])
+    return tuple(known[kind] for kind in kinds)
 
 
 def parse_rope_of(fields: Fields, kind: str, width: int) -> RopeConfig:
@@ -186,12 +182,11 @@ def with_expert_format(fields: Fields, declared: WeightFormat) -> WeightFormat:
 
 def _hash_layers(fields: Fields) -> int:
     """Number of first layers whose experts a table of token ids names."""
-    layers, kinds = fields.integer("num_hidden_layers"), fields.raw.get("mlp_layer_types")
+    layers = fields.integer("num_hidden_layers")
+    kinds = fields.by_layer("mlp_layer_types", layers, (_HASH, _CHOSEN))
     if kinds is None:
         return min(layers, fields.integer("num_hash_layers", 3, minimum=0))
-    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (_HASH, _CHOSEN) for kind in kinds):
-        fields.fail("mlp_layer_types", f"needs {layers} of {_HASH}, {_CHOSEN}, not {kinds!r}")
-    count = kinds[:layers].count(_HASH)
+    count = kinds.count(_HASH)
     if kinds[:count] != [_HASH] * count:
         fields.fail("mlp_layer_types", f"{_HASH} after {_CHOSEN} is not supported")
     return int(count)

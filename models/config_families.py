@@ -88,12 +88,10 @@ def parse_deepseek_moe(fields: Fields) -> MoEConfig | None:
 
 def deepseek_moe_layers(fields: Fields, moe: MoEConfig | None) -> tuple[bool, ...]:
     """Which layers are mixtures: in the fields of DeepSeek, or `mlp_layer_types`."""
-    layers, kinds = fields.integer("num_hidden_layers"), fields.raw.get("mlp_layer_types")
+    layers, known = fields.integer("num_hidden_layers"), {"dense": False, "sparse": moe is not None}
+    kinds = fields.by_layer("mlp_layer_types", layers, known)
     if kinds is not None:
-        known = {"dense": False, "sparse": moe is not None}
-        if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in known for kind in kinds):
-            fields.fail("mlp_layer_types", f"needs {layers} of dense, sparse, not {kinds!r}")
-        return tuple(known[kind] for kind in kinds[:layers])
+        return tuple(known[kind] for kind in kinds)
     first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
     return tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
 
@@ -113,7 +111,7 @@ def layer_limits(fields: Fields, name: str, moe_layers: tuple[bool, ...]) -> tup
 
 def qwen_moe_layers(fields: Fields) -> tuple[bool, ...]:
     """Which layers are mixtures: in the fields of Qwen."""
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.items("mlp_only_layers")
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(fields.integer("num_hidden_layers")))
 
 
@@ -292,13 +290,10 @@ def _windows(fields: Fields, model_type: str) -> tuple[int | None, ...]:
     window = fields.integer("sliding_window", None)
     if window is None:
         return ()
-    layers = fields.integer("num_hidden_layers")
-    kinds = fields.raw.get("layer_types")
+    layers, known = fields.integer("num_hidden_layers"), {"full_attention": None, "sliding_attention": window}
+    kinds = fields.by_layer("layer_types", layers, known)
     if kinds is None:
         full = fields.integer("max_window_layers", _DEFAULT_FULL_LAYERS, minimum=0) if model_type in _FULL_BEFORE else 0
         kinds = ["full_attention"] * min(full, layers) + ["sliding_attention"] * (layers - min(full, layers))
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in known for kind in kinds):
-        fields.fail("layer_types", f"needs {layers} of {', '.join(known)}, not {kinds!r}")
-    windows = tuple(known[kind] for kind in kinds[:layers])
+    windows = tuple(known[kind] for kind in kinds)
     return windows if any(windows) else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
@@ -150,6 +150,22 @@ class Fields:
         if value != default and value not in served:
             self.fail(name, f"{value!r} is not supported; supported: {', '.join(served)}")
         return value
+
+    def items(self, name: str, *default: Any) -> list[Any]:
+        """A list, or the default if the field is absent."""
+        value = self._get(name, [*default])
+        if not isinstance(value, list):
+            self.fail(name, f"must be a list, found {value!r}")
+        return value
+
+    def by_layer(self, name: str, layers: int, known: Iterable[Any]) -> list[Any] | None:
+        """A list with one of `known` for each layer, cut behind the last layer; None if the field is absent."""
+        value, known = self.raw.get(name), list(known)  # a list: its members may be of any type, and need no hash
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < layers or not all(kind in known for kind in value):
+            self.fail(name, f"needs {layers} of {', '.join(map(str, known))}, not {value!r}")
+        return value[:layers]
 
     def check_served(self, served: Mapping[str, Any]) -> None:
         """Raises ConfigError for a field that has another value than the served one, or than those of a tuple."""

@@ -95,13 +95,11 @@ def _hybrid(
 
 def _kinds(fields: Fields, layers: int) -> list[str]:
     """The kind of each layer."""
-    kinds = fields.raw.get("layer_types")
+    kinds = fields.by_layer("layer_types", layers, (_LINEAR, _FULL))
     if kinds is None:
         interval = fields.integer("full_attention_interval", 4)
         return [_FULL if (i + 1) % interval == 0 else _LINEAR for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (_LINEAR, _FULL) for kind in kinds):
-        fields.fail("layer_types", f"needs {layers} of {_LINEAR}, {_FULL}, not {kinds!r}")
-    return kinds[:layers]
+    return kinds
 
 
 def _delta(fields: Fields, joined: bool) -> DeltaConfig:

@@ -48,7 +48,7 @@ def _shared_layers(fields: Fields) -> tuple[int, ...]:
         offset = fields.integer("index_skip_topk_offset", 2, minimum=0)
         shared = [max(i - offset + 1, 0) % frequency != 0 for i in range(layers)]
     else:
-        if not isinstance(kinds, list | str) or len(kinds) < layers or not all(kind in _KINDS for kind in kinds):
+        if not isinstance(kinds, list | str) or len(kinds) < layers or not all(kind in list(_KINDS) for kind in kinds):
             fields.fail(name, f"needs {layers} of {', '.join(_KINDS)}, not {kinds!r}")
         shared = [_KINDS[kind] for kind in kinds[:layers]]
     if shared[0]:

@@ -72,19 +72,19 @@ def laguna_fields(fields: Fields) -> Fields:
         "attn_output_gate": fields.raw.get("gating") == "per-element",
         **fields.present(),
     }  # fmt: skip
-    kinds = raw.get("layer_types") or [_FULL] * layers
-    counts = raw.get("num_attention_heads_per_layer") or [raw["num_attention_heads"]] * layers
-    dense = raw.get("mlp_only_layers", [0])
+    kinds = fields.items("layer_types") or [_FULL] * layers
+    heads = [fields.integer("num_attention_heads")]
+    counts, dense = fields.items("num_attention_heads_per_layer") or heads * layers, fields.items("mlp_only_layers", 0)
     raw |= {
         "layer_types": kinds, "use_sliding_window": True,
         "mlp_layer_types": raw.get("mlp_layer_types") or ["dense" if i in dense else "sparse" for i in range(layers)],
         "rope_scaling": _rope(fields, _FULL), "swa_rope": _rope(fields, _WINDOW),
     }  # fmt: skip
     for kind, name in ((_FULL, "num_attention_heads"), (_WINDOW, "swa_num_attention_heads")):
-        found = {count for own, count in zip(kinds, counts) if own == kind} or {raw["num_attention_heads"]}
-        if len(found) > 1:
-            fields.fail("num_attention_heads_per_layer", f"has {sorted(found)} for {kind}: they must be the same")
-        raw[name] = found.pop()
+        found = [count for own, count in zip(kinds, counts) if own == kind] or heads
+        if found != found[:1] * len(found):
+            fields.fail("num_attention_heads_per_layer", f"has {found} for {kind}: they must be the same")
+        raw[name] = found[0]
     for name in ("rope_parameters", "rope_theta", "partial_rotary_factor", "mlp_only_layers"):
         raw.pop(name, None)
     return Fields(raw, fields.source)

@@ -173,10 +173,7 @@ def _flags(section: Fields, kinds: Any, layers: int) -> list[int]:
 
 
 def _by_layer(fields: Fields, name: str, known: Mapping[str, bool], layers: int) -> tuple[bool, ...]:
-    kinds = fields.raw[name]
-    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in known for kind in kinds):
-        fields.fail(name, f"needs {layers} of {', '.join(known)}, not {kinds!r}")
-    return tuple(known[kind] for kind in kinds[:layers])
+    return tuple(known[kind] for kind in fields.by_layer(name, layers, known) or ())
 
 
 def _dense_width(fields: Fields) -> int:

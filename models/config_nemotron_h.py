@@ -54,7 +54,7 @@ def _letters(fields: Fields, as_list: str, as_pattern: str, default: str | None 
     if listed is None and pattern is None:
         fields.fail(as_pattern, f"is missing, and so is {as_list}; add one of them")
     if listed is not None:
-        if not isinstance(listed, list) or not all(name in _KINDS for name in listed):
+        if not isinstance(listed, list) or not all(name in list(_KINDS) for name in listed):
             fields.fail(as_list, f"needs a list of {', '.join(_KINDS)}, not {listed!r}")
         return as_list, "".join(_KINDS[name] for name in listed)
     if unknown := set(str(pattern)) - set(_KINDS.values()):

@@ -134,16 +134,15 @@ def _rope(fields: Fields, kind: str) -> dict[str, Any]:
     own = None if section is None else section.section(kind)
     if own is not None:
         return dict(own.raw)
-    kinds = fields.raw.get("layer_types") or []
-    scaled = fields.raw.get("yarn_only_types") or [_FULL]
+    kinds, scaled = fields.items("layer_types"), fields.items("yarn_only_types") or [_FULL]
     scaling = fields.section("rope_scaling") if kind in scaled else None
     found = {} if scaling is None else dict(scaling.raw)
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factors", 1.0)):
         values = fields.raw.get(name)
         if isinstance(values, list):
-            chosen = {value for own, value in zip(kinds, values) if own == kind}
+            chosen = {repr(value): value for own, value in zip(kinds, values) if own == kind}
             if len(chosen) > 1:
                 fields.fail(name, f"has {len(chosen)} values for layers of {kind}: they must be the same")
-            values = next(iter(chosen), None)
+            values = next(iter(chosen.values()), None)
         found[name.removesuffix("s")] = default if values is None else values
     return found

@@ -25,7 +25,7 @@ from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.registry import _BY_MODEL_TYPE
 from moe_engine.parallel.topology import Topology
 from moe_engine.tuning.costs.model_facts import model_facts
-from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
+from tests.models.checkpoints import KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
 from tests.models.parameters import num_active_parameters
 from tests.models.published import (
     KIMI_LINEAR,
@@ -545,6 +545,25 @@ def test_contradictions_name_file_and_field(tmp_path: Path, fields: dict[str, An
     assert str(tmp_path / "config.json") in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+LISTS = (
+    "layer_types", "mlp_layer_types", "mlp_only_layers", "yarn_only_types", "partial_rotary_factors", "indexer_types",
+    "mtp_layers_block_type", "num_attention_heads_per_layer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_members_of_a_wrong_type(tmp_path: Path, name: str) -> None:
+    """A list by layer that is none, or has members without a hash: an error of every family, or no effect."""
+    refused = 0
+    for kind in {*KINDS, *MORE_KINDS, *SPARSE_KINDS} & {*_BY_MODEL_TYPE}:
+        for value in (1.5, [{"a": 1}] * 9):
+            try:
+                parse(tmp_path, hub_fields(kind) | {"model_type": kind, name: value})
+            except ConfigError as error:
+                refused += name.removesuffix("s") in str(error)
+    assert refused
 
 
 def test_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
