@@ -135,7 +135,7 @@ def _triton_experts_preference(device: Device, need: Need) -> int:
 def _torch_and_cpu(
     family: str, torch_class: str, cpu_class: str, cpu: WhyNot = _cpu, torch: WhyNot = _torch,
     torch_uncaptured: WhyNot | None = None, multiplies: frozenset[WeightForm] = frozenset(),
-    supports: tuple[str, ...] = (),
+    supports: tuple[str, ...] = (), cpu_takes: tuple[str, ...] = (),
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
@@ -143,7 +143,7 @@ def _torch_and_cpu(
             "torch", f"{package}.reference:{torch_class}", 0, torch, why_not_captured=torch_uncaptured,
             supports=supports,
         ),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, cpu, multiplies=multiplies, supports=supports),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, cpu, cpu_takes, multiplies=multiplies, supports=supports),
     ]  # fmt: skip
 
 
@@ -156,7 +156,7 @@ OPS = [
     _triton_row("ops.triton_ops:TritonOps", _triton_with_cache, _FIXED),
 ]
 LINEAR = [
-    *_torch_and_cpu("linear", "TorchLinear", "CpuLinear", multiplies=_CODED),
+    *_torch_and_cpu("linear", "TorchLinear", "CpuLinear", multiplies=_CODED, cpu_takes=_FIXED),
     _triton_row(
         "linear.triton_linear:TritonLinear", takes=_FIXED, multiplies=_BLOCKS | _KEPT,
         prefers=lambda device, need: _KEEPS if need.linear_forms & _KEPT else 20,
@@ -166,7 +166,7 @@ LINEAR = [
 EXPERTS = [
     *_torch_and_cpu(
         "experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, multiplies=_CODED,
-        supports=(BIASES, CLAMPS),
+        supports=(BIASES, CLAMPS), cpu_takes=_FIXED,
     ),
     _triton_row(
         "experts.triton_experts:TritonExperts", takes=_FIXED, prefers=_triton_experts_preference,

@@ -40,8 +40,9 @@ def biases_struct(weights: ExpertWeights) -> _Biases | None:
 class CpuExperts:
     name = "cpu"
 
-    def __init__(self, library: Library | None = None) -> None:
+    def __init__(self, library: Library | None = None, deterministic: bool = False) -> None:
         self._lib = library or load()
+        self._deterministic = deterministic
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
@@ -73,7 +74,9 @@ class CpuExperts:
         squared: bool = False,
     ) -> ExpertWeights:  # fmt: skip
         """The same with another form of down."""
-        up_form, down_form = coded.form_of(format, hidden).address, coded.form_of(down, width).address
+        up_form, down_form = (
+            coded.form_of(one, k, self._deterministic).address for one, k in ((format, hidden), (down, width))
+        )
         gate = self._lib.moe_coded_bytes(up_form, width // 2 if squared else width, hidden)
         size = self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form, squared)
         storage = huge_bytes(num_experts * size).view(num_experts, size)
@@ -95,7 +98,7 @@ class CpuExperts:
             (down, (hidden, width), data.down_form, data.down_offset),
         )
         for weight, shape, form, offset in parts:
-            if weight.shape != shape or coded.form_of(weight.format, shape[1]).address != form:
+            if weight.shape != shape or coded.form_of(weight.format, shape[1], self._deterministic).address != form:
                 raise ValueError(f"expert {expert}: {list(weight.shape)} {weight.format}, expected {list(shape)}")
             coded.pack(self._lib, weight, start + offset)
 

@@ -19,8 +19,9 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationForm
 class CpuLinear:
     name = "cpu"
 
-    def __init__(self, library: Library | None = None) -> None:
+    def __init__(self, library: Library | None = None, deterministic: bool = False) -> None:
         self._lib = library or load()
+        self._deterministic = deterministic
         self.capabilities = LinearCapabilities(
             dict.fromkeys((GroupCodes, PlainCodes), self.prepare_coded), coded_heads=self.prepare_coded_heads
         )
@@ -49,7 +50,7 @@ class CpuLinear:
 
     def _pack_coded(self, weight: Coded, heads: int, bias: Tensor | None) -> PreparedLinear:
         rows, k = weight.shape
-        form, n = coded.form_of(weight.format, k), rows // heads
+        form, n = coded.form_of(weight.format, k, self._deterministic), rows // heads
         size = self._lib.moe_coded_bytes(form.address, n, k)
         storage = huge_bytes(heads * size).view(heads, size)
         for head in range(heads):

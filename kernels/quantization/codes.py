@@ -93,6 +93,11 @@ class GroupCodes:
             return self.mxfp4 or self.nvfp4
         return self.group in (32, 64) or (self.group > 0 and self.group % STEP == 0)
 
+    @property
+    def exact_in_bf16(self) -> bool:
+        """True for the forms whose values are exact in bfloat16, or whose codes are, with one scale for a row."""
+        return self.mxfp4 or (self.bits == 8 and not (self.group or self.zeros or self.factors))
+
     def takes(self, k: int) -> bool:
         """True if kernels can multiply a weight with k columns in this form."""
         group = self.group_of(k)
@@ -249,6 +254,11 @@ class PlainCodes(GroupCodes):
     """
 
     plain: str = "float32"
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """Scales of 4 bits have `SCALE_BITS` significant bits."""
+        return self.bits == 4 or super().exact_in_bf16
 
     @property
     def codes(self) -> GroupCodes:

@@ -12,9 +12,11 @@ from torch import Tensor
 from moe_engine.kernels.quantization.codes import CodedWeight
 
 CHUNK_ELEMENTS = 1 << 21
-RANGES = (1.0, 0.93, 0.86)
+RANGES = (1.0, 0.93, 0.86, 0.8)
 """Fractions of the largest magnitude that a 4-bit scale may cover: the fraction with the least squared error is
 chosen."""
+SCALE_BITS = 5
+"""Significant bits of a 4-bit scale: a code, of 3 bits and a sign, times its scale is exact in bfloat16."""
 _LEAST = 1e-12
 
 
@@ -41,7 +43,8 @@ def _quantized(grouped: Tensor, middle: int, dtype: torch.dtype) -> tuple[Tensor
     most = grouped.abs().amax(-1, keepdim=True)
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for part in RANGES if middle == 8 else RANGES[:1]:
-        scale = (most * (part / (middle - 1))).clamp_min_(_LEAST).to(dtype).float()
+        scale = (most * (part / (middle - 1))).clamp_min_(_LEAST)
+        scale = short_scales(scale) if middle == 8 else scale.to(dtype).float()
         codes = (grouped * scale.reciprocal()).round_().clamp_(-middle, middle - 1)
         error = (codes * scale - grouped).square_().sum(-1, keepdim=True)
         if best is None:
@@ -51,3 +54,9 @@ def _quantized(grouped: Tensor, middle: int, dtype: torch.dtype) -> tuple[Tensor
         best = torch.minimum(error, best[0]), torch.where(better, codes, best[1]), torch.where(better, scale, best[2])
     assert best is not None
     return best[1].add_(middle), best[2].squeeze(-1)
+
+
+def short_scales(scales: Tensor) -> Tensor:
+    """Positive float32 rounded to `SCALE_BITS` significant bits."""
+    fraction, exponent = torch.frexp(scales)
+    return torch.ldexp(torch.round(fraction * 2**SCALE_BITS) / 2**SCALE_BITS, exponent)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.quantization.quantize import RANGES
+from moe_engine.kernels.quantization.quantize import RANGES, short_scales
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
@@ -77,7 +77,7 @@ def scales_are_clear(path: Path) -> bool:
         if tensor.dim() < 2 or tensor.shape[-1] % INT4_GROUP:
             continue
         groups, parts = tensor.float().reshape(-1, INT4_GROUP), torch.tensor([part / 7 for part in RANGES])
-        scales, groups = (groups.abs().amax(1) * parts[:, None]).bfloat16().double(), groups.double()
+        scales, groups = short_scales(groups.abs().amax(1) * parts[:, None]).double(), groups.double()
         codes = (groups / scales[..., None]).round().clamp(-8, 7)
         best, second = (codes * scales[..., None] - groups).square().sum(-1).topk(2, dim=0, largest=False).values
         if float(((second - best) / best).min()) < TIE:

@@ -5,6 +5,7 @@
 #include "coded.h"
 
 #include "coded_tiles.h"
+#include "decoded.h"
 
 namespace moe {
 
@@ -254,6 +255,40 @@ template void coded_product<float>(const Coding&, const void*, int64_t, int64_t,
                                    const char*, float*, int64_t);
 template void coded_product<bf16>(const Coding&, const void*, int64_t, int64_t, int64_t, const char*, int64_t,
                                   const char*, float*, int64_t);
+
+template <class T>
+bool decodes(const Coding* form, int64_t m) {
+#if defined(MOE_DECODED)
+  if (sizeof(T) == 2) return form && form->decodes && m >= least_decoded(*form) && tiles_allowed();
+#endif
+  (void)form, (void)m;
+  return false;
+}
+
+template bool decodes<float>(const Coding*, int64_t);
+template bool decodes<bf16>(const Coding*, int64_t);
+
+void decode_panels(const Coding& form, int64_t k, int64_t steps, const char* panels, int64_t count, const char* next,
+                   uint32_t* out) {
+#if defined(MOE_DECODED)
+  const int64_t apart = form.panel_bytes(k);
+  for (int64_t n = 0; n < count; n++)
+    decode_panel(form, panels + n * apart, k, steps, next - panels, out + n * steps * LANES);
+#else
+  (void)form, (void)k, (void)steps, (void)panels, (void)count, (void)next, (void)out;
+#endif
+}
+
+void scale_columns(const Coding& form, int64_t k, const char* panels, int64_t count, float* c, int64_t ldc, int64_t m) {
+  if (form.bits == 4) return;
+  for (int64_t n = 0; n < count; n++) {
+    const F16 scale = load_scales(panels + n * form.panel_bytes(k) + form.code_bytes(), form.scale_type);
+    for (int64_t i = 0; i < m; i++) {
+      float* at = c + i * ldc + n * LANES;
+      store(at, load(at) * scale);
+    }
+  }
+}
 
 // Codes of 4 bits: 8 bytes of a row -> a word, `count` words.
 static INLINE void join_nibbles(const uint8_t* codes, int64_t count, uint32_t* words) {

@@ -25,6 +25,7 @@ struct Coding {
   int64_t bits, group;  // group: elements of K; a multiple of 8
   int64_t scale_type, has_zeros;
   int64_t factors;  // groups with a common scale and offset; 0: a scale for each group
+  int64_t decodes;  // products of many rows may be of decoded panels
   float table[16];  // 4 bits: the value of each code; exact in bf16
 
   int64_t scale_bytes() const { return scale_type == SCALE_F32 ? 4 : 2; }
@@ -43,5 +44,17 @@ const char* coded_rows(const Coding& form, const void* x, int64_t* ldx, int64_t 
 template <class T>
 void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
                    int64_t count, const char* next, float* c, int64_t ldc);
+
+// True if m rows of T are multiplied, as they are, by panels that are decoded to bf16, a few at a time. Only of forms
+// whose values (of 8 bits with a scale for the whole of K: codes) are exact in bf16.
+template <class T>
+bool decodes(const Coding* form, int64_t m);
+
+// Panels in the layout of plain ones. `next`: the panels decoded next, prefetched.
+void decode_panels(const Coding& form, int64_t k, int64_t steps, const char* panels, int64_t count, const char* next,
+                   uint32_t* out);
+
+// The sums of products with decoded codes of 8 bits times their scales.
+void scale_columns(const Coding& form, int64_t k, const char* panels, int64_t count, float* c, int64_t ldc, int64_t m);
 
 }  // namespace moe

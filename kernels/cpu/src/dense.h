@@ -9,6 +9,7 @@ namespace moe {
 
 constexpr int64_t K_BLOCK = 512;   // steps of K per pass: GROUP panels of it, and the next, fit the L2 cache
 constexpr int64_t ROW_BLOCK = 96;  // max rows of one task: A's block fits the L2 cache too
+constexpr int64_t DECODED_BLOCK = 4 * ROW_BLOCK;  // the same of a task that decodes its panels
 constexpr int64_t GROUP = 4;       // panels processed together
 constexpr int64_t SHARED_PANELS = 512 << 10;  // bytes of the panels that adjacent tasks read again from the L2 cache
 constexpr int64_t FEW_ROWS = 12;   // up to this many: one pass over the weights, no blocking
@@ -18,6 +19,7 @@ struct Packed {
   const uint32_t* data;
   int64_t panels, steps;
   const Coding* form = nullptr;
+  bool decoded = false;  // of a form: see `decodes`
 };
 
 // Distance of panels of K elements, in units.
@@ -48,6 +50,49 @@ INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pack
               c + p * LANES, ldc, done > 0, cached ? nullptr : p + GROUP < count ? from + GROUP * panel : following);
     }
   }
+}
+
+// Panels [first, first + count) of a matrix, to be multiplied with some blocks of rows; panel `next` follows.
+template <class T>
+class Columns {
+ public:
+  // Decoded panels are in this thread's memory until the next object of the same `slot`, 0 or 1.
+  Columns(const Packed& w, int64_t k, int64_t first, int64_t count, int64_t next, int slot = 0)
+      : w_(w), k_(k), first_(first), count_(count), next_(next) {
+    if (!w.decoded) return;
+    const char* data = reinterpret_cast<const char*>(w.data);
+    const int64_t apart = w.form->panel_bytes(k), units = GROUP * w.steps * LANES;
+    uint32_t* decoded = scratch<uint32_t>(DECODED, 2 * units) + slot * units;
+    coded_ = data + first * apart;
+    decode_panels(*w.form, k, w.steps, coded_, count, data + next * apart, decoded);
+    w_ = {decoded, count, w.steps};
+    form_ = w.form, first_ = next_ = 0;
+  }
+
+  // c[m][16 * count] = rows of x times the panels; `cached`: see `product`.
+  INLINE void multiply(const void* x, int64_t ldx, int64_t m, float* c, int64_t ldc, bool cached = false) const {
+    product<T>(x, ldx, m, k_, w_, first_, count_, next_, c, ldc, cached || form_);
+    if (form_) scale_columns(*form_, k_, coded_, count_, c, ldc, m);
+  }
+
+ private:
+  Packed w_;
+  int64_t k_, first_, count_, next_;
+  const Coding* form_ = nullptr;
+  const char* coded_ = nullptr;
+};
+
+// Calls body(row, rows) for the blocks of m rows that are multiplied together: of decoded panels some, so that their
+// results stay in the L1 cache; else all.
+template <class Body>
+INLINE void each_block(bool decoded, int64_t m, const Body& body) {
+  const int64_t block = decoded ? std::min(m, ROW_BLOCK) : m;
+  for (int64_t row = 0; row < m; row += block) body(row, std::min(block, m - row));
+}
+// Rows of a task of `most` rows, or of more if it decodes panels.
+inline int64_t task_rows(bool decoded, int64_t most, int64_t m) {
+  if (decoded) most = DECODED_BLOCK;
+  return m <= most + ROW_BLOCK / 2 ? m : most;
 }
 
 // Panels whose products are computed together: of a long K, all of a task, so that each block of the rows is read from

@@ -30,8 +30,11 @@ struct Shape {
   int64_t hidden_panel, width_panel;  // units of a panel of gate or up, and of down. width_panels: of gate
   int64_t expert_units;
   const Coding *up_form, *down_form;  // null: plain panels
+  bool up_decoded, down_decoded;  // see `decodes`
   const ExpertBiases* biases = nullptr;
   float limit = 0;  // of the activation without biases (`clamped_silu`)
+
+  const Coding* form_of_rows() const { return up_decoded ? nullptr : up_form; }
 };
 
 template <class T>
@@ -40,9 +43,15 @@ static Shape shape_of(int64_t experts, int64_t hidden, int64_t width, const Codi
   const int64_t half = squared || (biases && biases->squared) ? width / 2 : width;
   Shape s{experts, hidden, width, half, panels_of(half), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width),
           panel_units<T>(hidden, up_form), panel_units<T>(width, down_form), 0, up_form, down_form,
-          biases, limit};
+          false, false, biases, limit};
   s.expert_units = 2 * s.width_panels * s.hidden_panel + s.hidden_panels * s.width_panel;
   return s;
+}
+
+// Sets how rows are multiplied, by their mean number of an expert.
+template <class T>
+static void choose_products(Shape* s, int64_t mean_rows) {
+  s->up_decoded = decodes<T>(s->up_form, mean_rows), s->down_decoded = decodes<T>(s->down_form, mean_rows);
 }
 
 // Elements between rows of hidden [M, I]: padded for the kernel, and not a power of two: rows share no cache set.
@@ -59,10 +68,13 @@ struct Unit {
 // Rows of one task: enough to reuse weights, few enough that the hidden rows stay in cache.
 constexpr int64_t UNIT_ROWS = 96;
 
+static int64_t unit_rows(const Shape& s) { return s.up_decoded || s.down_decoded ? DECODED_BLOCK : UNIT_ROWS; }
+
 // Parts of an expert's rows are similar in size, and all but the last fill the kernel's row blocks.
 template <class T>
-static int64_t add_units(Unit* units, int64_t count, int64_t expert, int64_t begin, int64_t rows, int64_t source) {
-  const int64_t parts = ceil_div(rows, UNIT_ROWS), block = row_multiple(T{});
+static int64_t add_units(const Shape& s, Unit* units, int64_t count, int64_t expert, int64_t begin, int64_t rows,
+                         int64_t source) {
+  const int64_t parts = ceil_div(rows, unit_rows(s)), block = row_multiple(T{});
   for (int64_t p = 0, from = 0; p < parts; p++) {
     const int64_t to = std::min(ceil_div(rows * (p + 1) / parts, block) * block, rows);
     if (to > from) units[count++] = {expert, begin + from, to - from, source + from};
@@ -140,21 +152,26 @@ class Passes {
     const Unit& unit = units_[task / up_parts_];
     const int64_t first = task % up_parts_ * up_width_, last = std::min(first + up_width_, s_.width_panels);
     int64_t stride = 0;
-    const void* x = rows_of_(unit, &stride);
-    const Packed w{panels_.up + unit.expert * panels_.apart, 2 * s_.width_panels, s_.hidden_steps, s_.up_form};
+    const char* x = static_cast<const char*>(rows_of_(unit, &stride));
+    const Packed w{panels_.up + unit.expert * panels_.apart, 2 * s_.width_panels, s_.hidden_steps, s_.up_form,
+                   s_.up_decoded};
     float* gate = scratch<float>(PRODUCT, 2 * unit.rows * GROUP * LANES);
     float* up = gate + unit.rows * GROUP * LANES;
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(x, stride, unit.rows, s_.hidden, w, p, here, s_.width_panels + p, gate, GROUP * LANES);
-      product<T>(x, stride, unit.rows, s_.hidden, w, s_.width_panels + p, here, p + here, up, GROUP * LANES);
+      const Columns<T> gates(w, s_.hidden, p, here, s_.width_panels + p, 0);
+      const Columns<T> ups(w, s_.hidden, s_.width_panels + p, here, p + here, 1);
       const int64_t columns = std::min(here * LANES, s_.half - column);
-      T* to = hidden_ + unit.begin * stride_ + column;
-      if (s_.biases)
-        activate_biased(gate, up, GROUP * LANES, unit.rows, columns, *s_.biases,
-                        s_.biases->of_gate(unit.expert, s_.width, column), s_.half, to, stride_);
-      else
-        activate(gate, up, GROUP * LANES, unit.rows, columns, s_.limit, to, stride_);
+      each_block(w.decoded, unit.rows, [&](int64_t row, int64_t rows) {
+        gates.multiply(x + row * stride, stride, rows, gate, GROUP * LANES);
+        ups.multiply(x + row * stride, stride, rows, up, GROUP * LANES);
+        T* to = hidden_ + (unit.begin + row) * stride_ + column;
+        if (s_.biases)
+          activate_biased(gate, up, GROUP * LANES, rows, columns, *s_.biases,
+                          s_.biases->of_gate(unit.expert, s_.width, column), s_.half, to, stride_);
+        else
+          activate(gate, up, GROUP * LANES, rows, columns, s_.limit, to, stride_);
+      });
     }
     if (last == s_.width_panels)  // the padding that the second pass reads
       for (int64_t i = 0; i < unit.rows; i++)
@@ -164,27 +181,31 @@ class Passes {
   void down(int64_t task) const {
     const Unit& unit = units_[task / down_parts_];
     const int64_t first = task % down_parts_ * down_width_, last = std::min(first + down_width_, s_.hidden_panels);
-    const Packed w{panels_.down + unit.expert * panels_.apart, s_.hidden_panels, s_.width_steps, s_.down_form};
+    const Packed w{panels_.down + unit.expert * panels_.apart, s_.hidden_panels, s_.width_steps, s_.down_form,
+                   s_.down_decoded};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
     int64_t stride = stride_ * int64_t(sizeof(T));
-    const void* x = hidden_ + unit.begin * stride_;
-    if (s_.down_form) x = coded_rows<T>(*s_.down_form, x, &stride, unit.rows, s_.width, ROWS);
+    const char* x = reinterpret_cast<const char*>(hidden_ + unit.begin * stride_);
+    if (s_.down_form && !s_.down_decoded) x = coded_rows<T>(*s_.down_form, x, &stride, unit.rows, s_.width, ROWS);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(x, stride, unit.rows, s_.width, w, p, here, p + here, c, GROUP * LANES);
+      const Columns<T> panels(w, s_.width, p, here, p + here);
       const int64_t columns = std::min(here * LANES, s_.hidden - column);
-      if (s_.biases && s_.biases->down) {
-        const float* bias = s_.biases->down + unit.expert * s_.hidden + column;
-        for (int64_t i = 0; i < unit.rows; i++)
-          for (int64_t j = 0; j < columns; j += LANES) {
-            float* at = c + i * GROUP * LANES + j;
-            store(at, load(at) + load_some(bias + j, columns - j));
-          }
-      }
-      for (int64_t i = 0; i < unit.rows; i++) {
-        T* to = out_of_(unit, i) + column;
-        for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * GROUP * LANES + j), columns - j);
-      }
+      each_block(w.decoded, unit.rows, [&](int64_t row, int64_t rows) {
+        panels.multiply(x + row * stride, stride, rows, c, GROUP * LANES);
+        if (s_.biases && s_.biases->down) {
+          const float* bias = s_.biases->down + unit.expert * s_.hidden + column;
+          for (int64_t i = 0; i < rows; i++)
+            for (int64_t j = 0; j < columns; j += LANES) {
+              float* at = c + i * GROUP * LANES + j;
+              store(at, load(at) + load_some(bias + j, columns - j));
+            }
+        }
+        for (int64_t i = 0; i < rows; i++) {
+          T* to = out_of_(unit, row + i) + column;
+          for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * GROUP * LANES + j), columns - j);
+        }
+      });
     }
   }
 
@@ -237,21 +258,22 @@ static INLINE const void* coded_tokens(const char* x, int64_t apart, const int32
 }
 
 template <class T>
-static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int64_t capacity, const Shape& s,
+static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int64_t capacity, Shape s,
                   const uint32_t* weights, T* out) {
   int64_t rows = 0;
   for (int64_t e = 0; e < s.experts; e++) rows += offsets ? offsets[e + 1] - offsets[e] : counts[e];
+  choose_products<T>(&s, rows / std::max<int64_t>(s.experts, 1));
   Unit* units = scratch<Unit>(SHARED_UNITS, rows / UNIT_ROWS + s.experts + 1);
   int64_t count = 0, begin = 0;
   for (int64_t e = 0; e < s.experts; e++) {
     int64_t here = offsets ? offsets[e + 1] - offsets[e] : counts[e];
-    count = add_units<T>(units, count, e, begin, here, offsets ? offsets[e] : e * capacity);
+    count = add_units<T>(s, units, count, e, begin, here, offsets ? offsets[e] : e * capacity);
     begin += here;
   }
   const int64_t stride = hidden_stride<T>(s);
   T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride);
   const auto rows_of = [&](const Unit& unit, int64_t* apart) {
-    return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart, s.up_form);
+    return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart, s.form_of_rows());
   };
   const auto out_of = [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; };
   const Passes passes(units, count, s, Panels::of(weights, s), hidden, stride, rows_of, out_of);
@@ -264,7 +286,7 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
 // the others are added.
 template <class T>
 static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk, const int32_t* ids,
-                   const Shape& s, const uint32_t* weights, const SharedExpert* shared, const T* sum, int64_t lds,
+                   Shape s, const uint32_t* weights, const SharedExpert* shared, const T* sum, int64_t lds,
                    T* out) {
   const int64_t entries = tokens * top_k;
   if (entries == 0 || s.hidden == 0) return;
@@ -272,34 +294,36 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   int32_t *next = offsets + s.experts + 1, *positions = next + s.experts, *token_of = positions + entries;
   sort_pairs(ids, top_k, tokens, top_k, s.experts, offsets, next, positions, token_of);
   const int64_t rows = offsets[s.experts];
+  choose_products<T>(&s, rows / std::max<int64_t>(s.experts, 1));
   Unit* units = scratch<Unit>(SHARED_UNITS, rows / UNIT_ROWS + s.experts + tokens / UNIT_ROWS + 2);
   int64_t count = 0;
   for (int64_t e = 0; e < s.experts; e++)
-    count = add_units<T>(units, count, e, offsets[e], offsets[e + 1] - offsets[e], offsets[e]);
-  const Shape one = shared ? shape_of<T>(1, s.hidden, shared->width, shared->up_form, shared->down_form, nullptr, s.limit)
-                           : s;
+    count = add_units<T>(s, units, count, e, offsets[e], offsets[e + 1] - offsets[e], offsets[e]);
+  Shape one = shared ? shape_of<T>(1, s.hidden, shared->width, shared->up_form, shared->down_form, nullptr, s.limit) : s;
+  choose_products<T>(&one, tokens);
   const int64_t stride = hidden_stride<T>(s), one_stride = hidden_stride<T>(one);
   T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride + (shared ? tokens * one_stride : 0));
   T* partial = scratch<T>(SHARED_OUT, rows * s.hidden);
   // A token has several experts, and the same integers for each.
   int64_t distance = ldx * int64_t(sizeof(T));
   const char* coded = reinterpret_cast<const char*>(x);
-  if (s.up_form) coded = coded_rows<T>(*s.up_form, x, &distance, tokens, s.hidden, SHARED_ROWS);
+  const Coding* form = s.form_of_rows();
+  if (form) coded = coded_rows<T>(*form, x, &distance, tokens, s.hidden, SHARED_ROWS);
   const int64_t bytes = static_cast<const void*>(coded) == x ? s.hidden * int64_t(sizeof(T)) : distance;
   const auto rows_of = [&](const Unit& unit, int64_t* apart) {
     const int32_t* index = token_of + unit.begin;
-    if (s.up_form) return coded_tokens(coded, distance, index, unit.rows, bytes, apart);
-    return own_rows<T>(x, ldx, index, unit.rows, s.hidden, apart, s.up_form);
+    if (form) return coded_tokens(coded, distance, index, unit.rows, bytes, apart);
+    return own_rows<T>(x, ldx, index, unit.rows, s.hidden, apart, nullptr);
   };
   const auto out_of = [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; };
   const Passes own(units, count, s, Panels::of(weights, s), hidden, stride, rows_of, out_of);
   const auto token_rows = [&](const Unit& unit, int64_t* apart) {
-    return own_rows<T>(x + unit.source * ldx, ldx, nullptr, unit.rows, s.hidden, apart, one.up_form);
+    return own_rows<T>(x + unit.source * ldx, ldx, nullptr, unit.rows, s.hidden, apart, one.form_of_rows());
   };
   const auto token_out = [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; };
   Panels panels{};
   if (shared) panels = {static_cast<const uint32_t*>(shared->up), static_cast<const uint32_t*>(shared->down), 0};
-  const int64_t shared_count = shared ? add_units<T>(units + count, 0, 0, 0, tokens, 0) : 0;
+  const int64_t shared_count = shared ? add_units<T>(one, units + count, 0, 0, 0, tokens, 0) : 0;
   const Passes common(units + count, shared_count, one, panels, hidden + rows * stride, one_stride, token_rows,
                       token_out);
   parallel_products(own.up_tasks + common.up_tasks,
@@ -317,12 +341,13 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
                 const Coding* down_form, float limit) {
   if (m <= 0) return;
   const int64_t in_steps = packed_steps<T>(hidden), mid_steps = packed_steps<T>(width);
-  const Packed first{gate_up, 2 * panels_of(width), in_steps, up_form};
-  const Packed second{down, panels_of(out_features), mid_steps, down_form};
-  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS, up_form);
+  const bool up_decoded = decodes<T>(up_form, m), down_decoded = decodes<T>(down_form, m);
+  const Packed first{gate_up, 2 * panels_of(width), in_steps, up_form, up_decoded};
+  const Packed second{down, panels_of(out_features), mid_steps, down_form, down_decoded};
+  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS, up_decoded ? nullptr : up_form);
   const int64_t stride = padded_k<T>(width) + 64 / int64_t(sizeof(T)), width_panels = panels_of(width);
   T* middle = scratch<T>(SHARED_HIDDEN, m * stride);
-  const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
+  const int64_t row_block = task_rows(up_decoded || down_decoded, ROW_BLOCK, m), row_tasks = ceil_div(m, row_block);
   const int64_t up_width = panels_per_task(width_panels, 8 * panel_units<T>(hidden, up_form), row_tasks);
   parallel_products(row_tasks * ceil_div(width_panels, up_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * up_width;
@@ -331,12 +356,15 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     float* up = gate + here * GROUP * LANES;
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
-      product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, p, count, width_panels + p, gate,
-                 GROUP * LANES);
-      product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, width_panels + p, count, p + count,
-                 up, GROUP * LANES);
-      activate(gate, up, GROUP * LANES, here, std::min(count * LANES, width - column), limit,
-               middle + row * stride + column, stride);
+      const Columns<T> gates(first, hidden, p, count, width_panels + p, 0);
+      const Columns<T> ups(first, hidden, width_panels + p, count, p + count, 1);
+      each_block(up_decoded, here, [&](int64_t start, int64_t some) {
+        const char* x_rows = rows.data + (row + start) * rows.stride;
+        gates.multiply(x_rows, rows.stride, some, gate, GROUP * LANES);
+        ups.multiply(x_rows, rows.stride, some, up, GROUP * LANES);
+        activate(gate, up, GROUP * LANES, some, std::min(count * LANES, width - column), limit,
+                 middle + (row + start) * stride + column, stride);
+      });
     }
     if (end == width_panels)
       for (int64_t i = 0; i < here; i++)
@@ -348,13 +376,16 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + down_width, second.panels);
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     int64_t apart = stride * int64_t(sizeof(T));
-    const void* a = middle + row * stride;
-    if (down_form) a = coded_rows<T>(*down_form, a, &apart, here, width, ROWS);
+    const char* a = reinterpret_cast<const char*>(middle + row * stride);
+    if (down_form && !down_decoded) a = coded_rows<T>(*down_form, a, &apart, here, width, ROWS);
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
-      product<T>(a, apart, here, width, second, p, count, p + count, c, GROUP * LANES);
-      finish<T>(c, GROUP * LANES, here, std::min(count * LANES, out_features - column), nullptr,
-                out + row * ldo + column, ldo);
+      const Columns<T> panels(second, width, p, count, p + count);
+      each_block(down_decoded, here, [&](int64_t start, int64_t some) {
+        panels.multiply(a + start * apart, apart, some, c, GROUP * LANES);
+        finish<T>(c, GROUP * LANES, some, std::min(count * LANES, out_features - column), nullptr,
+                  out + (row + start) * ldo + column, ldo);
+      });
     }
   });
 }

@@ -21,10 +21,11 @@ template <class T>
 static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const float* bias,
                    T* out, int64_t ldo, const Coding* form) {
   if (m <= 0 || n <= 0) return;
-  const Packed w{weight, panels_of(n), packed_steps<T>(k), form};
-  const Rows<T> rows(x, ldx, m, k, SHARED_ROWS, form);
-  const int64_t most = w.steps > K_BLOCK ? 2 * ROW_BLOCK : ROW_BLOCK;
-  const int64_t row_block = m <= most + ROW_BLOCK / 2 ? m : most, row_tasks = ceil_div(m, row_block);
+  const bool decoded = decodes<T>(form, m);
+  const Packed w{weight, panels_of(n), packed_steps<T>(k), form, decoded};
+  const Rows<T> rows(x, ldx, m, k, SHARED_ROWS, decoded ? nullptr : form);
+  const int64_t row_block = task_rows(decoded, w.steps > K_BLOCK ? 2 * ROW_BLOCK : ROW_BLOCK, m);
+  const int64_t row_tasks = ceil_div(m, row_block);
   const int64_t panel_bytes = form ? form->panel_bytes(k) : std::min(w.steps, K_BLOCK) * LANES * 4;
   const int64_t width = panels_per_task(w.panels, panel_bytes, row_tasks), tasks = ceil_div(w.panels, width);
   parallel_products(row_tasks * tasks, [&](int64_t task) {
@@ -36,10 +37,13 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
     float* c = scratch<float>(PRODUCT, here * ldc);
     for (int64_t p = first; p < last; p += together) {
       const int64_t count = std::min(together, last - p), column = p * LANES, columns = std::min(count * LANES, n - column);
-      T* to = out + row * ldo + column;
-      expect(to, ldo, here, columns);
-      product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, p + count, c, ldc, cached);
-      finish(c, ldc, here, columns, bias ? bias + column : nullptr, to, ldo);
+      const Columns<T> panels(w, k, p, count, p + count);
+      each_block(decoded, here, [&](int64_t start, int64_t some) {
+        T* to = out + (row + start) * ldo + column;
+        expect(to, ldo, some, columns);
+        panels.multiply(rows.data + (row + start) * rows.stride, rows.stride, some, c, ldc, cached);
+        finish(c, ldc, some, columns, bias ? bias + column : nullptr, to, ldo);
+      });
     }
   });
 }
@@ -52,6 +56,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
   if (tokens <= 0 || n <= 0) return;
   const int64_t panels = panels_of(n), steps = packed_steps<T>(k), padded = padded_k<T>(k);
   const int64_t panel = panel_units<T>(k, form);
+  const bool decoded = decodes<T>(form, tokens);
   const int64_t row_block = std::min<int64_t>(tokens, ROW_BLOCK), row_tasks = ceil_div(tokens, row_block);
   const int64_t width = panels_per_task(panels, 4 * panel, row_tasks * heads), parts = ceil_div(panels, width);
   parallel_products(heads * row_tasks * parts, [&](int64_t task) {
@@ -60,7 +65,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
     const int64_t here = std::min(row_block, tokens - row);
     const T* a = x + row * x_token + head * x_head;
     int64_t stride = x_token;
-    if (form) {
+    if (form && !decoded) {
       int64_t apart = x_token * int64_t(sizeof(T));
       a = reinterpret_cast<const T*>(coded_rows<T>(*form, a, &apart, here, k, ROWS));
       stride = apart / int64_t(sizeof(T));
@@ -73,11 +78,12 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
       a = copy;
       stride = padded;
     }
-    const Packed w{weight + head * panels * panel, panels, steps, form};
+    const Packed w{weight + head * panels * panel, panels, steps, form, decoded};
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(a, stride * int64_t(sizeof(T)), here, k, w, p, count, p + count, c, GROUP * LANES);
+      const Columns<T> own(w, k, p, count, p + count);
+      own.multiply(a, stride * int64_t(sizeof(T)), here, c, GROUP * LANES);
       finish<T>(c, GROUP * LANES, here, std::min(count * LANES, n - column), nullptr,
                 out + row * out_token + head * out_head + column, out_token);
     }

@@ -10,8 +10,9 @@
 namespace moe {
 
 constexpr int64_t MOST = 256;  // elements of a row at a time
-constexpr int RANGES = 3;
-constexpr double RANGE[RANGES] = {1., 0.93, 0.86};  // as in quantize.py
+constexpr int RANGES = 4;
+constexpr double RANGE[RANGES] = {1., 0.93, 0.86, 0.8};  // as in quantize.py
+constexpr int SCALE_BITS = 5;                            // the same
 constexpr float LEAST = 1e-12f;
 
 static INLINE F16 rounded(const F16& x) {
@@ -73,12 +74,26 @@ static void turn_back(const float* lines, int64_t count, int64_t num_rows, T* ro
   }
 }
 
+// Positive numbers rounded to `SCALE_BITS` significant bits, ties to even.
+static INLINE F16 short_scale(const F16& x) {
+  constexpr uint32_t REST = 24 - SCALE_BITS, HALF = (1u << (REST - 1)) - 1;
+  F16 r;
+  PARTS_LOOP {
+    const vu bits = (vu)x.v[i];
+    r.v[i] = (vf)((bits + HALF + (bits >> REST & 1u)) >> REST << REST);
+  }
+  return r;
+}
+
 struct Scale {
   F16 scale, inverse;
 
   Scale(const F16& largest, float part, const Coding& form) {
     scale = max(largest * set1(part), set1(LEAST));
-    if (form.scale_type == SCALE_BF16) scale = round_to(scale, bf16{});
+    if (form.bits == 4)
+      scale = short_scale(scale);
+    else if (form.scale_type == SCALE_BF16)
+      scale = round_to(scale, bf16{});
     inverse = set1(1.f) / scale;
   }
 };
@@ -129,12 +144,12 @@ static void quantize_group(const Coding& form, const T* rows, int64_t ld, int64_
   Scale best(largest, float(RANGE[0] / TOP), form);
   if (BITS == 4) {
     const Scale part[RANGES] = {best, Scale(largest, float(RANGE[1] / TOP), form),
-                                Scale(largest, float(RANGE[2] / TOP), form)};
-    F16 error[RANGES] = {zero(), zero(), zero()};
+                                Scale(largest, float(RANGE[2] / TOP), form), Scale(largest, float(RANGE[3] / TOP), form)};
+    F16 error[RANGES] = {zero(), zero(), zero(), zero()};
     each_part(true, [&](int64_t, int64_t count) {
       for (int64_t i = 0; i < count; i++) {
         const F16 x = load(lines + i * LANES);
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int r = 0; r < RANGES; r++) {
           const F16 off = code_of<BITS>(x, part[r].inverse) * part[r].scale - x;
           error[r] = fma(off, off, error[r]);

@@ -14,7 +14,7 @@ from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.linear.cpu import CpuLinear
-from moe_engine.kernels.quantization.codes import FP4, IQ4, CodedWeight, GroupCodes
+from moe_engine.kernels.quantization.codes import FP4, IQ4, Coded, CodedWeight, GroupCodes, PlainCodes, PlainWeight
 from tests.kernels.cpu.conftest import without_tiles
 
 FORMATS = [
@@ -38,6 +38,8 @@ def drawn(format: GroupCodes, n: int, k: int) -> CodedWeight:
     weight = format.empty(n, k, "cpu")
     weight.codes.copy_(torch.randint(0, 1 << format.bits, (n, k)))
     weight.scales.copy_(torch.rand(weight.scales.shape) * 0.02 + 0.002)
+    if format.mxfp4:
+        weight.scales.copy_(2.0 ** torch.randint(-9, -5, weight.scales.shape))
     if weight.zeros is not None:
         weight.zeros.copy_(torch.randint(0, 1 << format.bits, weight.zeros.shape))
     if weight.factors is not None:
@@ -60,7 +62,8 @@ def near(found: Tensor, want: Tensor, x: Tensor, weight: Tensor, offset: float) 
 def test_products(any_library: Library, format: GroupCodes, dtype: torch.dtype) -> None:
     """Any number of rows; each row has the same bits alone and in a batch."""
     n, k = 75, 256
-    kernel, weight, bias = CpuLinear(any_library), drawn(format, n, k), torch.randn(n, dtype=dtype)
+    kernel, weight = CpuLinear(any_library, deterministic=True), drawn(format, n, k)
+    bias = torch.randn(n, dtype=dtype)
     prepared = kernel.prepare_coded(weight, bias)
     padded = -(-n // 16) * 16
     assert prepared.num_bytes == format.num_bytes(padded, k) + 4 * padded
@@ -93,9 +96,8 @@ def test_tiles_have_the_bits_of_vectors(library: Library, vectors: Library, form
         x[random.randrange(m), : k // 2] = 0
         x[random.randrange(m)] = random.choice((-1, 1))  # with codes all alike, the largest sums
         weight.codes[random.randrange(n)] = random.choice((0, (1 << format.bits) - 1))
-        found, want = (
-            kernel.run(x, kernel.prepare_coded(weight, None)) for kernel in map(CpuLinear, (library, vectors))
-        )
+        kernels = (CpuLinear(one, deterministic=True) for one in (library, vectors))
+        found, want = (kernel.run(x, kernel.prepare_coded(weight, None)) for kernel in kernels)
         assert torch.equal(found, want), (n, k, m)
 
 
@@ -108,13 +110,68 @@ def test_experts_on_tiles_have_the_bits_of_vectors(library: Library, vectors: Li
     ids = torch.randint(0, experts - 1, (tokens, 2), dtype=torch.int32)
     ids[: random.randint(0, 20), 1] = experts - 1
     found = []
-    for kernel in map(CpuExperts, (library, vectors)):
+    for kernel in (CpuExperts(one, deterministic=True) for one in (library, vectors)):
         stored = kernel.allocate_coded(experts, hidden, width, "cpu", format)
         for expert in range(experts):
             kernel.load_coded(stored, expert, *parts[expert])
         stored.activation = GatedActivation(1.0)
         found.append(kernel.run_routed(x, weights, ids, stored))
     assert torch.equal(*found)
+
+
+EXACT = [*(format for format in FORMATS if format.exact_in_bf16), PlainCodes(4, 32), PlainCodes(4, 128)]
+
+
+def exact(format: GroupCodes, n: int, k: int) -> tuple[Coded, Tensor]:
+    """A weight whose values, or codes, are exact in bfloat16, and its values, once it is packed."""
+    if not isinstance(format, PlainCodes):
+        weight = drawn(format, n, k)
+        return weight, weight.dequantized()
+    values = torch.randn(n, k)
+    return PlainWeight(values, format, kept=True), values
+
+
+@pytest.mark.parametrize("format", EXACT, ids=str)
+def test_many_rows(any_library: Library, format: GroupCodes) -> None:
+    """Their products decode panels: those of 4 bits have the bits of the values' product."""
+    kernel = CpuLinear(any_library)
+    for _ in range(3):
+        unit = format.group or 8
+        n, k, m = random.randint(1, 150), unit * random.randint(1, -(-1500 // unit)), random.randint(32, 480)
+        weight, values = exact(format, n, k)
+        x, bias = torch.randn(m, k + 32, dtype=torch.bfloat16)[:, :k], torch.randn(n, dtype=torch.bfloat16)
+        found = kernel.run(x, kernel.prepare_coded(weight, bias))
+        assert format.bits == 8 or torch.equal(values, values.bfloat16().float())
+        near(found, x.double() @ values.double().T + bias.double(), x, values, 0.0)
+        if any_library.path == PATHS[3] and format.bits == 4:
+            assert torch.equal(found, kernel.run(x, kernel.prepare(values.bfloat16(), bias))), (n, k, m)
+
+
+@pytest.mark.parametrize("format", EXACT, ids=str)
+def test_many_rows_of_experts(any_library: Library, format: GroupCodes) -> None:
+    """Of many tokens, with few rows of one expert."""
+    experts, hidden, width, tokens = 3, 256, 384, random.randint(100, 700)
+    kernel = CpuExperts(any_library)
+    stored = kernel.allocate_coded(experts, hidden, width, "cpu", format)
+    plain = kernel.allocate(experts, hidden, width, torch.bfloat16, "cpu")
+    for expert in range(experts):
+        parts = [exact(format, *shape) for shape in 2 * [(width, hidden)] + [(hidden, width)]]
+        kernel.load_coded(stored, expert, *(weight for weight, _ in parts))
+        kernel.load_expert(plain, expert, *(values.bfloat16() for _, values in parts))
+    x, weights = torch.randn(tokens, hidden, dtype=torch.bfloat16), torch.rand(tokens, 2)
+    ids = torch.randint(0, experts - 1, (tokens, 2), dtype=torch.int32)
+    ids[: random.randint(0, 20), 1] = experts - 1
+    found, want = (kernel.run_routed(x, weights, ids, one) for one in (stored, plain))
+    if any_library.path == PATHS[3] and format.bits == 4:
+        assert torch.equal(found, want)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=0.02 * float(want.abs().max()))
+
+
+def test_deterministic_rows_have_the_same_bits_in_any_number(any_library: Library) -> None:
+    format = random.choice(EXACT)
+    kernel, (weight, _) = CpuLinear(any_library, deterministic=True), exact(format, 40, 256)
+    prepared, x = kernel.prepare_coded(weight, None), torch.randn(100, 256, dtype=torch.bfloat16)
+    assert torch.equal(kernel.run(x, prepared)[7:9], kernel.run(x[7:9], prepared))
 
 
 @pytest.mark.parametrize("squared", [False, True], ids=["gate", "no gate"])
