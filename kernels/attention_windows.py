@@ -14,7 +14,7 @@ class ChunkWindow(int):
 
 
 def lowest_seen(position: Any, window: int) -> Any:
-    """The lowest position inside the window of a query token at `position`, below 0 near the begin of a context.
+    """The lowest position inside the window of a query token at `position`, below 0 near the start of a context.
     position: a number, or an array or tensor of them."""
     return position - (position % window if isinstance(window, ChunkWindow) else window - 1)
 

@@ -14,7 +14,7 @@ _PARTS = {
 _LAYERS = ("layers", "mtp")
 _OUTSIDE = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
 _TOWER = {"vision.": "visual.", "aligner.": "visual.aligner.", "image_": "visual.image_"}
-"""Begins of the names of V4.1's vision tower."""
+"""Prefixes of the names of V4.1's vision tower."""
 _MTP_PARTS = {"norm": "shared_head.norm", "head": "shared_head.head", "emb": "embed_tokens"} | {
     f"hc_head_{part}": f"shared_head.hc_head.{part}" for part in ("fn", "base", "scale")
 }

@@ -42,7 +42,7 @@ class Prefetches:
             self._advance(max(0.0, started) * self._idle + within)
 
     def run(self, cost: Cost, microseconds: Callable[[Cost], float]) -> float:
-        """The time of a launch, which takes `microseconds` by itself. Its requests for others are made at its begin;
+        """The time of a launch, which takes `microseconds` by itself. Its requests for others are made at its start;
         from there on it reads its own weights itself."""
         self._waiting.pop(cost.weights, None)
         left = replace(cost, read=cost.read - self._arrived.pop(cost.weights, 0.0))

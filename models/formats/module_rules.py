@@ -22,7 +22,7 @@ class Modules:
 
     Attributes:
         targets: compressed-tensors' spelling; "Linear" is every linear module.
-        parts: a module is in the set if a part is its name, the begin or the end of it, between dots, or matches with
+        parts: a module is in the set if a part is its name, its start or its end, between dots, or matches with
             ``*``.
     """
 

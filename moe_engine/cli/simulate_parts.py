@@ -43,7 +43,7 @@ from moe_engine.tuning.simulator.workload import Workload
 FORK = multiprocessing.get_context("fork")
 CHUNK = 1 << 20
 TWICE = 2 * COMPARED
-"""Requests that a part usually simulates beyond the begin of the next one. The last part has none, so it begins
+"""Requests that a part usually simulates beyond the start of the next one. The last part has none, so it begins
 earlier."""
 
 MakeFleet = Callable[[Workload, RankLog | None], Fleet]

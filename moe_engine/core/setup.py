@@ -93,11 +93,7 @@ def make_core(
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
         worker_stats=lambda: own | worker.state() | scheduler.table.settings.values(),
-        methods={"write_experts": ExpertDumps(config.experts.directory).method()}
-        | _lora_methods(scheduler)
-        | _storage_methods(scheduler)
-        | _transfer_methods(scheduler)
-        | settings_methods(scheduler.table.settings),
+        methods=_methods(config, scheduler),
         check=check,
         dp_sync=dp_sync,
         group=group,
@@ -118,21 +114,17 @@ def _publishing(events: KVEventPublisher, check: Callable[[], None]) -> Callable
     return both
 
 
-def _lora_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
-    slots = scheduler.table.lora
-    return {} if slots is None else {"retire_lora": CoreMethod(lambda args: slots.retire(args.lora_id), LoraId)}
-
-
-def _storage_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
-    storage = scheduler.kv_cache.storage
-    return (
-        {} if storage is None else {"renew_storage": CoreMethod(lambda args: storage.renew(args.weights), NewWeights)}
-    )
-
-
-def _transfer_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
-    tier = scheduler.kv_cache.transfers
-    return {} if tier is None else {"renew_transfers": CoreMethod(lambda args: tier.renew(args.weights), NewWeights)}
+def _methods(config: ResolvedConfig, scheduler: Scheduler) -> dict[str, CoreMethod]:
+    """Methods that the frontend may call, beside those of the core itself."""
+    table, cache = scheduler.table, scheduler.kv_cache
+    found = {"write_experts": ExpertDumps(config.experts.directory).method(), **settings_methods(table.settings)}
+    if (slots := table.lora) is not None:
+        found["retire_lora"] = CoreMethod(lambda args: slots.retire(args.lora_id), LoraId)
+    if (storage := cache.storage) is not None:
+        found["renew_storage"] = CoreMethod(lambda args: storage.renew(args.weights), NewWeights)
+    if (tier := cache.transfers) is not None:
+        found["renew_transfers"] = CoreMethod(lambda args: tier.renew(args.weights), NewWeights)
+    return found
 
 
 def _grammar_compiler(config: ResolvedConfig) -> GrammarCompiler | None:

@@ -28,7 +28,7 @@ from moe_engine.planning.resolve_names import resolve_served_name, with_demo_par
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.resolve_pooling import resolve_pooling
 from moe_engine.planning.resolve_speculation import DraftModel
-from moe_engine.planning.resolve_steps import cores_reason, own_part, resolve_steps, size_remarks
+from moe_engine.planning.resolve_steps import LaunchParts, cores_reason, own_part, resolve_steps, size_remarks
 from moe_engine.planning.resolve_storage import with_storage_page
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.sparse_attention import with_index_keys
@@ -77,11 +77,12 @@ def resolve(
     dtype = resolve_dtype(args, model, machine, record)
     kv_dtype = resolve_kv_dtype(args, dtype, record)
     lora = resolve_lora(args, model, machine, parallel.topology, dtype, adapters, record)
-    model = with_index_keys(args, model, device, dtype, record).within(context_len := _context_len(args, model, record))
+    context_len = _context_len(args, model, record)
+    model = with_index_keys(args, model, device, dtype, record).within(context_len)
     speculation, drafts = resolve_drafts(args, model, draft, context_len, parallel, device, record)
     part = own_part(machine, parallel)
-    found = checkpoint, speculation, drafts, parallel, experts, lora
-    steps = resolve_steps(args, model, part, dtype, kv_dtype, context_len, *found, record)
+    launch = LaunchParts(parallel, experts, lora, speculation, drafts, checkpoint)
+    steps = resolve_steps(args, model, launch, part, dtype, kv_dtype, context_len, record)
     sizing, kv_dtype = steps.sizing, steps.kernels.model.need.kv_dtype
     model = with_latent_scales(args, model, kv_dtype, checkpoint.latent_scales if checkpoint else {}, record)
     drafts = None if drafts is None else with_draft_scales(args, drafts, kv_dtype, record)

@@ -38,10 +38,11 @@ def resolve_kernels(
     dtype: str,
     kv_dtype: str,
     uncaptured: str | None,
-    chains: bool,
-    trees: bool,
     parallel: ParallelPlan,
     record: Record,
+    *,
+    chains: bool,
+    trees: bool,
 ) -> LaunchKernels:
     """Checks which libraries are installed; imports none.
 
@@ -49,7 +50,7 @@ def resolve_kernels(
         asked: requested row of each kernel family.
         model, draft: with the heads of one rank.
         uncaptured: the reason why decodes are not captured as CUDA graphs whatever the rows are, or None.
-        chains: decodes draft chains.
+        chains: decodes draft chains, or trees that are captured.
         trees: drafts are trees.
 
     Raises:

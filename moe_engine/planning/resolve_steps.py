@@ -39,6 +39,18 @@ TIER_RATIO = 2.0
 
 
 @dataclass(frozen=True)
+class LaunchParts:
+    """What is resolved before the steps; `draft` is the draft model or EAGLE head."""
+
+    parallel: ParallelPlan
+    experts: ExpertSettings
+    lora: LoraSettings | None
+    speculation: SpeculationConfig | None
+    draft: DraftModel | None
+    checkpoint: CheckpointFacts | None
+
+
+@dataclass(frozen=True)
 class ResolvedSteps:
     """`parallel` with the dispatch dtype that the kernels take, `graphs` bounded by the number of requests."""
 
@@ -53,34 +65,30 @@ class ResolvedSteps:
 def resolve_steps(
     args: EngineArgs,
     model: ModelConfig,
+    launch: LaunchParts,
     part: Machine,
     dtype: str,
     kv_dtype: str,
     context_len: int,
-    checkpoint: CheckpointFacts | None,
-    speculation: SpeculationConfig | None,
-    draft: DraftModel | None,
-    parallel: ParallelPlan,
-    experts: ExpertSettings,
-    lora: LoraSettings | None,
     record: Record,
 ) -> ResolvedSteps:
     """
     Args:
         part: one rank's share of the machine.
-        draft: the draft model or EAGLE head, if there is one.
 
     Raises:
         ConfigError: a kernel row that cannot run, or too little memory (with flags that fit).
     """
+    parallel, experts, speculation, draft = launch.parallel, launch.experts, launch.speculation, launch.draft
     asked = asked_backends(args) | compiled_rows(args, model, parallel, part.device, record)
     local = local_heads(model, parallel.topology.attn_tp_size)
     why = why_not_captured(args, part, parallel, experts, model)
     local_draft = None if draft is None else draft.local(parallel.topology.attn_tp_size)
-    trees = captures_trees(speculation, model)
-    chains = speculation is not None and (speculation.topk == 1 or trees)
-    drafts = chains, speculation is not None and speculation.topk > 1
-    kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, *drafts, parallel, record)
+    topk, captured_trees = speculation.topk if speculation else 0, captures_trees(speculation, model)
+    kernels = resolve_kernels(
+        args, asked, part, local, local_draft, dtype, kv_dtype, why, parallel, record,
+        chains=topk == 1 or captured_trees, trees=topk > 1,
+    )  # fmt: skip
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
@@ -92,10 +100,9 @@ def resolve_steps(
     limits = with_room_for_kv(limits, args, local, kernels.model.need.dtype, part, weights)
     limits = with_snapshots(limits, args, model, record)
     args = _with_window_ratio(args, model, record)
-    graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, trees, record)
-    sizing = _size(
-        args, model, part, kernels, limits, checkpoint, speculation, draft, parallel, experts, graphs, lora, offload
-    )
+    graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, captured_trees, record)
+    launch = dataclasses.replace(launch, parallel=parallel)
+    sizing = _size(args, model, launch, part, kernels, limits, graphs, offload)
     captured = _note_sizes(args, sizing, graphs, part, limits, record)
     return ResolvedSteps(kernels, parallel, limits, captured, sizing, offload.layers)
 
@@ -123,19 +130,14 @@ def cores_reason(parallel: ParallelPlan) -> str:
 def _size(
     args: EngineArgs,
     model: ModelConfig,
+    launch: LaunchParts,
     machine: Machine,
     kernels: LaunchKernels,
     limits: StepLimits,
-    checkpoint: CheckpointFacts | None,
-    speculation: SpeculationConfig | None,
-    draft: DraftModel | None,
-    parallel: ParallelPlan,
-    experts: ExpertSettings,
     graphs: GraphSettings,
-    lora: LoraSettings | None,
     offload: WeightOffload,
 ) -> Sizing:
-    memory, need = args.memory, kernels.model.need
+    memory, need, draft, speculation = args.memory, kernels.model.need, launch.draft, launch.speculation
     return size_memory(
         SizingInput(
             model=model,
@@ -150,14 +152,14 @@ def _size(
             running_is_auto=memory.max_running_requests is None,
             image_cache_bytes=args.multimodal.vlm_cache_size_mb << 20,
             divides_images=args.multimodal.mm_enable_dp_encoder,
-            checkpoint=checkpoint,
+            checkpoint=launch.checkpoint,
             uses_mtp=speculation is not None and speculation.uses_own_layers,
-            draft=None if draft is None else draft.local(parallel.topology.attn_tp_size),
+            draft=None if draft is None else draft.local(launch.parallel.topology.attn_tp_size),
             head=None if draft is None else draft.head,
-            parallel=parallel,
-            experts=experts,
+            parallel=launch.parallel,
+            experts=launch.experts,
             graphs=graphs,
-            lora=lora,
+            lora=launch.lora,
             offload=offload,
             tier_ratio=(memory.hicache_ratio or TIER_RATIO) if memory.enable_hierarchical_cache else 0.0,
             tier_fraction=memory.hicache_host_memory_fraction if _may_reduce_tier(memory) else None,

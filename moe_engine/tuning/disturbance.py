@@ -29,7 +29,7 @@ CONTAINED = ("guest", "guest_nice")
 @dataclass(frozen=True)
 class Disturbance:
     """Shares of the time of all cores: of other programs, and stolen by the host; `programs`: by name, the largest
-    first, as far as they ran at the begin and the end."""
+    first, as far as they ran at the start and the end."""
 
     others: float
     steal: float

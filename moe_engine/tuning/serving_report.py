@@ -71,7 +71,7 @@ def peak_concurrency(answers: Sequence[Answer]) -> int:
         (answer.started + answer.latency, -1) for answer in answers
     ]
     running = most = 0
-    for _, change in sorted((round(moment, 9), change) for moment, change in changes):  # an end before a begin
+    for _, change in sorted((round(moment, 9), change) for moment, change in changes):  # an end before a start
         running += change
         most = max(most, running)
     return most

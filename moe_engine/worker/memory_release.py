@@ -219,7 +219,7 @@ def _host_copy(storage: UntypedStorage) -> Tensor:
 
 
 def _zero_edges(storage: UntypedStorage, page: int) -> None:
-    """Zeros the begin and end of a storage, which share pages with other memory and are not dropped."""
+    """Zeros the start and end of a storage, which share pages with other memory and are not dropped."""
     data, begin = _bytes_of(storage), storage.data_ptr()
     data[: min(storage.nbytes(), -begin % page)].zero_()
     data[max(0, storage.nbytes() - (begin + storage.nbytes()) % page) :].zero_()

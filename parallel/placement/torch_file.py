@@ -24,7 +24,7 @@ def load_tensors(path: Path, source: str) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        if path.is_file() and os.access(path, os.R_OK):  # torch seeks before the begin of a truncated file
+        if path.is_file() and os.access(path, os.R_OK):  # torch seeks before the start of a truncated file
             raise ConfigError(f"{source}: not a torch.save file of tensors, or truncated") from error
         raise ConfigError(f"{source}: {error.strerror or error}") from error
     except Exception as error:  # torch's unpickler raises many types for foreign bytes: KeyError, EOFError, ...

@@ -30,7 +30,7 @@ _VISUAL = {
     "v_proj": "wv", "o_proj": "wo", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3",
 }  # fmt: skip
 TOWER = ("vision_", "pre_mm_projector_norm.", "patch_merger.")
-"""Begins of the names of the tower and its projector."""
+"""Prefixes of the names of the tower and its projector."""
 Writer = Callable[[str, Tensor], dict[str, Tensor]]
 
 

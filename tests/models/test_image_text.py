@@ -63,7 +63,7 @@ def test_logits(path: Path, row: str) -> None:
 
 
 def test_positions(path: Path) -> None:
-    """Against transformers' own for random prompts, an image at the begin and neighboring images among them."""
+    """Against transformers' own for random prompts, an image at the start and neighboring images among them."""
     model = Oracle(path).model.model
     rng = np.random.default_rng(random.randrange(2**31))
     for _ in range(10):

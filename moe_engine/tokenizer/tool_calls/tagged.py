@@ -98,7 +98,7 @@ class TaggedFormat:
             reader.plain_unless_space("".join(behind))
 
     def _call(self, reader: CallReader, before: str = "", space: str = "") -> Wait[bool]:
-        """`before` is shown if there is no call, and `space` after the begin. False: there is no call."""
+        """`before` is shown if there is no call, and `space` after the start. False: there is no call."""
         head: list[str] = []
         marker = yield from reader.until(self.name_ends, head.append)
         name = "".join(head).strip()
