@@ -13,7 +13,6 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.planning import validate
 from moe_engine.planning.checkpoint import CheckpointFacts
 from moe_engine.planning.cluster_env import ClusterPlace
-from moe_engine.planning.images import check_images
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Record
@@ -66,7 +65,6 @@ def resolve(
         ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
     validate.check(args)
-    check_images(args)
     args = with_stated_kv_dtype(with_loader_threads(args, record := Record()), model, record)
     args = with_storage_page(resolve_pooling(_with_transfers(args), model, record), fits_sizes, record)
     path = model_path or args.model.model_path or ""

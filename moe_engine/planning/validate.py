@@ -21,6 +21,7 @@ from moe_engine.config.slo import parse_slo
 from moe_engine.custom_logit_processor import NO_DILL
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
+from moe_engine.planning.image_flags import image_problems
 from moe_engine.planning.resolve_loading import EXTRA_CONFIG, loader_threads
 from moe_engine.planning.resolve_storage import storage_problems
 from moe_engine.sampling_checks import parse_sampling
@@ -118,6 +119,7 @@ def check(args: EngineArgs) -> None:
         _kv_events,
         _front_end,
         _hidden_states,
+        image_problems,
     )
     for complaint in chain.from_iterable(part(args) for part in checks):
         raise ConfigError(complaint)
