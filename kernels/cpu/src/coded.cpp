@@ -268,14 +268,14 @@ bool decodes(const Coding* form, int64_t m) {
 template bool decodes<float>(const Coding*, int64_t);
 template bool decodes<bf16>(const Coding*, int64_t);
 
-void decode_panels(const Coding& form, int64_t k, int64_t steps, const char* panels, int64_t count, const char* next,
-                   uint32_t* out) {
+void decode_panels(const Coding& form, int64_t k, int64_t first, int64_t steps, const char* panels, int64_t count,
+                   const char* next, uint32_t* out) {
 #if defined(MOE_DECODED)
   const int64_t apart = form.panel_bytes(k);
   for (int64_t n = 0; n < count; n++)
-    decode_panel(form, panels + n * apart, k, steps, next - panels, out + n * steps * LANES);
+    decode_panel(form, panels + n * apart, k, 2 * first, 2 * (first + steps), next - panels, out + n * steps * LANES);
 #else
-  (void)form, (void)k, (void)steps, (void)panels, (void)count, (void)next, (void)out;
+  (void)form, (void)k, (void)first, (void)steps, (void)panels, (void)count, (void)next, (void)out;
 #endif
 }
 

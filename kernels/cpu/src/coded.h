@@ -50,9 +50,9 @@ void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, in
 template <class T>
 bool decodes(const Coding* form, int64_t m);
 
-// Panels in the layout of plain ones. `next`: the panels decoded next, prefetched.
-void decode_panels(const Coding& form, int64_t k, int64_t steps, const char* panels, int64_t count, const char* next,
-                   uint32_t* out);
+// Steps [first, first + steps) of panels in the layout of plain ones. `next`: the panels decoded next, prefetched.
+void decode_panels(const Coding& form, int64_t k, int64_t first, int64_t steps, const char* panels, int64_t count,
+                   const char* next, uint32_t* out);
 
 // The sums of products with decoded codes of 8 bits times their scales.
 void scale_columns(const Coding& form, int64_t k, const char* panels, int64_t count, float* c, int64_t ldc, int64_t m);

@@ -51,16 +51,17 @@ static INLINE void decode_octet(const char* p, uint32_t* out) {
   }
 }
 
-// A panel to units, steps beyond K zero. `ahead`: distance to prefetch.
-static void decode_panel(const Coding& form, const char* panel, int64_t k, int64_t steps, int64_t ahead,
+// Elements [first, last) of a panel to units, those beyond K zero. `ahead`: distance to prefetch.
+static void decode_panel(const Coding& form, const char* panel, int64_t k, int64_t first, int64_t last, int64_t ahead,
                          uint32_t* out) {
   const __m512 table = _mm512_loadu_ps(form.table);
-  const int64_t step = OCTET * LANES * form.bits / 8;
-  uint32_t* const end = out + steps * LANES;
-  for (int64_t g = 0; g < k / form.group; g++) {
-    const char* p = panel + g * form.group_bytes();
-    const __m512 scale = (__m512)load_scales(p + form.code_bytes(), form.scale_type).v[0];
-    for (int64_t i = 0; i < form.group; i += OCTET, p += step, out += OCTET / 2 * LANES) {
+  const int64_t step = OCTET * LANES * form.bits / 8, filled = std::min(last, k);
+  for (int64_t i = first; i < filled;) {
+    const int64_t g = i / form.group, end = std::min(filled, (g + 1) * form.group);
+    const char* own = panel + g * form.group_bytes();
+    const char* p = own + (i - g * form.group) / OCTET * step;
+    const __m512 scale = (__m512)load_scales(own + form.code_bytes(), form.scale_type).v[0];
+    for (; i < end; i += OCTET, p += step, out += OCTET / 2 * LANES) {
       __builtin_prefetch(p + ahead, 0, 2);
       if (form.bits == 4) {
         decode_octet(p, table, scale, out);
@@ -70,7 +71,7 @@ static void decode_panel(const Coding& form, const char* panel, int64_t k, int64
       }
     }
   }
-  std::memset(out, 0, size_t(end - out) * 4);
+  std::memset(out, 0, size_t(last - filled) / 2 * LANES * 4);
 }
 
 }  // namespace moe

@@ -20,12 +20,34 @@ struct Packed {
   int64_t panels, steps;
   const Coding* form = nullptr;
   bool decoded = false;  // of a form: see `decodes`
+
+  // Of a long K panels are decoded block by block.
+  bool in_blocks() const { return decoded && steps > 2 * K_BLOCK; }
 };
 
 // Distance of panels of K elements, in units.
 template <class T>
 inline int64_t panel_units(int64_t k, const Coding* form) {
   return form ? form->panel_bytes(k) / 4 : packed_steps<T>(k) * LANES;
+}
+
+// The product of a matrix in blocks with `count` of its panels, from `coded` on.
+template <class T>
+void decoded_product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, const char* coded,
+                     int64_t count, const char* next, float* c, int64_t ldc) {
+  uint32_t* decoded = scratch<uint32_t>(DECODED, GROUP * K_BLOCK * LANES);
+  const int64_t apart = w.form->panel_bytes(k);
+  for (int64_t done = 0; done < w.steps; done += K_BLOCK)
+    for (int64_t p = 0; p < count; p += GROUP) {
+      const int64_t here = std::min(GROUP, count - p), steps = std::min(K_BLOCK, w.steps - done);
+      const char* own = coded + p * apart;
+      const char* later = done + steps < w.steps ? coded + apart / w.steps * steps : next;
+      const char* then = p + GROUP < count ? own + GROUP * apart : later;
+      decode_panels(*w.form, k, done, steps, own, here, then, decoded);
+      gemm<T>(static_cast<const char*>(x) + 4 * done, ldx, m, decoded, steps * LANES, here, steps, c + p * LANES, ldc,
+              done > 0);
+    }
+  scale_columns(*w.form, k, coded, count, c, ldc, m);
 }
 
 // c[m][16 * count] = rows of x times panels [first, first + count), over all of K. Panel `next` follows; `cached`: the
@@ -36,6 +58,8 @@ INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pack
   if (w.form) {
     const char* data = reinterpret_cast<const char*>(w.data);
     const int64_t apart = w.form->panel_bytes(k);
+    if (w.decoded)
+      return decoded_product<T>(x, ldx, m, k, w, data + first * apart, count, data + next * apart, c, ldc);
     return coded_product<T>(*w.form, x, ldx, m, k, data + first * apart, count, data + next * apart, c, ldc);
   }
   const int64_t panel = w.steps * LANES, steps = steps_of<T>(k);
@@ -59,12 +83,12 @@ class Columns {
   // Decoded panels are in this thread's memory until the next object of the same `slot`, 0 or 1.
   Columns(const Packed& w, int64_t k, int64_t first, int64_t count, int64_t next, int slot = 0)
       : w_(w), k_(k), first_(first), count_(count), next_(next) {
-    if (!w.decoded) return;
+    if (!w.decoded || w.in_blocks()) return;
     const char* data = reinterpret_cast<const char*>(w.data);
     const int64_t apart = w.form->panel_bytes(k), units = GROUP * w.steps * LANES;
     uint32_t* decoded = scratch<uint32_t>(DECODED, 2 * units) + slot * units;
     coded_ = data + first * apart;
-    decode_panels(*w.form, k, w.steps, coded_, count, data + next * apart, decoded);
+    decode_panels(*w.form, k, 0, w.steps, coded_, count, data + next * apart, decoded);
     w_ = {decoded, count, w.steps};
     form_ = w.form, first_ = next_ = 0;
   }
@@ -85,8 +109,8 @@ class Columns {
 // Calls body(row, rows) for the blocks of m rows that are multiplied together: of decoded panels some, so that their
 // results stay in the L1 cache; else all.
 template <class Body>
-INLINE void each_block(bool decoded, int64_t m, const Body& body) {
-  const int64_t block = decoded ? std::min(m, ROW_BLOCK) : m;
+INLINE void each_block(const Packed& w, int64_t m, const Body& body) {
+  const int64_t block = w.decoded && !w.in_blocks() ? std::min(m, ROW_BLOCK) : m;
   for (int64_t row = 0; row < m; row += block) body(row, std::min(block, m - row));
 }
 // Rows of a task of `most` rows, or of more if it decodes panels.
@@ -99,6 +123,7 @@ inline int64_t task_rows(bool decoded, int64_t most, int64_t m) {
 // the L2 cache by all of them.
 template <class T>
 INLINE int64_t panels_together(const Packed& w, int64_t m, int64_t panels) {
+  if (w.in_blocks()) return 4 * GROUP;
   return !w.form && m > FEW_ROWS && w.steps > K_BLOCK ? panels : GROUP;
 }
 

@@ -162,7 +162,7 @@ class Passes {
       const Columns<T> gates(w, s_.hidden, p, here, s_.width_panels + p, 0);
       const Columns<T> ups(w, s_.hidden, s_.width_panels + p, here, p + here, 1);
       const int64_t columns = std::min(here * LANES, s_.half - column);
-      each_block(w.decoded, unit.rows, [&](int64_t row, int64_t rows) {
+      each_block(w, unit.rows, [&](int64_t row, int64_t rows) {
         gates.multiply(x + row * stride, stride, rows, gate, GROUP * LANES);
         ups.multiply(x + row * stride, stride, rows, up, GROUP * LANES);
         T* to = hidden_ + (unit.begin + row) * stride_ + column;
@@ -191,7 +191,7 @@ class Passes {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
       const Columns<T> panels(w, s_.width, p, here, p + here);
       const int64_t columns = std::min(here * LANES, s_.hidden - column);
-      each_block(w.decoded, unit.rows, [&](int64_t row, int64_t rows) {
+      each_block(w, unit.rows, [&](int64_t row, int64_t rows) {
         panels.multiply(x + row * stride, stride, rows, c, GROUP * LANES);
         if (s_.biases && s_.biases->down) {
           const float* bias = s_.biases->down + unit.expert * s_.hidden + column;
@@ -358,7 +358,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
       const Columns<T> gates(first, hidden, p, count, width_panels + p, 0);
       const Columns<T> ups(first, hidden, width_panels + p, count, p + count, 1);
-      each_block(up_decoded, here, [&](int64_t start, int64_t some) {
+      each_block(first, here, [&](int64_t start, int64_t some) {
         const char* x_rows = rows.data + (row + start) * rows.stride;
         gates.multiply(x_rows, rows.stride, some, gate, GROUP * LANES);
         ups.multiply(x_rows, rows.stride, some, up, GROUP * LANES);
@@ -381,7 +381,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
       const Columns<T> panels(second, width, p, count, p + count);
-      each_block(down_decoded, here, [&](int64_t start, int64_t some) {
+      each_block(second, here, [&](int64_t start, int64_t some) {
         panels.multiply(a + start * apart, apart, some, c, GROUP * LANES);
         finish<T>(c, GROUP * LANES, some, std::min(count * LANES, out_features - column), nullptr,
                   out + (row + start) * ldo + column, ldo);

@@ -26,7 +26,8 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
   const Rows<T> rows(x, ldx, m, k, SHARED_ROWS, decoded ? nullptr : form);
   const int64_t row_block = task_rows(decoded, w.steps > K_BLOCK ? 2 * ROW_BLOCK : ROW_BLOCK, m);
   const int64_t row_tasks = ceil_div(m, row_block);
-  const int64_t panel_bytes = form ? form->panel_bytes(k) : std::min(w.steps, K_BLOCK) * LANES * 4;
+  const int64_t whole = form ? form->panel_bytes(k) : w.steps * LANES * 4;
+  const int64_t panel_bytes = form && !decoded ? whole : whole * std::min(w.steps, K_BLOCK) / w.steps;
   const int64_t width = panels_per_task(w.panels, panel_bytes, row_tasks), tasks = ceil_div(w.panels, width);
   parallel_products(row_tasks * tasks, [&](int64_t task) {
     // Adjacent tasks share their panels: the weights are read from memory once for all rows, by a thread's first task.
@@ -38,7 +39,7 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
     for (int64_t p = first; p < last; p += together) {
       const int64_t count = std::min(together, last - p), column = p * LANES, columns = std::min(count * LANES, n - column);
       const Columns<T> panels(w, k, p, count, p + count);
-      each_block(decoded, here, [&](int64_t start, int64_t some) {
+      each_block(w, here, [&](int64_t start, int64_t some) {
         T* to = out + (row + start) * ldo + column;
         expect(to, ldo, some, columns);
         panels.multiply(rows.data + (row + start) * rows.stride, rows.stride, some, c, ldc, cached);

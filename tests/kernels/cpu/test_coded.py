@@ -137,7 +137,8 @@ def test_many_rows(any_library: Library, format: GroupCodes) -> None:
     kernel = CpuLinear(any_library)
     for _ in range(3):
         unit = format.group or 8
-        n, k, m = random.randint(1, 150), unit * random.randint(1, -(-1500 // unit)), random.randint(32, 480)
+        most = random.choice((1500, 5000))
+        n, k, m = random.randint(1, 300), unit * random.randint(1, -(-most // unit)), random.randint(32, 480)
         weight, values = exact(format, n, k)
         x, bias = torch.randn(m, k + 32, dtype=torch.bfloat16)[:, :k], torch.randn(n, dtype=torch.bfloat16)
         found = kernel.run(x, kernel.prepare_coded(weight, bias))
