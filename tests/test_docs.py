@@ -19,7 +19,7 @@ from moe_engine.config.args import PARTS, build_parser
 from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.flags import known_options
 from moe_engine.models.registry import supported
-from moe_engine.planning import resolve_graphs, resolve_parallel, resolve_speculation
+from moe_engine.planning import draft_tree, resolve_graphs, resolve_parallel
 from moe_engine.planning.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
 from tests.source_trees import SHARED, parsed  # noqa: F401
 
@@ -88,8 +88,8 @@ SENTENCES = {
     f"and {GPU_MAX_RUNNING} on a GPU",
     "chunked_prefill_size": f"Left out: {CPU_CHUNK} on a CPU, {CHUNKS[0]} to {2 * CHUNKS[-1]} by memory",
     "dist_timeout": f"Left out: {resolve_parallel.START_SECONDS:g}.",
-    "speculative_num_steps": f"chooses 0 to {resolve_speculation.AUTO_MAX_STEPS} for each step",
-    "speculative_num_draft_tokens": f"At most {resolve_speculation.MAX_DRAFT_TOKENS}.",
+    "speculative_num_steps": f"chooses 0 to {draft_tree.AUTO_MAX_STEPS} for each step",
+    "speculative_num_draft_tokens": f"At most {draft_tree.MAX_DRAFT_TOKENS}.",
     "cuda_graph_max_bs_decode": f"Left out: {resolve_graphs.MAX_SIZES[0][1]} to {resolve_graphs.LARGEST} by memory",
 }
 """Sentences with numbers in the help of a flag, built from the code's numbers."""
@@ -103,8 +103,8 @@ def test_numbers_in_the_help_equal_the_code(name):
 
 def test_default_trees_in_the_help():
     (info,) = (info for info in fields_of(PARTS["speculative"]) if info.name == "speculative_num_steps")
-    tree = ", ".join(map(str, resolve_speculation.DEFAULT_TREE))
-    steps = resolve_speculation.NGRAM_STEPS
+    tree = ", ".join(map(str, draft_tree.DEFAULT_TREE))
+    steps = draft_tree.NGRAM_STEPS
     assert f"{tree} (NGRAM: {steps}, 1, {steps + 1};" in info.flag.help
 
 
@@ -114,7 +114,7 @@ def test_maximum_draft_depth_in_documents():
         for document in DOCUMENTS
         for most in re.findall(r"0 to (\d+)(?= drafts)", document.read_text())
     ]
-    assert found and all(most == resolve_speculation.AUTO_MAX_STEPS for _, most in found), found
+    assert found and all(most == draft_tree.AUTO_MAX_STEPS for _, most in found), found
 
 
 def test_dependencies_are_imported():

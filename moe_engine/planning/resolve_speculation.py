@@ -1,7 +1,4 @@
-"""Resolves the speculative flags to a `SpeculationConfig`; errors name the flag and the fix.
-
-The root of a draft tree is the last accepted token; `topk` nodes are kept at each of `steps` depths.
-"""
+"""Resolves the speculative flags to a `SpeculationConfig`; errors name the flag and the fix."""
 
 from __future__ import annotations
 
@@ -12,13 +9,14 @@ from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import fields_of, option_of
-from moe_engine.config.speculative import AUTO, SpeculativeArgs
+from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.block_config import BlockConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.tensors import UNREAD_MTP, has_mtp_names
 from moe_engine.models.widths import local_heads
+from moe_engine.planning.draft_tree import TREE, Tree, resolve_tree
 from moe_engine.planning.eagle_checks import algorithm_of, check_head, check_own_block, refuse_token_map
 from moe_engine.planning.resolution_log import Record
 from moe_engine.types import SpeculationConfig
@@ -28,11 +26,6 @@ METHODS = {
     "STANDALONE": "standalone", "NGRAM": "ngram",
 }  # fmt: skip
 """Drafter by algorithm. NEXTN and EAGLE mean ``eagle`` if --speculative-draft-model-path has an EAGLE head."""
-MAX_DRAFT_TOKENS = 64
-AUTO_MAX_STEPS = 6
-NGRAM_STEPS = 4
-DEFAULT_TREE = (3, 1, 4)
-TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 UNUSED_TREES = {("5", "8", "64"), ("5", "4", "8")}
 """Steps, topk and tokens in dumps of SGLang 0.4 without speculative decoding (its defaults)."""
 NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
@@ -83,22 +76,10 @@ def resolve_speculation(
     _check_drafter(args, method, model, draft, context_len, record)
     _check_thresholds(flags, record)
     _check_window(args, method)
-    tree = _tree(args, method, _block(method, model, draft), record)
+    tree = resolve_tree(args, method, _block(method, model, draft), record)
     _check_simulation(flags, tree, record)
-    if tree.topk > 1 and args.backends.enable_deterministic_inference:
-        raise ConfigError(
-            f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: prompt chunks in one batch "
-            "with draft trees use another form of attention; use --speculative-eagle-topk 1, or drop the other flag"
-        )
-    if tree.topk > 1 and model.state_groups:
-        raise ConfigError(
-            f"--speculative-eagle-topk {tree.topk} with {model.source}: layers with a state for each request need "
-            "chains; use --speculative-eagle-topk 1"
-        )
     if tree.topk > 1:
-        _refuse_windows(
-            tree.topk, *(config.within(context_len) for config in (model, draft and draft.config) if config)
-        )
+        _check_branches(args, tree.topk, model, draft, context_len)
     if draft is not None:
         record.note("speculative_draft_model_path", draft.path, "the local folder")
     return SpeculationConfig(
@@ -239,14 +220,28 @@ def _check_standalone(model: ModelConfig, draft: DraftModel, context_len: int) -
         )
 
 
-def _refuse_windows(topk: int, *models: ModelConfig) -> None:
-    for model in models:
-        if model.windows:
-            window = min(own for own in model.windows if own is not None)
-            shorter = f", or --context-length {window}" if not model.keeps_windows else ""
+def _check_branches(
+    args: EngineArgs, topk: int, model: ModelConfig, draft: DraftModel | None, context_len: int
+) -> None:
+    """Raises ConfigError for what runs chains only."""
+    flag = f"--speculative-eagle-topk {topk} with"
+    if args.backends.enable_deterministic_inference:
+        raise ConfigError(
+            f"{flag} --enable-deterministic-inference: prompt chunks in one batch with draft trees use another form of "
+            "attention; use --speculative-eagle-topk 1, or drop the other flag"
+        )
+    if model.state_groups:
+        raise ConfigError(
+            f"{flag} {model.source}: layers with a state for each request need chains; use --speculative-eagle-topk 1"
+        )
+    for config in (model, *([] if draft is None else [draft.config])):
+        short = config.within(context_len)
+        if short.windows:
+            window = min(own for own in short.windows if own is not None)
+            shorter = f", or --context-length {window}" if not short.keeps_windows else ""
             raise ConfigError(
-                f"--speculative-eagle-topk {topk} with {model.source}: draft trees need layers without a sliding "
-                f"window; use --speculative-eagle-topk 1{shorter}"
+                f"{flag} {short.source}: draft trees need layers without a sliding window; use "
+                f"--speculative-eagle-topk 1{shorter}"
             )
 
 
@@ -289,134 +284,3 @@ def _check_window(args: EngineArgs, method: str) -> None:
             raise ConfigError(f"{option_of(name)} {value}: must be at least 1")
     if low > high:
         raise ConfigError(f"{option_of(NGRAM_WINDOW[0])} {low} is more than {option_of(NGRAM_WINDOW[1])} {high}")
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Depth, branches per depth and nodes (the root included); `auto_depth`: the depth is chosen for each step."""
-
-    steps: int
-    topk: int
-    nodes: int
-    auto_depth: bool = False
-
-
-def _tree(args: EngineArgs, method: str, block: BlockConfig | None, record: Record) -> Tree:
-    flags = args.speculative
-    steps, topk = flags.speculative_num_steps, flags.speculative_eagle_topk
-    nodes = flags.speculative_num_draft_tokens
-    _check_least(topk, nodes)
-    if method == "ngram" and topk is not None and topk > 1:
-        raise NotAvailableYet(
-            f"--speculative-eagle-topk {topk} with NGRAM: not supported yet: n-gram draft trees; use 1"
-        )
-    if block is not None:
-        _check_block(block, topk)
-    if steps == AUTO:
-        tree = _auto_tree(topk, nodes, AUTO_MAX_STEPS if block is None else block.max_drafts, record)
-    elif method == "ngram":
-        return _chain(steps, nodes, NGRAM_STEPS, "a short chain", "an n-gram match has one continuation", record)
-    elif block is not None:
-        reason = f"the drafts of a block of {block.size} tokens"
-        tree = _chain(steps, nodes, block.max_drafts, reason, "a block is a chain", record)
-    else:
-        return _tree_of_flags(steps, topk, nodes, record)
-    if block is not None and tree.steps > block.max_drafts:
-        raise ConfigError(
-            f"--speculative-num-steps {tree.steps}: the blocks of {block.size} tokens of the {block.kind} have "
-            f"{block.max_drafts} drafts; use at most {_chain_flags(block.max_drafts)}"
-        )
-    return tree
-
-
-def _check_block(block: BlockConfig, topk: int | None) -> None:
-    if topk is not None and topk > 1:
-        raise ConfigError(f"--speculative-eagle-topk {topk}: a {block.kind} drafts chains; use 1")
-
-
-def _tree_of_flags(steps: str | None, topk: int | None, nodes: int | None, record: Record) -> Tree:
-    missing = [option_of(name) for name, value in zip(TREE, (steps, topk, nodes)) if value is None]
-    if len(missing) == len(TREE):
-        reason = "SGLang's 3, 1, 4 for DeepSeek models and for draft models"
-        for name, value in zip(TREE, DEFAULT_TREE):
-            record.note(name, value, reason)
-        return Tree(*DEFAULT_TREE)
-    if steps is None or topk is None or nodes is None:
-        raise ConfigError(_incomplete(steps, nodes, missing))
-    return _given_tree(int(steps), topk, nodes, record)
-
-
-def _check_least(topk: int | None, nodes: int | None) -> None:
-    if topk is not None and topk < 1:
-        raise ConfigError(f"--speculative-eagle-topk {topk}: must be at least 1 (1: a chain)")
-    if nodes is not None and nodes < 2:
-        raise ConfigError(
-            f"--speculative-num-draft-tokens {nodes}: must be at least 2, the last accepted token and a draft"
-        )
-    if nodes is not None and nodes > MAX_DRAFT_TOKENS:
-        raise ConfigError(f"--speculative-num-draft-tokens {nodes}: must be at most {MAX_DRAFT_TOKENS}")
-
-
-def _incomplete(steps: str | None, nodes: int | None, missing: list[str]) -> str:
-    depth = int(steps) if steps not in (None, "0") else (nodes or NGRAM_STEPS + 1) - 1
-    return (
-        f"{' and '.join(missing)} missing: give --speculative-num-steps, --speculative-eagle-topk and "
-        f"--speculative-num-draft-tokens together or none of them; {_chain_flags(depth)} draft a chain"
-    )
-
-
-def _chain_flags(depth: int) -> str:
-    return f"--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
-
-
-def _auto_tree(topk: int | None, nodes: int | None, most: int, record: Record) -> Tree:
-    if topk is not None and topk > 1:
-        raise ConfigError(
-            f"--speculative-num-steps auto with --speculative-eagle-topk {topk}: auto chooses the length of a chain; "
-            "use topk 1, or give the number of steps"
-        )
-    steps = most if nodes is None else nodes - 1
-    record.note("speculative_num_steps", steps, f"each step drafts 0 to {steps} tokens, by the acceptance so far")
-    if topk is None:
-        record.note("speculative_eagle_topk", 1, "auto steps make a chain")
-    if nodes is None:
-        record.note("speculative_num_draft_tokens", steps + 1, "max steps + 1")
-    return Tree(steps, 1, steps + 1, auto_depth=True)
-
-
-def _chain(steps: str | None, nodes: int | None, default: int, reason: str, why_chain: str, record: Record) -> Tree:
-    """A chain, whose length either flag may give.
-
-    Args:
-        default: its drafts if none does, with the reason.
-        why_chain: reason for one child of each token.
-    """
-    depth = int(steps) if steps is not None else default if nodes is None else nodes - 1
-    if steps is None:
-        record.note("speculative_num_steps", depth, reason if nodes is None else "draft tokens - 1")
-    if nodes is None:
-        record.note("speculative_num_draft_tokens", depth + 1, "steps + 1")
-    record.note("speculative_eagle_topk", 1, why_chain)
-    return _given_tree(depth, 1, depth + 1 if nodes is None else nodes, record)
-
-
-def _given_tree(steps: int, topk: int, nodes: int, record: Record) -> Tree:
-    if steps < 1:
-        raise ConfigError(
-            "--speculative-num-steps 0: must be at least 1; leave out --speculative-algorithm to disable drafts"
-        )
-    if topk == 1 and nodes != steps + 1:
-        record.remark(
-            f"--speculative-num-draft-tokens is {steps + 1}, not {nodes}: a chain (--speculative-eagle-topk 1) of "
-            f"{steps} steps always has this size"
-        )
-        nodes = record.note("speculative_num_draft_tokens", steps + 1, "steps + 1, as topk is 1")
-    if nodes > MAX_DRAFT_TOKENS:
-        raise ConfigError(f"--speculative-num-steps {steps}: at most {MAX_DRAFT_TOKENS - 1} in a chain")
-    most = 1 + topk + (steps - 1) * topk**2  # the first depth has topk nodes, each later one topk for each kept
-    if nodes > most:
-        raise ConfigError(
-            f"--speculative-num-draft-tokens {nodes}: {steps} steps of topk {topk} have at most {most} tokens, the "
-            f"root included; use {most}, or more --speculative-num-steps"
-        )
-    return Tree(steps, topk, nodes)

@@ -15,7 +15,6 @@ from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.planning import validate
 from moe_engine.planning.ledger import MemoryLedger
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Decision
@@ -23,6 +22,7 @@ from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolve_speculation import speculative_values
 from moe_engine.planning.resolve_storage import resolve_write_policy
 from moe_engine.planning.step_limits import StepLimits, kept_window
+from moe_engine.planning.validate_server import HIDDEN
 from moe_engine.types import SpeculationConfig
 from moe_engine.types.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 
@@ -179,7 +179,7 @@ class ResolvedConfig:
         if self.speculation is not None:
             values.update(speculative_values(self.speculation))
         for name in SECRETS:
-            values[name] = validate.HIDDEN if values[name] else None
+            values[name] = HIDDEN if values[name] else None
         return values
 
     def select(self, options: type[T], **own: Any) -> T:

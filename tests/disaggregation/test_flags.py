@@ -38,10 +38,10 @@ def test_flags_are_refused(words: str, mode: str) -> None:
 @pytest.mark.parametrize(("name", "extra"), [("nixl", "nixl"), ("mooncake", "mooncake"), ("mooncake_tcp", "mooncake")])
 def test_absent_libraries_are_named(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", name]
-    monkeypatch.setattr(validate, "_installed", lambda module: module != extra)
+    monkeypatch.setattr(validate, "installed", lambda module: module != extra)
     with pytest.raises(ConfigError, match=re.escape(f"{name}: {extra} is not installed; pip install '.[{extra}]'")):
         check(EngineArgs.from_cli(words))
-    monkeypatch.setattr(validate, "_installed", lambda module: True)
+    monkeypatch.setattr(validate, "installed", lambda module: True)
     check(EngineArgs.from_cli(words))
 
 
@@ -67,7 +67,7 @@ def test_names_of_rdma_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         args = EngineArgs.from_cli(["--disaggregation-ib-device", "mlx5_0", *words.split()])
         notes = [note for note in flags_without_effect(args, "cpu", plan) if "ib-device mlx5_0: no effect" in note]
         assert bool(notes) == noted
-    monkeypatch.setattr(validate, "_installed", lambda module: True)
+    monkeypatch.setattr(validate, "installed", lambda module: True)
     for value in ('{"0": "mlx5_0"}', "devices.json"):
         words = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake"]
         with pytest.raises(ConfigError, match="devices by GPU are not supported; give names"):

@@ -15,7 +15,7 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.planning import validate
+from moe_engine.planning import validate, validate_server
 from moe_engine.server.trace_context import request_trace
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, make_app
@@ -174,7 +174,7 @@ def test_without_the_flag_nothing_is_traced():
     ],
 )  # fmt: skip
 def test_endpoints(monkeypatch: pytest.MonkeyPatch, endpoint: str, words: str | None):
-    monkeypatch.setattr(validate, "find_spec", lambda name: object())
+    monkeypatch.setattr(validate_server, "find_spec", lambda name: object())
     args = EngineArgs.from_kwargs(enable_trace=True, otlp_traces_endpoint=endpoint)
     if words is None:
         validate.check(args)
@@ -184,7 +184,7 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch, endpoint: str, words: str | 
 
 
 def test_without_the_extra_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(validate, "find_spec", lambda name: None)
+    monkeypatch.setattr(validate_server, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--enable-trace.*pip install '\.\[trace\]'"):
         validate.check(EngineArgs.from_kwargs(enable_trace=True))
 
