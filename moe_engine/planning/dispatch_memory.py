@@ -7,7 +7,8 @@ from moe_engine.kernels.vendors.limits import MEGA_TOKENS
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.host_memory import OF_BACKEND, ROOM_TOKENS, HostLoad
 from moe_engine.planning.ledger import LedgerRow
-from moe_engine.planning.resolve_parallel import FP8_BLOCK, ParallelPlan
+from moe_engine.planning.resolve_dispatch import FP8_BLOCK
+from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 
 CHOICE_BYTES = 8

@@ -14,17 +14,16 @@ from moe_engine.models.expert_format import expert_form, width_group
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.all_reduce import choice as all_reduce
 from moe_engine.parallel.all_reduce.choice import AllReduceChoice
-from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
+from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_dispatch import FP8_BLOCK, dispatch_backend, resolve_dispatch
 from moe_engine.planning.resolve_elastic import Coverage, resolve_elastic
+from moe_engine.planning.resolve_nodes import check_nodes, resolve_place
 from moe_engine.processes.dist_secret import DistSecret
-from moe_engine.processes.rendezvous_address import RendezvousAddress
 
-FP8_BLOCK = 128
-"""Channels that share a scale."""
 UNEVEN = 1.1
 """The largest part of an expert over an equal one for which ranks count as even."""
 ONE_RANK = Topology()
@@ -99,7 +98,7 @@ def resolve_parallel(
     """
     flags = args.parallel
     attn_dp, replicas = data_parallel(args, record)
-    num_nodes, node_rank, leader = _place(args, place, record)
+    num_nodes, node_rank, leader = resolve_place(args, place, record)
     backend = dispatch_backend(args)
     if backend != "none" and not model.is_moe:
         raise ConfigError(f"--moe-a2a-backend {backend}: {model.architecture} has no experts; leave it out")
@@ -109,37 +108,15 @@ def resolve_parallel(
         flags, attn_dp, ep_size, num_nodes, "" if "nnodes" in args.given or place is None else place.origin
     )
     topology = _topology(args, model, attn_dp, ep_size, backend, num_nodes)
-    _check_nodes(num_nodes, node_rank, leader)
-    dispatch = None
-    if topology.travels:
-        moe = model.moe
-        assert moe is not None
-        where = Place(
-            device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version, moe.top_k, model.routed_size,
-            moe.num_experts,
-        )  # fmt: skip
-        dispatch = _dispatch(topology, where, flags, record)
-    _check_overlap(flags, dispatch is not None)
-    if flags.enable_two_batch_overlap and model.shortcut:
-        raise ConfigError(
-            f"--enable-two-batch-overlap: experts of {model.architecture} overlap with the layers beside them; use "
-            "--enable-single-batch-overlap"
-        )
-    _check_fused(flags, dispatch)
-    fp8 = flags.moe_dispatch_dtype == "fp8"  # auto: `with_dispatch_dtype`
-    if fp8 and (dispatch is None or model.routed_size % 128):
-        why = "no --moe-a2a-backend" if dispatch is None else f"hidden size {model.routed_size}"
-        raise ConfigError(
-            "--moe-dispatch-dtype fp8 needs a --moe-a2a-backend, and a hidden size of whole blocks of 128 channels: "
-            f"{why}"
-        )
+    check_nodes(num_nodes, node_rank, leader)
+    dispatch = resolve_dispatch(flags, topology, model, device, unlinked, record)
     plan = ParallelPlan(
         topology=topology,
         num_replicas=replicas,
         node_rank=node_rank,
         leader_address=leader if num_nodes > 1 else None,
         dispatch=dispatch,
-        dispatch_fp8=fp8,
+        dispatch_fp8=flags.moe_dispatch_dtype == "fp8",  # auto: `with_dispatch_dtype`
         coverage=resolve_elastic(args, model, topology, dispatch, device, record),
         start_seconds=float(flags.dist_timeout or START_SECONDS),
         local_rank=place.local_rank if place is not None else 0,
@@ -255,32 +232,6 @@ def _check_devices(flags: ParallelArgs, plan: ParallelPlan, num_devices: int | N
         )
 
 
-def _check_fused(flags: ParallelArgs, dispatch: DispatchChoice | None) -> None:
-    """Raises ConfigError for flags that a fused exchange excludes."""
-    if dispatch is None or not dispatch.row.fused:
-        return
-    name = f"--moe-a2a-backend {dispatch.row.name}"
-    if flags.enable_two_batch_overlap:
-        raise ConfigError(f"--enable-two-batch-overlap with {name}: its one buffer holds the tokens of one batch")
-    if flags.moe_dispatch_dtype == "bf16":
-        raise ConfigError(f"--moe-dispatch-dtype bf16 with {name}, which sends FP8: leave it out")
-
-
-def _check_overlap(flags: ParallelArgs, travels: bool) -> None:
-    for flag, asked in (
-        ("--enable-two-batch-overlap", flags.enable_two_batch_overlap),
-        ("--enable-single-batch-overlap", flags.enable_single_batch_overlap),
-    ):
-        if asked and not travels:
-            raise ConfigError(f"{flag} overlaps computation with dispatch, and there is none: add --moe-a2a-backend")
-    if flags.enable_single_batch_overlap and flags.disable_shared_expert_overlap:
-        raise ConfigError("--enable-single-batch-overlap with --disable-shared-expert-overlap: drop one")
-    if not 0 <= flags.tbo_token_distribution_threshold <= 0.5:
-        raise ConfigError(
-            f"--tbo-token-distribution-threshold {flags.tbo_token_distribution_threshold:g}: must be between 0 and 0.5"
-        )
-
-
 def data_parallel(args: EngineArgs, record: Record) -> tuple[int, int]:
     """(attention groups, replicas) from either spelling of the flags."""
     flags = args.parallel
@@ -293,17 +244,6 @@ def data_parallel(args: EngineArgs, record: Record) -> tuple[int, int]:
             "--enable-dp-attention)"
         )
     return record.note("attn_dp_size", flags.dp_size, "--dp-size with --enable-dp-attention"), 1
-
-
-def dispatch_backend(args: EngineArgs) -> str:
-    flags = args.parallel
-    if not flags.enable_deepep_moe:
-        return flags.moe_a2a_backend
-    if flags.moe_a2a_backend not in ("none", "deepep"):
-        raise ConfigError(
-            f"--enable-deepep-moe and --moe-a2a-backend {flags.moe_a2a_backend} name two dispatchers; drop one"
-        )
-    return "deepep"
 
 
 def expert_parallel(
@@ -356,39 +296,6 @@ def even_groups(model: ModelConfig, tp_size: int) -> int:
     return 1
 
 
-def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tuple[int, int, str | None]:
-    """(nodes, node rank, leader) from the flags, else from the cluster launch."""
-    flags, given = args.parallel, args.given
-    if place is not None and "node_rank" in given:
-        _check_node_rank(flags, "nnodes" in given, place)
-    if place is None or {"nnodes", "node_rank"} & given:
-        return flags.nnodes, flags.node_rank, flags.dist_init_addr
-    leader = flags.dist_init_addr
-    if leader is None and place.num_nodes > 1:
-        leader = record.note("dist_init_addr", place.leader_address, place.origin)
-    nodes = record.note("nnodes", place.num_nodes, place.origin)
-    return nodes, record.note("node_rank", place.node_rank, place.origin), leader
-
-
-def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlace) -> None:
-    """Checks --node-rank against the launcher, as ``"$SLURM_NODEID"`` in a batch script is expanded on node 0 alone.
-    With fewer --nnodes than the launcher started, users divide the nodes themselves: not checked.
-
-    Raises:
-        ConfigError: names both numbers.
-    """
-    if place.num_nodes == 1 or (nnodes_given and flags.nnodes != place.num_nodes):
-        return
-    if flags.node_rank != place.node_rank:
-        contradiction = f"--node-rank {flags.node_rank}, but {place.node_variable}={place.node_rank} ({place.origin})"
-        if place.node_variable != "SLURM_NODEID":
-            raise ConfigError(f"{contradiction}: leave --node-rank out")
-        raise ConfigError(
-            f"{contradiction}: leave --node-rank out, or let the shell of each task expand $SLURM_NODEID (the batch "
-            "script expands it on its first node only): srun bash -c '... --node-rank $SLURM_NODEID'"
-        )
-
-
 def _check_replicas(replicas: int, nodes: int) -> None:
     if replicas < 1:
         raise ConfigError(f"--dp-size {replicas}: must be at least one replica")
@@ -397,24 +304,3 @@ def _check_replicas(replicas: int, nodes: int) -> None:
             f"--dp-size {replicas} and --nnodes {nodes}: replicas share one machine; start one server per replica "
             "behind a router, or give --enable-dp-attention for attention groups over the nodes"
         )
-
-
-def _check_nodes(nodes: int, node_rank: int, leader: str | None) -> None:
-    if not 0 <= node_rank < nodes:
-        raise ConfigError(f"--node-rank {node_rank}: with --nnodes {nodes} it is 0 to {nodes - 1}")
-    if nodes > 1 and leader is None:
-        raise ConfigError(
-            f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all nodes can reach"
-        )
-    if leader is not None:
-        RendezvousAddress(leader).check()
-
-
-def _dispatch(topology: Topology, place: Place, flags: ParallelArgs, record: Record) -> DispatchChoice:
-    try:
-        choice = choose(place, topology.moe_a2a_backend, flags.deepep_mode)
-    except ValueError as error:
-        raise ConfigError(f"--moe-a2a-backend {topology.moe_a2a_backend}: {error}") from None
-    if topology.moe_a2a_backend == "auto":
-        record.note("moe_a2a_backend", choice.row.name, choice.reason)
-    return choice
