@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.disaggregation import OFF
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.kernels.weight_forms import FP8_BLOCKS, FP8_ROWS
-from moe_engine.models.config import ModelConfig
+from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.expert_format import expert_form, width_group
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.all_reduce import choice as all_reduce
@@ -158,11 +159,23 @@ def _topology(args: EngineArgs, model: ModelConfig, attn_dp: int, ep_size: int, 
             num_nodes=nodes,
         )
         topology.check(widths_of(model, args.experts.ep_num_redundant_experts))
+        if args.disaggregation.disaggregation_mode != OFF:
+            _check_transfers(model, topology.attn_tp_size)
     except ConfigError as error:
         if flags.enable_dp_attention:
             raise ConfigError(str(error).replace("--attn-dp-size", "--dp-size")) from None
         raise
     return topology
+
+
+def _check_transfers(model: ModelConfig, ranks: int) -> None:
+    """Raises ConfigError: the ranks of a group have different shares of layers with different numbers of KV heads."""
+    counts = {kind.num_kv_heads for kind in model.attentions if isinstance(kind, GQAConfig)}
+    if len(counts) > 1 and ranks > min(counts):
+        raise ConfigError(
+            f"--disaggregation-mode: layers with {min(counts)} and with {max(counts)} KV heads are divided differently "
+            f"over {ranks} ranks; use at most {min(counts)} ranks (--tp-size / --attn-dp-size)"
+        )
 
 
 def _check_enough_ranks(flags: ParallelArgs, attn_dp: int, ep_size: int, nodes: int, origin: str) -> None:

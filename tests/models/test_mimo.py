@@ -208,6 +208,6 @@ def test_shares_of_layers_with_different_heads(tmp_path: Path) -> None:
     for ranks in (1, 2, 4):
         resolved: Any = SimpleNamespace(parallel=SimpleNamespace(topology=Topology(ranks)), model=config)
         assert layout_of(resolved) == Layout(ranks, ranks, 8)
-    resolved.parallel.topology = Topology(8)
+    args = EngineArgs.from_kwargs(disaggregation_mode="decode", tp_size=8, load_format="dummy")
     with pytest.raises(ConfigError, match=r"with 4 and with 8 KV heads .*use at most 4 ranks"):
-        layout_of(resolved)
+        resolve(args, config, machine(1000, 1000))

@@ -130,16 +130,11 @@ def _start(
 
 def layout_of(config: ResolvedConfig) -> Layout:
     """The ranks of an attention group: each has all of MLA's latent; KV heads are divided, and replicated if there are
-    more ranks than heads. Raises ConfigError: ranks have different shares of different layers."""
+    more ranks than heads (not with layers of different numbers of heads: planning refuses it)."""
     ranks, kinds = config.parallel.topology.attn_tp_size, config.model.attentions
     counts = {kind.num_kv_heads for kind in kinds if isinstance(kind, GQAConfig)}
     if not counts:
         return Layout(ranks)
-    if len(counts) > 1 and ranks > min(counts):
-        raise ConfigError(
-            f"--disaggregation-mode: layers with {min(counts)} and with {max(counts)} KV heads are divided differently "
-            f"over {ranks} ranks; use at most {min(counts)} ranks (--tp-size / --attn-dp-size)"
-        )
     heads = math.lcm(*counts)
     return Layout(ranks, min(ranks, heads), heads)
 
