@@ -21,7 +21,7 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.sparse_mla import SparseMLAAttention
 from moe_engine.models.layers.stack import LayerStack
-from moe_engine.models.sizes import MAX_EXPANDED_TOKENS
+from moe_engine.models.step_memory import MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 

@@ -38,7 +38,7 @@ from moe_engine.models.layers.mla_chunks import AttentionChunk, ContextChunk
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
 from moe_engine.models.sharding import local_attention
-from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
+from moe_engine.models.step_memory import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
 from moe_engine.models.tensors import layer_index as number_of
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext

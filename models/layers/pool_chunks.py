@@ -26,7 +26,7 @@ from moe_engine.models.layers.compressed_rows import entry_slots, to_select_from
 from moe_engine.models.layers.fixed_memory import FixedMemory
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.pools_in_place import PoolChoice, PoolsInPlace
-from moe_engine.models.sizes import MAX_ABSORBED_TOKENS
+from moe_engine.models.step_memory import MAX_ABSORBED_TOKENS
 
 
 @dataclass(frozen=True)

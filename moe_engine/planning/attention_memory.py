@@ -9,7 +9,7 @@ from moe_engine.kernels.registry import Row
 from moe_engine.kernels.workspaces import AttentionLoad
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.needs import head_widths
-from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW, MAX_EXPANDED_TOKENS
+from moe_engine.models.step_memory import DRAFT_CATCH_UP, DRAFT_FEW, MAX_EXPANDED_TOKENS
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.types.step_settings import GraphSettings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_engine.models import sizes
+from moe_engine.models import sizes, step_memory
 from moe_engine.models.eagle_config import LM_HEAD, HeadConfig, head_tensors
 from moe_engine.models.tensors import TensorSpec
 from moe_engine.planning.ledger import DRAFT_WEIGHTS, LedgerRow
@@ -38,10 +38,10 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
     if given.uses_ngrams:
         if given.machine.device == "cpu":
             texts, width = given.limits.running, given.limits.context_len
-            num_bytes = width * (texts * sizes.NGRAM_INDEX_BYTES + sizes.NGRAM_HOST_BYTES)
+            num_bytes = width * (texts * step_memory.NGRAM_INDEX_BYTES + step_memory.NGRAM_HOST_BYTES)
             return [LedgerRow("n-gram search", num_bytes, f"{texts} texts x {width} positions, sorted by token")]
-        places = sizes.NGRAM_PLACES
-        num_bytes = places * sizes.NGRAM_PLACE_BYTES
+        places = step_memory.NGRAM_PLACES
+        num_bytes = places * step_memory.NGRAM_PLACE_BYTES
         return [LedgerRow("n-gram search", num_bytes, f"{places} positions of texts compared at once")]
     if given.head is not None:
         return _head_rows(given, given.head)
@@ -57,19 +57,21 @@ def step_bytes(given: SizingInput) -> int:
     limits, size = given.limits, given.dtype_bytes
     own = limits.forward_tokens
     tokens = own * given.parallel.topology.attn_dp_size
-    step = sizes.largest_step_activation_bytes(
+    step = step_memory.largest_step_activation_bytes(
         given.local_model, tokens, size, num_requests=limits.running, own_tokens=own
     )
     if given.head is not None and given.head.block is not None:
         # blocks are drafted before the model runs; the draft extend runs no layer
-        blocks = sizes.largest_step_activation_bytes(given.head.layer, tokens, size, num_requests=limits.running)
+        blocks = step_memory.largest_step_activation_bytes(given.head.layer, tokens, size, num_requests=limits.running)
         return max(step + _extend_bytes(given, given.head, tokens), blocks)
     if given.head is not None:
         return step + _head_step_bytes(given, given.head, tokens)
     if given.draft is not None:
-        unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
+        unseen = min(step_memory.DRAFT_CATCH_UP, limits.running * limits.context_len)
         most = max(tokens, unseen)
-        step = max(step, sizes.largest_step_activation_bytes(given.draft, most, size, num_requests=limits.running))
+        step = max(
+            step, step_memory.largest_step_activation_bytes(given.draft, most, size, num_requests=limits.running)
+        )
     if given.uses_mtp and given.model.own_block is not None:  # means of the streams, and the layers' input
         states = len(given.model.own_block.tapped) + 5
         return step + states * tokens * given.model.hidden_size * size
@@ -117,4 +119,4 @@ def _head_step_bytes(given: SizingInput, head: HeadConfig, tokens: int) -> int:
     own = _extend_bytes(given, head, tokens)
     if head.layer.num_layers == 1:
         return own
-    return own + sizes.largest_step_activation_bytes(head.layer, tokens, given.dtype_bytes)
+    return own + step_memory.largest_step_activation_bytes(head.layer, tokens, given.dtype_bytes)

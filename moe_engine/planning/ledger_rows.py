@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
-from moe_engine.models import sizes
+from moe_engine.models import sizes, step_memory
 from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
 from moe_engine.planning.dispatch_memory import dispatch_rows, exchange_rows
 from moe_engine.planning.draft_memory import count, draft_rows, step_bytes
@@ -82,7 +82,7 @@ def _logits_row(given: SizingInput) -> LedgerRow:
     count, vocab, most = given.logits_rows, given.model.vocab_size, given.limits.num_logits
     scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
     detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
-    num_bytes = sizes.sampling_bytes(vocab, count, scratch, given.limits.context_len)
+    num_bytes = step_memory.sampling_bytes(vocab, count, scratch, given.limits.context_len)
     return LedgerRow("logits and sampling", num_bytes, detail)
 
 
@@ -103,8 +103,9 @@ def _prefix_rows(given: SizingInput) -> list[LedgerRow]:
     several = given.parallel.topology != sizes.ONE_RANK  # whole decode steps are one call on a single rank only
     if several or kernels.need.deterministic or given.machine.device != "cpu" or kernels.row("attention").name != "cpu":
         return []
-    tokens, each = sizes.expanded_prefix(given.local_model, given.dtype_bytes)
-    tokens = min(tokens, given.limits.context_len // sizes.EXPANDED_PREFIX_STEP * sizes.EXPANDED_PREFIX_STEP)
+    tokens, each = step_memory.expanded_prefix(given.local_model, given.dtype_bytes)
+    step = step_memory.EXPANDED_PREFIX_STEP
+    tokens = min(tokens, given.limits.context_len // step * step)
     detail = f"keys and values of {tokens} tokens that decodes share"
     return [LedgerRow("expanded prefix", tokens * each, detail)] if tokens else []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning import resolve_lora, resolve_pooling
@@ -217,7 +217,7 @@ def graph_row(
     tokens = min(graphs.max_tokens, running * max(graphs.counts))
     heads = min(tokens, logits_rows)
     layers = (tokens + again * min(running, max(graphs.sizes))) * groups  # tokens of the largest forward of a layer
-    step = sizes.largest_step_activation_bytes(model, layers, dtype_bytes, num_logits=heads, expanded_tokens=0)
+    step = step_memory.largest_step_activation_bytes(model, layers, dtype_bytes, num_logits=heads, expanded_tokens=0)
     results = tokens * model.hidden_size * dtype_bytes + heads * model.vocab_size * (4 + dtype_bytes)
     detail = f"{graphs.num_graphs} captured steps of up to {tokens} tokens, in one pool"
     whole, small = recorded(graphs, chains)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_engine.kernels.backends import LaunchKernels
-from moe_engine.models import sizes
+from moe_engine.models import sizes, step_memory
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.formats.protocol import WeightFormat
@@ -142,7 +142,7 @@ class SizingInput:
     @property
     def logits_rows(self) -> int:
         """Max rows of logits at once."""
-        return sizes.logits_rows(self.model.vocab_size, self.limits.num_logits)
+        return step_memory.logits_rows(self.model.vocab_size, self.limits.num_logits)
 
     @property
     def min_tokens(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.kernels.vendors.warming import StepShapes
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -73,7 +73,7 @@ class WorkerOptions:
     graphs: GraphSettings = field(default_factory=GraphSettings)
     compiled: CompileSettings = field(default_factory=CompileSettings)
     shapes: StepShapes = field(default_factory=lambda: StepShapes(0))
-    logits_rows: int = sizes.MAX_LOGITS_ROWS
+    logits_rows: int = step_memory.MAX_LOGITS_ROWS
     dummy_seed: int = 0
     absorbed_break_even: float | None = None
     host_tier_tokens: int = 0

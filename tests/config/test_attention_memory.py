@@ -18,7 +18,7 @@ from moe_engine.kernels.device import HeadWidths
 from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.workspaces import MIB, AttentionLoad
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
+from moe_engine.models.step_memory import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.planning.explain import explain_text
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import resolve

@@ -8,7 +8,7 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.models import sizes
+from moe_engine.models import sizes, step_memory
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.explain import explain_json
 from moe_engine.planning.prepare import prepare
@@ -253,7 +253,7 @@ def test_the_draft_extend_of_a_draft_model_is_counted(standalone, model_dir):
         for chunk in (16, 4096)
     )
     draft = load_model_config(model_dir(LLAMA, name="draft"))
-    assert small >= sizes.largest_step_activation_bytes(draft, 4096, 2)
+    assert small >= step_memory.largest_step_activation_bytes(draft, 4096, 2)
     assert large >= small
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.kernels.gate_form import SILU, GatedActivation
-from moe_engine.models import sizes
+from moe_engine.models import sizes, step_memory
 from moe_engine.models.activation_dtype import activation_dtype
 from moe_engine.models.checkpoint_files import read_checkpoint, read_header
 from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConfig
@@ -620,9 +620,11 @@ def test_rotary_base_of_scaled_positions_without_one() -> None:
 
 def test_activation_estimate_grows(tmp_path: Path) -> None:
     config = parse(tmp_path, V3)
-    small, large = (sizes.largest_step_activation_bytes(config, n, 2) for n in (128, 8192))
+    small, large = (step_memory.largest_step_activation_bytes(config, n, 2) for n in (128, 8192))
     assert 0 < small < large
-    assert sizes.largest_step_activation_bytes(config, 128, 2, num_logits=128) - small == 128 * config.vocab_size * 6
+    assert (
+        step_memory.largest_step_activation_bytes(config, 128, 2, num_logits=128) - small == 128 * config.vocab_size * 6
+    )
 
 
 def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError, NotAvailableYet
 from moe_engine.kernels.block_index.rule import BlockRule
-from moe_engine.models import sizes
+from moe_engine.models import sizes, step_memory
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
@@ -152,7 +152,9 @@ def test_the_published_model(tmp_path: Path) -> None:
     tp8 = sizes.weight_bytes(config, 2, topology=Topology(8, ep_size=8))
     assert tp8 == pytest.approx(2 * sizes.num_parameters(config) / 8, rel=0.03)
     dense = replace(config, attention=replace(attention, blocks=None))
-    selected = sizes.largest_step_activation_bytes(config, 64, 2) - sizes.largest_step_activation_bytes(dense, 64, 2)
+    selected = step_memory.largest_step_activation_bytes(config, 64, 2) - step_memory.largest_step_activation_bytes(
+        dense, 64, 2
+    )
     assert selected >= 64 * 4 * 2048 * 4, "each KV head has slots of its own"
     names = {**PUBLISHED["text_config"]}
     del names["sparse_attention_config"], names["moe_layer_freq"], names["rope_theta"], names["partial_rotary_factor"]

@@ -14,7 +14,7 @@ import torch
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels.indexer import index_keys
 from moe_engine.kernels.indexer.reference import TorchIndexer
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
@@ -90,7 +90,7 @@ def test_layers_that_share_a_selection_have_no_index_keys(tmp_path: Path) -> Non
     names = [spec.name for spec in model_tensors(config)]
     assert sum(".indexer.wk." in name for name in names) == 3
     longer = replace(config, max_position_embeddings=1 << 20)
-    assert sizes.largest_step_activation_bytes(longer, 64, 2) > sizes.MAX_INDEX_SCORES_BYTES
+    assert step_memory.largest_step_activation_bytes(longer, 64, 2) > step_memory.MAX_INDEX_SCORES_BYTES
 
 
 def with_fp8_keys(config: ModelConfig) -> ModelConfig:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_engine.kernels.sampling import reference
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.sampling import logits_processors as logit_edits
 from moe_engine.worker.sampling import penalties
@@ -29,7 +29,7 @@ STAYS = 4096
 def _transient(config: ResolvedConfig) -> int:
     """The ledger's memory that steps allocate and free. The constants of sampling are those of this test."""
     rows = {row.name: row.num_bytes for row in config.ledger.rows}
-    sampling = sizes.sampling_bytes(VOCAB, ROWS_AT_ONCE, SCRATCH, 0) - sizes.EDIT_BYTES + SCRATCH
+    sampling = step_memory.sampling_bytes(VOCAB, ROWS_AT_ONCE, SCRATCH, 0) - step_memory.EDIT_BYTES + SCRATCH
     return rows["activations"] + rows.get("n-gram search", 0) + sampling
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
@@ -185,7 +185,7 @@ def test_scratch_memory_of_the_device_does_not_grow_with_the_texts() -> None:
         found = ngram_match.find_on_device(
             history.tokens, np.arange(12), lengths, 1, 12, DeviceStream("cpu")
         )  # fmt: skip
-    assert 8 * sizes.NGRAM_PLACES < meter.peak < sizes.NGRAM_PLACES * sizes.NGRAM_PLACE_BYTES
+    assert 8 * step_memory.NGRAM_PLACES < meter.peak < step_memory.NGRAM_PLACES * step_memory.NGRAM_PLACE_BYTES
     assert found.tolist() == [TextIndex().find(np.array(text, dtype=np.int32), 1, 12) for text in texts]
 
 
@@ -203,9 +203,9 @@ def test_memory_of_the_host_is_the_ledgers() -> None:
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    index_bytes = len(texts) * length * sizes.NGRAM_INDEX_BYTES
+    index_bytes = len(texts) * length * step_memory.NGRAM_INDEX_BYTES
     assert 0.9 * index_bytes < kept < 1.01 * index_bytes
-    assert length * sizes.NGRAM_HOST_BYTES / 2 < peak - kept < length * sizes.NGRAM_HOST_BYTES
+    assert length * step_memory.NGRAM_HOST_BYTES / 2 < peak - kept < length * step_memory.NGRAM_HOST_BYTES
 
 
 @settings(max_examples=100)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.types import NewRow, RowWrite, SamplingParams
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
@@ -220,7 +220,7 @@ def test_scratch_memory_is_what_the_ledger_holds(monkeypatch: pytest.MonkeyPatch
     for chosen in (which, which[:1]):
         with MemoryMeter() as meter:
             rows.edits.apply(logits[: len(chosen)], chosen, np.full(len(chosen), length), rows.slot_tokens, nodes)
-        own = len(chosen) * (4 * vocab + sizes.PENALTY_TOKEN_BYTES * length)
+        own = len(chosen) * (4 * vocab + step_memory.PENALTY_TOKEN_BYTES * length)
         assert min(own, allowed) / 2 < meter.peak <= min(own, allowed)
         nodes = nodes if nodes is None else nodes.part(0, 1)
 

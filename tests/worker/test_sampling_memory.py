@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.kernels.sampling import scratch
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
@@ -96,9 +96,9 @@ def _nodes() -> SampledRows:
 
 def test_the_ledger_holds_one_pass(ledger: Any) -> None:
     """Three float32 copies of the logits of one pass, and a constant."""
-    most = sizes.LOGITS_AT_ONCE // VOCAB
+    most = step_memory.LOGITS_AT_ONCE // VOCAB
     assert most > RUNNING * (DRAFTS + 1) and ledger.logits_rows == RUNNING * (DRAFTS + 1)
-    constant = max(sizes.EDIT_BYTES, scratch.HOST_SCRATCH_BYTES)
+    constant = max(step_memory.EDIT_BYTES, scratch.HOST_SCRATCH_BYTES)
     assert _bytes(ledger, "logits and sampling") == ledger.logits_rows * VOCAB * 3 * 4 + constant
 
 
@@ -114,7 +114,7 @@ def test_measured_peak(ledger: Any, kind: str, logprobs: bool, below: bool, rows
     sampling, sampler = _sampling(rows_at_once, SAMPLINGS[kind], spec)
     nodes = _nodes()
     held = dataclasses.replace(ledger, logits_rows=rows_at_once)
-    allowed = sizes.sampling_bytes(VOCAB, held.logits_rows, scratch.HOST_SCRATCH_BYTES, 64)
+    allowed = step_memory.sampling_bytes(VOCAB, held.logits_rows, scratch.HOST_SCRATCH_BYTES, 64)
     if rows_at_once == ledger.logits_rows:
         assert allowed == _bytes(ledger, "logits and sampling")
     drafts = torch.randint(-1, VOCAB, (len(nodes.rows), 1)) if below else None
@@ -123,14 +123,14 @@ def test_measured_peak(ledger: Any, kind: str, logprobs: bool, below: bool, rows
         drawn = sampling.run(lambda work: sampler.passes.over(_bfloat16_head, hidden, None, work), nodes, below=drafts)
     assert (drawn.tokens >= 0).all() and len(drawn.tokens) == len(nodes.rows)
     assert meter.peak <= allowed
-    share = rows_at_once * VOCAB * sizes.LOGIT_BYTES
+    share = rows_at_once * VOCAB * step_memory.LOGIT_BYTES
     if kind == "greedy" and logprobs and not below:
         assert share <= meter.peak <= 1.03 * share
 
 
 def test_prompt_logprobs_and_drafting_use_the_same_limit(ledger: Any) -> None:
     rows_at_once = 100
-    allowed = rows_at_once * VOCAB * sizes.LOGIT_BYTES
+    allowed = rows_at_once * VOCAB * step_memory.LOGIT_BYTES
     prompt = torch.randint(VOCAB, (700,)).tolist()
     wanted = PromptLogprobs(prompt, LogprobSpec(0, 5), 0)
     hidden = torch.zeros(700, HIDDEN)
@@ -162,7 +162,7 @@ def test_drafts_do_not_take_memory_from_kv(tmp_path: Path) -> None:
     [(129280, 8192, 512), (129280, 300, 300), (129280, 1, 16), (320, 10**6, 1024), (1 << 22, 10**6, 64)],
 )
 def test_rows_at_once(vocab: int, num_logits: int, rows: int) -> None:
-    assert sizes.logits_rows(vocab, num_logits) == rows
+    assert step_memory.logits_rows(vocab, num_logits) == rows
 
 
 # -- passes

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.models.sizes import EDIT_BYTES
+from moe_engine.models.step_memory import EDIT_BYTES
 from moe_engine.types import FinishReason, NewRow
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.custom_processors import CustomProcessors

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.models.sizes import EDIT_BYTES, PENALTY_COUNT_BYTES, PENALTY_TOKEN_BYTES
+from moe_engine.models.step_memory import EDIT_BYTES, PENALTY_COUNT_BYTES, PENALTY_TOKEN_BYTES
 from moe_engine.types import NewRow
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.slot_tokens import SlotTokens

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.models.sizes import EDIT_BYTES
+from moe_engine.models.step_memory import EDIT_BYTES
 from moe_engine.types import FinishReason, NewRow, SamplingParams
 from moe_engine.types.token_masks import LaunchedStep, StepMasks, words_of
 from moe_engine.worker.device_stream import DeviceStream

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.models.sizes import NGRAM_PLACES
+from moe_engine.models.step_memory import NGRAM_PLACES
 from moe_engine.worker.device_stream import DeviceStream
 
 BLOCK = 2048

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import Model
-from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
+from moe_engine.models.step_memory import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
 from moe_engine.worker.batch.dp_step import chain_forwards

@@ -17,7 +17,7 @@ from moe_engine.kernels.compression.protocol import Kept
 from moe_engine.kernels.compression.reference import TorchCompression
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.models.batch import ForwardBatch, WindowSlots
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.layers.compressed_in_place import StepInPlace
@@ -179,7 +179,7 @@ def test_a_row_without_captured_launches_has_no_plan() -> None:
 def test_memory_is_in_the_ledger() -> None:
     attention = config(3)
     steps, tokens, width = steps_of(attention), 8, 1 << 14
-    of = partial(sizes._compressed_bytes, attention, num_tokens=tokens, dtype_bytes=2)
+    of = partial(step_memory._compressed_bytes, attention, num_tokens=tokens, dtype_bytes=2)
     table = torch.zeros(tokens, width, dtype=torch.int32)
     assert steps.plan_in_place(decodes([40] * tokens, 1, table, table).attention)
     assert (

@@ -21,7 +21,7 @@ from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.workspaces import AttentionLoad
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from moe_engine.models.needs import head_widths
 from tests.kernels.vendors import fa3_emulator, flashinfer_emulator
 from tests.kernels.vendors.test_model import stepper
@@ -120,8 +120,10 @@ def test_a_long_prompt_holds_no_more_than_the_ledger_counts(checkpoint, monkeypa
     attend()  # lists of slots and lengths are kept for all layers
     with Held() as held:
         attend()
-    monkeypatch.setattr(sizes, "MAX_ABSORBED_TOKENS", 0)
-    counted = sizes._mla_bytes(config.attention, count, 2, LIMIT) - sizes._mla_bytes(config.attention, count, 2, 0)
+    monkeypatch.setattr(step_memory, "MAX_ABSORBED_TOKENS", 0)
+    counted = step_memory._mla_bytes(config.attention, count, 2, LIMIT) - step_memory._mla_bytes(
+        config.attention, count, 2, 0
+    )
     load = AttentionLoad(1, 1, head_widths(config), 8, expanded=1)  # plans exist before
     counted += copies(replace(load, expanded=1 + LIMIT)) - copies(load)
     assert counted / 3 < held.most <= counted
