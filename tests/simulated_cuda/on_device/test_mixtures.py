@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.engine.harness import Scripted
 from tests.models.checkpoints import make_checkpoint
+from tests.models.llama4_images import make_llama4, picture
 from tests.models.mistral_native import make_mistral_large3_text
+from tests.simulated_cuda.on_device.test_compressed_engines import with_image
 from tests.simulated_cuda.on_device.test_engines import FEW, GREEDY, compared, script, sometimes_warm
 
 MADE: dict[str, Callable[[Path], Path]] = {
@@ -31,3 +35,16 @@ def test_decodes_are_captured(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     found = compared(path, tmp_path, script([GREEDY, GREEDY]), {}, **more)
     assert found.num_graphs == 2 and found.waits == []
     assert any(step.cuda_graph for step in found.steps)
+
+
+@pytest.mark.drawn(1)
+def test_decodes_behind_tiles_are_captured(tmp_path: Path) -> None:
+    """Images of several tiles and of one: the tower on the device, embeddings of the text among their tokens."""
+    torch.manual_seed(5)
+    path, images = make_llama4(tmp_path / "model", 5, attention_chunk_size=16).path, [picture(1, 2), picture(1, 1)]
+    text = [Scripted(f"r{i}", [9, 8, 11, 7, 5], 4, 3 * i, sampling=GREEDY, logprob=True) for i in range(3)]
+    requests = [with_image(text[0], 2, images[0]), with_image(text[1], 3, images[1]), with_image(text[2], 2, images[0])]
+    sizes = {"page_size": 1, "context_length": 48, "max_running_requests": 3, "max_total_tokens": 160}
+    found = compared(path, tmp_path, requests, sizes, cuda_graph_bs_decode="2", **FEW)
+    assert found.num_graphs and any(step.cuda_graph for step in found.steps)
+    assert not any(step.waits for step in found.steps if step.cuda_graph)
