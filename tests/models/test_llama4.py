@@ -156,6 +156,32 @@ def test_fp8_experts_beside_plain_matrices(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(path), logits_of(other), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("common", [True, False])
+def test_fp8_of_modelopt(tmp_path: Path, common: bool) -> None:
+    """Experts in common tensors [E, K, N] with a scale for all of them, or for each; factors of the KV cache."""
+    path = make_checkpoint("llama4", tmp_path / "q", tokenizer=False)
+    stored: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        joined = ".experts." in name
+        if not joined and not name.endswith("_proj.weight"):
+            stored[name] = plain[name] = tensor
+            continue
+        scale = tensor.abs().amax((1, 2) if joined and not common else None) / 448
+        factor = scale.reshape(-1, *[1] * (tensor.dim() - 1))
+        codes = (tensor / factor).to(torch.float8_e4m3fn)
+        stored |= {name: codes, f"{name}_scale".replace("proj_", "proj_weight_"): scale.float()}
+        stored[f"{name.removesuffix('.weight')}{'_' if joined else '.'}input_scale"] = torch.tensor(0.1)
+        plain[name] = codes.to(tensor.dtype) * factor
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            stored[f"{name.removesuffix('weight')}{name[-13]}_scale"] = torch.tensor(1.0)
+    section = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*router*", "*vision_model*"]}
+    path, other = write_pair(path, stored, plain, {"quantization_config": section})
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    for row in ("torch", "cpu"):
+        torch.testing.assert_close(logits_of(path, row), logits_of(other, row), rtol=1e-3, atol=1e-3)
+
+
 def test_names(tmp_path: Path) -> None:
     """Each tensor belongs to one module, so that a weight update builds it again; dense layers have other names."""
     loaded = stepper.load(make_checkpoint("llama4", tmp_path, tokenizer=False), "torch")
