@@ -24,10 +24,10 @@ from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.ops.shapes import OpShape
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.protocol import (
-    BLOCK_FP8,
     FP8,
     FP8_MAX,
     ROW_FP8,
+    BlockFP8,
     BlockWeight,
     KernelFormat,
     RowWeight,
@@ -180,7 +180,10 @@ def _sample(sampling: Any, device: str, rows: int, vocab: int) -> Call:
 
 def linear_case(shape: LinearShape) -> KernelCase:
     def prepare(kernel: Any, device: str) -> Call:
-        x, weight = normal(shape.rows, shape.k, device=device), linear_weight(kernel, shape, device)
+        if (dtype := _dtype_of(shape)) == torch.float16 and kernel.name not in ("torch", "triton"):
+            raise NotServed("is measured in bfloat16")
+        x = normal(shape.rows, shape.k, device=device, dtype=dtype)
+        weight = linear_weight(kernel, shape, device)
         return lambda: kernel.run(x, weight)
 
     return KernelCase("linear", shape.name, shape, shape.fp8, prepare)
@@ -188,17 +191,24 @@ def linear_case(shape: LinearShape) -> KernelCase:
 
 def linear_weight(kernel: Any, shape: LinearShape, device: str) -> PreparedLinear:
     """A weight as the kernel keeps it; dequantized for kernels without its format."""
-    weight, able = normal(shape.n, shape.k, device=device, scale=shape.k**-0.5), kernel.capabilities
+    dtype, able = _dtype_of(shape), kernel.capabilities
+    weight = normal(shape.n, shape.k, device=device, dtype=dtype, scale=shape.k**-0.5)
+    bias = normal(shape.n, device=device, dtype=dtype) if shape.biased else None
     found: PreparedLinear
     if shape.fp8 or shape.format is not None:
-        stored, format = _stored(weight, shape.format, shape.row_scales)
+        stored, format = _stored(weight, shape.format, shape.row_scales, shape.power_of_two)
         keep = able.quantized.get(type(format)) if able.takes is None or able.takes(format) else None
         if keep is not None:
-            found = keep(stored, None)
+            found = keep(stored, bias)
             return found
         weight = _values(stored, weight.dtype)
-    found = kernel.prepare(weight)
+    found = kernel.prepare(weight, bias)
     return found
+
+
+def _dtype_of(shape: LinearShape) -> torch.dtype:
+    """AWQ's scales are float16, and so are its products."""
+    return torch.bfloat16 if shape.format is None else getattr(torch, shape.format.scales)
 
 
 def experts_case(shape: ExpertShape) -> KernelCase:
@@ -259,12 +269,14 @@ Stored = BlockWeight | RowWeight | CodedWeight
 """A weight in FP8 or in 4 bits."""
 
 
-def _stored(weight: Tensor, codes: GroupCodes | None, row_scales: bool) -> tuple[Stored, KernelFormat]:
+def _stored(
+    weight: Tensor, codes: GroupCodes | None, row_scales: bool, power_of_two: bool = False
+) -> tuple[Stored, KernelFormat]:
     """The weight in FP8, in blocks or with a scale per row, and its format; with `codes` another one of its size."""
     if codes is not None:
         return coded_weight(codes, *weight.shape, weight.device), codes
     if not row_scales:
-        return quantize_weight(weight), BLOCK_FP8
+        return quantize_weight(weight, power_of_two), BlockFP8(power_of_two)
     scales = weight.float().abs().amax(1).div_(FP8_MAX)
     return RowWeight((weight.float() / scales[:, None]).to(FP8), scales), ROW_FP8
 

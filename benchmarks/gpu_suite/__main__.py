@@ -5,10 +5,10 @@
 
 Takes less than ten minutes on one H200: cases without time are left out and counted. `--parts aot parity exchange
 kernels` leaves their time to the kernels. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to
-it, updated after every part, and prints tables. A failed part is reported and the others continue; a kernel that
-crashes or hangs costs its own line. A file that exists is continued: its other parts of this commit and GPU stay, so
-that several short runs (`--parts`) make one result. Exit code: 0; 1 if a part failed or a row is wrong; 2 without a
-CUDA device. Missed targets do not change it.
+it, and prints tables; the file is updated every few seconds, so that a run that is cut leaves what it has measured. A
+failed part is reported and the others continue; a kernel that crashes or hangs costs its own line. A file that exists
+is continued: its other parts of this commit and GPU stay, so that several short runs (`--parts`) make one result. Exit
+code: 0; 1 if a part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
 `--dry-run` runs everything in tiny sizes, on the CPU or with `--dry-run cuda` on a GPU, into a temporary folder unless
 `--output` is given: its numbers are meaningless, but it detects errors before a real run.
 """
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +61,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_all(
     names: Sequence[str], seconds: float, output: Path, dry: str | None = None, only: Sequence[str] = ()
 ) -> int:
-    """Runs the parts in order, within `seconds`; the file is written after each, with the other parts it had."""
+    """Runs the parts in order, within `seconds`; the file has the other parts that it had."""
     from benchmarks.gpu_suite.picture import draw
     from benchmarks.gpu_suite.texts import part_text, summary
 
     ends = time.monotonic() + seconds
     result, ran = earlier(output, dry or "cuda"), dict[str, Any]()
     parts = [part for part in PARTS if part.name in names]
+
+    def write(name: str, values: dict[str, Any]) -> None:
+        write_result("gpu_suite", result | {name: values}, device=dry or "cuda", path=output)
+
     for place, part in enumerate(parts):
         limit = shares(parts[place:], ends - time.monotonic())
-        values = run_apart(part, limit, dry, only) if limit > 5 else {"failed": "no time left"}
+        values = (
+            run_apart(part, limit, dry, only, partial(write, part.name)) if limit > 5 else {"failed": "no time left"}
+        )
         result[part.name] = ran[part.name] = values
         print(f"\n== {part.name} ({values.get('seconds', 0)} s)\n{part_text(part.name, values)}", flush=True)
-        write_result("gpu_suite", result, device=dry or "cuda", path=output)
+        write(part.name, values)
     picture = draw(result, output.with_suffix(".png"))
     print(f"\n{summary(result)}\n\n{output}" + (f"\n{picture}" if picture else ""))
     return 1 if any("failed" in values or values.get("wrong") for values in ran.values()) else 0

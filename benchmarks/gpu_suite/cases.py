@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_cases import attention_case, attention_cases
-from benchmarks.gpu_suite import compressed_cases, draft_cases, fused_cases, index_cases, layer_cases
+from benchmarks.gpu_suite import (
+    compressed_cases,
+    draft_cases,
+    form_cases,
+    form_products,
+    fused_cases,
+    index_cases,
+    layer_cases,
+)
 from benchmarks.gpu_suite.launched import Counted, counted
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.kernel_cases import (
@@ -142,8 +150,8 @@ def order(tokens: int, num_experts: int = 256, top_k: int = 8) -> KernelCase:
 
 
 def four_bits(*rows: int) -> list[KernelCase]:
-    """A product of each form of 4 bits in bfloat16, and the experts of a rank."""
-    products = [next(form.at(count)) for form in FOUR_BIT_PRODUCTS if form.format != AWQ for count in rows]
+    """A product of each form of 4 bits, and the experts of a rank in bfloat16."""
+    products = [next(form.at(count)) for form in FOUR_BIT_PRODUCTS for count in rows]
     experts = [model for model in FOUR_BIT_MODELS if model.format != AWQ]
     return [
         *map(linear_case, products),
@@ -176,6 +184,9 @@ def parity_cases() -> list[KernelCase]:
         *index_cases.cases(9, 1024, 64, 256),
         *draft_cases.cases(5, 300, 16),
         *layer_cases.cases(9, 2048, 32, 128, 100),
+        *form_cases.cases(9, 300, 2048, 16, 128),
+        *form_products.cases(9, 2000, 1024, 16, 128),
+        *form_products.experts(EXPERTS),
     ]
 
 
@@ -200,6 +211,9 @@ def timed_cases() -> list[KernelCase]:
         *index_cases.cases(128, 4096, 64, 512),
         *draft_cases.cases(64, 4096, 128),
         *layer_cases.cases(128, 4096, 32, 128, 2048),
+        *form_cases.cases(128, 4096, 4096, 64, 128),
+        *form_products.cases(128, 4096, 4096, 64, 128),
+        *form_products.experts(EXPERTS),
     ]
 
 
@@ -250,4 +264,6 @@ def tiny_cases() -> list[KernelCase]:
         *index_cases.cases(3, 64, 2, 16, 32),
         *draft_cases.cases(2, 32, 4, 64),
         *layer_cases.cases(3, 128, 4, 32, 18),
+        *form_cases.cases(3, 20, 128, 4, 32),
+        *form_products.cases(3, 20, 70, 4, 32, wide=False, part=32),
     ]

@@ -67,14 +67,16 @@ def _tokens(step: Decodes) -> CompressedTokens:
     return CompressedTokens(step.positions, step.positions, asked.rows, asked.slot_table, step.slots)
 
 
-def pairs(requests: int, context: int, width: int = 512) -> KernelCase:
-    """Entries of two tokens. A row without them: entries of two tokens without bias and rotation."""
+def pairs(requests: int, context: int, width: int = 512, keep: bool = True) -> KernelCase:
+    """Entries of two tokens. A row without them: entries of two tokens without bias and rotation. keep: the tokens'
+    projections, too."""
 
     def prepare(kernel: Any, device: str) -> Call:
         step = Decodes.of(requests, context, device)
         kept = Kept(normal((1 + requests) * 2, 2 * width, device=device), 2, 0)
         projected, norm = normal(requests, 2 * width, device=device), (torch.rand(width, device=device) + 0.5, EPS)
-        tokens, places = _tokens(step), kept.places(step.positions, step.queries.rows, step.slots)
+        tokens = _tokens(step)
+        places = kept.places(step.positions, step.queries.rows, step.slots) if keep else None
 
         def together() -> tuple[Tensor, ...]:
             return *kernel.sum_pairs(projected, kept, norm, tokens, places), kept.rows
@@ -92,7 +94,7 @@ def pairs(requests: int, context: int, width: int = 512) -> KernelCase:
 
         return apart if kernel.sum_pairs is None else together
 
-    return counted("compression", f"pairs.{width}.r{requests}", prepare, context)
+    return counted("compression", f"pairs.{width}{'' if keep else '.prompt'}.r{requests}", prepare, context)
 
 
 def plan_rows(requests: int, context: int, window: int, rate: int, top_k: int = 0) -> KernelCase:
@@ -308,6 +310,7 @@ def cases(requests: int, context: int, heads: int, width: int, hidden: int) -> l
         ngram_products(requests, hidden),
         ngram_products(requests, hidden, 20),
         pairs(requests, context, width),
+        pairs(requests, context, width, keep=False),
         plan_rows(requests, context, min(128, context // 2), 4, min(512, context // 4)),
         plan_rows(requests, context, min(128, context // 2), rates[1][0]),
         streams(requests, hidden),

@@ -82,16 +82,16 @@ def combine_norm(tokens: int, hidden: int, top_k: int) -> KernelCase:
     return counted("ops", f"fused.combine_norm.{hidden}x{top_k}.t{tokens}", prepare, routing=routing)
 
 
-def heads_quantized(tokens: int, heads: int, value: int = 128, latent: int = 512) -> KernelCase:
-    """The product per head, quantized for o_proj."""
+def heads_quantized(tokens: int, heads: int, value: int = 128, latent: int = 512, powers: bool = False) -> KernelCase:
+    """The product per head, quantized for o_proj. powers: with scales that are powers of two."""
 
     def prepare(linear: Any, device: str) -> Call:
         x = normal(tokens, heads, latent, device=device)
         weight = linear.prepare_heads(normal(heads, value, latent, device=device, scale=latent**-0.5))
-        fused, format = linear.capabilities.heads_quantized, ActivationFormat.fp8(False)
+        fused, format = linear.capabilities.heads_quantized, ActivationFormat.fp8(powers)
 
         def apart() -> Tensor:
-            return dequantize_rows(quantize_rows(linear.run_heads(x, weight).flatten(1)))
+            return dequantize_rows(quantize_rows(linear.run_heads(x, weight).flatten(1), powers))
 
         def together() -> Tensor:
             found: QuantizedActivation = fused(x, weight, format)
@@ -99,7 +99,7 @@ def heads_quantized(tokens: int, heads: int, value: int = 128, latent: int = 512
 
         return apart if fused is None else together
 
-    return counted("linear", f"fused.heads_quantized.{heads}x{value}.t{tokens}", prepare, fp8=True)
+    return counted("linear", f"fused.heads_quantized.{heads}x{value}{'.powers' * powers}.t{tokens}", prepare, fp8=True)
 
 
 def norm_route(tokens: int, hidden: int, experts: int, top_k: int) -> KernelCase:
@@ -179,18 +179,19 @@ def mlp(tokens: int, hidden: int, width: int) -> KernelCase:
     return counted("linear", f"fused.mlp.{hidden}x{width}.t{tokens}", prepare, fp8=True)
 
 
-def normed_query(tokens: int, n: int, k: int) -> KernelCase:
-    """A query's product, which computes the norm of its few rows itself; they are part of wider rows."""
+def normed_query(tokens: int, n: int, k: int, form: str = "") -> KernelCase:
+    """A query's product, which computes the norm of its few rows itself; they are part of wider rows. form: a flag of
+    `LinearShape`."""
 
     def prepare(linear: Any, device: str) -> Call:
-        weight = linear_weight(linear, LinearShape("", tokens, n, k, True), device)
+        weight = linear_weight(linear, LinearShape("", tokens, n, k, True, **({form: True} if form else {})), device)
         x = normal(tokens, k + 64, device=device)[:, :k]
         norm, format = 1 + 0.1 * normal(k, device=device, dtype=torch.float32), linear.input_format(weight)
         if linear.capabilities.norms is None or not format.rows or format.exponents:
             return lambda: linear.run(TorchOps().rms_norm(x, norm, 1e-6), weight)
         return lambda: linear.run(RowsToNorm(x, norm, 1e-6), weight)
 
-    return counted("linear", f"fused.normed_query.{n}x{k}.t{tokens}", prepare, fp8=True)
+    return counted("linear", f"fused.normed_query.{n}x{k}{form and '.' + form}.t{tokens}", prepare, fp8=True)
 
 
 def parity_cases() -> list[KernelCase]:
@@ -209,12 +210,14 @@ def timed_cases(tokens: int, hidden: int, top_k: int, context: int) -> list[Kern
         norm_route(tokens, hidden, 256, top_k),
         attention_values(tokens, context, 16),
         mlp(tokens, hidden, 2048),
-        normed_query(tokens, 3072, 1536),
+        *(normed_query(tokens, 3072, 1536, form) for form in ("", "row_scales", "power_of_two")),
+        heads_quantized(tokens, 128, powers=True),
     ]
 
 
 def tiny_cases() -> list[KernelCase]:
     return [
         absorb(3, 2, 32, 64, 16), combine_norm(5, 256, 2), heads_quantized(3, 2, 128, 64), norm_route(3, 64, 16, 2),
-        attention_values(2, 400, 4, 64, 32), mlp(3, 128, 128), normed_query(3, 70, 256),
+        attention_values(2, 400, 4, 64, 32), mlp(3, 128, 128), heads_quantized(3, 2, 128, 64, powers=True),
+        *(normed_query(3, 70, 256, form) for form in ("", "row_scales", "power_of_two")),
     ]  # fmt: skip

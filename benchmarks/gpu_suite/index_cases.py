@@ -7,6 +7,7 @@ Legend: R requests of one token each, I channels of an index head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,8 +126,9 @@ def pool_keys(requests: int, context: int, size: int = 4, width: int = 128) -> K
     return counted("indexer", f"pool_keys.{size}x{width}.r{requests}", prepare, context)
 
 
-def pool_means(requests: int, context: int, size: int = 4, width: int = 128) -> KernelCase:
-    """Keys of tokens, and the normed and rotated means of the pools that they complete. A row without them: apart."""
+def pool_means(requests: int, context: int, size: int = 4, width: int = 128, halves: bool = False) -> KernelCase:
+    """Keys of tokens, and the normed and rotated means of the pools that they complete. A row without them: apart.
+    halves: rotated by halves."""
     rotary = width // 2
 
     def prepare(kernel: Any, device: str) -> Call:
@@ -134,7 +136,8 @@ def pool_means(requests: int, context: int, size: int = 4, width: int = 128) -> 
         keys = normal(requests, width, device=device)
         cache = normal(step.num_slots, 1, width, device=device)
         rows = step.positions // size * size
-        turns = PoolTurns(step.positions, rows, rotary_table(rotary, device), size)
+        table = replace(rotary_table(rotary, device), interleaved=not halves)
+        turns = PoolTurns(step.positions, rows, table, size)
 
         def together() -> Tensor:
             kernel.pools.write_means(keys, weight, EPS, turns, step.slots, cache)
@@ -153,7 +156,7 @@ def pool_means(requests: int, context: int, size: int = 4, width: int = 128) -> 
 
         return apart if kernel.pools.write_means is None else together
 
-    return counted("indexer", f"pool_means.{size}x{width}.r{requests}", prepare, context)
+    return counted("indexer", f"pool_means.{size}x{width}{'.halves' * halves}.r{requests}", prepare, context)
 
 
 def pool_slots(requests: int, context: int, rule: PoolRule, chosen: bool) -> KernelCase:
@@ -188,6 +191,7 @@ def cases(requests: int, context: int, heads: int, top_k: int, width: int = 128)
         selected_blocks(requests, context, 4, rule, width),
         pool_keys(requests, context, width=width),
         pool_means(requests, context, width=width),
+        pool_means(requests, context, width=width, halves=True),
         pool_slots(requests, context, PoolRule(4, top_k // 4), chosen=True),
         pool_slots(requests, context, PoolRule(4, context // 4), chosen=False),
     ]

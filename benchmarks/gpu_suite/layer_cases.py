@@ -6,6 +6,7 @@ Legend: T tokens, R requests, D hidden, H heads, G KV heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -223,15 +224,19 @@ def write_latent_records(tokens: int, latent: int, rotary: int) -> KernelCase:
     return counted("ops", f"write_latent.{latent}x{rotary}.fp8.t{tokens}", prepare, fp8=True, compared=compared)
 
 
-def chunked_context(tokens: int, context: int, heads: int, nope: int = 128, rotary: int = 64) -> KernelCase:
-    """MLA's expanded form over a context in two chunks, whose rows are gathered from FP8 records, and their merge."""
+def chunked_context(
+    tokens: int, context: int, heads: int, nope: int = 128, rotary: int = 64, fp8: bool = True
+) -> KernelCase:
+    """MLA's expanded form over a context in two chunks, whose rows are gathered, from FP8 records or from rows in 16
+    bits, and their merge."""
 
     def prepare(kernel: Any, device: str) -> Call:
         chunks, latent = kernel.capabilities.chunks, 4 * nope
         if chunks is None:
             raise NotServed("has no context in chunks")
         asked, half = paged_queries(1, tokens, context, device, PAGE), context // 2
-        cache = latent_records.pack(normal(pool_size(asked), latent + rotary, device=device), latent, FP8_GROUPS)
+        cache = normal(pool_size(asked), latent + rotary, device=device)
+        cache = latent_records.pack(cache, latent, FP8_GROUPS) if fp8 else cache
         q = normal(tokens, heads, nope + rotary, device=device)
         kv = normal(context, heads, 2 * nope, device=device)
         plans = [chunks.plan(asked, [first], [count]) for first, count in ((0, half), (half, context - half))]
@@ -247,7 +252,7 @@ def chunked_context(tokens: int, context: int, heads: int, nope: int = 128, rota
 
         return call
 
-    return counted("mla", f"chunks.{heads}x{nope}.q{tokens}.s{context}", prepare, context)
+    return counted("mla", f"chunks.{heads}x{nope}{'' if fp8 else '.bf16'}.q{tokens}.s{context}", prepare, context)
 
 
 def probabilities(rows: int, vocab: int, tokens: int = 4) -> KernelCase:
@@ -311,7 +316,12 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
     gdn = DeltaShape(heads // 2, heads, width, width, 4)
     kda = DeltaShape(heads, heads, width, width, 4, width, sigmoid=True)
     ssm = DeltaShape(max(1, heads // 8), heads, width, width // 2, 4, additive=True)
-    nets, runs, groups = {"gdn": gdn, "kda": kda, "ssm": ssm}, ([1] * tokens, [prompt] * 2), heads // 4
+    bound = replace(kda, bound=-5.0)
+    nets, runs, groups = (
+        {"gdn": gdn, "kda": kda, "kda.bound": bound, "ssm": ssm},
+        ([1] * tokens, [prompt] * 2),
+        heads // 4,
+    )
     return [
         *(delta(label, shape, lens) for label, shape in nets.items() for lens in runs),
         lora(tokens, hidden, (0, hidden, hidden * 5 // 4, hidden * 3 // 2), 16),
@@ -328,6 +338,7 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
         write_kv(tokens, groups, width, fp8=True),
         write_latent_records(tokens, 4 * width, width // 2),
         chunked_context(prompt, 2 * prompt, heads, width, width // 2),
+        chunked_context(prompt, 2 * prompt, heads, width, width // 2, fp8=False),
         greedy(tokens, 32 * hidden),
         probabilities(tokens, 32 * hidden),
         copied_rows(8 * tokens, hidden),

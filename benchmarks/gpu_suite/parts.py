@@ -23,6 +23,8 @@ NO_DEVICE = 2
 """Exit code without a CUDA device."""
 LINE_S = 40.0
 """Seconds of a line, its compilation included, after which its kernel hangs: the part goes on behind it."""
+SHOWN_S = 5.0
+"""Seconds between partial results of a part in the file of the result."""
 MISSING = "benchmarks.gpu_suite: needs a CUDA device; torch sees none (--dry-run)"
 
 
@@ -141,16 +143,23 @@ def run_part(name: str, setting: Setting) -> int:
     return 0
 
 
-def run_apart(part: Part, seconds: float, dry: str | None = None, only: Sequence[str] = ()) -> dict[str, Any]:
+OnValues = Callable[[dict[str, Any]], None]
+"""Receives the values so far of a part that is not finished."""
+
+
+def run_apart(
+    part: Part, seconds: float, dry: str | None = None, only: Sequence[str] = (), on_values: OnValues = lambda _: None
+) -> dict[str, Any]:
     """Runs a part in a separate process, restarting it if it lost the device, or if it died or hangs at a case that can
-    be skipped, and ends all its processes. ``failed`` has the error; partial results are kept."""
+    be skipped, and ends all its processes. ``failed`` has the error; partial results are kept. on_values: every few
+    seconds."""
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "part.json"), Path(folder, "stderr")
         began, failed = time.monotonic(), None
         setting, restarts = Setting.of(dry, seconds, output, only), 0
         while True:
             left = max(0.0, setting.ends - time.monotonic())
-            code = _run_once(part, left, setting, log)
+            code = _run_once(part, left, setting, log, on_values)
             at = setting.saved().get("at")
             if code is not None and (code == DEVICE_LOST or (code < 0 and at)) and not setting.is_over:
                 restarts += 1
@@ -174,11 +183,12 @@ def start_process(arguments: list[str], errors: IO[Any]) -> subprocess.Popen[Any
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
 
 
-def _run_once(part: Part, seconds: float, setting: Setting, log: Path) -> int | None:
+def _run_once(part: Part, seconds: float, setting: Setting, log: Path, on_values: OnValues) -> int | None:
     """The exit code, that of a killed process if a line hangs; None after the time limit."""
     arguments, ends = ["--run-part", part.name, "--output", str(setting.output)], time.monotonic() + seconds
     arguments += ["--seconds", str(seconds), *(["--dry-run", setting.kind] if setting.dry else [])]
     arguments += ["--only", *setting.only] if setting.only else []
+    shown = time.monotonic()
     with log.open("w") as errors:
         process = start_process(arguments, errors)
         try:
@@ -189,6 +199,9 @@ def _run_once(part: Part, seconds: float, setting: Setting, log: Path) -> int | 
                     return None
                 if setting.give_up(LINE_S):
                     return -signal.SIGKILL
+                if time.monotonic() >= shown + SHOWN_S and (values := setting.saved()):
+                    shown = time.monotonic()
+                    on_values(values | {"failed": "not finished"})
         finally:
             _end_group(process)
 

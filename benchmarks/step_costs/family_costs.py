@@ -41,7 +41,8 @@ def paged(a: Any, s: Setting) -> Cost:
     requests, (tokens, heads) = len(a.rows), a.q.shape[:2]
     groups, kind = a.keys.shape[1], a.keys.element_size()
     context = min(s.context, a.table.shape[1])  # of selected tokens fewer than the context
-    context = min(context, a.WINDOW) if a.WINDOW else context
+    if a.WINDOW:  # below 0: the tokens of the chunk so far
+        context = min(context, a.WINDOW) if a.WINDOW > 0 else (context - 1) % -a.WINDOW + 1
     partials = min(len(a.partial), requests + a.grid[0]) if a.grid[0] > requests else 0
     blocks = requests * -(-tokens * heads // (requests * groups * a.BLOCK_M))
     partials = min(partials, blocks * pieces_of(context, a.BLOCK_N))

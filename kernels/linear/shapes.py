@@ -14,7 +14,8 @@ from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP,
 @dataclass(frozen=True)
 class LinearShape:
     """x [M, K] @ weight [N, K].T in bf16, or with x and weight in block FP8; the result is bf16. `format`: of a weight
-    in 4 bits, with x in 16 bits. `row_scales`: FP8 has a scale per row of the weight."""
+    in 4 bits, with x in 16 bits. `row_scales`: FP8 has a scale per row of the weight. `biased`: with a bias.
+    `power_of_two`: rows are quantized with such scales."""
 
     name: str
     rows: int
@@ -23,6 +24,8 @@ class LinearShape:
     fp8: bool
     format: GroupCodes | None = None
     row_scales: bool = False
+    biased: bool = False
+    power_of_two: bool = False
 
     @property
     def bytes(self) -> int:

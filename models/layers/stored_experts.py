@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsKernel
@@ -92,8 +94,10 @@ class StoredExperts:
         return weights
 
     def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
-        """Reads experts into their slots, by expert."""
+        """Reads experts into their slots, by expert. Tensors without values (``moe-engine compile``): only one."""
         experts, kernel, wide = list(slots), self.kernel, (self._width, self._hidden)
+        if reader.device == torch.device("meta"):
+            del experts[1:]
         first = (wide[0] // 2, wide[1]) if self._moe.squared else wide
         format, down = self._formats(reader, experts[0])
         store = kernel.load_expert if format is None else kernel.capabilities.quantized[type(format)].load

@@ -253,7 +253,9 @@ def test_a_dry_run_goes_through_parts_and_writes_all(tmp_path, capsys, monkeypat
 
 def test_short_runs_make_one_result_of_a_commit(tmp_path, monkeypatch, capsys):
     output = tmp_path / "r.json"
-    monkeypatch.setattr(suite, "run_apart", lambda part, limit, dry, only: {"skipped": part.name, "limit": limit})
+    monkeypatch.setattr(
+        suite, "run_apart", lambda part, limit, dry, only, on_values: {"skipped": part.name, "limit": limit}
+    )
     monkeypatch.setattr(suite, "commit", lambda: now)
     monkeypatch.setattr(report, "commit", lambda: now)
     now = "abc"

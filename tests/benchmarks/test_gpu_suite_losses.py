@@ -54,7 +54,7 @@ def test_what_a_part_has_when_its_time_is_over_is_kept(monkeypatch):
 
     codes = [DEVICE_LOST, -11, None]
 
-    def once(part, seconds, setting, log):
+    def once(part, seconds, setting, log, on_values):
         log.write_text("")
         setting.save({"lines": [{"us": 1.0}] * (3 - len(codes)), "at": {"kernel": "k", "row": "r"}})
         return codes.pop(0)
@@ -84,11 +84,14 @@ def test_a_line_that_hangs_is_ended_and_the_part_goes_on_behind_it(monkeypatch):
         return processes[-1]
 
     monkeypatch.setattr(parts, "start_process", start_process)
-    monkeypatch.setattr(parts, "LINE_S", 0.2)
-    values = run_apart(PARTS[1], 60, "cpu")
+    monkeypatch.setattr(parts, "LINE_S", 1.5)
+    monkeypatch.setattr(parts, "SHOWN_S", 0.2)
+    shown: list[dict[str, Any]] = []
+    values = run_apart(PARTS[1], 60, "cpu", on_values=shown.append)
+    assert shown[0]["failed"] == "not finished" and shown[0]["lines"] == []  # what an interrupted run leaves
     assert values["restarts"] == 1 and "failed" not in values and processes[0].returncode == -9
     (line,) = values["lines"]
-    assert line["failed"] == "no result after 0 s" and line["lost"] and not line["ok"]
+    assert line["failed"] == "no result after 2 s" and line["lost"] and not line["ok"]
 
 
 def test_summary_names_what_was_missed_and_what_failed():

@@ -261,3 +261,21 @@ LONGCAT_FLASH: dict[str, Any] = {
     },
 }  # fmt: skip
 """The FP8 release."""
+LLAMA_4_SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4",
+    "boi_token_index": 200080, "eoi_token_index": 200081, "image_token_index": 200092, "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "llama4_text", "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+        "head_dim": 128, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+        "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": 4, "floor_scale": 8192,
+        "no_rope_layers": [], "max_position_embeddings": 10485760, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "use_qk_norm": True, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "attention_bias": False,
+        "eos_token_id": [200001, 200007, 200008], "router_jitter_noise": 0.0, "for_llm_compressor": False,
+    },
+    "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408, "image_size": 336, "patch_size": 14},
+}  # fmt: skip

@@ -22,16 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu_suite.engine_points import write_model
-from benchmarks.step_costs.models import MODELS, shortened
-from moe_engine.cli.compile_kernels.exercise import exercise
-from moe_engine.cli.compile_kernels.other_rows import build_triton
-from moe_engine.config.args import EngineArgs
+from benchmarks.gpu_suite.served_models import CHUNK, launch_of, run_steps
 from moe_engine.kernels.triton.absent_device import absent_device
-from moe_engine.kernels.warmup_sizes import StepSize
-from moe_engine.planning.hardware import GPUS
-from moe_engine.planning.prepare import prepare
-from moe_engine.planning.resolved_config import ResolvedConfig
 from tests.kernels.triton import grid_limits
 from tests.kernels.triton.address_bounds import (
     ACCEPTED,
@@ -43,23 +35,6 @@ from tests.kernels.triton.address_bounds import (
     too_large,
 )
 from tests.kernels.triton.cache_keys import Key, key_of, there
-from tests.models import published
-
-PUBLISHED = {
-    **{name: shortened(fields)[0] for name, fields in MODELS.items()}, "glm-5.2": published.GLM_5_2,
-    "qwen3.8": published.QWEN3_8, "kimi-linear": published.KIMI_LINEAR, "nemotron-3": published.NEMOTRON_3_NANO,
-    "ling-flash": published.LING_FLASH, "longcat-flash": published.LONGCAT_FLASH,
-    "qwen-3.8-flash-next": published.QWEN_3_8_FLASH_NEXT,
-}  # fmt: skip
-FORMS: dict[str, dict[str, Any]] = {"tp1": {}, "dp8ep8": {"tp_size": 8, "attn_dp_size": 8, "ep_size": 8}}
-"""Flags. The most heads of a rank, and the most tokens of the experts."""
-REQUESTS, CHUNK, CONTEXT = 256, 32768, 1 << 20
-ENOUGH_BYTES = 10**13
-"""For the weights and the KV of each model: offsets do not depend on what fits."""
-STEPS = (
-    StepSize(REQUESTS, 1, 4096), StepSize(REQUESTS, 4, 4096), StepSize(1, 1, CONTEXT), StepSize(0, 1, 0, CHUNK),
-    StepSize(0, 1, 0, CHUNK // 2, CONTEXT // 2), StepSize(7, 1, 50, 300, 64),
-)  # fmt: skip
 
 
 @dataclass
@@ -114,31 +89,11 @@ def seen(arch: int) -> Iterator[dict[Key, Seen]]:
         yield found
 
 
-def launch_of(folder: Path, model: str, form: str) -> ResolvedConfig:
-    """The launch of a model on Triton's rows."""
-    fields = PUBLISHED[model]
-    text = fields.get("text_config", fields)
-    longest = min(CONTEXT, text.get("max_position_embeddings", CONTEXT))
-    args = EngineArgs.from_kwargs(
-        model_path=str(write_model(folder / "model", fields)), load_format="dummy", device="cuda",
-        max_running_requests=REQUESTS, chunked_prefill_size=CHUNK, context_length=longest, **FORMS[form],
-    )  # fmt: skip
-    return prepare(args, replace(GPUS["h200"], memory_bytes=ENOUGH_BYTES).machine())
-
-
-def sizes_of(config: ResolvedConfig) -> list[StepSize]:
-    """`STEPS`, within the longest context."""
-    most = config.context_len
-    found = [replace(size, context=min(size.context, most), prefill=min(size.prefill, most)) for size in STEPS]
-    return [replace(size, prefix=min(size.prefix, most - size.prefill)) for size in found]
-
-
 def main() -> None:
     folder, model, form = Path(sys.argv[1]), *sys.argv[2:]
     config = launch_of(folder, model, form)
     with seen(90) as launches:
-        for _ in exercise(config, build_triton(config.kernels.model.choices), sizes_of(config)):
-            pass
+        run_steps(config)
         narrow_kernel[(CHUNK,)](there(1), CHUNK, WIDTH=CHUNK)
     found: dict[str, list[str]] = {}
     for one in launches.values():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,10 @@ PRODUCTION = "launches in production sizes"
 MODELS = (
     "v2-lite", "v3", "gpt-oss-120b", "qwen3-next", "kimi-k2", "v3.2", "v4-flash", "v4-pro", "v41-flash", "glm-4.6",
     "minimax-m3", "llama-8b-awq", "llama-8b-row-fp8", "v3-row-fp8", "glm-5.3-flash", "glm-5.2", "qwen3.8",
-    "kimi-linear", "nemotron-3", "ling-flash", "longcat-flash", "qwen-3.8-flash-next",
+    "kimi-linear", "nemotron-3", "ling-flash", "longcat-flash", "qwen-3.8-flash-next", "kimi-k3",
+    "llama-4-scout",
 )  # fmt: skip
-"""Of `outside_production`, which imports Triton."""
+"""Of `served_models`, which imports Triton."""
 LAUNCHED = {
     "gpt-oss-120b": {"paged_kernel", "grouped_rows_kernel"},
     "v4-flash": {"compress_kernel", "scores_kernel", "select_kernel", "latent_kernel"},
@@ -94,6 +96,14 @@ def test_launches_in_production_sizes(compiling, tmp_path, model, form):
     assert found.pop("narrow_kernel") == ["(program x * 131072)"]  # and 2^15 rows of 2^15 elements are few enough
     assert count > 20 and not any(found.values()), {name: numbers for name, numbers in found.items() if numbers}
     assert LAUNCHED.get(model, set()) <= found.keys()
+
+
+@pytest.mark.parametrize("model", [pytest.param(m, marks=pytest.mark.one_of("forms of models", m)) for m in MODELS])
+def test_every_form_that_a_model_launches_has_a_case_in_the_gpu_suite(compiling, tmp_path, model):
+    """Constants of kernels without their sizes: a new one needs a line in a table of `benchmarks/gpu_suite`."""
+    out = output_of(compiling, tmp_path, "benchmarks.gpu_suite.kernel_coverage", "--missing", model)
+    count, lacking = map(int, re.findall(r"^(\d+) forms, (\d+) without a case", out, re.MULTILINE)[0])
+    assert count > 15 and not lacking, out
 
 
 def test_large_tiles_use_the_instructions_of_their_architecture(compiling, tmp_path):

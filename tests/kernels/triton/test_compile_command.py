@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu_suite.launched import recorded
-from benchmarks.step_costs.models import MODELS
+from benchmarks.step_costs.models import MODELS, shortened
 from moe_engine.cli.compile_kernels.absent_deep_gemm import note
 from moe_engine.cli.compile_kernels.exercise import exercise, one_layer_of_each
 from moe_engine.cli.compile_kernels.other_rows import NoExperts, build_triton
@@ -22,6 +23,7 @@ from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.warmup_sizes import StepSize, ladder, step_sizes
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.planning.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 from moe_engine.types.row_sizes import row_width
@@ -81,6 +83,24 @@ def test_a_layer_of_each_kind_runs(model: str, layers: int, tmp_path: Path) -> N
     cut = one_layer_of_each(whole)
     assert cut.num_layers == layers
     assert {whole.window_of(i) for i in range(whole.num_layers)} == {cut.window_of(i) for i in range(layers)}
+
+
+def test_one_expert_is_prepared_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 92 layers of 896 experts would take hours, and no kernel depends on them."""
+    (tmp_path / "config.json").write_text(json.dumps(shortened(MODELS["kimi-k2"])[0]))
+    args = EngineArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", device="cuda", context_length=64)
+    read, linear = list[str](), DummyReader.linear
+
+    def noted(self: DummyReader, prefix: str, *rest: Any, **more: Any) -> Any:
+        read.append(prefix)
+        return linear(self, prefix, *rest, **more)
+
+    monkeypatch.setattr(DummyReader, "linear", noted)
+    config = prepare(args, GPUS["h200"].machine())
+    with recorded():
+        assert list(exercise(config, build_triton(config.kernels.model.choices), [StepSize(2, 1, 8)]))
+    routed = [name for name in read if ".experts." in name]
+    assert routed and {name.partition(".experts.")[2].partition(".")[0] for name in routed} == {"0"}
 
 
 def test_slot_tables_are_as_wide_as_the_workers() -> None:
