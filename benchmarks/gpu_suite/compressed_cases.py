@@ -40,18 +40,24 @@ EPS = 1e-6
 STREAMS = 4
 
 
-def compress(requests: int, context: int, rate: int, series: int, width: int = 512, rotary: int = 64) -> KernelCase:
-    """Entries of `rate` tokens; the tokens' projections are kept in rings of requests by the same launch."""
+def compress(
+    requests: int, context: int, rate: int, series: int, width: int = 512, rotary: int = 64, keep: bool = True,
+    block: int = 0,
+) -> KernelCase:  # fmt: skip
+    """Entries of `rate` tokens. keep: the tokens' projections are kept by the same launch, in rings of requests, or of
+    blocks of `block` slots."""
 
     def prepare(kernel: Any, device: str) -> Call:
         step, numbers, each = Decodes.of(requests, context, device), series * width, series * rate + 1
-        kept = Kept(normal((1 + requests) * each, 2 * numbers, device=device), each, 0)
+        rings = 1 + (step.num_slots // block if block else requests)
+        kept = Kept(normal(rings * each, 2 * numbers, device=device), each, block)
         weights = CompressorWeights(
             normal(rate, numbers, device=device, dtype=torch.float32), torch.rand(width, device=device) + 0.5, EPS
         )
         projected, table = normal(requests, 2 * numbers, device=device), rotary_table(rotary, device)
         out = torch.zeros(step.num_slots // rate, width, dtype=torch.bfloat16, device=device)
-        tokens, places = _tokens(step), kept.places(step.positions, step.queries.rows, step.slots)
+        tokens = _tokens(step)
+        places = kept.places(step.positions, step.queries.rows, step.slots) if keep else None
 
         def call() -> tuple[Tensor, Tensor]:
             kernel.compress(projected, kept, weights, table, tokens, out, places)
@@ -59,7 +65,8 @@ def compress(requests: int, context: int, rate: int, series: int, width: int = 5
 
         return call
 
-    return counted("compression", f"compress.{rate}x{series}.{width}.r{requests}", prepare, context)
+    form = ("" if keep else ".prompt") + ".blocks" * bool(block)
+    return counted("compression", f"compress.{rate}x{series}.{width}{form}.r{requests}", prepare, context)
 
 
 def _tokens(step: Decodes) -> CompressedTokens:
@@ -304,7 +311,8 @@ def cases(requests: int, context: int, heads: int, width: int, hidden: int) -> l
     rotary = min(64, width // 2)
     rates = (4, 2), (min(128, context // 4), 1)
     return [
-        *(compress(requests, context, *rate, width, rotary) for rate in rates),
+        *(compress(requests, context, *rate, width, rotary, keep) for rate in rates for keep in (True, False)),
+        compress(requests, context, *rates[0], width, rotary, keep=False, block=128),
         compress(requests, context, 4, 2, width // 2, rotary),
         gated(requests, hidden),
         ngram_products(requests, hidden),

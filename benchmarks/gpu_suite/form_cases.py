@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.launched import counted
-from benchmarks.gpu_suite.steps import Decodes
 from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, normal, rotary_table
 from benchmarks.step_costs.costs import Routing
-from moe_engine.kernels.compression.protocol import CompressorWeights, Kept
 from moe_engine.kernels.gate_form import SQUARED, GatedActivation
 from moe_engine.kernels.ops import gated_streams, ngram_rows
 from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, round_rows
@@ -27,6 +25,8 @@ from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.ops.residual_blocks import mix_blocks
 from moe_engine.kernels.ops.streams import mix_streams
 from moe_engine.kernels.ops.zero_experts import add_input
+from moe_engine.kernels.permutation.protocol import ExpertRows
+from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.reference import dequantize_rows
 from tests.kernels.drawn import (
@@ -110,49 +110,55 @@ def quantized(tokens: int, width: int) -> Iterator[KernelCase]:
 
 # -- attention's rows
 
+
+class GroupedRow(NamedTuple):
+    """normed: q and k are. valued: there are values. trailing: the last channels are rotated, in one KV head."""
+
+    normed: bool = True
+    interleaved: bool = False
+    valued: bool = True
+    trailing: bool = False
+
+
 GROUPED_ROWS = {
-    "plain": (False, False, True, False), "norms": (True, False, True, False), "keys": (True, False, False, False),
-    "interleaved": (False, True, True, False), "interleaved.norms": (True, True, True, False),
-    "trailing": (True, True, False, True),
+    "plain": GroupedRow(False), "norms": GroupedRow(), "keys": GroupedRow(valued=False),
+    "interleaved": GroupedRow(False, True), "interleaved.norms": GroupedRow(True, True),
+    "trailing": GroupedRow(True, True, False, True),
 }  # fmt: skip
-"""Norms, interleaved pairs, values, and whether the last channels are rotated: of gpt-oss, Qwen3, the index rows of
-MiniMax-M3, Llama 4, and DeepSeek V4."""
+"""Rows of gpt-oss, Qwen3, the index rows of MiniMax-M3, Llama 4, and DeepSeek V4."""
 
 
-def grouped_rows(tokens: int, heads: int, width: int) -> Iterator[KernelCase]:
-    groups = max(1, heads // 4)
-    for name, (normed, interleaved, valued, trailing) in GROUPED_ROWS.items():
-        held = 1 if trailing else groups
+def grouped_rows(name: str, tokens: int, heads: int, width: int) -> KernelCase:
+    form = GROUPED_ROWS[name]
+    held = 1 if form.trailing else max(1, heads // 4)
 
-        def make(
-            device: str, normed: bool = normed, interleaved: bool = interleaved, valued: bool = valued,
-            trailing: bool = trailing, held: int = held,
-        ) -> Run:  # fmt: skip
-            q, k, v = (normal(tokens, count, width, device=device) for count in (heads, held, held))
-            table = RotaryTable(rotary_table(width // 2, device).cos_sin, interleaved)
-            weights = [torch.rand(width, device=device) + 0.5 for _ in "qk"]
-            positions = torch.randint(POSITIONS, (tokens,), device=device)
-            slots = torch.randperm(2 * tokens, device=device)[:tokens]
-            caches = [torch.zeros(2 * tokens, held, width, dtype=torch.bfloat16, device=device) for _ in "kv"]
+    def make(device: str) -> Run:
+        q, k, v = (normal(tokens, count, width, device=device) for count in (heads, held, held))
+        table = replace(rotary_table(width // 2, device), interleaved=form.interleaved)
+        norms = HeadNorms(torch.rand(width, device=device) + 0.5, torch.rand(width, device=device) + 0.5, EPS)
+        positions = torch.randint(POSITIONS, (tokens,), device=device)
+        slots = torch.randperm(2 * tokens, device=device)[:tokens]
+        caches = [torch.zeros(2 * tokens, held, width, dtype=torch.bfloat16, device=device) for _ in "kv"]
+        key_cache, value_cache = caches
 
-            def apart(ops: Any) -> tuple[Tensor, ...]:
-                rows = [ops.rms_norm(x, weight, EPS) if normed else x.clone() for x, weight in zip((q, k), weights)]
-                for x in rows:
-                    (ops.rotate if trailing else ops.rotate_leading)(x, positions, table)
-                ops.write_kv(rows[1], v if valued else rows[1], slots, *caches)
-                return rows[0], *caches[: 1 + valued]
+        def apart(ops: Any) -> tuple[Tensor, ...]:
+            pairs = (q, norms.q), (k, norms.k)
+            rows = [ops.rms_norm(x, weight, EPS) if form.normed else x.clone() for x, weight in pairs]
+            for x in rows:
+                (ops.rotate if form.trailing else ops.rotate_leading)(x, positions, table)
+            ops.write_kv(rows[1], v if form.valued else rows[1], slots, *caches)
+            return rows[0], *caches[: 1 + form.valued]
 
-            def run(ops: Any) -> tuple[Tensor, ...]:
-                if (fused := ops.capabilities.grouped_rows) is None:
-                    return apart(ops)
-                norms, given = HeadNorms(*weights, EPS) if normed else None, (positions, table, slots, caches[0])
-                value = (v, caches[1]) if valued else (None, None)
-                found = fused(q, k, value[0], norms, *given, value[1], None, trailing)
-                return found, *caches[: 1 + valued]
+        def run(ops: Any) -> tuple[Tensor, ...]:
+            if (fused := ops.capabilities.grouped_rows) is None:
+                return apart(ops)
+            values, to = (v, value_cache) if form.valued else (None, None)
+            given = norms if form.normed else None, positions, table, slots, key_cache, to, None, form.trailing
+            return fused(q, k, values, *given), *caches[: 1 + form.valued]
 
-            return run
+        return run
 
-        yield _case("ops", f"grouped_rows.{name}.{heads}x{held}x{width}.t{tokens}", make)
+    return _case("ops", f"grouped_rows.{name}.{heads}x{held}x{width}.t{tokens}", make)
 
 
 def rows_of_mla(tokens: int, heads: int, latent: int, width: int) -> Iterator[KernelCase]:
@@ -309,9 +315,6 @@ def sums(tokens: int, hidden: int, top_k: int) -> Iterator[KernelCase]:
         return lambda kernel: kernel.combine(*given, add)
 
     def norm(device: str) -> Run:
-        from moe_engine.kernels.permutation.protocol import ExpertRows
-        from moe_engine.kernels.permutation.reference import TorchPermutation
-
         given, residual = rows(device), normal(tokens, hidden, device=device)
         weight = 1 + 0.1 * normal(hidden, device=device)
 
@@ -400,10 +403,8 @@ def _streams(name: str, tokens: int, width: int, late: bool) -> KernelCase:
         else:
             weights = stream_weights(STREAMS, width, form.writes, device=device)
         weights = weights if form.numbers else without_numbers(weights)
-        residual, norm = (
-            late_residual(STREAMS, width, tokens, device).bfloat16(),
-            torch.rand(width, device=device) + 0.5,
-        )
+        residual = late_residual(STREAMS, width, tokens, device).bfloat16()
+        norm = torch.rand(width, device=device) + 0.5
         x = normal(tokens, width, device=device) if form.adds else None
 
         def run(ops: Any) -> tuple[Tensor, Tensor]:
@@ -419,44 +420,11 @@ def _streams(name: str, tokens: int, width: int, late: bool) -> KernelCase:
     return _case("ops", f"streams{'.late' * late}.{name}.{width}.t{tokens}", make, fp8=form.quantized)
 
 
-# -- entries of prompts
-
-
-def entries(requests: int, context: int, width: int) -> Iterator[KernelCase]:
-    """Steps that keep no projections: entries of DeepSeek V4 by blocks of slots and of requests, pairs of V4.1."""
-    rotary = min(64, width // 2)
-    for rate, series, block in ((4, 2, 0), (4, 2, 128), (min(128, context // 4), 1, 0)):
-
-        def make(device: str, rate: int = rate, series: int = series, block: int = block) -> Run:
-            step, numbers, each = Decodes.of(requests, context, device), series * width, series * rate + 1
-            count = 1 + step.num_slots // block if block else 1 + requests
-            kept = Kept(normal(count * each, 2 * numbers, device=device), each, block)
-            bias = normal(rate, numbers, device=device, dtype=torch.float32)
-            weights = CompressorWeights(bias, torch.rand(width, device=device) + 0.5, EPS)
-            projected, table = normal(requests, 2 * numbers, device=device), rotary_table(rotary, device)
-            out = torch.zeros(step.num_slots // rate, width, dtype=torch.bfloat16, device=device)
-
-            def run(kernel: Any) -> Tensor:
-                kernel.compress(projected, kept, weights, table, _tokens(step), out, None)
-                return out
-
-            return run
-
-        form = ".blocks" * bool(block)
-        yield _case("compression", f"compress.prompt{form}.{rate}x{series}.{width}.r{requests}", make, context=context)
-
-
-def _tokens(step: Decodes) -> Any:
-    from moe_engine.kernels.compression.protocol import CompressedTokens
-
-    asked = step.queries
-    return CompressedTokens(step.positions, step.positions, asked.rows, asked.slot_table, step.slots)
-
-
 def cases(tokens: int, many: int, hidden: int, heads: int, width: int) -> list[KernelCase]:
     """Of steps of `tokens` decodes, and of `many` tokens."""
     return [
-        *activations(tokens, hidden), *quantized(tokens, hidden), *grouped_rows(tokens, heads, width),
+        *activations(tokens, hidden), *quantized(tokens, hidden),
+        *(grouped_rows(name, tokens, heads, width) for name in GROUPED_ROWS),
         *rows_of_mla(tokens, heads, 4 * width, width), *routers(tokens, many, hidden), *sums(tokens, hidden, 8),
-        *residuals(tokens, hidden), *entries(tokens, many, 4 * width),
+        *residuals(tokens, hidden),
     ]  # fmt: skip

@@ -50,20 +50,19 @@ EPS = 1e-6
 NARROW = 1 << 31
 """Elements of a cache whose offsets need 64 bits."""
 
-PRODUCTS = {
-    "glm-4.6.qkv": (14336, 5120, {"fp8": True, "biased": True}),
-    "v4.q_b": (32768, 1024, {"fp8": True, "power_of_two": True}),
-    "v4.o_b": (4096, 8192, {"fp8": True, "power_of_two": True}),
-    "gpt-oss.qkv": (5120, 2880, {"fp8": False, "biased": True}),
-}
-"""Out-features, in-features and form."""
+PRODUCTS = (
+    LinearShape("glm-4.6.qkv", 1, 14336, 5120, True, biased=True),
+    LinearShape("v4.q_b", 1, 32768, 1024, True, power_of_two=True),
+    LinearShape("v4.o_b", 1, 4096, 8192, True, power_of_two=True),
+    LinearShape("gpt-oss.qkv", 1, 5120, 2880, False, biased=True),
+)
 
 
 def products(*rows: int, part: int = 1) -> Iterator[KernelCase]:
     """`PRODUCTS`, or a `part` of their sizes."""
-    for name, (n, k, form) in PRODUCTS.items():
-        for count in rows:
-            yield linear_case(LinearShape(f"{name}.m{count}", count, n // part, k // part, **form))
+    for shape in PRODUCTS:
+        for m in rows:
+            yield linear_case(replace(shape, name=f"{shape.name}.m{m}", rows=m, n=shape.n // part, k=shape.k // part))
 
 
 FP8_MINIMAX_M3 = replace(MINIMAX_M3, name="minimax-m3-fp8", fp8=True)

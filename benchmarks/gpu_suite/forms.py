@@ -55,5 +55,5 @@ def of_models(names: Iterable[str] = PUBLISHED) -> dict[Form, list[str]]:
 def difference(form: Form, known: Iterable[Form]) -> str:
     """The switches in which a form differs from the nearest known one of its kernel."""
     switches = set(form[1])
-    others = [switches - set(other) for kernel, other in known if kernel == form[0]]
-    return " ".join(f"{name}={value}" for name, value in sorted(min(others, key=len, default=switches)))
+    others = [sorted(switches - set(other)) for kernel, other in known if kernel == form[0]]
+    return " ".join(f"{name}={value}" for name, value in min(others, key=len, default=sorted(switches)))

@@ -179,19 +179,21 @@ def mlp(tokens: int, hidden: int, width: int) -> KernelCase:
     return counted("linear", f"fused.mlp.{hidden}x{width}.t{tokens}", prepare, fp8=True)
 
 
-def normed_query(tokens: int, n: int, k: int, form: str = "") -> KernelCase:
-    """A query's product, which computes the norm of its few rows itself; they are part of wider rows. form: a flag of
-    `LinearShape`."""
+def normed_query(tokens: int, n: int, k: int, row_scales: bool = False, power_of_two: bool = False) -> KernelCase:
+    """A query's product, which computes the norm of its few rows itself; they are part of wider rows. row_scales,
+    power_of_two: as in `LinearShape`."""
+    shape = LinearShape("", tokens, n, k, True, row_scales=row_scales, power_of_two=power_of_two)
+    form = ".rows" * row_scales + ".powers" * power_of_two
 
     def prepare(linear: Any, device: str) -> Call:
-        weight = linear_weight(linear, LinearShape("", tokens, n, k, True, **({form: True} if form else {})), device)
+        weight = linear_weight(linear, shape, device)
         x = normal(tokens, k + 64, device=device)[:, :k]
         norm, format = 1 + 0.1 * normal(k, device=device, dtype=torch.float32), linear.input_format(weight)
         if linear.capabilities.norms is None or not format.rows or format.exponents:
             return lambda: linear.run(TorchOps().rms_norm(x, norm, 1e-6), weight)
         return lambda: linear.run(RowsToNorm(x, norm, 1e-6), weight)
 
-    return counted("linear", f"fused.normed_query.{n}x{k}{form and '.' + form}.t{tokens}", prepare, fp8=True)
+    return counted("linear", f"fused.normed_query.{n}x{k}{form}.t{tokens}", prepare, fp8=True)
 
 
 def parity_cases() -> list[KernelCase]:
@@ -210,7 +212,9 @@ def timed_cases(tokens: int, hidden: int, top_k: int, context: int) -> list[Kern
         norm_route(tokens, hidden, 256, top_k),
         attention_values(tokens, context, 16),
         mlp(tokens, hidden, 2048),
-        *(normed_query(tokens, 3072, 1536, form) for form in ("", "row_scales", "power_of_two")),
+        normed_query(tokens, 3072, 1536),
+        normed_query(tokens, 3072, 1536, row_scales=True),
+        normed_query(tokens, 3072, 1536, power_of_two=True),
         heads_quantized(tokens, 128, powers=True),
     ]
 
@@ -219,5 +223,6 @@ def tiny_cases() -> list[KernelCase]:
     return [
         absorb(3, 2, 32, 64, 16), combine_norm(5, 256, 2), heads_quantized(3, 2, 128, 64), norm_route(3, 64, 16, 2),
         attention_values(2, 400, 4, 64, 32), mlp(3, 128, 128), heads_quantized(3, 2, 128, 64, powers=True),
-        *(normed_query(3, 70, 256, form) for form in ("", "row_scales", "power_of_two")),
+        normed_query(3, 70, 256), normed_query(3, 70, 256, row_scales=True),
+        normed_query(3, 70, 256, power_of_two=True),
     ]  # fmt: skip
