@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from moe_engine.planning.prepare import prepare
 from tests.engine.harness import InProcessEngine
 from tests.engine.test_image_requests import COUNT, assert_equal, scripted
 from tests.models import stepper
+from tests.models.sparse import clear_draw
 from tests.models.stepper import Chunk, Stepper
 from tests.models.test_parity import assert_close
 from tests.models.vision_checkpoints import GreedyOracle, Pixels
@@ -32,6 +33,24 @@ def around(images: Sequence[Pixels], image_token: int, count: int = 6) -> tuple[
         places.append(len(tokens))
         tokens += image.placeholders(image_token) + torch.randint(0, 250, (count,)).tolist()
     return tokens, places
+
+
+def clear_prompts(
+    oracle: GreedyOracle, picture: Callable[[], Pixels], image_token: int, has_experts: bool = True
+) -> tuple[Prompt, list[int]]:
+    """A prompt with an image, and text alone: no tie between experts decides their logits."""
+
+    def with_image() -> Prompt:
+        image = picture()
+        tokens, places = around([image], image_token, count=30)
+        oracle.logits(tokens, [image])
+        return tokens, places, [image]
+
+    def without() -> list[int]:
+        oracle.logits(text := torch.randint(0, 250, (20,)).tolist(), [])
+        return text
+
+    return clear_draw(with_image, needed=has_experts), clear_draw(without, needed=has_experts)
 
 
 def check_logits(

@@ -70,11 +70,12 @@ def observed(margins: list[Tensor], length: int) -> Iterator[None]:
 Drawn = TypeVar("Drawn")
 
 
-def clear_draw(draw: Callable[[], Drawn], margin: float = MARGIN) -> Drawn:
+def clear_draw(draw: Callable[[], Drawn], margin: float = MARGIN, needed: bool = True) -> Drawn:
     """The first result of `draw` for which no `topk`, of routers or indexers, is decided by less than `margin` of the
-    largest score. Two implementations may take different experts at such a distance: each rounds by about 1e-6."""
+    largest score. Two implementations may take different experts at such a distance: each rounds by about 1e-6.
+    `needed`: as in `with_margin`."""
     for _ in range(50):
-        drawn, found = with_margin(draw)
+        drawn, found = with_margin(draw, needed)
         if found > margin:
             return drawn
     raise AssertionError("no clear selections in 50 draws")

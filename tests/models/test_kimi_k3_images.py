@@ -20,12 +20,11 @@ from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.tokenizer.kimi_k3 import KimiK3Chat
 from tests.models import stepper
-from tests.models.image_parity import around, check_logits, check_requests
+from tests.models.image_parity import around, check_logits, check_requests, clear_prompts
 from tests.models.kimi_k3 import IMAGE, PATCH, VISION, make_k3
 from tests.models.kimi_k3_tower import K3Oracle
 from tests.models.published import KIMI_K3
 from tests.models.rows import all_rows
-from tests.models.sparse import clear_draw
 from tests.models.test_kimi_k3 import BOUND
 from tests.models.test_parity import assert_close
 from tests.models.vision_checkpoints import Pixels
@@ -44,17 +43,7 @@ def picture(rows: int, columns: int) -> Pixels:
 
 @pytest.mark.parametrize("row", all_rows())
 def test_logits(made: K3Oracle, row: str) -> None:
-    def with_image() -> tuple[list[int], list[int], list[Pixels]]:
-        image = picture(3, 4)
-        tokens, places = around([image], IMAGE, count=30)
-        made.logits(tokens, [image])
-        return tokens, places, [image]
-
-    def without() -> list[int]:
-        made.logits(text := torch.randint(0, 250, (20,)).tolist(), [])
-        return text
-
-    prompt, text = clear_draw(with_image), clear_draw(without)  # without ties between experts
+    prompt, text = clear_prompts(made, lambda: picture(3, 4), IMAGE)
     loaded, (image,) = stepper.load(made.path, row), prompt[2]
     assert isinstance(loaded.model, ImageInputs)
     rows = loaded.model.encode(image.values, image.grid)

@@ -21,7 +21,7 @@ from moe_engine.models.image_text import ImageInputs
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
 from tests.models.checkpoints import LARGE4
-from tests.models.image_parity import around, check_logits, check_requests
+from tests.models.image_parity import around, check_logits, check_requests, clear_prompts
 from tests.models.mistral3_checkpoints import (
     BREAK,
     END,
@@ -57,11 +57,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("row", all_rows())
 def test_logits_equal_transformers(made: Made, row: str) -> None:
-    image = picture(made, 3, 5)
     loaded = stepper.load(made.path, row)
     assert isinstance(loaded.model, ImageInputs)
+    prompt, text = clear_prompts(made, lambda: picture(made, 3, 5), IMAGE, loaded.model.config.is_moe)
+    (image,) = prompt[2]
     rows = loaded.model.encode(image.values, image.grid)
-    check_logits(loaded, made.path, row, made, (*around([image], IMAGE, count=30), [image]), rows, IMAGE)
+    check_logits(loaded, made.path, row, made, prompt, rows, IMAGE, text=text)
 
 
 def test_requests(made: Made, tmp_path: Path) -> None:
