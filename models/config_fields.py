@@ -159,7 +159,7 @@ class Fields:
         return value
 
     def by_layer(self, name: str, layers: int, known: Iterable[Any]) -> list[Any] | None:
-        """A list with one of `known` for each layer, cut behind the last layer; None if the field is absent."""
+        """A list with one of `known` for each layer, cut after the last layer; None if the field is absent."""
         value, known = self.raw.get(name), list(known)  # a list: its members may be of any type, and need no hash
         if value is None:
             return None

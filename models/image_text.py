@@ -40,7 +40,7 @@ class Tower(Protocol):
 
 class ImageInputs(Decoder):
     """Added before a text model's class: the input may have image tokens (`ForwardBatch.images`), whose embeddings are
-    rows of the tower. Behind the class of a model with residual streams, which spreads the embeddings.
+    rows of the tower. After the class of a model with residual streams, which spreads the embeddings.
 
     If positions of image tokens have several axes, the rotary table has rows for them after those of positions.
 

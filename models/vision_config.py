@@ -44,14 +44,14 @@ class VisionConfig:
         bias: of the products of a block, where they may have none.
         projector_eps, projector_bias: of the projector, where it differs.
         projector_width: channels inside the projector, where they are not those of a token.
-        row_ends: tokens of the text behind each row of an image's tokens and behind the last one; None: there are none.
-        delimited: the tower has rows of its own before an image, behind each of its rows and behind it, and fills up
+        row_ends: tokens of the text after each row of an image's tokens and after the last one; None: there are none.
+        delimited: the tower has rows of its own before an image, after each of its rows and after it, and fills up
             the tokens at its edges.
-        around: tokens of the text before and behind an image's tokens, which a prompt's placeholder does not have.
+        around: tokens of the text before and after an image's tokens, which a prompt's placeholder does not have.
         size_marks: special tokens before a placeholder, between which the size of the image is written.
         tile: patches of a tile in one direction, where an image is cut into tiles; more than one have a tile of the
-            whole image behind them, which its grid does not count. 0: no tiles.
-        tile_marks: tokens of the text between the tiles of a row, behind a row of tiles, and before the last tile.
+            whole image after them, which its grid does not count. 0: no tiles.
+        tile_marks: tokens of the text between the tiles of a row, after a row of tiles, and before the last tile.
     """
 
     tower: str

@@ -22,7 +22,7 @@ from moe_engine.models.vision_config import (
 
 PREFIX = "visual."
 DELIMITERS = ("image_start", "image_newline", "image_end")
-"""Embeddings before an image, behind each of its rows and behind it (DeepSeek V4.1)."""
+"""Embeddings before an image, after each of its rows and after it (DeepSeek V4.1)."""
 Entry = tuple[str, tuple[int, ...], bool]
 """Name, shape, and whether the tensor is kept in float32."""
 

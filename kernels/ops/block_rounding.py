@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import CacheRows, Ops, RotaryTable
+from moe_engine.kernels.powers_of_two import power_of_two_above
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _LEAST_E4M3, _LEAST_E2M1, _LEAST_SCALE = 1e-4, _E2M1_MAX * 2.0**-126, _E2M1_MAX * 2.0**-9
@@ -23,12 +24,12 @@ BLOCK, SMALL_BLOCK = 32, 16
 
 def round_e4m3(x: Tensor) -> Tensor:
     """x [..., W] in e4m3, blocks of 32 with a power of two as scale -> x's dtype."""
-    return _rounded(x, BLOCK, _LEAST_E4M3, lambda most: _power_above(most * (1.0 / _E4M3_MAX)), _to_e4m3)
+    return _rounded(x, BLOCK, _LEAST_E4M3, lambda most: power_of_two_above(most * (1.0 / _E4M3_MAX)), _to_e4m3)
 
 
 def round_e2m1(x: Tensor) -> Tensor:
     """x [..., W] in e2m1, blocks of 32 with a power of two as scale -> x's dtype."""
-    return _rounded(x, BLOCK, _LEAST_E2M1, lambda most: _power_above(most * (1.0 / _E2M1_MAX)), _to_e2m1)
+    return _rounded(x, BLOCK, _LEAST_E2M1, lambda most: power_of_two_above(most * (1.0 / _E2M1_MAX)), _to_e2m1)
 
 
 def round_e2m1_small(x: Tensor) -> Tensor:
@@ -67,12 +68,6 @@ def _rounded(
     blocks = x.float().unflatten(-1, (-1, block))
     scale = scale_of(blocks.abs().amax(-1, keepdim=True).clamp_min(least))
     return (stored(blocks / scale) * scale).flatten(-2).to(x.dtype)
-
-
-def _power_above(x: Tensor) -> Tensor:
-    """The least power of two that is not less than x > 0."""
-    fraction, exponent = torch.frexp(x)
-    return torch.ldexp(torch.ones_like(x), exponent - (fraction == 0.5).int())
 
 
 def _to_e4m3(x: Tensor) -> Tensor:

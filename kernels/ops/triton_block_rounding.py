@@ -16,6 +16,7 @@ from triton import next_power_of_2
 from moe_engine.kernels.ops.block_rounding import BLOCK, E2M1, E2M1_SMALL, E4M3, SMALL_BLOCK
 from moe_engine.kernels.ops.protocol import CacheRows, RotaryTable
 from moe_engine.kernels.ops.triton_e4m3 import inside
+from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, warps_for
@@ -26,13 +27,6 @@ _LEAST_E4M3, _LEAST_E2M1 = tl.constexpr(1e-4), tl.constexpr(6.0 * 2.0**-126)
 _LEAST_SCALE = tl.constexpr(6.0 * 2.0**-9)
 _INTEGERS = tl.constexpr(12582912.0)
 """1.5 * 2^23: a float32 sum with it has no fraction, and is rounded to the nearest integer, of two to the even one."""
-
-
-@triton.jit
-def _power_above(x):
-    """The least power of two that is not less than x, a normal number."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -55,10 +49,10 @@ def rounded(blocks, KIND: tl.constexpr):
     """blocks [N, B] float32 in the format of that name, by a scale for each; see `block_rounding`."""
     most = tl.max(tl.abs(blocks), 1)
     if KIND == "e4m3":
-        scale = _power_above(tl.maximum(most, _LEAST_E4M3) * _OF_E4M3)
+        scale = power_of_two_above(tl.maximum(most, _LEAST_E4M3) * _OF_E4M3)
         found = _to_e4m3(tl.div_rn(blocks, scale[:, None] + tl.zeros_like(blocks)))
     elif KIND == "e2m1":
-        scale = _power_above(tl.maximum(most, _LEAST_E2M1) * _OF_E2M1)
+        scale = power_of_two_above(tl.maximum(most, _LEAST_E2M1) * _OF_E2M1)
         found = _to_e2m1(tl.div_rn(blocks, scale[:, None] + tl.zeros_like(blocks)))
     else:
         most = tl.maximum(most, _LEAST_SCALE)

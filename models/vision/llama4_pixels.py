@@ -1,5 +1,5 @@
 """Llama 4's image processor, which transformers has for torchvision only: an image is scaled into a canvas of tiles of
-its proportions, black behind its edges; an image of several tiles has a tile of the whole image behind them."""
+its proportions, black beyond its edges; an image of several tiles has a tile of the whole image after them."""
 
 from __future__ import annotations
 

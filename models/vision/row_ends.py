@@ -1,4 +1,4 @@
-"""Tokens of the text among an image's tokens: behind its rows in Mistral's models, at its tiles in Llama 4.
+"""Tokens of the text among an image's tokens: after its rows in Mistral's models, at its tiles in Llama 4.
 
 Legend: N tokens of an image with those of the text, R rows and C columns of the tower's tokens, D hidden; B tiles of S
 tokens.
@@ -26,7 +26,7 @@ class RowEnds:
         self.weight = torch.cat([reader.tensor(EMBEDDING, table, cut) for cut in cuts])  # [2 or 3, D]
 
     def insert(self, rows: Tensor, grid: Grid) -> Tensor:
-        """The tower's rows [R * C, D] -> [N, D]: one token behind each row, another behind the last."""
+        """The tower's rows [R * C, D] -> [N, D]: one token after each row, another after the last."""
         vision = self._vision
         if vision.tile:
             return self._at_tiles(rows.view(-1, (vision.tile // vision.merge) ** 2, rows.shape[1]), grid)
@@ -36,7 +36,7 @@ class RowEnds:
         return out.flatten(0, 1)
 
     def _at_tiles(self, tiles: Tensor, grid: Grid) -> Tensor:
-        """Rows of all tiles [B, S, D] -> [N, D]: marks behind tiles and rows of tiles, one before the last tile."""
+        """Rows of all tiles [B, S, D] -> [N, D]: marks after tiles and rows of tiles, one before the last tile."""
         between, behind, last = self.weight.unsqueeze(1)  # [1, D] each
         columns, parts = grid[2] // self._vision.tile, []
         for i, tile in enumerate(tiles[:-1]):
