@@ -28,7 +28,7 @@ _SAVED = {
 
 def has_v4_names(names: Collection[str]) -> bool:
     """True if these are tensors of DeepSeek V4's layers."""
-    return any(_layer_part(name) in ("attn", "ffn") for name in names)
+    return any(_layer_part(name) in ("attn", "ffn", "engram") for name in names)
 
 
 def v4_names(names: Collection[str], num_layers: int | None) -> dict[str, str]:

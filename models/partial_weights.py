@@ -25,6 +25,7 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.block_fp8 import SCALE_ENDS
 from moe_engine.models.formats.online import derived_codes
+from moe_engine.models.tensors import NGRAMS
 from moe_engine.models.weights import TensorFile, WeightReader, WeightSource
 
 MARK: float = struct.unpack("f", b"\x3f\x3f\x3f\x3f")[0]
@@ -48,6 +49,7 @@ class ReceivedWeights(WeightReader):
 
     Attributes:
         missed: whether a tensor was missing.
+        tables: whether a table of n-grams was received, and whether one was missing.
     """
 
     def __init__(
@@ -57,10 +59,16 @@ class ReceivedWeights(WeightReader):
         super().__init__(directory, structure.dtype, structure.device, structure.format, lambda names: names, read=read)
         self._structure = structure
         self.served_gates = structure.served_gates
-        self.missed = False
+        self.missed, self.tables = False, set[bool]()
 
     def has(self, name: str) -> bool:
+        if NGRAMS in name:  # a table is stored whole or in parts
+            return name in self.names
         return self._structure.has(name)
+
+    def mapped(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, str]:
+        self.tables.add(name in self.names)
+        return super().mapped(name, shape) if name in self.names else self._structure.mapped(name, shape)
 
     def tensor(
         self,

@@ -12,7 +12,15 @@ from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor
 from moe_engine.models.formats.table import format_in_headers, hint_for
 from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import EMBEDDING, Kind, layer_index, model_tensors, mtp_copies, names_outside_model
+from moe_engine.models.tensors import (
+    EMBEDDING,
+    Kind,
+    layer_index,
+    model_tensors,
+    mtp_copies,
+    names_outside_model,
+    table_names,
+)
 
 MAX_SHOWN = 5
 
@@ -51,6 +59,7 @@ class TensorNames:
         """
         found = format_in_headers(self._config.weight_format, files)
         problems, read, unread = [], set(), names_outside_model(self._config, files)
+        unread -= {name for name in table_names(files) if not name.startswith("model.")}
         for name in sorted(files):
             if self._is_unread_draft(name) if layer_index(name) >= self._config.num_layers else name in unread:
                 continue

@@ -453,6 +453,11 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     return found | {name for name in names if layer_index(name) in unread}
 
 
+def table_names(names: Collection[str]) -> set[str]:
+    """Tensors of tables of n-grams, which layers map instead of loading them."""
+    return {name for name in names if name.endswith(TABLES) or NGRAMS in name}
+
+
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)

@@ -36,6 +36,7 @@ from moe_engine.models.pooling import with_pooling
 from moe_engine.models.received_tensors import ReceivedTensors, as_files, header_of
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensor_names import TensorNames
+from moe_engine.models.tensors import table_names
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
@@ -184,7 +185,7 @@ class WeightUpdate:
             raise MoeEngineError(self.refusal)
         parts = self._parts()
         names = TensorNames(self._options.model, len(parts) > 1).check(TENSORS, files)
-        modules = modules_of(parts, names)
+        modules = modules_of(parts, names | table_names(files))
         return self._memory([tensor for module in modules for tensor in weights_of(module.module)], copies=2)
 
     def _stage_files(self, files: Mapping[str, WeightFile], source: Path | ReceivedTensors) -> None:
@@ -197,16 +198,22 @@ class WeightUpdate:
             mask_source(structure, names),
         )
         staged: dict[tuple[int, int], _Staged] = {}
+        mapped: list[_StagedTable] = []
         with torch.no_grad():
-            for module in modules_of(parts, names):
-                received.missed = False
-                new = list(pairs(module.module, module.build(received)))
+            for module in modules_of(parts, names | table_names(files)):
+                received.missed, received.tables = False, set()
+                built = module.build(received)
+                if len(received.tables) > 1:
+                    raise CheckpointError(f"{TENSORS}: a part of a table of n-grams; send all tensors of a table")
+                if True in received.tables:
+                    mapped += (_StagedTable(*both) for both in tables(module.module, built))
+                new = list(pairs(module.module, built))
                 masks: list[Tensor | None] = [None] * len(new)
                 if received.missed:
                     masks = [_bytes_of(mask) != 0 for _, mask in pairs(module.module, module.build(marks))]
                 for (kept, read), mask in zip(new, masks):
                     staged.setdefault((kept.data_ptr(), kept.nbytes), _Staged(kept, read.cpu(), mask))
-        self._staged = list(staged.values())
+        self._staged = [*staged.values(), *mapped]
 
     def commit(self) -> None:
         """Copies the staged weights over those in force.

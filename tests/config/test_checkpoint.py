@@ -10,7 +10,7 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
-from moe_engine.models import checkpoint_files
+from moe_engine.models import checkpoint_names
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.prepare import prepare
@@ -36,9 +36,9 @@ def test_headers_are_summed(tmp_path):
 def test_the_names_of_a_file_are_changed_once(tmp_path, monkeypatch):
     """Published checkpoints have 90,000 tensors: a second loop over those of a file would take minutes."""
     changed = []
-    with_names = checkpoint_files._with_names
+    with_names = checkpoint_names._with_names
     monkeypatch.setattr(
-        checkpoint_files, "_with_names", lambda file, names: changed.append(file.path.name) or with_names(file, names)
+        checkpoint_names, "_with_names", lambda file, names: changed.append(file.path.name) or with_names(file, names)
     )
     for number in range(3):
         names = [f"language_model.model.layers.{number}.self_attn.{name}_proj.weight" for name in "qkvo"]

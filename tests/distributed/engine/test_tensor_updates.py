@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moe_engine import Engine
 from moe_engine.errors import InputError
@@ -22,9 +25,11 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     checkpoints,
     expected,
     open_engine,
+    tokens,
     under_load,
 )
 from tests.models.checkpoints import make_checkpoint
+from tests.models.deepseek_v41 import make_v41
 from tests.models.fp8 import dequantize_fp8
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(4)]
@@ -130,6 +135,31 @@ def test_quantized_weights_arrive_with_their_scales(tmp_path: Path) -> None:
             engine.get_weights_by_name(scale)
 
 
+@pytest.mark.parametrize("kind", ["qwen4_exp", pytest.param("deepseek_v41", marks=pytest.mark.exhaustive)])
+def test_tables_of_ngrams_are_replaced(tmp_path: Path, kind: str) -> None:
+    """Alone, and then all other tensors; a part of a table is refused."""
+    make: Callable[..., Path] = make_v41 if kind == "deepseek_v41" else partial(make_checkpoint, kind, tokenizer=False)
+    old, new = (make(tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    sent = load_file(new / "model.safetensors")
+    tables = {name for name in sent if ".engram.embed." in name or ".ngram_embedding." in name}
+    mixed = load_file(old / "model.safetensors") | {name: sent[name] for name in tables}
+    shutil.copytree(old, tmp_path / "mixed")
+    save_file(mixed, tmp_path / "mixed" / "model.safetensors")
+    wanted = []
+    for path in (tmp_path / "mixed", new):
+        with open_engine(path) as engine:
+            wanted.append(tokens(engine))
+    with open_engine(old, tp_size=2) as engine:
+        if kind == "qwen4_exp":
+            done, why = engine.update_weights_from_tensor([(name, sent[name]) for name in sorted(tables)[1:]])
+            assert not done and "send all tensors of a table" in why
+        assert engine.update_weights_from_tensor([(name, sent[name]) for name in tables])[0]
+        assert tokens(engine) == wanted[0]
+        rest = [(name, tensor) for name, tensor in sent.items() if name not in tables]
+        assert engine.update_weights_from_tensor(rest)[0]
+        assert tokens(engine) == wanted[1]
+
+
 def test_wrong_tensors_change_nothing(checkpoints: dict[str, Path]) -> None:  # noqa: F811
     new = weights(checkpoints["new"])
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -168,5 +198,5 @@ def test_no_answer_mixes_weights(checkpoints: dict[str, Path], expected: dict[st
 
         answers = asyncio.run(under_load(engine, work))
     assert {version for _, version, _, _ in answers} == {"old", "new"}
-    for number, version, _, tokens in answers:
-        assert tokens == expected[version][number], (number, version)
+    for number, version, _, found in answers:
+        assert found == expected[version][number], (number, version)
