@@ -27,6 +27,7 @@ def body_work(state: ServerState) -> dict[str, Work]:
         "encode": vectors.read_encode,
         "score": scoring.read_score,
         "rerank": scoring.read_rerank,
+        "relevance": scoring.read_relevance,
         "classify": scoring.read_classify,
         "responses": created.read,
         "responses_input_tokens": created.counted,

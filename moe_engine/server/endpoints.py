@@ -30,6 +30,7 @@ from moe_engine.server.openai_types import (
     ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
+    RelevanceRequest,
     RerankRequest,
 )
 from moe_engine.server.openapi import HTML, JSON_LINES, TEXT, Endpoint
@@ -80,7 +81,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
     messages, created, local = AnthropicApi(state), ResponsesApi(state, state.responses), OllamaApi(state)
     sessions, operations = SessionsApi(state.frontend.sessions), OperationsApi(state)
-    vectors, scoring, doctor = EmbeddingsApi(state), ScoringApi(state), DoctorApi(state, history)
+    doctor = DoctorApi(state, history)
     for path, reason in REFUSED_PATHS.items():  # before paths with a parameter, which would take them
         yield Endpoint(path, control.refuse(reason), "GET POST PUT", available=False)
     # fmt: off
@@ -88,10 +89,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
                    body=ChatRequest, event=answers.ChatChunk, aliases=("/invocations",))
     yield Endpoint("/v1/completions", completions.completions, "POST", answers.Completion,
                    body=CompletionRequest, event=answers.CompletionChunk)
-    yield Endpoint("/v1/embeddings", vectors.embeddings, "POST", answers.EmbeddingList, body=EmbeddingRequest)
-    yield Endpoint("/v1/score", scoring.score, "POST", answers.Scores, body=ScoreRequest)
-    yield Endpoint("/v1/rerank", scoring.rerank, "POST PUT", list[answers.Ranked], body=RerankRequest)
-    yield Endpoint("/v1/classify", scoring.classify, "POST", answers.ClassList, body=ClassifyRequest)
+    yield from _of_vectors(state)
     yield Endpoint("/v1/responses", created.create, "POST", responses.ResponseObject,
                    body=responses.ResponsesRequest, event=responses.ResponseEvent, names_events=True)
     yield Endpoint("/v1/responses/input_tokens", created.input_tokens, "POST", responses.InputTokens,
@@ -118,8 +116,6 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/v1/models/{model:path}", pages.model, answer=answers.ModelCard)
     yield Endpoint("/generate", api.generate, "POST PUT", native.Output | list[native.Output],
                    body=GenerateRequest, event=native.Output)
-    yield Endpoint("/encode", vectors.encode, "POST PUT", native.Encoded | list[native.Encoded], body=EncodeRequest)
-    yield Endpoint("/classify", vectors.classify, "POST PUT", native.Encoded | list[native.Encoded], body=EncodeRequest)
     yield Endpoint("/abort_request", api.abort_request, "POST", body=native.AbortRequest)
     yield Endpoint("/flush_cache", api.flush_cache, "GET POST", str, TEXT, query=native.FlushQuery,
                    aliases=("/reset_prefix_cache",))
@@ -127,6 +123,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
                    body=native.TokenizeRequest, aliases=("/v1/tokenize",))
     yield Endpoint("/detokenize", api.detokenize, "POST", native.Texts,
                    body=native.DetokenizeRequest, aliases=("/v1/detokenize",))
+    yield Endpoint("/tokenizer_info", api.tokenizer_info, answer=native.TokenizerInfo)
     yield Endpoint("/separate_reasoning", parse.separate_reasoning, "POST", native.SeparatedReasoning,
                    body=native.SeparateReasoningRequest)
     yield Endpoint("/parse_function_call", parse.parse_function_call, "POST", native.ParsedCalls,
@@ -155,6 +152,21 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/", pages.root, answer=native.Root)
     yield Endpoint("/openapi.json", pages.description, answer=native.OpenAPI)
     yield Endpoint("/docs", pages.docs, answer=str, media=HTML)
+    # fmt: on
+
+
+def _of_vectors(state: ServerState) -> Iterator[Endpoint]:
+    """Embeddings and scores."""
+    vectors, scoring = EmbeddingsApi(state), ScoringApi(state)
+    # fmt: off
+    yield Endpoint("/v1/embeddings", vectors.embeddings, "POST", answers.EmbeddingList, body=EmbeddingRequest)
+    yield Endpoint("/v1/score", scoring.score, "POST", answers.Scores, body=ScoreRequest)
+    yield Endpoint("/v1/rerank", scoring.rerank, "POST PUT", list[answers.Ranked], body=RerankRequest)
+    yield Endpoint("/v2/rerank", scoring.relevance, "POST", answers.Relevances, body=RelevanceRequest,
+                   aliases=("/rerank",))
+    yield Endpoint("/v1/classify", scoring.classify, "POST", answers.ClassList, body=ClassifyRequest)
+    yield Endpoint("/encode", vectors.encode, "POST PUT", native.Encoded | list[native.Encoded], body=EncodeRequest)
+    yield Endpoint("/classify", vectors.classify, "POST PUT", native.Encoded | list[native.Encoded], body=EncodeRequest)
     # fmt: on
 
 

@@ -32,6 +32,7 @@ from moe_engine.server.native_types import AbortRequest, DetokenizeRequest, Flus
 from moe_engine.server.openai_images import take_images
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.state import ServerState
+from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.validation import refuse_unavailable
 
 FLUSH_POLL_SECONDS = 0.1
@@ -139,5 +140,17 @@ class NativeApi:
         for ids in batch:
             check_token_ids(ids or [0], self._state.client.info.vocab_size, "tokens")
         texts = [tokenizer.decode(ids, asked.skip_special_tokens is not False) for ids in batch]
-        answer: Texts = {"text": texts if many else texts[0]}
+        answer: Texts = {"text": texts} if many else {"text": texts[0], "prompt": texts[0]}
         yield encode_json(answer)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Special tokens and chat template, for clients that tokenize with /tokenize."""
+        template = self._state.chat_template
+        answer: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self._state.client.info.context_len,
+            **self._state.tokenizer().special_tokens,
+        }
+        if isinstance(template, ChatTemplate):
+            answer["chat_template"] = template.source
+        return json_response(answer)

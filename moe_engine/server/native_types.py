@@ -334,7 +334,22 @@ class Tokens(TypedDict):
 
 
 class Texts(TypedDict):
+    """`prompt`: vLLM's name of the text of one list."""
+
     text: str | list[str]
+    prompt: NotRequired[str]
+
+
+class TokenizerInfo(TypedDict):
+    """vLLM's; `chat_template`: the one in force, if it is Jinja."""
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: NotRequired[str]
+    eos_token: NotRequired[str]
+    pad_token: NotRequired[str]
+    unk_token: NotRequired[str]
+    chat_template: NotRequired[str]
 
 
 class SeparatedReasoning(TypedDict):

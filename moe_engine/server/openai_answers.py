@@ -193,6 +193,26 @@ class Ranked(TypedDict):
     meta_info: dict[str, Any]
 
 
+class DocumentText(TypedDict):
+    text: str
+
+
+class Relevance(TypedDict):
+    """`document`: unless return_documents is false."""
+
+    index: int
+    relevance_score: float
+    """Between 0 and 1."""
+    document: NotRequired[DocumentText]
+
+
+class Relevances(TypedDict):
+    id: str
+    model: str
+    results: list[Relevance]
+    usage: Usage
+
+
 class Classification(TypedDict):
     index: int
     label: str

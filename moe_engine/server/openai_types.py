@@ -134,6 +134,18 @@ class RerankRequest(msgspec.Struct, kw_only=True):
     model: Any = None
 
 
+class RerankDocument(msgspec.Struct):
+    text: Text
+
+
+class RelevanceRequest(RerankRequest, kw_only=True):
+    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1)]  # type: ignore[assignment]
+    model: Annotated[str | None, Meta(description="any name")] = None
+
+    def __post_init__(self) -> None:
+        self.documents = [each.text if isinstance(each, RerankDocument) else each for each in self.documents]
+
+
 class ImageAddress(TypedDict, total=False):
     url: Required[Annotated[str, Meta(description="data, http, https or file address, absolute path, or base64")]]
     detail: Annotated[str | None, Meta(description="no effect: the model's image processor chooses the size")]

@@ -17,9 +17,9 @@ from moe_engine.frontend.scoring import ScoreRequest, label_logprobs, score_inpu
 from moe_engine.server.bodies import Plan
 from moe_engine.server.embeddings_api import encode_plan, encodings_of
 from moe_engine.server.http_io import decode_body, json_response
-from moe_engine.server.openai_answers import Classification, ClassList, Ranked, Scores
+from moe_engine.server.openai_answers import Classification, ClassList, Ranked, Relevance, Relevances, Scores
 from moe_engine.server.openai_common import usage_of
-from moe_engine.server.openai_types import ClassifyRequest, RerankRequest
+from moe_engine.server.openai_types import ClassifyRequest, RelevanceRequest, RerankRequest
 from moe_engine.server.state import ServerState
 from moe_engine.validation import refuse_unavailable
 
@@ -55,6 +55,28 @@ class ScoringApi:
     async def rerank(self, request: Request) -> Response:
         """Documents sorted by their scores for a query."""
         plan = await self._state.bodies.plan(request, "rerank")
+        ranked, _ = await self._ranked(request, plan)
+        return json_response(ranked)
+
+    async def relevance(self, request: Request) -> Response:
+        """Documents sorted by their relevance for a query, in the form of Cohere, Jina and vLLM."""
+        plan = await self._state.bodies.plan(request, "relevance")
+        ranked, job = await self._ranked(request, plan)
+        results: list[Relevance] = []
+        for one in ranked:
+            found: Relevance = {"index": one["index"], "relevance_score": softmax([one["score"], 0.0])[0]}
+            if one["document"] is not None:
+                found["document"] = {"text": one["document"]}
+            results.append(found)
+        answer: Relevances = {
+            "id": f"rerank-{uuid.uuid4().hex}",
+            "model": plan.options.model or self._state.model_name,
+            "results": results,
+            "usage": self._usage(job),
+        }
+        return json_response(answer)
+
+    async def _ranked(self, request: Request, plan: Plan) -> tuple[list[Ranked], Job]:
         req: RerankRequest = plan.options
         job = await encode_plan(self._state, request, plan)
         ranked: list[Ranked] = [
@@ -67,11 +89,17 @@ class ScoringApi:
             for encoding in encodings_of(job)
         ]
         ranked.sort(key=lambda one: one["score"], reverse=True)
-        return json_response(ranked[: req.top_n])
+        return ranked[: req.top_n], job
 
     def read_rerank(self, body: bytes | bytearray) -> Plan:
         """`Plan.options`: the request."""
-        req = decode_body(body, RerankRequest)
+        return self._read_rerank(decode_body(body, RerankRequest))
+
+    def read_relevance(self, body: bytes | bytearray) -> Plan:
+        """`Plan.options`: the request."""
+        return self._read_rerank(decode_body(body, RelevanceRequest))
+
+    def _read_rerank(self, req: RerankRequest) -> Plan:
         refuse_unavailable(req)
         pooling = self._state.client.info.pooling
         if pooling is None or not pooling.head or pooling.width != 1:

@@ -85,6 +85,11 @@ class ChatTemplate(ChatEncoder):
         self._special_tokens = dict(special_tokens or {})
 
     @property
+    def source(self) -> str:
+        """Jinja source of the template for requests without tools."""
+        return self._sources["default"]
+
+    @property
     def reads_parts(self) -> bool:
         return all(self._wants_parts.values())
 

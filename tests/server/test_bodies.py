@@ -78,6 +78,7 @@ VECTORS: list[tuple[str, dict[str, Any]]] = [
     ("/classify", {"input_ids": [[5, 6], [7]]}),
     ("/v1/classify", {"input": "Hello"}),
     ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ("/v2/rerank", {"query": "a", "documents": ["b", "c"]}),
 ]
 """Endpoints of embedding models, and of classification models."""
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -219,7 +220,7 @@ async def test_long_texts():
         got = (await http.post("/tokenize", json={"prompt": [text, "a"]})).json()
         assert (got["tokens"][0] == ids, got["tokens"][1]) == (True, client.tokenizer.encode("a"))
         assert got["count"] == [len(ids), 2]
-        assert (await http.post("/detokenize", json={"tokens": ids})).json() == {"text": text}
+        assert (await http.post("/detokenize", json={"tokens": ids})).json() == {"text": text, "prompt": text}
         refused = await http.post("/generate", json={"text": text})
         assert "is longer than the model's context length (256 tokens)" in refused.json()["error"]["message"]
 

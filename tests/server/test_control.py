@@ -347,7 +347,8 @@ def test_tokenize_and_back():
     client = FakeClient()
     got = post(client, "/tokenize", {"prompt": "Hello world"}).json()
     assert (got["tokens"][0], got["count"], got["max_model_len"]) == (0, 3, 256)
-    assert post(client, "/v1/detokenize", {"tokens": got["tokens"]}).json() == {"text": "Hello world"}
+    back = post(client, "/v1/detokenize", {"tokens": got["tokens"]}).json()
+    assert back == {"text": "Hello world", "prompt": "Hello world"}
     many = post(client, "/v1/tokenize", {"prompt": ["a", "b c"], "add_special_tokens": False}).json()
     assert many["count"] == [len(ids) for ids in many["tokens"]]
     assert post(client, "/detokenize", {"tokens": many["tokens"]}).json() == {"text": ["a", "b c"]}
@@ -357,6 +358,17 @@ def test_tokenize_and_back():
     assert post(client, "/detokenize", {"tokens": [10**9]}).status_code == 400
     assert post(client, "/detokenize", {"tokens": [5], "skip_special_tokens": "no"}).status_code == 400
     assert post(client, "/tokenize", {"prompt": "x"}, skip_tokenizer_init=True).status_code == 400
+
+
+def test_facts_of_the_tokenizer():
+    """vLLM's, which evaluation harnesses render and tokenize with. The template is the one in force."""
+    client = FakeClient()
+    found = get(client, "/tokenizer_info").json()
+    assert {name: text for name, text in found.items() if name.endswith("_token")} == client.tokenizer.special_tokens
+    assert found["chat_template"] == client.tokenizer.chat_template and found["model_max_length"] == 256
+    chosen = get(client, "/tokenizer_info", chat_template="{{ messages[0].content }}").json()
+    assert chosen["chat_template"] == "{{ messages[0].content }}"
+    assert get(client, "/tokenizer_info", skip_tokenizer_init=True).status_code == 400
 
 
 async def test_flush_and_abort():

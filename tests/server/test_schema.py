@@ -200,6 +200,8 @@ VECTORS: list[tuple[str, dict[str, Any]]] = [
     ("/classify", {"text": ["Hello"]}),
     ("/v1/score", {"query": "a", "items": ["b", "c"]}),
     ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ("/v2/rerank", {"query": "a", "documents": ["b", {"text": "c"}]}),
+    ("/rerank", {"query": "a", "documents": ["b"], "return_documents": False}),
     ("/v1/classify", {"input": ["Hello", "a"]}),
 ]
 

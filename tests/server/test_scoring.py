@@ -138,6 +138,27 @@ def test_rerank():
         assert "with one score" in message(post(other, "/v1/rerank", {"query": "a", "documents": ["b"]}))
 
 
+def test_relevance_in_the_form_of_cohere_and_jina():
+    fake = classifier(ONE_SCORE)
+    body = {"model": "any", "query": "a", "documents": ["b", {"text": "b b"}, "b b b"], "top_n": 2}
+    ranked = post(fake, "/v1/rerank", body | {"documents": ["b", "b b", "b b b"]}).json()
+    answer = post(fake, "/v2/rerank", body).json()
+    results = [
+        {
+            "index": one["index"],
+            "relevance_score": pytest.approx(1 / (1 + math.exp(-one["score"]))),
+            "document": {"text": one["document"]},
+        }
+        for one in ranked
+    ]
+    assert answer["model"] == "any" and answer["results"] == results and len(results) == 2
+    lengths = [len(ids) for ids in fake.tokenizer.encode_pairs([("a", text) for text in ("b", "b b", "b b b")])]
+    assert answer["usage"]["prompt_tokens"] == sum(lengths)
+    short = post(fake, "/rerank", body | {"return_documents": False}).json()["results"]
+    assert short == [{name: one[name] for name in ("index", "relevance_score")} for one in answer["results"]]
+    assert "documents[0]" in message(post(fake, "/rerank", {"query": "a", "documents": [{"text": 5}]}))
+
+
 def test_classify():
     answer = post(classifier(), "/v1/classify", {"input": [[5, 6], [7]], "model": "any"}).json()
     assert [one["label"] for one in answer["data"]] == ["low", "middle"]
