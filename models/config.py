@@ -53,6 +53,7 @@ class GQAConfig:
     `indexer`: they see selected pools of tokens, all heads the same (Qwen3.8-Flash-Next); `index_width`: channels of
     its key, which is cached beside each token's. `gate_width`: numbers that a projection of its own gives, whose
     sigmoid multiplies a head's result: one (Step 3.5). `gate_softplus`: softplus instead of the sigmoid (Laguna).
+    `qk_eps`: epsilon of the norms of q and k; 0: the model's.
     """
 
     num_heads: int
@@ -70,6 +71,7 @@ class GQAConfig:
     indexer: IndexerConfig | None = None
     gate_width: int = 0
     gate_softplus: bool = False
+    qk_eps: float = 0.0
 
     kind = "gqa"
 

@@ -49,8 +49,9 @@ def parse_llama4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     assert isinstance(whole, GQAConfig)
     rotary = tuple(i for i, kind in enumerate(read.raw["layer_types"]) if kind == _CHUNKED)
     normed = replace(whole, qk_norm="unweighted" if read.flag("use_qk_norm", True) else "")
-    if normed.qk_norm and rope.attention_factor != 1.0:  # which a norm after the rotation takes away
-        fields.fail("rope_scaling", f"multiplies q and k by {rope.attention_factor:g}, not supported with use_qk_norm")
+    if normed.qk_norm:  # which after the rotation takes its factor away, but for the part of the epsilon
+        normed = replace(normed, qk_eps=config.norm_eps / rope.attention_factor**2)
+        rope = replace(rope, attention_factor=1.0)
     still = RopeConfig(rope.theta, min(_STILL, whole.head_dim), True, "zero")
     if fields.raw.get("attn_temperature_tuning", True):  # true, or a number
         floor, scale = read.integer("floor_scale"), read.number("attn_scale")

@@ -119,6 +119,7 @@ class GQAttention:
             supported = self._backend.capabilities.sinks
             assert supported is not None
             self._paged = partial(_with_sinks, supported, self._sinks)
+        self._norm_eps = gqa.qk_eps or config.norm_eps
         self._load_norms(config, reader, prefix, (query, key), (share, kv_share), parallel)
         self._grouped_rows = None if rope.axes else backends.ops.capabilities.grouped_rows
         changed = self._both_norms is not None or rotary.query_scale is not None or gqa.output_gate
@@ -134,7 +135,7 @@ class GQAttention:
             self.in_stack = decoder.fuse_gqa(
                 GQALayer(
                     self._qkv.weight, self._o.weight, norms, self._sinks, gqa.num_heads, gqa.num_kv_heads, rotary,
-                    config.norm_eps, self._scale,
+                    self._norm_eps, self._scale,
                 )
             )  # fmt: skip
 
@@ -150,20 +151,20 @@ class GQAttention:
         self._both_norms: ProjectionNorms | None = None
         if self._gqa.qk_norm == "projection":
             self._both_norms = ProjectionNorms(
-                self._ops, reader, prefix, widths, config.norm_eps, shares, parallel.attn_tp
+                self._ops, reader, prefix, widths, self._norm_eps, shares, parallel.attn_tp
             )
         elif self._gqa.qk_norm in ("rotated", "unweighted"):
             if self._gqa.qk_norm == "rotated":
                 self._head_weights = HeadWeights(reader, prefix, width)
-            self._q_norm = self._k_norm = UnweightedNorm(self._ops, width, config.norm_eps, reader.device)
+            self._q_norm = self._k_norm = UnweightedNorm(self._ops, width, self._norm_eps, reader.device)
         elif self._gqa.qk_norm:
             self._q_norm, self._k_norm = (
-                RMSNorm(self._ops, reader, f"{prefix}.{name}", width, config.norm_eps, config.norm_plus)
+                RMSNorm(self._ops, reader, f"{prefix}.{name}", width, self._norm_eps, config.norm_plus)
                 for name in ("q_norm", "k_norm")
             )
         self._head_norms: HeadNorms | None = None
         if self._q_norm is not None and self._k_norm is not None:
-            self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, config.norm_eps)
+            self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, self._norm_eps)
 
     @property
     def inner_norms(self) -> list[RMSNorm]:

@@ -297,8 +297,9 @@ def _draw_llama4(rng: random.Random, fields: dict[str, Any]) -> None:
         "attention_chunk_size": rng.choice((7, 16, 25, 100)), "attn_temperature_tuning": rng.random() < 0.7,
         "floor_scale": rng.choice((5, 16, 8192)), "attn_scale": rng.choice((0.1, 0.5)),
     }  # fmt: skip
-    if fields["use_qk_norm"]:  # q and k are not scaled by a factor of attention
-        fields["rope_scaling"] = rng.choice((None, LLAMA3_ROPE, LLAMA3_ROPE | {"high_freq_factor": 1.0}))
+    if rng.random() < 0.5:
+        yarn, sharp = YARN | {"attention_factor": 1.3}, LLAMA3_ROPE | {"high_freq_factor": 1.0}
+        fields["rope_scaling"] = rng.choice((None, yarn, LLAMA3_ROPE, sharp))
 
 
 def _draw_mla(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,17 @@ def test_requests_within_a_chunk_have_windows_that_every_row_takes(tmp_path: Pat
     assert need_of_model(longer, "bfloat16").chunked
     need = need_of_model(within, "bfloat16")
     assert need.windows and not need.chunked and within.windows == longer.windows
+
+
+def test_factors_of_positions_are_normed_away(tmp_path: Path) -> None:
+    """By norms behind the rotation, but for their epsilon; without norms they multiply q and k."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    for normed in (True, False):
+        config = parse(tmp_path, rope_scaling=yarn, use_qk_norm=normed)
+        rotated, factor = config.attention_of(0), 1 + 0.1 * math.log(4)
+        assert isinstance(rotated, GQAConfig) and config.rope_of(3).attention_factor == 1
+        assert rotated.qk_eps == (pytest.approx(1e-5 / factor**2) if normed else 0)
+        assert config.rope_of(0).attention_factor == (1 if normed else pytest.approx(factor))
 
 
 def test_factors_of_queries(tmp_path: Path) -> None:
@@ -179,14 +191,12 @@ def test_names(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
     for wrong, message in (
         ({"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported; supported: 1"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers needs a 1 (with positions) or 0 for each of 48 layers"),
         ({"layer_types": ["full_attention"] * 48}, "layer_types must have chunked_attention where no_rope_layers has"),
         ({"moe_layers": "all"}, "moe_layers must be a list of layers"),
         ({"attention_chunk_size": None}, "attention_chunk_size is null"),
-        ({"rope_scaling": yarn}, "rope_scaling multiplies q and k by 1.13863, not supported with use_qk_norm"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             parse(tmp_path, **wrong)
