@@ -68,7 +68,7 @@ def products(*rows: int, part: int = 1) -> Iterator[KernelCase]:
 FP8_MINIMAX_M3 = replace(MINIMAX_M3, name="minimax-m3-fp8", fp8=True)
 GLM_53_FLASH = ExpertModel("glm-5.3-flash", 288, 8, 4096, 2048, fp8=False, activation=GatedActivation(10.0))
 EXPERTS = {
-    DEEPSEEK_V3: (3,), QWEN3_30B_ROWS: (3, 100), GPT_OSS_20B_MXFP4: (3, 40), FP8_MINIMAX_M3: (3, 40, 600),
+    DEEPSEEK_V3: (3,), QWEN3_30B_ROWS: (3, 40, 100), GPT_OSS_20B_MXFP4: (3, 40), FP8_MINIMAX_M3: (3, 40, 600),
     GLM_53_FLASH: (3, 40, 600), NEMOTRON_3: (3, 40, 100), KIMI_K3: (2,),
 }  # fmt: skip
 """Tokens: with few a pair is a row of its own, with more the weights are the left factor, the most take large tiles."""

@@ -18,14 +18,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--missing", nargs="*", metavar="MODEL", help="forms of these models, or of all")
     models = parser.parse_args().missing
-    own = {case.name: case for case in [*cases.parity_cases(), *cases.timed_cases(), *cases.all_cases()]}
-    print(kernels(own) if models is None else missing(own, models))
+    compared = [*cases.parity_cases(), *cases.all_cases()]
+    print(kernels([*compared, *cases.timed_cases()]) if models is None else missing(compared, models))
 
 
-def kernels(own: dict[str, KernelCase]) -> str:
+def kernels(own: list[KernelCase]) -> str:
     """Each kernel with the number of its cases and the first ones, or with the reason why it has none."""
     found: dict[str, list[str]] = {case.kernel.fn.__name__: [] for case in modules.all_cases()}
-    for case in own.values():
+    for case in {case.name: case for case in own}.values():
         for kernel in {launch.kernel for launch in launches_of(case)}:
             found[kernel].append(case.name)
     rows = [
@@ -35,11 +35,12 @@ def kernels(own: dict[str, KernelCase]) -> str:
     return table(("kernel", "cases", "the first ones"), rows)
 
 
-def missing(own: dict[str, KernelCase], models: list[str]) -> str:
-    """Each form without a case, by its difference from the nearest one with a case; and the numbers of forms."""
+def missing(compared: list[KernelCase], models: list[str]) -> str:
+    """Each form without a case of parity, by its difference from the nearest one with a case; and the numbers of
+    forms."""
     from benchmarks.gpu_suite import forms
 
-    known, launched = forms.of_cases(own.values()), forms.of_models(models or forms.PUBLISHED)
+    known, launched = forms.of_cases(compared), forms.of_models(models or forms.PUBLISHED)
     lacking = sorted(form for form in launched.keys() - known if form[0] not in cases.ELSEWHERE)
     rows = [(form[0], forms.difference(form, known), ", ".join(launched[form][:3])) for form in lacking]
     return f"{table(('kernel', 'form', 'models'), rows)}\n{len(launched)} forms, {len(lacking)} without a case"
