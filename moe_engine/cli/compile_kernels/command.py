@@ -68,14 +68,15 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
     from moe_engine.cli.compile_kernels.other_rows import build_triton
     from moe_engine.kernels.triton.absent_device import absent_device
 
-    choices = config.kernels.model.choices
+    choices, draft = config.kernels.model.choices, config.kernels.draft
     for choice in choices:
         print(f"{choice.family:9} {choice.row.name}: {choice.reason}", file=sys.stderr)
     began = time.perf_counter()
     theirs = [choice.family for choice in choices if choice.row.name == "deep_gemm"]
     with absent_device(target.arch, output) as compilations:
         for takes_ends in (True, False) if "experts" in theirs and target.arch < 100 else (True,):  # by its build
-            for size in exercise(config, build_triton(choices, target.capability, takes_ends)):
+            drafting = None if draft is None else build_triton(draft.choices, target.capability, takes_ends)
+            for size in exercise(config, build_triton(choices, target.capability, takes_ends), drafting=drafting):
                 _progress(f"{len(compilations.reports)} kernels; {size.decodes} decodes, {size.prefill} prefill tokens")
     _progress("")
     reports = compilations.reports
