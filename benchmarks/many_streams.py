@@ -120,7 +120,7 @@ def own_cpu() -> float:
 
 
 def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Medians over the rounds. `http_share`: 1 - streams / engine, tokens per second of the same round."""
+    """Medians over the rounds. `share_of_engine`: streams / engine, tokens per second of the same round."""
     kinds = rounds[0].keys()
     found: dict[str, Any] = {
         kind: {name: median([one[kind][name] for one in rounds]) for name in rounds[0][kind]} for kind in kinds

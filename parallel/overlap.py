@@ -32,7 +32,7 @@ class Overlap:
 
     Attributes:
         two_batches: two-batch overlap (TBO): a step is split in halves; one computes while the other communicates.
-        threshold: see `worker.two_batches.find_cut`.
+        threshold: see `worker.batch.two_batches.find_cut`.
         shared_expert: the shared expert is computed during dispatch.
     """
 

@@ -47,7 +47,7 @@ class JumpForward:
         return self._planned[1] if self._planned[0] == number else {}
 
     def decode_into(self, draft: PlanDraft, requests: list[Request], kv_cache: KVCacheManager) -> bool | None:
-        """As `Scheduler._add_decodes`, with jumps. Takes the reports."""
+        """As `PlanDraft.add_decodes`, with jumps. Takes the reports."""
         jumps = self._usable(requests)
         plain = [request for request in requests if request not in jumps]
         need = sum(kv_cache.decode_need([request], len(tokens)) for request, tokens in jumps.items())

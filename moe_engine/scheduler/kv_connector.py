@@ -3,7 +3,7 @@
 The scheduler side, here, decides and does the bookkeeping: it hands evicted blocks to the connector before their slots
 are reused, lets requests wait for KV (`Status.WAITING_FOR_KV`), and sends the copies in plans (`StepPlan.kv_ops`).
 The worker side (`worker.kv_cache.kv_copies`) runs the copies and reports finished loads: in a result
-(`StepResult.kv_done`), or to an idle core (`StepWorker.on_kv_done`). Without a connector a plan has no `kv_ops`, and no
+(`StepResult.kv_done`), or to an idle core (`Worker.on_kv_done`). Without a connector a plan has no `kv_ops`, and no
 step runs any of this.
 """
 

@@ -2,7 +2,7 @@
 
 The chain begins with the properties, beside the model, that requests must have in common to share KV: version of the
 weights, adapter, the request's own key. The worker adds the properties that change a rank's bytes
-(`worker.kv_cache.kv_schema`).
+(`worker.kv_cache.make_copies.schema_of`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _GAUGES = {
 
 
 class ExpertMetrics:
-    """Set from the state that the cores report (`worker.expert_control.ExpertControl.state`)."""
+    """Set from the state that the cores report (`worker.eplb.expert_control.ExpertControl.state`)."""
 
     def __init__(self, families: MetricFamilies) -> None:
         self._gauges = {name: families.gauge(name, text) for name, (_, text) in _GAUGES.items()}

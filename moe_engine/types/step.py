@@ -184,7 +184,7 @@ class StepResult:
     cuda_graph: bool = False
     """Whether the model's forward was a CUDA-graph replay."""
     kv_done: tuple[int, ...] = ()
-    """Loads of `StepPlan.kv_ops` that are complete. Later completions are reported by `StepWorker.on_kv_done`."""
+    """Loads of `StepPlan.kv_ops` that are complete. Later completions are reported by `Worker.on_kv_done`."""
     errors: dict[int, FinishReason] | None = None
     """By row: the reason why logits processors made a token invalid; it may belong to a draft that is not accepted."""
     vectors: dict[int, bytes] | None = None

@@ -95,7 +95,7 @@ class GroupPlan:
         return self._blocks[block_m]
 
     def gather(self) -> Tensor:
-        """[N, 4]: records for `triton_gather`."""
+        """[N, 4]: records for `gather`."""
         if self._gather is None:
             contexts = np.asarray(self._lens, dtype=np.int64)
             count = -(-contexts // GATHER_ROWS)

@@ -67,7 +67,7 @@ class ExpertControl:
         return None if self._recorder is None else self._recorder.dump_part()
 
     def snapshot(self) -> dict[str, Any] | None:
-        """This rank's part of the live view, for `merge.sum_snapshots`."""
+        """This rank's part of the live view, for `joined_replies.sum_snapshots`."""
         return None if self._recorder is None else self._recorder.snapshot()
 
     def state(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def capture_graphs(
     progress: bool = False,
     backend: GraphBackend | None = None,
 ) -> int:
-    """Sets `ModelRunner.graphs`; collective on several ranks. Returns the number of graphs, 0 if steps stay eager.
+    """Sets `ForwardPass.graphs`; collective on several ranks. Returns the number of graphs, 0 if steps stay eager.
 
     The runner must be warmed up: every kernel of a decode step was launched before.
 
