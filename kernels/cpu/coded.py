@@ -18,7 +18,7 @@ class Coding(ctypes.Structure):
     """The C struct of a `GroupCodes` with the group of a weight."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_type", "has_zeros", "factors", "decodes")),
+        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_type", "has_zeros", "factors", "parts")),
         ("table", ctypes.c_float * 16),
     ]
 
@@ -32,8 +32,8 @@ def form_of(format: GroupCodes, k: int, deterministic: bool = False) -> Coding:
     """The form of weights with k columns; the same object for the same arguments, never freed. deterministic: a row's
     bits do not depend on the number of rows."""
     table = (ctypes.c_float * 16)(*format.table())
-    scales, decodes = _SCALES[format.scales], format.exact_in_bf16 and not deterministic
-    return Coding(format.bits, format.group_of(k), scales, int(format.zeros), format.factors, decodes, table)
+    parts = 0 if deterministic else 1 if format.exact_in_bf16 else 2
+    return Coding(format.bits, format.group_of(k), _SCALES[format.scales], format.zeros, format.factors, parts, table)
 
 
 def pack(library: Library, weight: Coded, address: int) -> None:

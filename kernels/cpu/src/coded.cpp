@@ -259,7 +259,7 @@ template void coded_product<bf16>(const Coding&, const void*, int64_t, int64_t, 
 template <class T>
 bool decodes(const Coding* form, int64_t m) {
 #if defined(MOE_DECODED)
-  if (sizeof(T) == 2) return form && form->decodes && m >= least_decoded(*form) && tiles_allowed();
+  if (sizeof(T) == 2) return form && form->parts > 0 && m >= least_decoded(*form) && tiles_allowed();
 #endif
   (void)form, (void)m;
   return false;
@@ -271,16 +271,20 @@ template bool decodes<bf16>(const Coding*, int64_t);
 void decode_panels(const Coding& form, int64_t k, int64_t first, int64_t steps, const char* panels, int64_t count,
                    const char* next, uint32_t* out) {
 #if defined(MOE_DECODED)
-  const int64_t apart = form.panel_bytes(k);
+  const auto run = form.codes_only()  ? decode_panel<8, 1>
+                   : form.bits == 8   ? decode_panel<8, 2>
+                   : form.parts == 1 ? decode_panel<4, 1>
+                                      : decode_panel<4, 2>;
   for (int64_t n = 0; n < count; n++)
-    decode_panel(form, panels + n * apart, k, 2 * first, 2 * (first + steps), next - panels, out + n * steps * LANES);
+    run(form, panels + n * form.panel_bytes(k), k, 2 * first, 2 * (first + steps), next - panels,
+        out + n * steps * LANES, count * steps * LANES);
 #else
   (void)form, (void)k, (void)first, (void)steps, (void)panels, (void)count, (void)next, (void)out;
 #endif
 }
 
 void scale_columns(const Coding& form, int64_t k, const char* panels, int64_t count, float* c, int64_t ldc, int64_t m) {
-  if (form.bits == 4) return;
+  if (!form.codes_only()) return;
   for (int64_t n = 0; n < count; n++) {
     const F16 scale = load_scales(panels + n * form.panel_bytes(k) + form.code_bytes(), form.scale_type);
     for (int64_t i = 0; i < m; i++) {

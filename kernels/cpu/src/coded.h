@@ -25,12 +25,13 @@ struct Coding {
   int64_t bits, group;  // group: elements of K; a multiple of 8
   int64_t scale_type, has_zeros;
   int64_t factors;  // groups with a common scale and offset; 0: a scale for each group
-  int64_t decodes;  // products of many rows may be of decoded panels
+  int64_t parts;  // products of many rows may decode panels, to this number of bf16 that sum to a value; 0: they may not
   float table[16];  // 4 bits: the value of each code; exact in bf16
 
   int64_t scale_bytes() const { return scale_type == SCALE_F32 ? 4 : 2; }
   int64_t code_bytes() const { return group * LANES * bits / 8; }
   int64_t group_bytes() const { return code_bytes() + LANES * (factors ? 2 : scale_bytes() + (has_zeros ? 1 : 0)); }
+  bool codes_only() const { return bits == 8 && parts == 1; }  // decoded panels have no scales
   int64_t pairs_at(int64_t k) const { return k / group * group_bytes(); }  // scales and offsets in a panel
   int64_t panel_bytes(int64_t k) const { return pairs_at(k) + (factors ? k / group / factors * PAIR_BYTES : 0); }
 };
@@ -45,16 +46,16 @@ template <class T>
 void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
                    int64_t count, const char* next, float* c, int64_t ldc);
 
-// True if m rows of T are multiplied, as they are, by panels that are decoded to bf16, a few at a time. Only of forms
-// whose values (of 8 bits with a scale for the whole of K: codes) are exact in bf16.
+// True if m rows of T are multiplied, as they are, by panels that are decoded to bf16, a few at a time.
 template <class T>
 bool decodes(const Coding* form, int64_t m);
 
-// Steps [first, first + steps) of panels in the layout of plain ones. `next`: the panels decoded next, prefetched.
+// Steps [first, first + steps) of panels in the layout of plain ones: [parts][count][steps][16]. `next`: the panels
+// decoded next, prefetched.
 void decode_panels(const Coding& form, int64_t k, int64_t first, int64_t steps, const char* panels, int64_t count,
                    const char* next, uint32_t* out);
 
-// The sums of products with decoded codes of 8 bits times their scales.
+// The sums of products with codes alone times their scales.
 void scale_columns(const Coding& form, int64_t k, const char* panels, int64_t count, float* c, int64_t ldc, int64_t m);
 
 }  // namespace moe

@@ -1,7 +1,8 @@
 // Panels of coded weights to plain panels of bf16, for products with many rows. Included by coded.cpp.
 //
-// A value of 4 bits is a code of 3 bits and a sign times its scale: exact in bf16 if the scale has at most 5 significant
-// bits. A code of 8 bits is exact itself, and a scale for the whole of K is applied to the sums.
+// One part has a value of 4 bits exactly if its code has 3 bits and a sign and its scale 5 significant bits, and a code of
+// 8 bits without its scale, which is applied to the sums if it is one for the whole of K. Else a second part has what the
+// first one cuts off: together at least 16 bits.
 #pragma once
 
 #include "coded_integers.h"
@@ -13,65 +14,87 @@
 namespace moe {
 
 // Fewer rows are multiplied sooner as integers, by measurement.
-inline int64_t least_decoded(const Coding& form) { return form.bits == 4 ? 14 : 32; }
-
-// Two adjacent elements of 16 columns as units of bf16, which have them exactly.
-static INLINE __m512i unit_of(__m512 even, __m512 odd) {
-  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
+inline int64_t least_decoded(const Coding& form) {
+  if (form.parts == 1) return form.bits == 4 ? 14 : 32;
+  return form.group <= 16 ? 16 : form.group <= 32 ? 40 : 128;
 }
 
-// Eight elements of 16 columns: four units of each column.
-static INLINE void decode_octet(const char* p, __m512 table, __m512 scale, uint32_t* out) {
-  const __m512i codes = _mm512_loadu_si512(p);
-  auto value = [&](__m512i index) { return _mm512_mul_ps(_mm512_permutexvar_ps(index, table), scale); };
-  auto pair = [&](auto even, auto odd, int64_t step) {
-    _mm512_store_si512(out + step * LANES, unit_of(value(_mm512_srli_epi32(codes, decltype(even)::value)),
-                                                   value(_mm512_srli_epi32(codes, decltype(odd)::value))));
-  };
-  pair(std::integral_constant<int, 0>(), std::integral_constant<int, 8>(), 0);
-  pair(std::integral_constant<int, 16>(), std::integral_constant<int, 24>(), 1);
-  pair(std::integral_constant<int, 4>(), std::integral_constant<int, 12>(), 2);
-  pair(std::integral_constant<int, 20>(), std::integral_constant<int, 28>(), 3);
+// Two adjacent elements of 16 columns as units: the upper halves of their floats.
+static INLINE __m512i unit_of(__m512i even, __m512i odd) {
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+  return _mm512_or_si512(_mm512_srli_epi32(even, 16), _mm512_and_si512(odd, upper));
 }
 
-// The same of codes of 8 bits, without a scale: a byte in the fraction of 2^23, minus that and 128.
-static INLINE void decode_octet(const char* p, uint32_t* out) {
-  const __m512i byte = _mm512_set1_epi32(255), base = _mm512_set1_epi32(0x4b000000);
-  const __m512 middle = _mm512_set1_ps(8388608.f + 128.f);
-  for (int half = 0; half < 2; half++) {
-    const __m512i codes = _mm512_loadu_si512(p + half * 64);
-    auto value = [&](auto shift) {
-      const __m512i low = _mm512_and_si512(_mm512_srli_epi32(codes, decltype(shift)::value), byte);
-      return _mm512_sub_ps(_mm512_castsi512_ps(_mm512_or_si512(low, base)), middle);
-    };
-    uint32_t* to = out + half * 2 * LANES;
-    _mm512_store_si512(to, unit_of(value(std::integral_constant<int, 0>()), value(std::integral_constant<int, 8>())));
-    _mm512_store_si512(to + LANES,
-                       unit_of(value(std::integral_constant<int, 16>()), value(std::integral_constant<int, 24>())));
+// value = code * scale - shift.
+struct GroupValues {
+  __m512 table, scale, shift;
+
+  INLINE GroupValues(const Coding& form, const char* end, const char* panel, int64_t k, int64_t g)
+      : table(_mm512_loadu_ps(form.table)) {
+    F16 factor, offset = zero();
+    if (form.factors) {
+      load_factors(end, panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &factor, &offset);
+    } else {
+      factor = load_scales(end, form.scale_type);
+      if (form.has_zeros)
+        offset = (load_bytes(end + LANES * form.scale_bytes()) - set1(form.bits == 8 ? 128.f : 0.f)) * factor;
+    }
+    scale = (__m512)factor.v[0], shift = (__m512)offset.v[0];
   }
+
+  // Of codes in the low bits of `codes`. 8 bits: a byte in the fraction of 2^23, minus that and 128.
+  template <int BITS, int PARTS>
+  INLINE __m512 of(__m512i codes) const {
+    __m512 value;
+    if constexpr (BITS == 4) {
+      value = _mm512_permutexvar_ps(codes, table);
+    } else {
+      const __m512i byte = _mm512_and_si512(codes, _mm512_set1_epi32(255));
+      value = _mm512_castsi512_ps(_mm512_or_si512(byte, _mm512_set1_epi32(0x4b000000)));
+      value = _mm512_sub_ps(value, _mm512_set1_ps(8388608.f + 128.f));
+    }
+    if (PARTS == 2) return _mm512_fmsub_ps(value, scale, shift);
+    return BITS == 4 ? _mm512_mul_ps(value, scale) : value;
+  }
+};
+
+template <int PARTS>
+static INLINE void store_unit(__m512 even, __m512 odd, uint32_t* out, int64_t apart) {
+  const __m512i first = _mm512_castps_si512(even), second = _mm512_castps_si512(odd);
+  _mm512_store_si512(out, unit_of(first, second));
+  if (PARTS == 1) return;
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), half = _mm512_set1_epi32(0x8000);
+  auto rest = [&](__m512 value, __m512i bits) {
+    const __m512 lower = _mm512_sub_ps(value, _mm512_castsi512_ps(_mm512_and_si512(bits, upper)));
+    return _mm512_add_epi32(_mm512_castps_si512(lower), half);  // rounded where it is cut off
+  };
+  _mm512_store_si512(out + apart, unit_of(rest(even, first), rest(odd, second)));
 }
 
-// Elements [first, last) of a panel to units, those beyond K zero. `ahead`: distance to prefetch.
+// Elements [first, last) of a panel to units, those beyond K zero. `ahead`: distance to prefetch; `apart`: units from a
+// part to the next.
+template <int BITS, int PARTS>
 static void decode_panel(const Coding& form, const char* panel, int64_t k, int64_t first, int64_t last, int64_t ahead,
-                         uint32_t* out) {
-  const __m512 table = _mm512_loadu_ps(form.table);
-  const int64_t step = OCTET * LANES * form.bits / 8, filled = std::min(last, k);
+                         uint32_t* out, int64_t apart) {
+  constexpr int64_t STEP = OCTET * LANES * BITS / 8;
+  const int64_t filled = std::min(last, k);
   for (int64_t i = first; i < filled;) {
     const int64_t g = i / form.group, end = std::min(filled, (g + 1) * form.group);
     const char* own = panel + g * form.group_bytes();
-    const char* p = own + (i - g * form.group) / OCTET * step;
-    const __m512 scale = (__m512)load_scales(own + form.code_bytes(), form.scale_type).v[0];
-    for (; i < end; i += OCTET, p += step, out += OCTET / 2 * LANES) {
-      __builtin_prefetch(p + ahead, 0, 2);
-      if (form.bits == 4) {
-        decode_octet(p, table, scale, out);
-      } else {
-        __builtin_prefetch(p + ahead + 64, 0, 2);
-        decode_octet(p, out);
+    const char* p = own + (i - g * form.group) / OCTET * STEP;
+    const GroupValues group(form, own + form.code_bytes(), panel, k, g);
+    for (; i < end; i += OCTET, p += STEP)
+#pragma GCC unroll 4
+      for (int pair = 0; pair < OCTET / 2; pair++, out += LANES) {  // the shifts: see coded.h
+        const int even = BITS == 8 ? pair % 2 * 16 : pair % 2 * 16 + pair / 2 * 4;
+        const __m512i codes = _mm512_loadu_si512(p + (BITS == 8 ? pair / 2 * 64 : 0));
+        if (pair % (BITS == 8 ? 2 : 4) == 0) __builtin_prefetch(p + ahead + pair / 2 * 64, 0, 2);
+        store_unit<PARTS>(group.of<BITS, PARTS>(_mm512_srli_epi32(codes, unsigned(even))),
+                          group.of<BITS, PARTS>(_mm512_srli_epi32(codes, unsigned(even + 8))), out, apart);
       }
-    }
   }
-  std::memset(out, 0, size_t(last - filled) / 2 * LANES * 4);
+  for (int part = 0; part < PARTS; part++)
+    std::memset(out + part * apart, 0, size_t(last - filled) / 2 * LANES * 4);
 }
 
 }  // namespace moe

@@ -35,7 +35,7 @@ inline int64_t panel_units(int64_t k, const Coding* form) {
 template <class T>
 void decoded_product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, const char* coded,
                      int64_t count, const char* next, float* c, int64_t ldc) {
-  uint32_t* decoded = scratch<uint32_t>(DECODED, GROUP * K_BLOCK * LANES);
+  uint32_t* decoded = scratch<uint32_t>(DECODED, w.form->parts * GROUP * K_BLOCK * LANES);
   const int64_t apart = w.form->panel_bytes(k);
   for (int64_t done = 0; done < w.steps; done += K_BLOCK)
     for (int64_t p = 0; p < count; p += GROUP) {
@@ -44,17 +44,18 @@ void decoded_product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pac
       const char* later = done + steps < w.steps ? coded + apart / w.steps * steps : next;
       const char* then = p + GROUP < count ? own + GROUP * apart : later;
       decode_panels(*w.form, k, done, steps, own, here, then, decoded);
-      gemm<T>(static_cast<const char*>(x) + 4 * done, ldx, m, decoded, steps * LANES, here, steps, c + p * LANES, ldc,
-              done > 0);
+      for (int64_t part = 0; part < w.form->parts; part++)
+        gemm<T>(static_cast<const char*>(x) + 4 * done, ldx, m, decoded + part * here * steps * LANES, steps * LANES, here,
+                steps, c + p * LANES, ldc, done + part > 0);
     }
   scale_columns(*w.form, k, coded, count, c, ldc, m);
 }
 
 // c[m][16 * count] = rows of x times panels [first, first + count), over all of K. Panel `next` follows; `cached`: the
-// panels are in the cache, where prefetches would only delay the loads of a plain matrix.
+// panels are in the cache, where prefetches would only delay the loads of a plain matrix; `add`: c += the product.
 template <class T>
 INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, int64_t first, int64_t count,
-                    int64_t next, float* c, int64_t ldc, bool cached = false) {
+                    int64_t next, float* c, int64_t ldc, bool cached = false, bool add = false) {
   if (w.form) {
     const char* data = reinterpret_cast<const char*>(w.data);
     const int64_t apart = w.form->panel_bytes(k);
@@ -71,7 +72,7 @@ INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pack
     for (int64_t p = 0; p < count; p += GROUP) {
       const uint32_t* from = b + p * panel + done * LANES;
       gemm<T>(a + 4 * done, ldx, m, from, panel, std::min(GROUP, count - p), std::min(block, steps - done),
-              c + p * LANES, ldc, done > 0, cached ? nullptr : p + GROUP < count ? from + GROUP * panel : following);
+              c + p * LANES, ldc, add || done > 0, cached ? nullptr : p + GROUP < count ? from + GROUP * panel : following);
     }
   }
 }
@@ -85,7 +86,7 @@ class Columns {
       : w_(w), k_(k), first_(first), count_(count), next_(next) {
     if (!w.decoded || w.in_blocks()) return;
     const char* data = reinterpret_cast<const char*>(w.data);
-    const int64_t apart = w.form->panel_bytes(k), units = GROUP * w.steps * LANES;
+    const int64_t apart = w.form->panel_bytes(k), units = w.form->parts * GROUP * w.steps * LANES;
     uint32_t* decoded = scratch<uint32_t>(DECODED, 2 * units) + slot * units;
     coded_ = data + first * apart;
     decode_panels(*w.form, k, 0, w.steps, coded_, count, data + next * apart, decoded);
@@ -96,6 +97,7 @@ class Columns {
   // c[m][16 * count] = rows of x times the panels; `cached`: see `product`.
   INLINE void multiply(const void* x, int64_t ldx, int64_t m, float* c, int64_t ldc, bool cached = false) const {
     product<T>(x, ldx, m, k_, w_, first_, count_, next_, c, ldc, cached || form_);
+    if (form_ && form_->parts == 2) product<T>(x, ldx, m, k_, w_, count_, count_, 0, c, ldc, true, true);
     if (form_) scale_columns(*form_, k_, coded_, count_, c, ldc, m);
   }
 
