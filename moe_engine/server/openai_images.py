@@ -11,6 +11,7 @@ from moe_engine.server.state import ServerState
 
 TEXT_KINDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Field of the text by type; `input_text` and `output_text` are those of the Responses API."""
+THOUGHT_KINDS = ("thinking", "reasoning")
 OTHER_KINDS = {"video_url": "videos are", "input_audio": "audio is", "audio_url": "audio is", "file": "files are"}
 
 
@@ -28,6 +29,7 @@ def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[lis
     Raises:
         InputError: names the part that is neither text nor an image, or the image that the model cannot take.
     """
+    messages = [_with_reasoning(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not any(isinstance(message.get("content"), list) for message in messages):
         return messages, []
     sources: list[ImageSource] = []
@@ -43,8 +45,26 @@ def take_images(state: ServerState, messages: list[dict[str, Any]]) -> tuple[lis
     return made, sources
 
 
+def _with_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """An assistant's earlier reasoning in the field that templates read: of vLLM's `reasoning`, or of parts."""
+    content, thoughts = message.get("content"), message.get("reasoning")
+    if message["role"] != "assistant":
+        return message
+    if isinstance(content, list) and any(part["type"] in THOUGHT_KINDS for part in content):
+        found = [part.get("thinking", part.get("text")) for part in content if part["type"] in THOUGHT_KINDS]
+        if not all(isinstance(text, str) for text in found):
+            raise InputError(f"{where}.content: parts of reasoning need the text `thinking`", field=f"{where}.content")
+        thoughts = "\n".join(found)
+        message = {**message, "content": [part for part in content if part["type"] not in THOUGHT_KINDS]}
+    if isinstance(thoughts, str) and message.get("reasoning_content") is None:
+        message = {**message, "reasoning_content": thoughts}
+    return message
+
+
 def _part(part: dict[str, Any], where: str, sources: list[ImageSource]) -> dict[str, Any]:
     kind = part["type"]
+    if kind in THOUGHT_KINDS:
+        raise InputError(f"{where}.type: {kind} is part of the assistant's messages alone", field=f"{where}.type")
     if kind in OTHER_KINDS:
         raise InputError(f"{where}: {OTHER_KINDS[kind]} not supported; send text and images", field=f"{where}.type")
     if kind in TEXT_KINDS:

@@ -151,7 +151,7 @@ class ImageAddress(TypedDict, total=False):
     detail: Annotated[str | None, Meta(description="no effect: the model's image processor chooses the size")]
 
 
-PART_KINDS = "text|refusal|input_text|output_text|image_url|video_url|audio_url|input_audio|file"
+PART_KINDS = "text|refusal|input_text|output_text|image_url|video_url|audio_url|input_audio|file|thinking|reasoning"
 
 
 class ContentPart(TypedDict, total=False):
@@ -160,6 +160,7 @@ class ContentPart(TypedDict, total=False):
     type: Required[Annotated[str, Meta(pattern=f"^({PART_KINDS})$")]]
     text: str
     refusal: Annotated[str, Meta(description="of an earlier answer; part of its text")]
+    thinking: Annotated[str, Meta(description="of an earlier answer, read as `reasoning_content`")]
     image_url: ImageAddress
 
 
@@ -223,6 +224,10 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     exclude: Annotated[bool | None, Meta(description="OpenRouter's opposite of include_reasoning")] = None
 
 
+class ThinkingSwitch(TypedDict, total=False):
+    type: Required[Annotated[str, Meta(pattern="^(enabled|adaptive|auto|disabled)$")]]
+
+
 class ChatRequest(CommonRequest, kw_only=True):
     messages: Messages
     input_ids: Annotated[
@@ -248,6 +253,9 @@ class ChatRequest(CommonRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
+    thinking: Annotated[
+        ThinkingSwitch | bool | None, Meta(description="the switch of DeepSeek's, Moonshot's and Z.ai's APIs")
+    ] = None
     thinking_token_budget: Annotated[Count | None, Meta(description="vLLM's name of max_thinking_tokens")] = None
     separate_reasoning: bool | None = True
     include_reasoning: Annotated[
@@ -268,6 +276,8 @@ class ChatRequest(CommonRequest, kw_only=True):
         if asked.exclude:
             self.include_reasoning = False
         enabled = asked.enabled
+        if enabled is None and self.thinking is not None:
+            enabled = self.thinking if isinstance(self.thinking, bool) else self.thinking["type"] != "disabled"
         if enabled is None and self.reasoning_effort is not None:
             enabled = self.reasoning_effort != "none"
         if enabled is not None:

@@ -125,6 +125,9 @@ def test_default_arguments_of_the_chat_template(tmp_path: Path):
         ({"reasoning": {"effort": "high"}, "reasoning_effort": "low"}, "on high"),
         ({"reasoning": {"enabled": True}}, "on ."),
         ({"reasoning": {}, "reasoning_effort": "low"}, "on low"),
+        ({"thinking": {"type": "enabled"}}, "on ."),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "low"}, "off low"),
+        ({"thinking": False}, "off ."),
         ({"reasoning": {"enabled": True}, "reasoning_effort": "none"}, "on none"),
         ({"reasoning_effort": "none", "chat_template_kwargs": {"SWITCH": True}}, "on none"),
     ],
@@ -138,6 +141,28 @@ def test_effort_of_the_reasoning(switch: str, asked: dict[str, Any], expected: s
     client = FakeClient()
     chat(asked, client, chat_template=template)
     assert client.tokenizer.decode(client.requests[0].prompt_ids) == expected
+
+
+def test_earlier_reasoning_in_the_forms_of_clients():
+    """vLLM's field and content parts reach the template as `reasoning_content`."""
+    template = "{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}"
+    said = {"role": "assistant", "content": " there"}
+    parts = [{"type": "thinking", "thinking": "Hello"}, {"type": "text", "text": " there"}]
+    other = [{"type": "reasoning", "text": "Hello"}, {"type": "text", "text": " there"}]
+    prompts = set()
+    for message in (
+        {**said, "reasoning_content": "Hello"},
+        {**said, "reasoning": "Hello"},
+        {**said, "reasoning_content": "Hello", "reasoning": "no"},
+        {**said, "content": parts},
+        {**said, "content": other},
+    ):
+        client = FakeClient()
+        assert post(client, "/v1/chat/completions", {"messages": [message]}, chat_template=template).status_code == 200
+        prompts.add(client.tokenizer.decode(client.requests[0].prompt_ids))
+    assert len(prompts) == 1 and prompts.pop().startswith("Hello")
+    refused = post(FakeClient(), "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
+    assert (refused.status_code, refused.json()["param"]) == (400, "messages[0].content[0].type")
 
 
 def test_request_log_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
