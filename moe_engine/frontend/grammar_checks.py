@@ -49,8 +49,8 @@ class GrammarChecks:
         """The constraint for the engine, with the same grammar.
 
         Raises:
-            InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`. 503: too many wait, or the
-                process was killed at its start, twice.
+            InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`. 503: too many wait, the
+                process got no processor time, or was killed at its start, twice.
             GenerationError: the process does not start.
         """
         if self._children is None:
@@ -119,9 +119,12 @@ class CheckChild(FrameChild):
             raise GenerationError(f"{self.name} was not ready within {START_SECONDS:g} s; try again")
 
     def ask(self, constraint: Constraint) -> Verdict:
-        """Raises EOFError: the process has crashed."""
+        """Raises EOFError: the process has crashed. InputError, 503: others used the processors all the time."""
         answer = self.exchange(msgspec.msgpack.encode(constraint), COMPILE_SECONDS)
         if answer is None:
             self.kill()
+            if self.is_starved:  # not a verdict, which would be kept
+                words = f"{constraint.where}: other work of the machine left no processor time to compile it; try again"
+                raise InputError(words, field=constraint.where, status=503)
             return Verdict(f"the compilation takes longer than {COMPILE_SECONDS:g} s; make it simpler")
         return _decode(answer)

@@ -42,6 +42,10 @@ class _Limit:
         missing = self._seconds - (self._processor_seconds() - self._computed)
         return max(0.0, min(missing, STARVED_SECONDS - waited))
 
+    def is_starved(self) -> bool:
+        """Whether the process has computed less than the limit."""
+        return self._processor_seconds() - self._computed < self._seconds
+
     def _processor_seconds(self) -> float:
         try:
             times = psutil.Process(self._pid).cpu_times()
@@ -66,6 +70,8 @@ class FrameChild:
         assert self._popen.stdin is not None and self._popen.stdout is not None
         os.set_blocking(self._popen.stdin.fileno(), False)  # a stopped process reads nothing
         self._module = module
+        self.is_starved = False
+        """Whether the last answer was late because others used the processors."""
 
     def begin(self) -> None:
         """Waits until the process can answer. It is killed if this raises. EOFError: it has ended; a second one is
@@ -129,6 +135,7 @@ class FrameChild:
                 logger.error("%s (pid %d) is killed: a signal had stopped it for %.1f s", self._module, self.pid, held)
                 self.kill()
                 raise EOFError
+        self.is_starved = limit.is_starved()
         return bool(poller.poll(0))
 
 

@@ -22,9 +22,9 @@ def child() -> Iterator[FrameChild]:
 
 def test_only_time_in_which_a_process_computes_makes_it_late(child: FrameChild) -> None:
     assert child.exchange(b"sleep", SECONDS) == b"sleep"
-    assert child.exchange(b"compute", SECONDS) is None
+    assert child.exchange(b"compute", SECONDS) is None and not child.is_starved
 
 
 def test_the_wait_for_a_processor_has_a_limit(child: FrameChild, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_child, "STARVED_SECONDS", SECONDS)
-    assert child.exchange(b"sleep", SECONDS) is None
+    assert child.exchange(b"sleep", SECONDS) is None and child.is_starved

@@ -41,14 +41,31 @@ def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CheckChild, "ask", hindered)
     try:
-        for source, words in (("a", r"^regex: .* takes longer than 0.2 s"), ("b", "^regex: the compilation crashed")):
+        for source, words, status in (
+            ("a", r"^regex: .* no processor time to compile it", 503),
+            ("b", "^regex: the compilation crashed", 400),
+        ):
             with pytest.raises(InputError, match=words) as found:
                 asyncio.run(checks.check(Constraint("regex", source, "regex")))
-            assert found.value.status == 400
-        passed = asyncio.run(checks.check(Constraint("regex", "b", "regex")))  # a crash is not kept as its verdict
-        assert (passed.kind, passed.where) == (PREPARED, "regex")
+            assert found.value.status == status
+        for source in ("a", "b"):  # neither is kept as its verdict
+            passed = asyncio.run(checks.check(Constraint("regex", source, "regex")))
+            assert (passed.kind, passed.where) == (PREPARED, "regex")
         with pytest.raises(InputError, match=r"^regex: unclosed group at character 2 of"):
             asyncio.run(checks.check(Constraint("regex", "a(b", "regex")))
+    finally:
+        checks.close()
+
+
+def test_a_slow_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = load_tokenizer(CHECKPOINT_DIR).source
+    assert source is not None
+    checks = GrammarChecks(CheckSpec(GrammarSettings(), source, SIZE, (EOS,)))
+    monkeypatch.setattr(grammar_checks, "COMPILE_SECONDS", 0.02)
+    try:
+        with pytest.raises(InputError, match=r"^regex: the compilation takes longer than 0.02 s") as found:
+            asyncio.run(checks.check(Constraint("regex", "([a-z]{0,999}[0-9]{0,999}){0,99}", "regex")))
+        assert found.value.status == 400
     finally:
         checks.close()
 
