@@ -7,8 +7,8 @@ import dataclasses
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.planning.compressed_attention import check_compressed
 from moe_engine.planning.eagle_checks import check_sharding
+from moe_engine.planning.residual_streams import check_streams
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_dtype import with_latent_scales
 from moe_engine.planning.resolve_parallel import ParallelPlan
@@ -32,7 +32,7 @@ def resolve_drafts(
     _check_own_experts(speculation, model, parallel)
     configs = [model] if draft is None else [model, draft.config]
     check_sparse(args, configs, device, 1 if speculation is None else speculation.topk)
-    check_compressed(args, configs, has_head=draft is not None and draft.head is not None)
+    check_streams(args, configs, has_head=draft is not None and draft.head is not None)
     if draft is None or draft.is_nextn or speculation is None or speculation.draft_model_path is None:
         return speculation, None
     if draft.head is not None:

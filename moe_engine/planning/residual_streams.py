@@ -11,8 +11,8 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.planning.resolve_dtype import RECORDS
 
 
-def check_compressed(args: EngineArgs, models: Sequence[ModelConfig], has_head: bool) -> None:
-    """Refuses what attention to compressed entries and residual streams do not support.
+def check_streams(args: EngineArgs, models: Sequence[ModelConfig], has_head: bool) -> None:
+    """Refuses what layers with several residual streams do not support.
 
     Args:
         models: the model, and its draft model.
