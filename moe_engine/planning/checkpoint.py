@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,14 +54,14 @@ def locate(
     `weights`: of a hub model also the weight files are downloaded.
 
     Raises:
-        ConfigError: there is no such folder, or the download fails.
+        ConfigError: there is no such folder, or it cannot be read, or the download fails.
     """
     if path is None:
         return embedded_model()
     if not path:
         raise ConfigError(f"{flag} is empty: give a folder, a GGUF file or a hub id, or leave it out")
     folder = Path(os.path.expanduser(path))
-    if os.path.exists(folder):  # False for a name that is too long, where Path.exists raises
+    if _exists(folder, flag):
         for option, value in (("--revision", revision), ("--download-dir", download_dir)):
             if value is not None:
                 raise ConfigError(f"{option} {value}: only for hub models, and {flag} {path} is a local folder")
@@ -68,6 +69,18 @@ def locate(
     if not HUB_ID.fullmatch(path):
         raise ConfigError(f"{flag} {path}: no such folder, and not a hub id like owner/name")
     return _download(path, revision, download_dir, flag, HUB_PATTERNS if weights else HUB_PATTERNS[:1])
+
+
+def _exists(folder: Path, flag: str) -> bool:
+    """Raises ConfigError: this process may not read the folder, or not search one above it."""
+    try:
+        if os.access(folder, os.R_OK | os.X_OK if stat.S_ISDIR(os.stat(folder).st_mode) else os.R_OK):
+            return True
+    except PermissionError:
+        pass
+    except (OSError, ValueError):  # also a name that is too long
+        return False
+    raise ConfigError(f"{flag} {folder}: no permission to read it; run `chmod -R a+rX` on it as its owner")
 
 
 def _download(hub_id: str, revision: str | None, download_dir: str | None, flag: str, patterns: list[str]) -> Path:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from moe_engine.errors import EngineDeadError
 from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.processes.watched_thread import start_watched
 
@@ -30,6 +31,9 @@ class ChildProcess:
         name: of the process, for logs and errors.
         module: the module to run; its `main` reads the specification with `read_spec`.
         on_exit: called once, from a watcher thread, with a sentence (the process and how it ended) and its return code.
+
+    Raises:
+        EngineDeadError: the system starts no further process.
     """
 
     def __init__(self, name: str, module: str, spec: Any, on_exit: Callable[[str, int], None]) -> None:
@@ -37,7 +41,13 @@ class ChildProcess:
         self.returncode: int | None = None
         """None while it runs and until `on_exit` has returned; negative: killed by that signal."""
         self._on_exit = on_exit
-        self._popen = start_interpreter(module)
+        try:
+            self._popen = start_interpreter(module)
+        except OSError as error:
+            raise EngineDeadError(
+                f"{name}: {sys.executable} cannot be started: {error.strerror}; check its permissions, `ulimit -u`, the "
+                "pids and memory limits of the container"
+            ) from None
         assert self._popen.stdin is not None
         try:
             pickle.dump(spec, self._popen.stdin)
@@ -73,7 +83,12 @@ class ChildProcess:
 
 def start_interpreter(module: str) -> subprocess.Popen[bytes]:
     """``python -m module`` with a pipe as its standard input. Tests replace it by forks of an imported engine."""
-    return subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, process_group=0)
+    folder = None
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # it was removed, and oneMKL loads nothing there
+        folder = "/"
+    return subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, process_group=0, cwd=folder)
 
 
 def end_with_parent() -> None:

@@ -77,6 +77,18 @@ def test_locate(tmp_path):
         locate(str(tmp_path), revision="main")
 
 
+def test_a_folder_without_permission_is_named(tmp_path, monkeypatch):
+    """Root may read every folder: the system's answers are replaced."""
+
+    def refused(path, **options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    for name, answer in (("access", lambda *arguments: False), ("stat", refused)):
+        with monkeypatch.context() as patched, pytest.raises(ConfigError, match="--model-path .* no permission"):
+            patched.setattr(os, name, answer)
+            locate(str(tmp_path))
+
+
 def test_prepare_without_weights(model_dir):
     folder = model_dir()
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
