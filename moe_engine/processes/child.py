@@ -45,8 +45,8 @@ class ChildProcess:
             self._popen = start_interpreter(module)
         except OSError as error:
             raise EngineDeadError(
-                f"{name}: {sys.executable} cannot be started: {error.strerror}; check its permissions, `ulimit -u`, the "
-                "pids and memory limits of the container"
+                f"{name}: {sys.executable} cannot be started: {error.strerror}; check its permissions, `ulimit -u` and "
+                "the container's limits of processes and memory"
             ) from None
         assert self._popen.stdin is not None
         try:

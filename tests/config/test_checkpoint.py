@@ -84,7 +84,7 @@ def test_a_folder_without_permission_is_named(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     for name, answer in (("access", lambda *arguments: False), ("stat", refused)):
-        with monkeypatch.context() as patched, pytest.raises(ConfigError, match="--model-path .* no permission"):
+        with monkeypatch.context() as patched, pytest.raises(ConfigError, match=r"--model-path .* no permission"):
             patched.setattr(os, name, answer)
             locate(str(tmp_path))
 
