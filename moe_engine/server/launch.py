@@ -16,7 +16,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
@@ -38,6 +38,7 @@ from moe_engine.tuning.doctor.memory_costs import LedgerCosts
 if TYPE_CHECKING:
     from moe_engine.frontend.client_api import EngineInfo
     from moe_engine.server.settings import ServerSettings
+    from moe_engine.server.state import ServerState
     from moe_engine.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("moe_engine")
@@ -172,7 +173,7 @@ async def _serve(
         gc.collect()
         gc.freeze()  # a full collection would scan tokenizer and modules, and delay tokens
         logger.info("%s", logs.READY_LINE)
-        _announce(config, host, port, time.monotonic() - began)
+        _announce(app.state.server, host, port, time.monotonic() - began)
 
     await serve_http(
         app,
@@ -208,16 +209,29 @@ def _report_failure(message: str, task: asyncio.Task[None]) -> None:
         logger.critical("%s", message, exc_info=error)
 
 
-def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> None:
+def _announce(state: ServerState, host: str, port: int, seconds: float) -> None:
     """Prints the READY line and an example command for interactive users."""
-    key = '-H "Authorization: Bearer $API_KEY" ' if config.server.api_key else ""
-    body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
-    scheme = "https://" if config.server.ssl_certfile else ""
-    url = shlex.quote(f"{scheme}{url_host(host)}:{port}/v1/chat/completions")
+    key = '-H "Authorization: Bearer $API_KEY" ' if state.flags.api_key else ""
+    path, example = example_request(state)
+    body = json.dumps(example)
+    scheme = "https://" if state.flags.ssl_certfile else ""
+    url = shlex.quote(f"{scheme}{url_host(host)}:{port}{path}")
     out = unblocked(sys.stdout)
     with suppress(OSError):  # a full disk below the output does not end the server
         print(f"READY in {seconds:.1f} s on port {port}. Try:", file=out)
         print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", file=out, flush=True)
+
+
+def example_request(state: ServerState) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request that this server answers."""
+    question = "What is the capital of France?"
+    if state.frontend.tokenizer is None:
+        return ("/encode" if state.client.info.pooling else "/generate"), {"input_ids": [0, 1, 2]}
+    if state.client.info.pooling is not None:
+        return "/v1/embeddings", {"input": question}
+    if state.chat_template is None:
+        return "/v1/completions", {"prompt": "The capital of France is"}
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": question}]}
 
 
 def server_settings(config: ResolvedConfig, port: int) -> ServerSettings:

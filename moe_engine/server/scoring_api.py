@@ -104,7 +104,7 @@ class ScoringApi:
         pooling = self._state.client.info.pooling
         if pooling is None or not pooling.head or pooling.width != 1:
             raise InputError(
-                "/v1/rerank needs a classification or reward model with one score for a query and a document; for "
+                "reranking needs a classification or reward model with one score for a query and a document; for "
                 "embeddings, compare the vectors of /v1/embeddings"
             )
         self._check_lengths(req)

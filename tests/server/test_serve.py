@@ -20,8 +20,8 @@ from moe_engine.planning.prepare import prepare
 from moe_engine.server import launch, stop
 from moe_engine.server.listen import bind, listen
 from moe_engine.server.serve import GracefulServer, serve
-from tests.server.fake_engine import FakeClient
-from tests.server.harness import make_app
+from tests.server.fake_engine import POOLING, FakeClient
+from tests.server.harness import make_app, post
 from tests.waiting import until
 
 PROGRAM = """
@@ -232,3 +232,13 @@ def test_a_slow_client_does_not_hold_up_the_exit_of_a_dead_engine(sent, capfd):
 
     asyncio.run(main(bind("127.0.0.1", 0)))
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "text", "vectors"])
+def test_the_example_behind_the_ready_line_is_answered(kind: str, ids: bool, monkeypatch: pytest.MonkeyPatch):
+    client = FakeClient(pooling=POOLING) if kind == "vectors" else FakeClient()
+    if kind == "text":
+        monkeypatch.setattr(client.tokenizer, "chat_template", None)
+    path, body = launch.example_request(make_app(client, skip_tokenizer_init=ids).state.server)
+    assert post(client, path, body, skip_tokenizer_init=ids).status_code == 200
