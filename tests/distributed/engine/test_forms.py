@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moe_engine.models import sizes
+from moe_engine.models import step_memory
 from tests.distributed.engine.forms import FACTORS, Case, Forms, allowed
 from tests.distributed.engine.near_ties import possible_tokens
 from tests.speculation.pairwise import pairwise_cover
@@ -108,8 +108,8 @@ def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict
 )
 def test_few_rows_of_logits_at_once(monkeypatch: pytest.MonkeyPatch, forms: Forms, case: dict[str, Any]) -> None:
     """All ranks call a head of several attention groups as often as the largest group needs."""
-    monkeypatch.setattr(sizes, "MIN_LOGITS_ROWS", 3)
-    monkeypatch.setattr(sizes, "MAX_LOGITS_ROWS", 3)
+    monkeypatch.setattr(step_memory, "MIN_LOGITS_ROWS", 3)
+    monkeypatch.setattr(step_memory, "MAX_LOGITS_ROWS", 3)
     outcome = forms.run({**PLAIN, **case})
     assert not outcome.differences and outcome.problems == []
 
