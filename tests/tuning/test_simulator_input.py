@@ -21,7 +21,7 @@ from moe_engine.tuning.answer_steps import Decode, Stream, chunks_of, common_ste
 from moe_engine.tuning.calibration import VARIED_TOKENS, Probes
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
-from moe_engine.tuning.datasets import _choices
+from moe_engine.tuning.datasets import Vocabulary, random_requests, sample_length
 from moe_engine.tuning.frontend_work import Sample, work_of
 from moe_engine.tuning.gap_histogram import GapHistogram
 from moe_engine.tuning.measured_points import (
@@ -60,10 +60,12 @@ def test_arrivals():
 
 def test_random_prompts_are_those_of_choices():
     seed, values = random.getrandbits(32), list(range(10, random.randint(20, 200_000)))
-    ours, theirs = random.Random(seed), random.Random(seed)
-    for _ in range(5):
-        count = random.randint(1, 3000)
-        assert _choices(ours, np.array(values, dtype=object), count) == theirs.choices(values, k=count)
+    vocabulary = Vocabulary(lambda text: [], lambda ids: "", values)
+    ours, theirs, longest = random.Random(seed), random.Random(seed), random.randint(1, 3000)
+    for request in random_requests(5, longest, 9, 0.5, vocabulary, ours):
+        count = sample_length(longest, 0.5, theirs)
+        assert request.prompt == theirs.choices(values, k=count)
+        assert request.output_len == sample_length(9, 0.5, theirs)
     assert ours.getstate() == theirs.getstate()
 
 
