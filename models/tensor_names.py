@@ -17,9 +17,9 @@ from moe_engine.models.tensors import (
     Kind,
     layer_index,
     model_tensors,
-    mtp_copies,
     names_outside_model,
     table_names,
+    unread_in_mtp,
 )
 
 MAX_SHOWN = 5
@@ -98,7 +98,7 @@ class TensorNames:
         stop = config.num_layers + config.num_nextn_predict_layers
         if index >= max(stop, config.stored_layers):
             return False
-        return not self._include_mtp or index >= stop or name.endswith(mtp_copies(config))
+        return not self._include_mtp or index >= stop or name.endswith(unread_in_mtp(config))
 
     def _unknown(self, name: str) -> str:
         near = difflib.get_close_matches(name, self._near(name), 3, 0.5)

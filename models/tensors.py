@@ -461,8 +461,12 @@ def table_names(names: Collection[str]) -> set[str]:
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    unread = (_ROTARY, _IMAGE_BIAS, *mtp_copies(config), *KV_SCALES, *CONFIDENCE)
-    return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
+    return {name for name in names if layer_index(name) not in mtp or name.endswith(unread_in_mtp(config))}
+
+
+def unread_in_mtp(config: ModelConfig) -> tuple[str, ...]:
+    """Ends of the names of tensors of an MTP layer that it does not need."""
+    return (_ROTARY, _IMAGE_BIAS, *mtp_copies(config), *KV_SCALES, *CONFIDENCE)
 
 
 def mtp_layers(names: Collection[str]) -> set[int]:

@@ -25,12 +25,14 @@ from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensor_names import TensorNames
-from moe_engine.models.tensors import Kind, model_tensors, names_outside_model
+from moe_engine.models.tensors import Kind, model_tensors, names_outside_model, names_outside_mtp
 from moe_engine.parallel.context import SINGLE
 from tests.models import stepper
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.deepseek_v41 import make_v41
 from tests.models.kimi_k3 import make_k3
+from tests.models.v4_dspark import make_dspark
+from tests.models.v41_dspark import make_v41_dspark
 
 
 class Recorder(DummyReader):
@@ -169,3 +171,14 @@ def test_calls_by_name_pass_over_what_a_load_passes_over(tmp_path: Path, make: C
     config, files = load_model_config(path), read_checkpoint(path)
     outside = names_outside_model(config, files)
     assert outside and TensorNames(config, include_mtp=False).check("all tensors", files) == files.keys() - outside
+
+
+@pytest.mark.parametrize(
+    "make", [make_v41_dspark, make_dspark, partial(make_checkpoint, "qwen4_exp", num_mtp_layers=1)]
+)
+def test_calls_by_name_pass_over_what_no_draft_layer_needs(tmp_path: Path, make: Callable[..., Path]) -> None:
+    """Of layers that draft: biases for images, heads of confidence."""
+    path = make(tmp_path, seed=random.randrange(1 << 30))
+    config, files = load_model_config(path), read_checkpoint(path)
+    outside = names_outside_model(config, files) & names_outside_mtp(config, files)
+    assert TensorNames(config, include_mtp=True).check("all tensors", files) == files.keys() - outside
