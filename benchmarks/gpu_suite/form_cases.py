@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from moe_engine.kernels.ops.streams import mix_streams
 from moe_engine.kernels.ops.zero_experts import add_input
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.reference import dequantize_rows
 from tests.kernels.drawn import (
@@ -39,6 +41,7 @@ from tests.kernels.drawn import (
 )
 
 EPS = 1e-6
+GROUPS = "moe_engine.kernels.quantization"
 STREAMS = 4
 Run = Callable[[Any], Any]
 """Of a row: a call's result."""
@@ -89,6 +92,20 @@ def quantized(tokens: int, width: int) -> Iterator[KernelCase]:
         x = normal(tokens, 2 * width, device=device, scale=4.0)
         return lambda kernel: _values(kernel.silu_mul_quantize(x, True, limit=10.0))
 
+    def packed(device: str) -> Run:
+        """Of rows in padded groups, half of which are valid."""
+        groups = RowGroups(torch.full((tokens,), 8, dtype=torch.int32, device=device))
+        scales = torch.exp2(torch.randint(-20, 20, (tokens, 16, -(-width // 128)), device=device).float())
+
+        def run(kernel: Any) -> Tensor:
+            in_triton = kernel.__name__.endswith("triton_rows")
+            pack = import_module(f"{GROUPS}.{'triton_groups' if in_triton else 'groups'}").pack_scales
+            found: Tensor = pack(scales, groups)
+            return found[:, :8]
+
+        return run
+
+    yield _case("quantization", f"pack_scales.{width}.g{tokens}", packed, routing=Routing(tokens, 8, tokens, tokens))
     yield _case("quantization", f"quantize.powers.{width}.t{tokens}", rows)
     yield _case("quantization", f"activation.quantized.powers.{width}.t{tokens}", gated, fp8=True)
     for adds, powers, keep in ((False, False, False), (True, False, False), (False, False, True), (False, True, False)):

@@ -90,6 +90,13 @@ def groups(a: Any, s: Setting) -> Cost:
     return Cost(size(a.x) * share + weights * share + size(a.sizes), (size(a.out) + scales) * share)
 
 
+@cost_of("pack_kernel")
+def pack_scales(a: Any, s: Setting) -> Cost:
+    """Only rows with a token."""
+    share = min(1.0, s.routing.rows * a.BLOCKS / a.x.numel())
+    return Cost(size(a.x) * share + size(a.sizes), size(a.out) * share)
+
+
 @cost_of("sum_parts_kernel")
 def sum_parts(a: Any, s: Setting) -> Cost:
     return Cost(size(a.parts), size(a.out))

@@ -63,6 +63,8 @@ class GroupQuantization(Protocol):
 
     def silu_mul_groups(self, gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> Tensor: ...
 
+    def pack_scales(self, scales: Tensor, groups: RowGroups) -> Tensor: ...
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -199,14 +201,9 @@ class DeepGemm:
         return rows.data, rows.scales.contiguous() if self.exponents and not rows.exponents else rows.scales
 
     def received(self, data: Tensor, scales: Tensor, groups: RowGroups) -> Operand:
-        """Rows of groups as a dispatcher delivers them, with float32 scales. Blackwell's packing looks at the scales of
-        all rows of padded groups, and traps at one that is no power of two: the others may be uninitialized."""
-        if not self.exponents:
-            return data, scales
-        if not groups.alignment:
-            row = torch.arange(data.shape[1], device=scales.device)
-            scales = torch.where((row < groups.sizes[:, None]).unsqueeze(2), scales, 0.0)
-        return data, scales.contiguous()
+        """Rows of groups as a dispatcher delivers them, with float32 scales. The library's own packing on Blackwell
+        looks at the scales of all rows, and traps at one that is no power of two: padding may be uninitialized."""
+        return data, self._groups.pack_scales(scales, groups) if self.exponents else scales
 
     def dense(self, a: Operand, b: Operand, out: Tensor) -> None:
         """out [M, N] bf16 = a [M, K] @ b [N, K].T."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import QuantizedRows
-from moe_engine.kernels.quantization.reference import quantize_rows, silu_mul
+from moe_engine.kernels.quantization.reference import as_exponents, quantize_rows, silu_mul
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,19 @@ def empty_rows(x: Tensor, width: int, exponents: bool) -> QuantizedRows:
     order in which DeepGEMM's masked products read them."""
     *groups, count = x.shape[:-1]
     return QuantizedRows.empty(count, width, x.device, tuple(groups), exponents)
+
+
+def empty_exponents(scales: Tensor) -> Tensor:
+    """Uninitialized exponents of scales [.., K / 128], in the order of `empty_rows`."""
+    *padded, rows, blocks = scales.shape
+    columns = scales.new_empty(*padded, -(-blocks // 4), -(-rows // 4) * 4, dtype=torch.int32)
+    return columns[..., :rows].transpose(-2, -1)
+
+
+def pack_scales(scales: Tensor, groups: RowGroups) -> Tensor:
+    """scales [G, C, K / 128] or [M, K / 128] float32, powers of two in the valid rows -> their exponents, four in each
+    int32, in the order of `empty_rows`; other rows are unspecified."""
+    return empty_exponents(scales).copy_(as_exponents(scales))
 
 
 def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_engine.kernels.quantization.groups import RowGroups, empty_rows
+from moe_engine.kernels.quantization.groups import RowGroups, empty_exponents, empty_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile, store_scale
 from moe_engine.kernels.triton.aot import AotCase
@@ -74,6 +74,46 @@ def groups_kernel(
             store_scale(scales, block, line, scale_column, scale, inside)
         else:
             tl.store(target, tile.to(out.dtype.element_ty), mask=mask)
+
+
+@dependent_jit(
+    do_not_specialize=["capacity", "x_skip", "x_row", "x_block", "scale_column", "scale_skip"],
+    do_not_specialize_on_alignment=["sizes", "x"],
+)
+def pack_kernel(
+    x, sizes, out, capacity, x_skip, x_row, x_block, scale_column, scale_skip,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """out, as `scales` of exponents in `groups_kernel`: those of x[g * x_skip + m * x_row + b * x_block], float32.
+    Grid (G, BLOCKS / 4, programs per group)."""
+    wait_for_inputs()
+    group, word = tl.program_id(0), tl.program_id(1)
+    first, count = group_rows(sizes, group, capacity, ALIGN)
+    first = 0 if ALIGN == 0 else first
+    x, out = x + group.to(tl.int64) * x_skip, out + group.to(tl.int64) * scale_skip
+    for begin in range(tl.program_id(2) * ROWS, count, tl.num_programs(2) * ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        inside, line = rows < count, (first + rows).to(tl.int64)
+        packed = tl.zeros([ROWS], tl.int32)
+        for i in tl.static_range(4):
+            block = word * 4 + i
+            scale = tl.load(x + line * x_row + block * x_block, inside & (block < BLOCKS), 0.0)
+            packed |= (scale.to(tl.int32, bitcast=True) >> 23) << (8 * i)
+        tl.store(out + word.to(tl.int64) * scale_column + line, packed, inside)
+
+
+def pack_scales(scales: Tensor, groups: RowGroups) -> Tensor:
+    """See `groups.pack_scales`."""
+    out = empty_exponents(scales)
+    *padded, rows, blocks = scales.shape
+    strides = scales.stride(0) if padded else 0, scales.stride(-2), scales.stride(-1)
+    count, words = len(groups.sizes), triton.cdiv(blocks, 4)
+    if scales.numel():
+        pack_kernel[(count, words, programs_per_group(count, words, rows))](
+            scales, groups.sizes, out, 0 if groups.alignment else rows, *strides, out.stride(-1),
+            out.stride(0) if padded else 0, BLOCKS=blocks, ROWS=TILE_ROWS, ALIGN=groups.alignment, num_warps=1,
+        )  # fmt: skip
+    return out
 
 
 def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
@@ -165,4 +205,9 @@ def aot_cases() -> list[AotCase]:
         signature |= {name: kind for name, (kind, used) in pointers.items() if used}
         constants |= {name: None for name, (_, used) in pointers.items() if not used}
         found.append(AotCase(f"groups_{name}", groups_kernel, signature, constants, 4, 3, False))
+    sizes = dict.fromkeys(("capacity", "x_skip", "x_row", "x_block", "scale_column", "scale_skip"), "i32")
+    signature = {"x": "*fp32:1", "sizes": "*i32:1", "out": "*i32", **sizes}
+    for align in (0, 128):
+        constants = {"BLOCKS": 56, "ROWS": TILE_ROWS, "ALIGN": align}
+        found.append(AotCase(f"groups_pack_7168_align{align}", pack_kernel, signature, constants, 1, 3, False))
     return found

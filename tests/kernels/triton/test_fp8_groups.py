@@ -62,6 +62,23 @@ def test_quantized_groups(layout: str, power_of_two: bool, exponents: bool) -> N
         assert exponents or got.scales[~valid].isnan().all()  # not written
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("layout", ["padded", "aligned"])
+def test_packed_scales(layout: str, by_columns: bool) -> None:
+    """Of rows that a dispatcher delivers: in one launch, from scales in any order, of the valid rows only."""
+    for blocks in (1, 4, 7, 56):
+        x, groups, valid = batch(layout, blocks)
+        scales = torch.exp2(torch.randint(-20, 20, x.shape).float())
+        scales[~valid] = NAN
+        given = scales.transpose(-2, -1).contiguous().transpose(-2, -1) if by_columns else scales
+        with poisoned_memory(), launches() as names:
+            got = triton_groups.pack_scales(given, groups)
+        assert names == ["pack_kernel"] and got.stride() == reference.pack_scales(given, groups).stride()
+        assert torch.equal(rows_reference.as_scales(got[valid], blocks), scales[valid])
+        assert torch.equal(got[valid], reference.pack_scales(given, groups)[valid])
+        assert (got[~valid] == torch.iinfo(torch.int32).max).all()  # not written
+
+
 @pytest.mark.parametrize("layout", ["padded", "aligned"])
 def test_unquantized_groups(layout: str) -> None:
     x, groups, valid = batch(layout, 2 * 136)
