@@ -10,6 +10,7 @@ namespace moe {
 constexpr int64_t K_BLOCK = 512;   // steps of K per pass: GROUP panels of it, and the next, fit the L2 cache
 constexpr int64_t ROW_BLOCK = 96;  // max rows of one task: A's block fits the L2 cache too
 constexpr int64_t DECODED_BLOCK = 4 * ROW_BLOCK;  // the same of a task that decodes its panels
+constexpr int64_t LONG_BLOCK = 256;               // the same of K from 2 K_BLOCK on
 constexpr int64_t GROUP = 4;       // panels processed together
 constexpr int64_t SHARED_PANELS = 512 << 10;  // bytes of the panels that adjacent tasks read again from the L2 cache
 constexpr int64_t FEW_ROWS = 12;   // up to this many: one pass over the weights, no blocking
@@ -116,8 +117,8 @@ INLINE void each_block(const Packed& w, int64_t m, const Body& body) {
   for (int64_t row = 0; row < m; row += block) body(row, std::min(block, m - row));
 }
 // Rows of a task of `most` rows, or of more if it decodes panels.
-inline int64_t task_rows(bool decoded, int64_t most, int64_t m) {
-  if (decoded) most = DECODED_BLOCK;
+inline int64_t task_rows(const Packed& w, int64_t most, int64_t m) {
+  if (w.decoded) most = w.steps < 2 * K_BLOCK ? DECODED_BLOCK : LONG_BLOCK;
   return m <= most + ROW_BLOCK / 2 ? m : most;
 }
 

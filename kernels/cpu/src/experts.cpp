@@ -347,7 +347,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
   const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS, up_decoded ? nullptr : up_form);
   const int64_t stride = padded_k<T>(width) + 64 / int64_t(sizeof(T)), width_panels = panels_of(width);
   T* middle = scratch<T>(SHARED_HIDDEN, m * stride);
-  const int64_t row_block = task_rows(up_decoded || down_decoded, ROW_BLOCK, m), row_tasks = ceil_div(m, row_block);
+  const int64_t row_block = task_rows(up_decoded ? first : second, ROW_BLOCK, m), row_tasks = ceil_div(m, row_block);
   const int64_t up_width = panels_per_task(width_panels, 8 * panel_units<T>(hidden, up_form), row_tasks);
   parallel_products(row_tasks * ceil_div(width_panels, up_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * up_width;
