@@ -11,13 +11,14 @@ from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_families import check_moe, parse_gqa
 from moe_engine.models.config_fields import Fields, added_tokens
-from moe_engine.models.formats.float8 import MatrixFloat8
+from moe_engine.models.formats.fp4 import FP4
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.fused_float8 import FusedFloat8
+from moe_engine.models.formats.fused_fp4 import FusedNVFP4
 from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.vision_config import LLAMA4, VisionConfig
@@ -119,14 +120,17 @@ def _tower(fields: Fields, section: Fields, out_width: int) -> VisionConfig:
 
 
 def _with_joined_experts(config: ModelConfig, num_experts: int) -> Any:
-    """The format; experts of a layer are in common tensors, or have a matrix each: unquantized, and FP8 with one scale
-    (ModelOpt), which is dequantized if it has a matrix each."""
+    """The format; experts of a layer are in common tensors, or have a matrix each: unquantized, and ModelOpt's FP8 and
+    NVFP4, which are dequantized if they have a matrix each."""
     if config.weight_format == PLAIN:
         return FusedExpertsFormat(num_experts, alternating=False, optional=True)
     format = config.weight_format
-    if isinstance(format, SchemeFormat) and any(scheme == MatrixFloat8() for _, scheme in format.rules):
-        experts = (Modules(parts=("*.experts.*",)), FusedFloat8(num_experts, transposed=True))
-        return replace(format, rules=(experts, *format.rules))
+    if isinstance(format, SchemeFormat) and format.name == "modelopt":
+        scheme = format.rules[0][1]  # of every linear layer
+        common: Scheme = FusedFloat8(num_experts, transposed=True)
+        if isinstance(scheme, FP4):
+            common = FusedNVFP4(**vars(scheme), num_experts=num_experts)
+        return replace(format, rules=((Modules(parts=("*.experts.*",)), common), *format.rules))
     return with_fused_experts(format, num_experts, transposed=True)
 
 

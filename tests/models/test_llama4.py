@@ -31,6 +31,7 @@ from tests.models import published, stepper
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import logits_of, write_pair
 from tests.models.parameters import num_active_parameters
+from tests.models.quantized_floats import FLOATS, _nvfp4, quantize_floats
 
 SCOUT = published.LLAMA_4_SCOUT
 TEXT = SCOUT["text_config"]
@@ -176,6 +177,36 @@ def test_fp8_of_modelopt(tmp_path: Path, common: bool) -> None:
     check_headers(path, read_checkpoint(path), load_model_config(path))
     for row in ("torch", "cpu"):
         torch.testing.assert_close(logits_of(path, row), logits_of(other, row), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("common", [True, False])
+def test_nvfp4_of_modelopt(tmp_path: Path, common: bool) -> None:
+    """Experts in common tensors [E, K / 2, N], with a factor for all of them, or for each."""
+    path = make_checkpoint("llama4", tmp_path / "q", tokenizer=False)
+    tensors = load_file(path / "model.safetensors")
+    stored, plain = quantize_floats({name: each for name, each in tensors.items() if ".experts." not in name}, "nvfp4")
+    for name in (name for name in tensors if ".experts." in name):
+        experts = tensors[name].transpose(1, 2).contiguous()  # [E, N, K]
+        if common:
+            codes, scales, whole, values = _nvfp4(experts.flatten(0, 1))
+            parts = [codes.view(len(experts), -1, codes.shape[1]), scales.view(len(experts), -1, scales.shape[1])]
+            factor, values = torch.tensor(whole), values.view(experts.shape)
+        else:
+            each = [_nvfp4(expert) for expert in experts]
+            parts = [torch.stack([one[i] for one in each]) for i in (0, 1)]
+            factor, values = torch.tensor([one[2] for one in each]), torch.stack([one[3] for one in each])
+        stored |= {name: parts[0].transpose(1, 2).contiguous(), f"{name}_weight_scale_2": factor}
+        stored |= {f"{name}_weight_scale": parts[1].transpose(1, 2).contiguous(), f"{name}_input_scale": torch.ones(())}
+        plain[name] = values.transpose(1, 2).contiguous()
+    section = FLOATS["nvfp4"][1] | {"ignore": ["lm_head", "*router*"]}
+    path, other = write_pair(path, stored, plain, {"quantization_config": section})
+    config = load_model_config(path)
+    check_headers(path, read_checkpoint(path), config)
+    half = config.weight_format.bytes_per_element("model.layers.1.feed_forward.experts.0.up_proj", (32, 64), 4)
+    assert half < 1
+    want = logits_of(other, "torch")
+    for row in ("torch", "cpu"):
+        torch.testing.assert_close(logits_of(path, row), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
 def test_names(tmp_path: Path) -> None:
