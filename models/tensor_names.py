@@ -59,7 +59,7 @@ class TensorNames:
         """
         found = format_in_headers(self._config.weight_format, files)
         problems, read, unread = [], set(), names_outside_model(self._config, files)
-        unread -= {name for name in table_names(files) if not name.startswith("model.")}
+        unread -= {name for name in table_names(files) if not name.startswith("model.layers.")}
         for name in sorted(files):
             if self._is_unread_draft(name) if layer_index(name) >= self._config.num_layers else name in unread:
                 continue

@@ -25,7 +25,7 @@ from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensor_names import TensorNames
-from moe_engine.models.tensors import Kind, model_tensors, names_outside_model, names_outside_mtp
+from moe_engine.models.tensors import Kind, model_tensors, names_outside_model, names_outside_mtp, table_names
 from moe_engine.parallel.context import SINGLE
 from tests.models import stepper
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
@@ -182,3 +182,13 @@ def test_calls_by_name_pass_over_what_no_draft_layer_needs(tmp_path: Path, make:
     config, files = load_model_config(path), read_checkpoint(path)
     outside = names_outside_model(config, files) & names_outside_mtp(config, files)
     assert TensorNames(config, include_mtp=True).check("all tensors", files) == files.keys() - outside
+
+
+@pytest.mark.parametrize("make", [make_v41, partial(make_checkpoint, "qwen4_exp")], ids=["v4.1", "qwen4"])
+def test_tables_under_other_names_are_refused(tmp_path: Path, make: Callable[..., Path]) -> None:
+    """Tensors that a trainer announces keep their names: a table that no layer would find is unknown."""
+    path = make(tmp_path, seed=random.randrange(1 << 30))
+    files = read_checkpoint(path)
+    renamed = {f"model.language_{name}": files[name] for name in table_names(files)}
+    with pytest.raises(CheckpointError, match="is no tensor of the served model"):
+        TensorNames(load_model_config(path), include_mtp=False).check("tables", renamed)
