@@ -131,7 +131,7 @@ class ChatTemplate(ChatEncoder):
                 return template.render(messages=[_arguments_as_text(m) for m in prepared], **context)
         except jinja2.TemplateError as exc:
             raise InputError(f"messages: the chat template refuses them: {exc}", field="messages") from exc
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as exc:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as exc:
             raise InputError(
                 f"messages: the chat template cannot render them ({type(exc).__name__}: {exc})", field="messages"
             ) from exc

@@ -68,8 +68,9 @@ def test_refusals_name_messages():
     with pytest.raises(InputError, match="unknown role judge") as info:
         CHAT.render([{"role": "judge", "content": "x"}])
     assert info.value.field == "messages"
-    with pytest.raises(InputError, match="cannot render"):
-        ChatTemplate("{{ messages[0].content + 1 }}").render([USER])
+    for source in ("{{ messages[0].content + 1 }}", "{{ 1 // n }}", "{% for i in range(10**9) %}{% endfor %}"):
+        with pytest.raises(InputError, match="cannot render"):
+            ChatTemplate(source).render([USER], kwargs={"n": 0})
     with pytest.raises(InputError, match=r"chat_template_kwargs\.messages"):
         CHAT.render([USER], kwargs={"messages": []})
 
