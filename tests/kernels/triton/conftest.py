@@ -6,8 +6,8 @@ is already imported. The variable is removed at once: processes started by other
 need the compiler (ahead-of-time compilation) run in a separate process, `outside.py`.
 
 ``MOE_TEST_GPU=1 python -m pytest --processes 16 tests/kernels/triton`` compiles and runs the kernels on a GPU
-(`on_gpu.py`). ``python -m benchmarks.gpu_suite`` has a case of each kernel with its time (`test_gpu_cases.py`), but not
-of all its forms.
+(`on_gpu.py`). ``python -m benchmarks.gpu_suite`` has a case of each form that models launch, with its time
+(`test_gpu_cases.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.kernels.triton import on_gpu
 collect_ignore_glob: list[str] = []
 
 ON_THE_HOST = (
-    "all_reduce", "aot", "aot_table", "bookkeeping", "compile_command", "dependent", "gpu_cases", "launch_checks",
-    "prefetch", "symm_mem_kernels",
+    "all_reduce", "aot", "aot_table", "bookkeeping", "compile_command", "compile_drafts", "dependent", "gpu_cases",
+    "launch_checks", "prefetch", "symm_mem_kernels",
 )  # fmt: skip
 """Tests of the compiler, of the interpreter, of addresses, and of memory that several ranks write."""
 
@@ -37,6 +37,7 @@ if find_spec("triton") is None:
     collect_ignore_glob.append("test_*.py")
 elif on_gpu.GPU in os.environ:
     collect_ignore_glob += [f"test_{name}.py" for name in ON_THE_HOST]
+    on_gpu.require()
     on_gpu.install()
 else:
     if "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":

@@ -6,15 +6,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 GPU = "MOE_TEST_GPU"
 """Environment variable: run the kernels on a GPU."""
+
+
+def require() -> None:
+    """Ends the run without a GPU: thousands of tests would fail. Asks another process, since forked ones cannot use
+    CUDA once this one has looked for devices."""
+    look = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if subprocess.run([sys.executable, "-c", look], check=False).returncode:
+        pytest.exit(f"{GPU}=1: torch sees no CUDA device; check the driver and the build of torch", returncode=2)
 
 
 class _Memory:
