@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
@@ -107,7 +107,7 @@ def resolve(
         ledger=sizing.ledger,
         limits=steps.limits,
         decisions=tuple(record.decisions),
-        notes=(*_idle_flags(args, device, parallel), *record.remarks, *size_remarks(context_len, sizing)),
+        notes=(*_idle_flags(args, device, parallel), *_eos(model), *record.remarks, *size_remarks(context_len, sizing)),
         speculation=speculation,
         draft_model=None if drafts is None else drafts.config,
         draft_head=None if drafts is None else drafts.head,
@@ -117,6 +117,13 @@ def resolve(
         lora=lora,
         offloaded_layers=steps.offloaded_layers,
     )
+
+
+def _eos(model: ModelConfig) -> Iterator[str]:
+    """Remarks on the tokens that end answers."""
+    if outside := [token for token in model.eos_token_ids if not 0 <= token < model.vocab_size]:
+        found = ", ".join(map(str, outside))
+        yield f"eos_token_id {found}: no token of the vocabulary of {model.vocab_size}, so that it ends no answer"
 
 
 def _cpu_threads(args: EngineArgs, cores: int, reason: str, device: str, record: Record) -> int:

@@ -228,6 +228,14 @@ def test_remarks_on_flags_without_effect(resolved):
         assert any("can run its own Python code in the engine" in note for note in notes) is warned, host
 
 
+def test_an_end_outside_of_the_vocabulary_is_remarked(resolved):
+    def notes(tokens):
+        return [note for note in resolved(SMALL | {"eos_token_id": tokens}).notes if "eos_token_id" in note]
+
+    assert not notes([1, 2])
+    assert notes([1, 10**9]) and "eos_token_id 1000000000: no token" in notes([1, 10**9])[0]
+
+
 def test_ranges_name_real_fields():
     names = {info.name for part in PARTS.values() for info in fields_of(part)}
     assert set(LEAST) <= names and set(MOST) <= names
