@@ -331,15 +331,18 @@ def sums(tokens: int, hidden: int, top_k: int) -> Iterator[KernelCase]:
         given, add = rows(device), normal(tokens, hidden, device=device)
         return lambda kernel: kernel.combine(*given, add)
 
-    def norm(device: str) -> Run:
+    def norm(device: str, format: ActivationFormat = UNQUANTIZED) -> Run:
         given, residual = rows(device), normal(tokens, hidden, device=device)
         weight = 1 + 0.1 * normal(hidden, device=device)
 
         def run(ops: Any) -> tuple[Tensor, Tensor]:
-            stream, fused = residual.clone(), ops.capabilities.add_rows_rms_norm
-            if fused is None:
+            stream, able = residual.clone(), ops.capabilities
+            if able.add_rows_rms_norm is None:
                 return ops.add_rms_norm(TorchPermutation().combine(*given), stream, weight, EPS), stream
-            return fused(ExpertRows(*given, None), stream, weight, EPS), stream
+            rows = ExpertRows(*given, None)
+            if format.rows:
+                return _values(able.quantized_norms.add_rows_rms_norm(format, rows, stream, weight, EPS)), stream
+            return able.add_rows_rms_norm(rows, stream, weight, EPS), stream
 
         return run
 
@@ -349,6 +352,9 @@ def sums(tokens: int, hidden: int, top_k: int) -> Iterator[KernelCase]:
         return lambda ops: (ops.capabilities.add_input or add_input)(x, weights, ids, None)
 
     yield _case("permutation", f"combine.add.{hidden}x{top_k}.t{tokens}", combine, routing=routing)
+    for name, format in (("rows", ActivationFormat.fp8(False)), ("quantized", ActivationFormat(True, True))):
+        make = partial(norm, format=format)
+        yield _case("ops", f"combine_norm.{name}.{hidden}x{top_k}.t{tokens}", make, routing=routing, fp8=True)
     yield _case("ops", f"combine_norm.alone.{hidden}x{top_k}.t{tokens}", norm, routing=routing)
     yield _case("ops", f"zero_experts.alone.{hidden}x{top_k}.t{tokens}", identities)
 

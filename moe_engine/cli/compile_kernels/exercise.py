@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,14 +28,16 @@ from moe_engine.types.row_sizes import row_width
 
 
 def one_layer_of_each(model: ModelConfig) -> ModelConfig:
-    """The model truncated after the first layer of its last kind: all other layers are equal to one of these. Models
-    whose layers read what others keep, or more the later they are, stay whole."""
+    """The model truncated after the first of each pair of adjacent kinds: all other layers are equal to one of these,
+    the norm before the next layer included. Models whose layers read what others keep, or more the later they are, stay
+    whole."""
     attention = model.attention
     has_ngrams = model.streams is not None and model.streams.engram is not None
     if isinstance(attention, SharedEntriesConfig) or model.residual_block or has_ngrams:
         return model
     kinds = [_kind(model, layer) for layer in range(model.num_layers)]
-    count = 1 + max(kinds.index(kind) for kind in kinds)
+    pairs = list(pairwise(kinds))
+    count = max((2 + pairs.index(pair) for pair in pairs), default=1)
     states = tuple(replace(group, layers=tuple(i for i in group.layers if i < count)) for group in model.state_groups)
     return replace(model, num_layers=count, moe_layers=model.moe_layers[:count], state_groups=states)
 

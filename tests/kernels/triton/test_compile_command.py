@@ -74,7 +74,7 @@ def test_steps_reach_every_size_and_the_largest():
 
 
 @pytest.mark.parametrize(
-    ("model", "layers"), [("v3", 4), ("gpt-oss-120b", 2), ("v4-flash", 5), ("v41-flash", 40), ("qwen3-next", 4)]
+    ("model", "layers"), [("v3", 5), ("gpt-oss-120b", 3), ("v4-flash", 6), ("v41-flash", 40), ("qwen3-next", 5)]
 )
 def test_a_layer_of_each_kind_runs(model: str, layers: int, tmp_path: Path) -> None:
     """Layers with windows and without, with entries of each rate, with experts chosen by token ids."""
