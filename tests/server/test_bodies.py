@@ -79,6 +79,7 @@ VECTORS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/classify", {"input": "Hello"}),
     ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
     ("/v2/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ("/rerank", {"query": "a", "documents": ["b", "c"]}),
 ]
 """Endpoints of embedding models, and of classification models."""
 WRONG: list[tuple[str, dict[str, Any]]] = [

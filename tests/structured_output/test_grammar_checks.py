@@ -61,9 +61,9 @@ def test_a_slow_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = load_tokenizer(CHECKPOINT_DIR).source
     assert source is not None
     checks = GrammarChecks(CheckSpec(GrammarSettings(), source, SIZE, (EOS,)))
-    monkeypatch.setattr(grammar_checks, "COMPILE_SECONDS", 0.02)
+    monkeypatch.setattr(grammar_checks, "COMPILE_SECONDS", 0.0)
     try:
-        with pytest.raises(InputError, match=r"^regex: the compilation takes longer than 0.02 s") as found:
+        with pytest.raises(InputError, match=r"^regex: the compilation takes longer than 0 s") as found:
             asyncio.run(checks.check(Constraint("regex", "([a-z]{0,999}[0-9]{0,999}){0,99}", "regex")))
         assert found.value.status == 400
     finally:

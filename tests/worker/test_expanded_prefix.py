@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_engine.kernels.decoder.shared_prefix import BLOCK
 from moe_engine.kernels.queries import PagedQueries, SharedRun
 from moe_engine.worker.batch.expanded_prefix import LEAST_MEMBERS, ExpandedPrefix, Layers
 from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
@@ -94,14 +95,14 @@ def _script(lengths: list[int], seed: int, new: int = 12, **more: Any) -> list[S
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("lengths", [[70] * 17, [128] * 20, [130] * 4 + [200] * 17, [600] * 16 + [20] * 4], ids=str)
+@pytest.mark.parametrize("lengths", [[140] * 17, [128] * 20, [130] * 4 + [200] * 17, [600] * 16 + [20] * 4], ids=str)
 def test_tokens_are_those_of_transformers(lengths: list[int], path: Path, engine: Engine) -> None:
     """Requests join and leave; some are not members."""
     from transformers import AutoModelForCausalLM
 
     script = _script(lengths, seed=sum(lengths))
     found = engine.run(script)
-    assert max(engine.used)[0] >= min(lengths) // 64 * 64 and max(n for _, n in engine.used) >= LEAST_MEMBERS
+    assert max(engine.used)[0] >= min(lengths) // BLOCK * BLOCK and max(n for _, n in engine.used) >= LEAST_MEMBERS
     assert found == engine.run(script, expanded=False)
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     for item in script:
@@ -150,10 +151,10 @@ def test_the_ledger_has_the_largest_prefix(engine: Engine) -> None:
     engine.run(_script([600] * 17, seed=1))
     assert engine.fused is not None and engine.prefixes is not None
     prefix = engine.prefixes.prefix
-    assert prefix is not None and prefix.length == 576
+    assert prefix is not None and prefix.length == 600 // BLOCK * BLOCK
     held = sum(part.nbytes for layer in prefix.layers for part in layer)
-    limit = min(engine.prefixes._most, engine.engine.config.context_len // 64 * 64)
-    assert row.num_bytes == held // 576 * limit
+    limit = min(engine.prefixes._most, engine.engine.config.context_len // BLOCK * BLOCK)
+    assert row.num_bytes == held // prefix.length * limit
 
 
 def test_deterministic_inference_keeps_one_form(path: Path, tmp_path: Path) -> None:
@@ -238,5 +239,5 @@ def test_prompts_know_the_prefix_of_the_first_one(path: Path, engine: Engine) ->
     """Neither the prompts after the first one nor their decodes expand its tokens again."""
     script = _script([200] * 18, seed=8)
     found = engine.run(script)
-    assert engine.known and set(engine.known) == {200} and not engine.expanded and (192, 19) in engine.used
+    assert engine.known and set(engine.known) == {200} and not engine.expanded and (128, 19) in engine.used
     assert found == engine.run(script, expanded=False)
