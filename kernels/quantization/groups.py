@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import QuantizedRows
+from moe_engine.kernels.quantization.protocol import QuantizedRows, empty_columns
 from moe_engine.kernels.quantization.reference import as_exponents, quantize_rows, silu_mul
 
 
@@ -50,8 +50,7 @@ def empty_rows(x: Tensor, width: int, exponents: bool) -> QuantizedRows:
 def empty_exponents(scales: Tensor) -> Tensor:
     """Uninitialized exponents of scales [.., K / 128], in the order of `empty_rows`."""
     *padded, rows, blocks = scales.shape
-    columns = scales.new_empty(*padded, -(-blocks // 4), -(-rows // 4) * 4, dtype=torch.int32)
-    return columns[..., :rows].transpose(-2, -1)
+    return empty_columns(rows, -(-blocks // 4), scales.device, tuple(padded), torch.int32)
 
 
 def pack_scales(scales: Tensor, groups: RowGroups) -> Tensor:

@@ -153,6 +153,15 @@ class RowFP8:
 ROW_FP8 = RowFP8()
 
 
+def empty_columns(
+    m: int, count: int, device: torch.device | str, groups: tuple[int, ...] = (), dtype: torch.dtype = torch.float32,
+    zeros: bool = False,
+) -> Tensor:  # fmt: skip
+    """Memory [*groups, m, count] of scales, column-major in each group; a column starts at a multiple of 16 bytes."""
+    make = torch.zeros if zeros else torch.empty
+    return make(*groups, count, -(-m // 4) * 4, dtype=dtype, device=device)[..., :m].transpose(-2, -1)
+
+
 @dataclass(frozen=True)
 class QuantizedRows:
     """x[m, k] = data[m, k] * scales[m, k div 128].
@@ -177,13 +186,12 @@ class QuantizedRows:
     ) -> QuantizedRows:
         """Uninitialized memory for rows [M, K]; for padded groups [*groups, M, K]. exponents: the form of the scales;
         those after the last block are zero, since a product multiplies them with padding."""
-        blocks, stride = num_blocks(k), -(-m // 4) * 4
+        blocks = num_blocks(k)
         if exponents:
-            make = torch.zeros if blocks % 4 else torch.empty
-            columns = make(*groups, -(-blocks // 4), stride, dtype=torch.int32, device=device)
+            scales = empty_columns(m, -(-blocks // 4), device, groups, torch.int32, zeros=blocks % 4 > 0)
         else:
-            columns = torch.empty(*groups, blocks, stride, device=device)
-        return cls(torch.empty(*groups, m, k, dtype=FP8, device=device), columns[..., :m].transpose(-2, -1))
+            scales = empty_columns(m, blocks, device, groups)
+        return cls(torch.empty(*groups, m, k, dtype=FP8, device=device), scales)
 
     @property
     def exponents(self) -> bool:

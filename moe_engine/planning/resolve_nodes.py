@@ -45,7 +45,7 @@ def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlac
 
 def check_nodes(nodes: int, node_rank: int, leader: str | None) -> None:
     if not 0 <= node_rank < nodes:
-        raise ConfigError(f"--node-rank {node_rank}: with --nnodes {nodes} it is 0 to {nodes - 1}")
+        raise ConfigError(f"--node-rank {node_rank}: must be 0 to {nodes - 1} with --nnodes {nodes}")
     if nodes > 1 and leader is None:
         raise ConfigError(
             f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all nodes can reach"

@@ -20,6 +20,7 @@ from moe_engine.cli.cluster_check.report import Finding, Report
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.resolve_nodes import check_nodes
 from moe_engine.processes.addresses import free_port
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 
@@ -144,12 +145,5 @@ def _place(options: Any, environ: Mapping[str, str]) -> ClusterPlace:
     rank, address = options.node_rank or 0, options.dist_init_addr
     if nodes < 1:
         raise ConfigError(f"--nnodes {nodes}: must be at least 1")
-    if not 0 <= rank < nodes:
-        raise ConfigError(f"--node-rank {rank}: must be 0 to {nodes - 1} with --nnodes {nodes}")
-    if nodes > 1 and address is None:
-        raise ConfigError(
-            f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all nodes reach"
-        )
-    if address is not None:
-        RendezvousAddress(address).check()
+    check_nodes(nodes, rank, address)
     return ClusterPlace(nodes, rank, address if nodes > 1 else None, 0, "flags")
