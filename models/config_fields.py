@@ -26,13 +26,15 @@ def read_json(file: Path, kind: type = dict) -> Any:
     """The object (or list) in a JSON file. Raises ConfigError if absent, unreadable or of another kind."""
     try:
         check_regular(file)
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_bytes())
     except NotADirectoryError:
         raise ConfigError(
             f"{file.parent}: a file; --model-path must be a Hugging Face checkpoint directory, its config.json or a "
             "GGUF file"
         ) from None
     except FileNotFoundError:
+        if file.is_symlink():
+            raise ConfigError(f"{file}: a link to a missing file; copy the whole checkpoint") from None
         raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         raise ConfigError(f"{file}: architectures must be a list of names, found {names!r}")
     architecture = registry.find(names, raw.get("model_type"), str(file))
     generation = file.parent / "generation_config.json"
-    defaults = read_json(generation) if generation.is_file() else {}
+    defaults = read_json(generation) if os.path.lexists(generation) else {}
     fields = with_defaults(raw) | {"architectures": [architecture.name]}
     config = architecture.parse(Fields(fields, str(file)), defaults)
     if not overrides:

@@ -96,10 +96,13 @@ def bound_address(socket: zmq.Socket[bytes]) -> str:
 def _why_not_bound(address: str, error: zmq.ZMQError, flag: str) -> str:
     head = f"{flag}: cannot listen there ({address})" if flag else f"cannot listen at {address}"
     reason = os.strerror(error.errno) if error.errno else str(error)
+    of_nodes = flag.startswith("--dist-init-addr")
     if error.errno == errno.EADDRNOTAVAIL or error.errno == errno.ENODEV:
-        return f"{head}: not an address of this host ({sockets.gethostname()}); it must be one of node 0's own"
+        fix = "; it must be one of node 0's own (is this --node-rank 0?)" if of_nodes else ""
+        return f"{head}: not an address of this host ({sockets.gethostname()}){fix}"
     if error.errno == errno.EADDRINUSE:
-        return f"{head}: the port is in use; give a free one, the same on all nodes"
+        fix = ", the same on all nodes; if node 0 has it, this node needs another --node-rank" if of_nodes else ""
+        return f"{head}: the port is in use; give a free one{fix}"
     if address.startswith("ipc://"):
         return f"{head}: {reason}; set TMPDIR to a writable directory with a shorter path"
     return f"{head}: {reason}"

@@ -180,7 +180,7 @@ def load_chat_template(
             f"{', '.join(BUILT_IN_TEMPLATES)}"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         raise ConfigError(f"--chat-template {chosen}: cannot be read as text; give a .jinja or .json file") from None
     if path.suffix == ".json":

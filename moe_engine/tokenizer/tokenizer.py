@@ -6,6 +6,7 @@ transformers takes seconds to import and is loaded only if needed: checkpoints w
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -381,11 +382,8 @@ def load_tokenizer(
 
 def _own_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
-        try:
-            return jinja.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{jinja}: cannot be read as text: {exc}") from None
+    if (text := _read(jinja)) is not None:
+        return text
     template = config.get("chat_template")
     if template is None:
         template = _read_json(folder / "chat_template.json").get("chat_template")
@@ -401,14 +399,26 @@ def _own_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] 
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if (text := _read(path)) is None:
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read ({exc.strerror})") from None
+        return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as exc:
         raise ConfigError(f"{path}: not a JSON object: {exc}") from exc
+
+
+def _read(file: Path) -> str | None:
+    """The text of an optional file, without a byte order mark; None if there is no such name."""
+    if not os.path.lexists(file):
+        return None
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file}: not a regular file; copy it from the checkpoint, or remove it")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: a link to a missing file; copy the whole checkpoint, or remove it") from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{file}: cannot be read as text: {exc}") from None
 
 
 class _DecoderOnly(msgspec.Struct):

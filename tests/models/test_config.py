@@ -575,6 +575,12 @@ def test_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_model_config(tmp_path / "weights")
     with pytest.raises(ConfigError, match="JSON"):
         load_model_config(tmp_path)
+    parse(tmp_path, LLAMA)
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text(), encoding="utf-8-sig")
+    load_model_config(tmp_path)  # with the byte order mark of an editor
+    (tmp_path / "generation_config.json").symlink_to(tmp_path / "blobs")
+    with pytest.raises(ConfigError, match=r"generation_config\.json: a link to a missing file; copy the whole"):
+        load_model_config(tmp_path)
 
     (tmp_path / "pipe").mkdir()
     for name, read in (("config.json", load_model_config), ("pytorch_model.bin", read_checkpoint)):

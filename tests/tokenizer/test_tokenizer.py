@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -168,6 +169,21 @@ def test_chat_template_file_wins_over_config(tmp_path):
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("from file")
     assert load_tokenizer(tmp_path).chat_template == "from file"
+    (tmp_path / "chat_template.jinja").write_text("from file", encoding="utf-8-sig")
+    assert load_tokenizer(tmp_path).chat_template == "from file"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_name_without_its_file_is_refused(tmp_path, name):
+    """Like the links of a hub folder that was copied without its blobs: prompts would silently lack the template."""
+    save_tokenizer(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "blobs")
+    with pytest.raises(ConfigError, match=f"{name}: a link to a missing file; copy the whole checkpoint"):
+        load_tokenizer(tmp_path)
+    os.mkfifo(tmp_path / "blobs")
+    with pytest.raises(ConfigError, match=f"{name}: not a regular file"):
+        load_tokenizer(tmp_path)
 
 
 def test_nothing_heavy_is_imported():

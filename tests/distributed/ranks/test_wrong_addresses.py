@@ -40,9 +40,9 @@ def taken() -> Iterator[int]:
 CASES = [
     (NODES, "0", "nohost.invalid:20000", "unknown host"),
     (NODES, "0", "a..b:20000", "unknown host"),
-    (NODES, "0", "192.0.2.1:20000", "not an address of this host"),
+    (NODES, "0", "192.0.2.1:20000", "it must be one of node 0's own (is this --node-rank 0?)"),
     (NODES, "0", "[::1]:20000", "IPv6 addresses are not supported"),
-    (NODES, "0", "127.0.0.1:TAKEN", "the port is in use"),
+    (NODES, "0", "127.0.0.1:TAKEN", "if node 0 has it, this node needs another --node-rank"),
     (NODES, "0", "127.0.0.1:70000", "must be HOST:PORT"),
     (NODES, "0", "127.0.0.1", "must be HOST:PORT"),
     (NODES, "0", "http://127.0.0.1:20000", "must be HOST:PORT"),
