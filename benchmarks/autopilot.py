@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from moe_engine.planning.scheduler_limits import CPU_DELAYED_TOKENS
+from moe_engine.planning.output.scheduler_limits import CPU_DELAYED_TOKENS
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
 from moe_engine.tuning.simulator.arrivals import arrival_times

@@ -14,7 +14,7 @@ import psutil
 from benchmarks import report
 from benchmarks.checkpoints import ensure_checkpoint
 from moe_engine import Engine
-from moe_engine.planning.ledger import STATES_ROW, WEIGHT_ROWS
+from moe_engine.planning.memory.ledger import STATES_ROW, WEIGHT_ROWS
 
 LAUNCHES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "embedded": (None, {}),

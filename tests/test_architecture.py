@@ -108,7 +108,7 @@ TOUCHES_CUDA = {
     "kernels/device.py",
     "kernels/host_calls.py",  # its stream, for the driver
     "kernels/uploads.py",  # whether its stream is captured
-    "moe_engine/planning/machine.py",
+    "moe_engine/planning/inputs/machine.py",
     "moe_engine/worker/device_stream.py",
     "parallel/dispatch/symm_mem/nvshmem4py.py",  # its stream, in the form of the package
 }
@@ -139,8 +139,8 @@ ELASTIC = re.compile(r"(?<!torch)elastic(?!ity|buffer|dispatcher)|survivor|survi
 MAY_NAME_ELASTIC = {
     "moe_engine/config/parallel.py",  # the flag
     "moe_engine/frontend/start.py",  # injects the policy
-    "moe_engine/planning/resolve_elastic.py",
-    "moe_engine/planning/resolve_parallel.py",
+    "moe_engine/planning/parallelism/resolve_elastic.py",
+    "moe_engine/planning/parallelism/resolve_parallel.py",
     "moe_engine/cli/simulate.py",
     "moe_engine/tuning/simulator/fleet.py",
 }
@@ -287,7 +287,7 @@ def test_no_file_imports_itself_by_way_of_others():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("package", ["kernels", "models", "parallel", "moe_engine/worker"])
+@pytest.mark.parametrize("package", ["kernels", "models", "parallel", "moe_engine/worker", "moe_engine/planning"])
 def test_no_folder_imports_itself_by_way_of_others(package):
     """Folders form a layered graph: formats and structs, then families, then tables and the selection of rows."""
     arrows: dict[str, set[str]] = {}

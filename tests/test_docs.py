@@ -19,8 +19,10 @@ from moe_engine.config.args import PARTS, build_parser
 from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.flags import known_options
 from moe_engine.models.registry import supported
-from moe_engine.planning import draft_tree, resolve_graphs, resolve_parallel
-from moe_engine.planning.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
+from moe_engine.planning.parallelism import resolve_parallel
+from moe_engine.planning.speculation import draft_tree
+from moe_engine.planning.steps import resolve_graphs
+from moe_engine.planning.steps.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
 from tests.source_trees import SHARED, parsed  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]

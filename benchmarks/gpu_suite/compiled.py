@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_suite.setting import RESERVE, Setting
-from moe_engine.planning.machine import Machine, probe_machine
+from moe_engine.planning.inputs.machine import Machine, probe_machine
 
 Found = tuple[list[dict[str, Any]], list[str], int]
 """Compiler reports, failed launches, and the number of kernels skipped for lack of time."""
@@ -89,7 +89,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
 def _machine(setting: Setting) -> Machine:
     """Probed in a separate process: the compilers are forked, which is not possible after using a GPU."""
     if setting.kind == "cpu":
-        from moe_engine.planning.hardware import GPUS
+        from moe_engine.planning.inputs.hardware import GPUS
 
         return GPUS["h200"].machine()
     with multiprocessing.get_context("fork").Pool(1) as pool:

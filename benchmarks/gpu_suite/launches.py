@@ -14,7 +14,7 @@ from benchmarks.gpu_suite.ranks_here import TINY, TINY_BESIDE, V3_BESIDE, V3_EP8
 from benchmarks.gpu_suite.rows import triton_row
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.tokens import PROMPTS, SMALL
-from moe_engine.planning.machine import Machine
+from moe_engine.planning.inputs.machine import Machine
 
 Launches = tuple[str, Callable[[], Any]]
 """A name, and a function that makes the launches."""

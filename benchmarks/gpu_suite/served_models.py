@@ -12,7 +12,7 @@ from moe_engine.cli.compile_kernels.exercise import exercise
 from moe_engine.cli.compile_kernels.other_rows import build_triton
 from moe_engine.config.args import EngineArgs
 from moe_engine.kernels.warmup_sizes import StepSize
-from moe_engine.planning.hardware import GPUS
+from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
 from tests.models import published

@@ -20,7 +20,7 @@ from moe_engine.cli.output_file import check_writable, writing
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError, MoeEngineError
-from moe_engine.planning.ledger import WEIGHT_ROWS
+from moe_engine.planning.memory.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.addresses import free_port

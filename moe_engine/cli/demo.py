@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_engine.config.flags import Parser
-from moe_engine.planning.checkpoint import embedded_model
+from moe_engine.planning.inputs.checkpoint import embedded_model
 
 
 def main(argv: Sequence[str], prog: str) -> int:

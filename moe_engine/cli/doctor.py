@@ -21,8 +21,8 @@ from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need, cpu_device
-from moe_engine.planning.ledger import gb
-from moe_engine.planning.machine import probe_machine
+from moe_engine.planning.inputs.machine import probe_machine
+from moe_engine.planning.memory.ledger import gb
 
 PACKAGES = (
     "moe-engine", "torch", "safetensors", "tokenizers", "transformers", "starlette", "uvicorn", "pyzmq", "triton",

@@ -16,7 +16,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.numbers import real_number, whole_number
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
-from moe_engine.planning.validate import check_ranges
+from moe_engine.planning.flags.validate import check_ranges
 from moe_engine.tuning.costs.efficiency import engines, load_efficiency
 from moe_engine.tuning.costs.form import WEIGHTS
 from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts

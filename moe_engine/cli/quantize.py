@@ -12,7 +12,7 @@ from typing import Any
 from moe_engine.cli.output_file import writing
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
-from moe_engine.planning.checkpoint import locate
+from moe_engine.planning.inputs.checkpoint import locate
 
 FORMATS = ("fp8", "int8", "int4", "mxfp4")
 WINDOW = 512

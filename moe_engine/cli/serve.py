@@ -13,7 +13,7 @@ from moe_engine.config.flags import parse_flags
 from moe_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_engine.planning.machine import Machine
+    from moe_engine.planning.inputs.machine import Machine
 
 SERVE_EPILOG = """\
 examples:
@@ -95,7 +95,7 @@ def _machine(values: dict[str, Any]) -> Machine | None:
 
 
 def _explain(args: EngineArgs, as_json: bool, machine: Machine | None = None) -> int:
-    from moe_engine.planning import explain
+    from moe_engine.planning.output import explain
     from moe_engine.planning.prepare import place_in_cluster, prepare
 
     config = prepare(args, machine, place=place_in_cluster())

@@ -32,10 +32,10 @@ from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, known_options, parse_flags
 from moe_engine.config.numbers import real_number
 from moe_engine.errors import ConfigError
+from moe_engine.planning.output.scheduler_limits import scheduler_config
+from moe_engine.planning.parallelism.resolve_elastic import Coverage
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.resolve_elastic import Coverage
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.tuning import datasets, serving_report
 from moe_engine.tuning.costs.efficiency import load_efficiency
 from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts, other_launch

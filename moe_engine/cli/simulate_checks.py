@@ -12,7 +12,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.host_memory import host_memory
-from moe_engine.planning.machine import usable_cores
+from moe_engine.planning.inputs.machine import usable_cores
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.planner.given_form import OURS

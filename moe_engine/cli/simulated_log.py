@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from moe_engine import logs
 from moe_engine.cli.output_file import writing
-from moe_engine.planning.explain import start_lines
+from moe_engine.planning.output.explain import start_lines
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
 

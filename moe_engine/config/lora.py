@@ -1,4 +1,4 @@
-"""Flags of LoRA adapters. `planning.resolve_lora` makes `LoraSettings`."""
+"""Flags of LoRA adapters. `planning.model.resolve_lora` makes `LoraSettings`."""
 
 from __future__ import annotations
 

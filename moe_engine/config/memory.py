@@ -1,4 +1,4 @@
-"""Flags of memory: weights and the largest step come first, the KV cache gets the rest (see `planning.ledger`)."""
+"""Flags of memory: weights and the largest step come first, the KV cache gets the rest (`planning.memory`)."""
 
 from __future__ import annotations
 

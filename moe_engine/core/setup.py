@@ -20,10 +20,10 @@ from moe_engine.core.kv_transfer.open import open_transfers
 from moe_engine.core.loop import CoreTransport, EngineCore
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
-from moe_engine.planning.ledger import GRAPHS_ROW
-from moe_engine.planning.machine import available_gb
+from moe_engine.planning.inputs.machine import available_gb
+from moe_engine.planning.memory.ledger import GRAPHS_ROW
+from moe_engine.planning.output.scheduler_limits import scheduler_config
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.structured_output.backend import GrammarBackend, GrammarSettings
 from moe_engine.structured_output.compiler import GrammarCompiler

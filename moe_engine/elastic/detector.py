@@ -8,7 +8,7 @@ from moe_engine.cluster.failure_detector import FailureDetector, Silence
 from moe_engine.elastic.survivors import Survivors
 from moe_engine.executor.options import DetectorLimits, RankPlace
 from moe_engine.executor.progress import Position
-from moe_engine.planning.resolve_elastic import Coverage
+from moe_engine.planning.parallelism.resolve_elastic import Coverage
 
 GATHER_SECONDS = 0.15
 """After a loss, wait this long for simultaneous losses, so that the survivors regroup only once."""

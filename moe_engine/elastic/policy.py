@@ -12,7 +12,7 @@ from moe_engine.elastic.supervisor import RankSupervisor
 from moe_engine.executor.options import RankGroupOptions, RankPlace
 from moe_engine.executor.progress import Progress
 from moe_engine.executor.sharded_worker import COLLECTIVE_SECONDS, sharded_worker
-from moe_engine.planning.resolve_elastic import Coverage
+from moe_engine.planning.parallelism.resolve_elastic import Coverage
 from moe_engine.planning.resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.executor import messages as rank_messages
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.executor.process_groups import open_store, quieten_torch
-from moe_engine.planning.resolve_elastic import Coverage
+from moe_engine.planning.parallelism.resolve_elastic import Coverage
 from moe_engine.processes.addresses import LOOPBACK
 from moe_engine.processes.watched_thread import start_watched
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_engine import logs
 from moe_engine.kernels.vendors.warming import StepShapes
-from moe_engine.planning.machine import available_gb
+from moe_engine.planning.inputs.machine import available_gb
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.options import WorkerOptions
 

@@ -12,8 +12,8 @@ from moe_engine.executor.make_worker import make_worker
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions, RankPlace
 from moe_engine.executor.progress import Progress
 from moe_engine.models import sizes
+from moe_engine.planning.output.weights_identity import weights_identity
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.planning.weights_identity import weights_identity
 from moe_engine.processes.zmq_sockets import job_keys
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_c
 from moe_engine.frontend.watchdog import watch
 from moe_engine.frontend.weight_reads import read_weight
 from moe_engine.frontend.weight_updates import WeightUpdates
-from moe_engine.planning.launch_flags import launch_flags
+from moe_engine.planning.output.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
 from moe_engine.server_args import ServerArgs
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -414,7 +414,7 @@ class Engine:
         self._loop.submit(_call(self._frontend.abort, rid, all=abort_all))
 
     def get_server_info(self) -> dict[str, Any]:
-        """The flags in effect (see `planning.launch_flags`), the engine's facts and the state of each scheduler."""
+        """The flags in effect (`planning.output.launch_flags`), the engine's facts and the state of each scheduler."""
         states = self._loop.run(self._frontend.client.call("internal_state"))
         facts = {
             "max_total_num_tokens": self.info.max_total_num_tokens,

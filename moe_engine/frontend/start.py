@@ -15,8 +15,8 @@ from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.settings import FrontendSettings
 from moe_engine.media.settings import MediaSettings
-from moe_engine.planning.image_flags import max_images, pixel_bounds
-from moe_engine.planning.resolve_parallel import ParallelPlan
+from moe_engine.planning.flags.image_flags import max_images, pixel_bounds
+from moe_engine.planning.parallelism.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.dist_secret import SECRET_VARIABLE
 from moe_engine.processes.open_files import check_limit

@@ -28,20 +28,20 @@ from moe_engine.models.pooling import with_pooling
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.recording.config import recorder_directory
-from moe_engine.planning.checkpoint import CheckpointFacts, locate, sums
-from moe_engine.planning.checkpoint_deletion import check_deletion
-from moe_engine.planning.cluster_env import ClusterPlace, find_place
-from moe_engine.planning.draft_model import load_draft, with_nextn
-from moe_engine.planning.images import with_images
-from moe_engine.planning.machine import Machine, probe_machine
-from moe_engine.planning.quantization import with_quantization
+from moe_engine.planning.flags.checkpoint_deletion import check_deletion
+from moe_engine.planning.flags.resolve_storage import storage_settings
+from moe_engine.planning.flags.template_parsers import with_template_parsers
+from moe_engine.planning.inputs.checkpoint import CheckpointFacts, locate, sums
+from moe_engine.planning.inputs.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.inputs.machine import Machine, probe_machine
+from moe_engine.planning.memory.images import with_images
+from moe_engine.planning.model.quantization import with_quantization
+from moe_engine.planning.model.resolve_lora import read_adapters
 from moe_engine.planning.remarks import unread_variables
 from moe_engine.planning.resolve import resolve
-from moe_engine.planning.resolve_lora import read_adapters
-from moe_engine.planning.resolve_speculation import DraftModel
-from moe_engine.planning.resolve_storage import storage_settings
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.planning.template_parsers import with_template_parsers
+from moe_engine.planning.speculation.draft_model import load_draft, with_nextn
+from moe_engine.planning.speculation.resolve_speculation import DraftModel
 from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.address_space import check_address_space
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others

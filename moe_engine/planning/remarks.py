@@ -10,9 +10,9 @@ from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.config.lora import LoraArgs
 from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
-from moe_engine.planning.resolve_lora import is_enabled
-from moe_engine.planning.resolve_parallel import ParallelPlan
-from moe_engine.planning.resolve_storage import STORAGE_VARIABLE
+from moe_engine.planning.flags.resolve_storage import STORAGE_VARIABLE
+from moe_engine.planning.model.resolve_lora import is_enabled
+from moe_engine.planning.parallelism.resolve_parallel import ParallelPlan
 
 DEPENDENTS = {
     "log_requests_level": "log_requests",

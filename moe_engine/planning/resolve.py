@@ -10,28 +10,33 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.planning import validate
-from moe_engine.planning.checkpoint import CheckpointFacts
-from moe_engine.planning.cluster_env import ClusterPlace
-from moe_engine.planning.machine import Machine
+from moe_engine.planning.flags import validate
+from moe_engine.planning.flags.resolve_loading import with_loader_threads
+from moe_engine.planning.flags.resolve_names import resolve_served_name, with_demo_parsers
+from moe_engine.planning.flags.resolve_storage import with_storage_page
+from moe_engine.planning.inputs.checkpoint import CheckpointFacts
+from moe_engine.planning.inputs.cluster_env import ClusterPlace
+from moe_engine.planning.inputs.machine import Machine
+from moe_engine.planning.memory.states import with_states
+from moe_engine.planning.model.resolve_dtype import (
+    resolve_dtype,
+    resolve_kv_dtype,
+    with_latent_scales,
+    with_stated_kv_dtype,
+)
+from moe_engine.planning.model.resolve_lora import NamedAdapter, resolve_lora
+from moe_engine.planning.model.resolve_pooling import resolve_pooling
+from moe_engine.planning.model.sparse_attention import with_index_keys
+from moe_engine.planning.parallelism.resolve_experts import resolve_experts
+from moe_engine.planning.parallelism.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_compile import compile_settings
-from moe_engine.planning.resolve_drafts import resolve_drafts, with_draft_scales
-from moe_engine.planning.resolve_dtype import resolve_dtype, resolve_kv_dtype, with_latent_scales, with_stated_kv_dtype
-from moe_engine.planning.resolve_experts import resolve_experts
-from moe_engine.planning.resolve_kernels import fits_sizes
-from moe_engine.planning.resolve_loading import with_loader_threads
-from moe_engine.planning.resolve_lora import NamedAdapter, resolve_lora
-from moe_engine.planning.resolve_names import resolve_served_name, with_demo_parsers
-from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
-from moe_engine.planning.resolve_pooling import resolve_pooling
-from moe_engine.planning.resolve_speculation import DraftModel
-from moe_engine.planning.resolve_steps import LaunchParts, cores_reason, own_part, resolve_steps, size_remarks
-from moe_engine.planning.resolve_storage import with_storage_page
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.planning.sparse_attention import with_index_keys
-from moe_engine.planning.state_memory import with_states
+from moe_engine.planning.speculation.resolve_drafts import resolve_drafts, with_draft_scales
+from moe_engine.planning.speculation.resolve_speculation import DraftModel
+from moe_engine.planning.steps.resolve_compile import compile_settings
+from moe_engine.planning.steps.resolve_kernels import fits_sizes
+from moe_engine.planning.steps.resolve_steps import LaunchParts, cores_reason, own_part, resolve_steps, size_remarks
 
 DP_CONSERVATIVENESS = 0.3
 """Factor with DP attention, as in SGLang: a group's batch is small, and an idle group waits for the others."""

@@ -15,14 +15,14 @@ from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.planning.ledger import MemoryLedger
-from moe_engine.planning.machine import Machine
+from moe_engine.planning.flags.resolve_storage import resolve_write_policy
+from moe_engine.planning.flags.validate_server import HIDDEN
+from moe_engine.planning.inputs.machine import Machine
+from moe_engine.planning.memory.ledger import MemoryLedger
+from moe_engine.planning.parallelism.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolution_log import Decision
-from moe_engine.planning.resolve_parallel import ParallelPlan
-from moe_engine.planning.resolve_speculation import speculative_values
-from moe_engine.planning.resolve_storage import resolve_write_policy
+from moe_engine.planning.speculation.resolve_speculation import speculative_values
 from moe_engine.planning.step_limits import StepLimits, kept_window
-from moe_engine.planning.validate_server import HIDDEN
 from moe_engine.types import SpeculationConfig
 from moe_engine.types.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 

@@ -17,7 +17,7 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 class SchedulerConfig:
     """Limits, budgets and policy of one rank's scheduler.
 
-    A field with the name of a flag has that flag's value (`planning.scheduler_limits.scheduler_config`).
+    A field with the name of a flag has that flag's value (`planning.output.scheduler_limits.scheduler_config`).
 
     `num_slots` is the size of the KV pool in tokens (flag ``--max-total-tokens``, or by memory), without the dummy
     page. `chunked_prefill_size` -1 disables chunking. Constants at the end are SGLang's; change them in tests.

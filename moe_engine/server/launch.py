@@ -24,9 +24,9 @@ from moe_engine.errors import ConfigError
 from moe_engine.frontend.core_process import FAILED_CORE_SECONDS, CoreProcess
 from moe_engine.frontend.delete_checkpoint import delete_checkpoint
 from moe_engine.frontend.start import frontend_settings, kill_cores, open_tokenizer, start_cores, stop_cores, wait_ready
-from moe_engine.planning import explain
-from moe_engine.planning.cluster_env import ClusterPlace
-from moe_engine.planning.launch_flags import launch_flags
+from moe_engine.planning.inputs.cluster_env import ClusterPlace
+from moe_engine.planning.output import explain
+from moe_engine.planning.output.launch_flags import launch_flags
 from moe_engine.planning.prepare import place_in_cluster, prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.open_files import check_limit, raise_limit

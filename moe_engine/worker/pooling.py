@@ -48,7 +48,7 @@ class PendingVectors:
 
 class StatePooling:
     """Reduces the hidden states of each request to one. Keeps the sum, or the first state, of prompts in chunks; their
-    prefix is never cached then (`planning.resolve_pooling`)."""
+    prefix is never cached then (`planning.model.resolve_pooling`)."""
 
     def __init__(self, kind: str, stream: DeviceStream) -> None:
         self._kind = kind

@@ -13,7 +13,7 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.kernels.device import cpu_device
 from moe_engine.models.config_file import load_model_config
-from moe_engine.planning.machine import Machine
+from moe_engine.planning.inputs.machine import Machine
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
 from tests.models.published import V3

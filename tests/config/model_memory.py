@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.models.config_file import load_model_config
-from moe_engine.planning.hardware import parse_hardware
+from moe_engine.planning.inputs.hardware import parse_hardware
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
 from tests.models.published import LLAMA, V2_LITE

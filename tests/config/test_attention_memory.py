@@ -19,11 +19,11 @@ from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.workspaces import MIB, AttentionLoad
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.step_memory import DRAFT_CATCH_UP, DRAFT_FEW
-from moe_engine.planning.explain import explain_text
+from moe_engine.planning.output.explain import explain_text
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import resolve
-from moe_engine.planning.resolve_speculation import DraftModel
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.speculation.resolve_speculation import DraftModel
 from tests.config.conftest import SMALL, machine
 from tests.config.test_speculation import LLAMA
 from tests.models.published import V3

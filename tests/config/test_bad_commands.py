@@ -22,7 +22,7 @@ from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.field import fields_of
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.start import open_tokenizer
-from moe_engine.planning.checkpoint import embedded_model
+from moe_engine.planning.inputs.checkpoint import embedded_model
 from moe_engine.planning.prepare import prepare
 from moe_engine.server.app import make_template
 from moe_engine.server.launch import server_settings

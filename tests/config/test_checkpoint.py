@@ -12,7 +12,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import checkpoint_names
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.planning.checkpoint import locate, sums
+from moe_engine.planning.inputs.checkpoint import locate, sums
 from moe_engine.planning.prepare import prepare
 from tests.config.conftest import machine, write_safetensors
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.planning.explain import explain_text
+from moe_engine.planning.output.explain import explain_text
 from moe_engine.types.step_settings import CompileSettings
 
 

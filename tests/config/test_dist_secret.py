@@ -11,7 +11,7 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.executor.sharded_worker import fingerprint, rank_group_options
-from moe_engine.planning.explain import explain_json, explain_text, start_lines
+from moe_engine.planning.output.explain import explain_json, explain_text, start_lines
 from moe_engine.planning.prepare import prepare
 from moe_engine.processes.dist_secret import LEAST_CHARACTERS, SECRET_VARIABLE, DistSecret, find_secret
 

@@ -15,9 +15,9 @@ from moe_engine.errors import CheckpointError, ConfigError, MoeEngineError
 from moe_engine.models.checkpoint_files import read_head
 from moe_engine.models.eagle_config import HeadConfig, head_tensors, read_head_config
 from moe_engine.parallel.topology import Topology
-from moe_engine.planning.eagle_checks import check_sharding
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.speculation.eagle_checks import check_sharding
 from tests.models.checkpoints import make_checkpoint
 
 TARGET = {"num_hidden_layers": 10}

@@ -8,7 +8,7 @@ import json
 from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
 from moe_engine.kernels import tables
-from moe_engine.planning.explain import explain_json, explain_text, start_lines
+from moe_engine.planning.output.explain import explain_json, explain_text, start_lines
 from tests.config.conftest import machine
 
 

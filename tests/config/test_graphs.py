@@ -11,9 +11,10 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.memory.graphs import GRAPH_BYTES, SMALL_GRAPH_BYTES, graph_row, recorded
 from moe_engine.planning.resolve import resolve
-from moe_engine.planning.resolve_graphs import GRAPH_BYTES, SMALL_GRAPH_BYTES, graph_row, graph_sizes, recorded
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.steps.resolve_graphs import graph_sizes
 from moe_engine.types.step_settings import GraphSettings
 from tests.config.conftest import SMALL, machine
 from tests.models.v4_checkpoints import FIELDS

@@ -22,7 +22,7 @@ from moe_engine.kernels.registry import Choice, Row
 from moe_engine.kernels.triton import availability as triton
 from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.weight_forms import FP8_BLOCKS
-from moe_engine.planning.hardware import parse_hardware
+from moe_engine.planning.inputs.hardware import parse_hardware
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.startup.kernel_choice import build_backends

@@ -19,8 +19,8 @@ from moe_engine.core.setup import engine_info
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import kernel_flags
 from moe_engine.models.config_file import load_model_config
-from moe_engine.planning.launch_flags import launch_flags
-from moe_engine.planning.machine import Machine
+from moe_engine.planning.inputs.machine import Machine
+from moe_engine.planning.output.launch_flags import launch_flags
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.startup.build_runner import WorkerInfo

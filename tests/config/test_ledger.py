@@ -11,7 +11,7 @@ from moe_engine import kv_connectors
 from moe_engine.core.setup import scheduler_config
 from moe_engine.errors import ConfigError
 from moe_engine.kv_connectors import METHODS, connector_class
-from moe_engine.planning.ledger import (
+from moe_engine.planning.memory.ledger import (
     GB,
     SLOT_TOKEN_BYTES,
     LedgerRow,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_engine.kernels.host_memory import host_memory
-from moe_engine.planning.machine import _unlinked, probe_machine, usable_cores
+from moe_engine.planning.inputs.machine import _unlinked, probe_machine, usable_cores
 
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:   12000000 kB\n"
 

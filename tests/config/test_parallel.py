@@ -24,11 +24,11 @@ from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.dispatch.deepep import generation
-from moe_engine.planning.checkpoint import embedded_model
-from moe_engine.planning.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.inputs.checkpoint import embedded_model
+from moe_engine.planning.inputs.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.parallelism.resolve_parallel import SINGLE_PROCESS, ParallelPlan, even_groups, resolve_parallel
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan, even_groups, resolve_parallel
 from tests.config.conftest import SMALL, machine
 from tests.examples import examples
 from tests.models.published import V3

@@ -16,8 +16,8 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.device import cpu_device
+from moe_engine.planning.flags.validate import LEAST, MOST
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.validate import LEAST, MOST
 from tests.config.conftest import SMALL, machine
 from tests.models.published import V3
 

@@ -11,9 +11,9 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.needs import need_of_model
+from moe_engine.planning.model.sparse_attention import with_index_keys
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.sparse_attention import with_index_keys
 from tests.models.checkpoints import make_checkpoint
 
 SMALL: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 4}

@@ -10,10 +10,10 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes, step_memory
 from moe_engine.models.config_file import load_model_config
-from moe_engine.planning.explain import explain_json
+from moe_engine.planning.output.explain import explain_json
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import resolve
-from moe_engine.planning.resolve_speculation import DraftModel
+from moe_engine.planning.speculation.resolve_speculation import DraftModel
 from tests.config.conftest import GB, SMALL, machine
 from tests.models.published import V3
 

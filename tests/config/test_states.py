@@ -13,10 +13,10 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.state_config import StateGroup, StatePart
 from moe_engine.models.widths import local_heads
-from moe_engine.planning.draft_model import DraftModel
-from moe_engine.planning.explain import explain_text
+from moe_engine.planning.output.explain import explain_text
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.speculation.draft_model import DraftModel
 from tests.config.conftest import SMALL, machine
 
 PARTS = (StatePart((4, 10, 10), "float32", sharded=0), StatePart((3, 40), sharded=1))

@@ -9,9 +9,9 @@ import re
 import pytest
 
 from moe_engine.errors import ConfigError
-from moe_engine.planning.explain import explain_json, explain_text
-from moe_engine.planning.ledger import BUFFERS_ROW, GB
-from moe_engine.planning.weight_offload import spread
+from moe_engine.planning.memory.ledger import BUFFERS_ROW, GB
+from moe_engine.planning.memory.weight_offload import spread
+from moe_engine.planning.output.explain import explain_json, explain_text
 from tests.config.conftest import SMALL, machine
 from tests.models.published import V3
 

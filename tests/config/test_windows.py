@@ -8,8 +8,8 @@ import pytest
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.registry import WINDOWS
-from moe_engine.planning.explain import explain_text
-from moe_engine.planning.launch_flags import launch_flags
+from moe_engine.planning.output.explain import explain_text
+from moe_engine.planning.output.launch_flags import launch_flags
 from tests.config.conftest import machine
 from tests.config.test_speculation import LLAMA, NGRAM, rows_of, standalone  # noqa: F401  # a fixture
 

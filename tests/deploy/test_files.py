@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.planning.validate import check
+from moe_engine.planning.flags.validate import check
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get
 

@@ -17,9 +17,9 @@ from moe_engine.errors import ConfigError, InputError
 from moe_engine.frontend.disaggregated import apply_mode
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.prompts import split_prompts
-from moe_engine.planning import validate
+from moe_engine.planning.flags import validate
+from moe_engine.planning.flags.validate import check
 from moe_engine.planning.remarks import flags_without_effect
-from moe_engine.planning.validate import check
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.demo import CHECKPOINT_DIR
-from moe_engine.planning.launch_flags import launch_flags
+from moe_engine.planning.flags.validate_server import HIDDEN
+from moe_engine.planning.output.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.validate_server import HIDDEN
 from tests.e2e.server_process import ServerProcess
 
 KEY = "secret"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from moe_engine.planning.resolve_lora import slot_bytes
+from moe_engine.planning.memory.lora import slot_bytes
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 from tests.models.lora import make_adapter, merge

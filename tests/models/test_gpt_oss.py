@@ -27,7 +27,7 @@ from moe_engine.models.needs import need_of_model
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
-from moe_engine.planning.quantization import with_quantization
+from moe_engine.planning.model.quantization import with_quantization
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
 from tests.models.conftest import reference_logits

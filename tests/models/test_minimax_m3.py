@@ -23,8 +23,8 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.needs import need_of_model
 from moe_engine.parallel.topology import Topology
+from moe_engine.planning.model.sparse_attention import check_sparse
 from moe_engine.planning.resolve import resolve
-from moe_engine.planning.sparse_attention import check_sparse
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.config.conftest import machine
 from tests.models import sparse, stepper

@@ -19,8 +19,8 @@ from moe_engine.models.header_check import check_headers
 from moe_engine.models.nemotron_names import inner_name, quantization_names
 from moe_engine.models.quantization_target import Target
 from moe_engine.models.quantized_checkpoint import quantize_checkpoint
-from moe_engine.planning.eagle_checks import check_head
 from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.speculation.eagle_checks import check_head
 from tests.models import stepper
 from tests.models.checkpoints import dequantized_copy, make_checkpoint, write_tensors
 from tests.models.conftest import reference_logits

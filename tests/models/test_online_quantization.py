@@ -24,7 +24,7 @@ from moe_engine.models.formats.table import parse_format
 from moe_engine.models.layers.linear import Projection, format_for
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
-from moe_engine.planning.quantization import with_quantization
+from moe_engine.planning.model.quantization import with_quantization
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import multiplied, step_logits
 from tests.models.quantized_floats import FLOATS

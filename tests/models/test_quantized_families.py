@@ -29,7 +29,7 @@ from moe_engine.models.quantization_target import Target
 from moe_engine.models.quantized_checkpoint import quantize_checkpoint
 from moe_engine.models.tensors import Kind, model_tensors
 from moe_engine.models.weights import WeightReader
-from moe_engine.planning.quantization import with_quantization
+from moe_engine.planning.model.quantization import with_quantization
 from tests.models import stepper
 from tests.models.checkpoints import BLOCK_SPARSE, KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
 from tests.models.format_checks import step_logits

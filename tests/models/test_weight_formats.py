@@ -35,7 +35,7 @@ from moe_engine.models.formats.table import FORMATS, format_in_files
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
-from moe_engine.planning.checkpoint import sums
+from moe_engine.planning.inputs.checkpoint import sums
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.format_checks import multiplied, step_logits
 from tests.models.fp8 import is_quantized

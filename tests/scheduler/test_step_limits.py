@@ -23,9 +23,9 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.planning.dispatch_memory import dispatch_rows
+from moe_engine.planning.memory.dispatch import dispatch_rows
+from moe_engine.planning.model.resolve_dtype import DTYPE_BYTES
 from moe_engine.planning.resolve import resolve
-from moe_engine.planning.resolve_dtype import DTYPE_BYTES
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.two_batches import find_cut

@@ -15,7 +15,7 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.errors import ConfigError
-from moe_engine.planning.validate import check
+from moe_engine.planning.flags.validate import check
 from moe_engine.server.tls import Certificate
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, get, post, real_server, talk

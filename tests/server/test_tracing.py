@@ -15,7 +15,7 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.planning import validate, validate_server
+from moe_engine.planning.flags import validate, validate_server
 from moe_engine.server.trace_context import request_trace
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, make_app

@@ -22,7 +22,7 @@ from moe_engine.cli.cluster_check.links import EchoListener, try_links
 from moe_engine.cli.cluster_check.report import Finding
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import parse_flags
-from moe_engine.planning.cluster_env import ClusterPlace
+from moe_engine.planning.inputs.cluster_env import ClusterPlace
 from moe_engine.planning.prepare import prepare
 from moe_engine.processes import child
 from moe_engine.processes.addresses import free_port

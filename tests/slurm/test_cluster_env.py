@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.errors import ConfigError
-from moe_engine.planning.cluster_env import ClusterPlace, expand_node_list, find_place
+from moe_engine.planning.inputs.cluster_env import ClusterPlace, expand_node_list, find_place
 
 STEP = {  # variables of the last task of `srun --nodes=4 --ntasks-per-node=2`
     "SLURM_JOB_ID": "123",

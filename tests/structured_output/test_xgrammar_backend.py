@@ -134,9 +134,9 @@ def test_requests_of_an_engine() -> None:
 
 
 def test_launch_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_engine.planning.validate_server.find_spec", lambda name: None)
+    monkeypatch.setattr("moe_engine.planning.flags.validate_server.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--grammar-backend xgrammar: is not installed; .*\.\[xgrammar\]"):
         prepare(EngineArgs.from_kwargs(grammar_backend="xgrammar"))
-    monkeypatch.setattr("moe_engine.planning.validate_server.find_spec", lambda name: name)
+    monkeypatch.setattr("moe_engine.planning.flags.validate_server.find_spec", lambda name: name)
     with pytest.raises(ConfigError, match="--constrained-json-whitespace-pattern needs --grammar-backend llguidance"):
         prepare(EngineArgs.from_kwargs(grammar_backend="xgrammar", constrained_json_whitespace_pattern=" "))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.planning.template_parsers import with_template_parsers
+from moe_engine.planning.flags.template_parsers import with_template_parsers
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
 from moe_engine.tokenizer.template_formats import reasoning_format, tool_format
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS

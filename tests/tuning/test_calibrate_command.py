@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_engine.cli.main import main
-from moe_engine.planning.checkpoint import embedded_model
+from moe_engine.planning.inputs.checkpoint import embedded_model
 from tests.waiting import children_with, is_running, until
 
 

@@ -14,8 +14,8 @@ from moe_engine.config.field import fields_of
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.demo import CHECKPOINT_DIR
-from moe_engine.planning.explain import explain_json
-from moe_engine.planning.hardware import parse_hardware
+from moe_engine.planning.inputs.hardware import parse_hardware
+from moe_engine.planning.output.explain import explain_json
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.workload_profiles import PROFILES
 

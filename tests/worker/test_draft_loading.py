@@ -12,7 +12,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.executor.make_worker import worker_options
 from moe_engine.models import loader, weights
 from moe_engine.models.read_ahead import Prefetch
-from moe_engine.planning.ledger import DRAFT_WEIGHTS
+from moe_engine.planning.memory.ledger import DRAFT_WEIGHTS
 from moe_engine.planning.prepare import prepare
 from moe_engine.worker.startup.speculation_setup import mtp_layers
 from moe_engine.worker.worker import Worker

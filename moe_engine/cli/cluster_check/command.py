@@ -19,8 +19,8 @@ from moe_engine.cli.cluster_check.links import EchoListener, try_links
 from moe_engine.cli.cluster_check.report import Finding, Report
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
-from moe_engine.planning.cluster_env import ClusterPlace, find_place
-from moe_engine.planning.resolve_nodes import check_nodes
+from moe_engine.planning.inputs.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.parallelism.resolve_nodes import check_nodes
 from moe_engine.processes.addresses import free_port
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_engine.cli.cluster_check.report import Finding
-from moe_engine.planning.checkpoint import embedded_model
+from moe_engine.planning.inputs.checkpoint import embedded_model
 
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
 TORCH_KERNELS = [

@@ -14,8 +14,8 @@ import msgspec
 from moe_engine.cli.cluster_check.report import Finding
 from moe_engine.cli.node_checks.node import check_node
 from moe_engine.kernels.host_memory import host_memory
-from moe_engine.planning.ledger import gb
-from moe_engine.planning.machine import usable_cores
+from moe_engine.planning.inputs.machine import usable_cores
+from moe_engine.planning.memory.ledger import gb
 
 PACKAGES = ("moe-engine", "torch", "numpy", "pyzmq", "msgspec", "transformers", "tokenizers", "triton")
 """Packages whose versions must be equal on all nodes: they compute or transport tokens."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.triton.availability import installed
-from moe_engine.planning.hardware import GPU, GPUS
+from moe_engine.planning.inputs.hardware import GPU, GPUS
 
 if TYPE_CHECKING:
     from moe_engine.kernels.triton.aot import AotReport

@@ -144,7 +144,7 @@ def _check_serve_flags(args: EngineArgs) -> None:
 
 def _share_of(args: EngineArgs, index: int, num_workers: int) -> list[str]:
     """Flags by which the servers divide the machine: GPUs, or cores of a CPU."""
-    from moe_engine.planning.machine import probe_machine
+    from moe_engine.planning.inputs.machine import probe_machine
 
     machine, parallel = probe_machine(args.model.device), args.parallel
     if machine.device != "cpu":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moe_engine.models.eagle_config import HeadConfig
+from moe_engine.planning.output.weights_identity import weights_identity
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.planning.weights_identity import weights_identity
 
 VERSION = 2
 """Version of the messages and of the format of a KV row."""

@@ -14,8 +14,8 @@ from typing import Any
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.errors import MoeEngineError
-from moe_engine.planning.ledger import MemoryLedger, gb
-from moe_engine.planning.machine import Machine
+from moe_engine.planning.inputs.machine import Machine
+from moe_engine.planning.memory.ledger import MemoryLedger, gb
 from moe_engine.tuning.doctor.diagnosis import Cost
 from moe_engine.tuning.doctor.launch import SHARED, Launch
 from moe_engine.tuning.doctor.rules import Change
@@ -156,7 +156,7 @@ def ledger_args(launch: Launch) -> EngineArgs | None:
 
 def machine_of(launch: Launch) -> Machine | None:
     """A machine with the reported GPU memory; None: this one, for a server on a CPU."""
-    from moe_engine.planning.hardware import parse_hardware
+    from moe_engine.planning.inputs.hardware import parse_hardware
 
     if launch.flag("device") == "cpu" or not launch.total_gb:
         return None

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from moe_engine.errors import ConfigError
-from moe_engine.planning.hardware import GPU
-from moe_engine.planning.machine import Machine
+from moe_engine.planning.inputs.hardware import GPU
+from moe_engine.planning.inputs.machine import Machine
 
 FOLDER = Path(__file__).parent
 T = TypeVar("T")

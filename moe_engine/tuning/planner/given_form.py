@@ -5,9 +5,9 @@ from __future__ import annotations
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
+from moe_engine.planning.parallelism.resolve_dispatch import dispatch_backend
+from moe_engine.planning.parallelism.resolve_parallel import data_parallel, expert_parallel
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_dispatch import dispatch_backend
-from moe_engine.planning.resolve_parallel import data_parallel, expert_parallel
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.hardware.table import Cluster
 

@@ -12,10 +12,10 @@ from moe_engine.config.field import option_of
 from moe_engine.config.speculative import AUTO
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.planning.draft_tree import AUTO_MAX_STEPS
+from moe_engine.planning.parallelism.resolve_dispatch import dispatch_backend
+from moe_engine.planning.parallelism.resolve_parallel import data_parallel
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_dispatch import dispatch_backend
-from moe_engine.planning.resolve_parallel import data_parallel
+from moe_engine.planning.speculation.draft_tree import AUTO_MAX_STEPS
 from moe_engine.planning.workload_profiles import PROFILES, excluded
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.hardware.table import Cluster

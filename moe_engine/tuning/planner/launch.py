@@ -18,12 +18,12 @@ from moe_engine.models.config_file import read_fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.sizes import bytes_per_weight
-from moe_engine.planning.checkpoint import CheckpointFacts, locate
+from moe_engine.planning.inputs.checkpoint import CheckpointFacts, locate
+from moe_engine.planning.model.resolve_dtype import DTYPE_BYTES
 from moe_engine.planning.prepare import checkpoint_facts, read_model
 from moe_engine.planning.resolve import resolve
-from moe_engine.planning.resolve_dtype import DTYPE_BYTES
-from moe_engine.planning.resolve_speculation import DraftModel
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.speculation.resolve_speculation import DraftModel
 from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.tuning.costs.form import Form, Held, Weights
 from moe_engine.tuning.hardware.table import Cluster

@@ -10,8 +10,8 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.vendors.probe import remembering
 from moe_engine.models.config import ModelConfig
-from moe_engine.planning.ledger import MemoryLedger, gb
-from moe_engine.planning.resolve_dtype import stated_kv_dtype
+from moe_engine.planning.memory.ledger import MemoryLedger, gb
+from moe_engine.planning.model.resolve_dtype import stated_kv_dtype
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.costs.form import Form, Held, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts

@@ -11,9 +11,9 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.parallelism.resolve_elastic import Coverage
+from moe_engine.planning.parallelism.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_elastic import Coverage
-from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
 from tests.models.checkpoints import make_checkpoint
 
 GOOD: dict[str, Any] = {

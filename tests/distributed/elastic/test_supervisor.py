@@ -22,7 +22,7 @@ from moe_engine.elastic.survivors import Survivors
 from moe_engine.executor import messages as rank_messages
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
-from moe_engine.planning.resolve_elastic import Coverage
+from moe_engine.planning.parallelism.resolve_elastic import Coverage
 from tests.server.fake_engine import INFO
 from tests.waiting import until
 

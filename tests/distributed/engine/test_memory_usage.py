@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_engine import Engine
-from moe_engine.planning.ledger import WEIGHT_ROWS
+from moe_engine.planning.memory.ledger import WEIGHT_ROWS
 from tests.models.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

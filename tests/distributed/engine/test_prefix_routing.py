@@ -15,7 +15,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.dp_routing import MAX_AHEAD, Load, Room, Router
 from moe_engine.frontend.known_prefixes import BLOCK, KnownPrefixes, prompt_blocks
-from moe_engine.planning.validate import check
+from moe_engine.planning.flags.validate import check
 from moe_engine.tuning.simulator.agents import Agents, AgentShape
 from moe_engine.tuning.simulator.arrivals import arrival_times
 from moe_engine.tuning.simulator.fleet import FleetSpec

@@ -14,8 +14,8 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.expert_settings import ExpertSettings, RebalanceSettings
 from moe_engine.parallel.topology import Topology
+from moe_engine.planning.parallelism.resolve_experts import ONE_RANK, resolve_experts
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_experts import ONE_RANK, resolve_experts
 from tests.models.checkpoints import make_checkpoint
 
 

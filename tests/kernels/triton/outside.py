@@ -41,7 +41,7 @@ from moe_engine.kernels.triton.absent_device import absent_device, listed
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.kernels.warmup_sizes import StepSize
-from moe_engine.planning.hardware import GPUS
+from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 from tests.examples import FACTOR
 from tests.kernels.triton.cache_keys import difference, there

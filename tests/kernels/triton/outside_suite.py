@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.gpu_suite.launches import of_suite
 from benchmarks.gpu_suite.setting import Setting
 from moe_engine.kernels.triton.absent_device import listed
-from moe_engine.planning.hardware import GPUS
+from moe_engine.planning.inputs.hardware import GPUS
 
 ARCH = 90
 

@@ -24,7 +24,7 @@ from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.warmup_sizes import StepSize, ladder, step_sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
-from moe_engine.planning.hardware import GPUS
+from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 from moe_engine.types.row_sizes import row_width
 

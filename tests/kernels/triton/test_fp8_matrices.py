@@ -32,7 +32,7 @@ from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.needs import expert_widths
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.topology import Topology
-from moe_engine.planning.resolve_parallel import even_groups
+from moe_engine.planning.parallelism.resolve_parallel import even_groups
 from tests.kernels.triton.test_fp8_model import SIZES, EmulatedExperts, EmulatedLinear, logits_of, stepper
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import multiplied, write_pair

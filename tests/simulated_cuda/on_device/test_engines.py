@@ -22,7 +22,7 @@ from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from moe_engine.kernels.delta import triton_delta
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.kv_format.formats import E4M3_TENSOR
-from moe_engine.planning import sparse_attention
+from moe_engine.planning.model import sparse_attention
 from moe_engine.types import StepPlan
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.sampling.logits_passes import LogitsPasses

@@ -18,8 +18,8 @@ from moe_engine.kernels.weight_stream import LEAST_PART, PINNED_PART, WeightStre
 from moe_engine.kernels.workspaces import WEIGHT_BUFFERS
 from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.topology import Topology
-from moe_engine.planning.ledger import BUFFERS_ROW
-from moe_engine.planning.weight_offload import layer_bytes, spread
+from moe_engine.planning.memory.ledger import BUFFERS_ROW
+from moe_engine.planning.memory.weight_offload import layer_bytes, spread
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.device_stream import DevicePrefetch
 from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs

@@ -1,0 +1,1 @@
+"""What the model decides or excludes: dtypes, quantization, adapters, kinds of layers."""

@@ -1,0 +1,1 @@
+"""Ranks, nodes, dispatcher and expert placement of a launch."""

@@ -1,0 +1,1 @@
+"""The drafter: its model, and the depth and tree of drafts."""

@@ -1,0 +1,1 @@
+"""The steps of one rank: kernel rows, limits, captured and compiled steps."""
