@@ -1,4 +1,4 @@
-"""One seed for all random values of tests, from the module `random` and from Hypothesis: new in each run, shown with
+"""One seed for all random values of tests, from the module `random`, torch and Hypothesis: new in each run, shown with
 each failure, and repeatable.
 
 ``MOE_TEST_SEED=N python -m pytest ...`` repeats the values of the run with seed N, also for a single test: each test
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 
 import hypothesis
 import pytest
@@ -32,15 +33,22 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
     name = f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}"
-    random.seed(f"{SEED} {name}{_attempt(request._pyfuncitem)}")
+    _start(f"{SEED} {name}{_attempt(request._pyfuncitem)}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
     seed = f"{SEED} {item.nodeid}{_attempt(item)}"
-    random.seed(seed)
+    _start(seed)
     if isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.function):
         hypothesis.seed(seed)(item.function)
+
+
+def _start(seed: str) -> None:
+    """Starts the sequences of the module `random` and of torch's default generator, if the process has torch."""
+    random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(random.Random(seed).getrandbits(63))
 
 
 def _attempt(item: pytest.Item) -> str:

@@ -19,18 +19,23 @@ WITHOUT_ARGUMENTS = {"Random", "default_rng", "RandomState"}
 FROM_NOWHERE = {"SystemRandom", "urandom", "time_ns", "randbits"}
 DRAWN = """
 import random
+import sys
+import types
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
+GENERATOR = random.Random(1)  # in the place of torch's, whose import takes seconds
+sys.modules["torch"] = types.SimpleNamespace(manual_seed=GENERATOR.seed)
+
 @pytest.fixture(scope="module", params="ab")
 def of_module(request):
-    return request.param, random.random()
+    return request.param, random.random(), GENERATOR.random()
 
 def test_before(of_module):
-    random.random()
+    random.random(), GENERATOR.random()
 
 def test_it(of_module):
-    print(f"drew test_it[{of_module[0]}]:", of_module[1], random.random())
+    print(f"drew test_it[{of_module[0]}]:", of_module[1:], random.random(), GENERATOR.random())
     assert False
 
 @pytest.mark.parametrize("case", "ab")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
@@ -138,6 +139,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
             if form == "mxfp4":
                 made[name] = mxfp4_copy(made[name], folder / "copies")[0]
             if form == "fp4":
+                torch.manual_seed(SEED)  # as the other checkpoints: one in some hundred draws has a near tie of experts
                 made[name] = quantized_copy(made[name], folder / "v4", form)[0]
         return made[name]
 
