@@ -59,7 +59,8 @@ class ParallelArgs:
     moe_a2a_backend: str = flag(
         "none",
         "Dispatch backend (all-to-all of tokens to the ranks of their experts). none: every rank processes all tokens. "
-        "auto: the best that can run here (deepep on GPUs, shared_memory on one CPU host, two_hop on several nodes). "
+        "auto: the best that can run here (on GPUs deepep, without it symm_mem on one node; shared_memory on one CPU "
+        "host; two_hop on several nodes). "
         "megamoe: dispatch, experts and combine in one call of DeepGEMM, for block FP8 on Hopper GPUs of one host.",
         choices=_dispatchers,
         unsupported=dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import Shuffles
     from moe_engine.parallel.dispatch.symm_mem.nvshmem4py import SymmetricAllToAll
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,25 @@ def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, grou
     """
     decode_shape = replace(shape, max_tokens=decode_tokens)
     sizes: dict[Mode, DispatchShape] = {"normal": shape, "low_latency": decode_shape}
-    make = _MAKERS[choice.row.name]
     wanted = list(dict.fromkeys(choice.modes.values()))
 
     def by_phase() -> dict[Phase, Dispatcher]:
-        made = dict(zip(wanted, make(groups, {mode: sizes[mode] for mode in wanted})))
+        made = dict(zip(wanted, _make(choice, groups, {mode: sizes[mode] for mode in wanted})))
         return {phase: made[mode] for phase, mode in choice.modes.items()}
 
     return PhasedDispatcher(by_phase)
+
+
+def _make(choice: DispatchChoice, groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+    """The dispatchers of these modes, by the row or the one instead of it; all ranks raise the same errors."""
+    row = choice.row
+    try:
+        return _MAKERS[row.name](groups, shapes)
+    except ValueError as error:
+        if choice.named or row.instead is None:
+            raise
+        logger.warning("dispatch: using %s instead of %s: %s", row.instead, row.name, error)
+        return _MAKERS[row.instead](groups, shapes)
 
 
 class PhasedDispatcher:

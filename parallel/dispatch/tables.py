@@ -75,12 +75,14 @@ class DispatchRow:
     """Exchange and products of the experts are one call (layout `fused`)."""
     why_not_low_latency: Callable[[Place], str | None] = _any_place
     """The reason why the place has no low latency although the backend has, or None."""
+    instead: str | None = None
+    """The row that replaces it, unless it was named, if the ranks cannot reach each other's memory at the start."""
 
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """The selected backend, the mode of each phase, the reason, the refusal reasons of the others, and the sizes of its
-    low-latency dispatch."""
+    """The selected backend, the mode of each phase, the reason, the refusal reasons of the others, the sizes of its
+    low-latency dispatch, and whether a flag named it."""
 
     row: DispatchRow
     modes: dict[Phase, Mode]
@@ -88,6 +90,7 @@ class DispatchChoice:
     refused: dict[str, str] = field(default_factory=dict)
     deepep_version: str = "auto"
     sizes: FixedSizes = FixedSizes()
+    named: bool = True
 
 
 def _local(place: Place) -> str | None:
@@ -122,7 +125,8 @@ def _deepep_low_latency(place: Place) -> str | None:
 
 
 def _symm_mem(place: Place) -> str | None:
-    return _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
+    reason = _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
+    return reason or symm_mem.why_not_width(place.hidden)
 
 
 def _nvshmem(place: Place) -> str | None:
@@ -151,9 +155,9 @@ ROWS = [
     DispatchRow("deepep", MODES, 40, _deepep, _deepep_sizes, why_not_low_latency=_deepep_low_latency),
     DispatchRow("shared_memory", MODES, 30, _shared_memory),
     DispatchRow("two_hop", MODES, 20, _two_hop),
+    DispatchRow("symm_mem", MODES, 15, _symm_mem, instead="all_to_all"),
     DispatchRow("all_to_all", MODES, 10, _many),
     # only on request: none has been measured on several GPUs
-    DispatchRow("symm_mem", MODES, 5, _symm_mem),
     DispatchRow("nvshmem", MODES, 4, _nvshmem),
     DispatchRow("megamoe", MODES, 3, _megamoe, fused=True),
     DispatchRow("allgather", MODES, 0, _many),
@@ -182,7 +186,8 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
     left_over = "not asked for" if asked != "auto" else f"less preferred than {row.name}"
     others = {name: why or left_over for name, why in refusals.items() if name != row.name}
     sizes = row.fixed_sizes(place)
-    return DispatchChoice(row, _modes(row, mode), reason, others, place.deepep_version, sizes)
+    modes, named = _modes(row, mode), asked != "auto"
+    return DispatchChoice(row, modes, reason, others, place.deepep_version, sizes, named)
 
 
 def _lacks(row: DispatchRow, place: Place, mode: str) -> str | None:

@@ -184,7 +184,7 @@ def test_deepep_of_many_choices(models, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(generation, "why_not", lambda *place: None)
     small = replace(models["small"], hidden_size=6144)
     many, flags = replace(small, moe=replace(small.moe, top_k=12)), {"tp": 2, "deepep_version": "1"}
-    for model, taken in ((small, "deepep"), (many, "all_to_all")):
+    for model, taken in ((small, "deepep"), (many, "symm_mem")):
         found = plan_of(model, device="cuda", moe_a2a_backend="auto", **flags).dispatch
         assert found is not None and found.row.name == taken
     with pytest.raises(ConfigError, match=r"--moe-a2a-backend deepep: .* not top-12; use --deepep-mode normal or"):

@@ -1,8 +1,8 @@
-"""An engine with tensor parallelism on simulated GPUs, in a separate process.
+"""An engine of several ranks on simulated GPUs, in a separate process: tensor parallelism, or tokens that travel.
 
 ``python -m tests.simulated_cuda.tensor_parallel_engine FOLDER SEED CASE`` prints, as JSON, the differences of its
-tokens from those of one rank on the CPU, and the all-reduce kernels launched by its ranks. FOLDER has the checkpoint,
-as `model`.
+tokens from those of one rank on the CPU, and the kernels launched by its ranks that wait for each other. FOLDER has the
+checkpoint, as `model`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ FEW: dict[str, Any] = {
     "device": "cuda", "linear_backend": "torch", "ops_backend": "torch", "sampling_backend": "pytorch",
     "cpu_threads": 1, "skip_tokenizer_init": True, "log_level": "error",
 }  # fmt: skip
+GRAPHS = FEW | {"cuda_graph_max_bs": 1, "moe_runner_backend": "triton", "ops_backend": "triton"}
 TORCH = FEW | {"attention_backend": "torch", "moe_runner_backend": "torch"}
 CASES: dict[str, dict[str, Any]] = {
-    "two ranks, graphs": FEW
-    | {"tp_size": 2, "cuda_graph_max_bs": 1, "moe_runner_backend": "triton", "ops_backend": "triton"},
+    "two ranks, graphs": GRAPHS | {"tp_size": 2},
     "four ranks": TORCH | {"tp_size": 4},
     "two ranks, weights in host memory": TORCH | {"tp_size": 2, "cpu_offload_gb": 1.0},
+    "two ranks, dispatch": GRAPHS
+    | {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "auto"},
     "two ranks, NCCL": TORCH | {"tp_size": 2, "disable_custom_all_reduce": True},
 }
 

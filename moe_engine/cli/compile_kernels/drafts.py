@@ -1,5 +1,5 @@
-"""Forwards of MTP layers, EAGLE heads and draft models, from the sizes of a step only. Layers that fill in blocks, and
-the bookkeeping of chains and trees, are compiled at the start of the server.
+"""Forwards of MTP layers, draft heads and draft models, from the sizes of a step only. The bookkeeping of chains and
+trees is compiled at the start of the server.
 """
 
 from __future__ import annotations
@@ -7,27 +7,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from torch import Tensor
-
 from moe_engine.cli.compile_kernels.forwards import caches, make_batch, run_step
 from moe_engine.cli.compile_kernels.steps import StepTensors
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.warmup_sizes import StepSize
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.block_head import BlockHead, BlockLayers
 from moe_engine.models.draft_layers import DraftLayers
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.loader import LoadOptions, load_head, load_model, load_mtp
-from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.sharding import local_config
+from moe_engine.models.stream_block import StreamBlock
 from moe_engine.planning.resolved_config import ResolvedConfig
 
 RunDrafts = Callable[[StepSize], None]
 
 
 def num_own_layers(config: ResolvedConfig) -> int:
-    """MTP layers of the checkpoint that draft."""
+    """Layers of the checkpoint that draft."""
     speculation = config.speculation
-    return config.model.num_nextn_predict_layers if speculation is not None and speculation.method == "nextn" else 0
+    return config.model.num_nextn_predict_layers if speculation is not None and speculation.uses_own_layers else 0
 
 
 def drafts_of(
@@ -44,17 +43,22 @@ def drafts_of(
     speculation, head = config.speculation, config.draft_head
     if speculation is None:
         return lambda size: None
-    path = speculation.draft_model_path
-    if speculation.method == "nextn":
-        layers = cast(MTPLayers, load_mtp(path or config.model_path, model.config, model, load, path is not None))
-        return _around(layers, layers.state_width, backends, tensors, kv, model)
-    if own is None or path is None or speculation.method == "block":
+    path, depth = speculation.draft_model_path, speculation.num_steps
+    if speculation.uses_own_layers:
+        layers = load_mtp(path or config.model_path, model.config, model, load, path is not None)
+        if isinstance(layers, StreamBlock):
+            tapped = model.config.own_block.tapped
+            return _blocks(layers, depth, len(tapped) * model.config.hidden_size, backends, tensors, kv, model)
+        return _around(cast(DraftLayers, layers), layers.state_width, backends, tensors, kv, model)
+    if own is None or path is None:
         return lambda size: None
     if head is not None:
         assert isinstance(model, Decoder)
         drafting = load_head(head, model, (config.model_path, config.model), load, own, config.context_len)
         kv += caches(local_config(head.layer, model.parallel), config, config.max_running_requests)
         width = max(1, len(head.tapped)) * head.target_hidden
+        if isinstance(drafting, BlockHead):
+            return _blocks(drafting, depth, width, own, tensors, kv, model)
         return _around(cast(DraftLayers, drafting), width, own, tensors, kv, model)
     assert config.draft_model is not None
     small = load_model(path, config.draft_model, load, own, max_positions=config.context_len)
@@ -69,22 +73,40 @@ def _around(
     layer, with its logits."""
     last, dtype = layers.num_layers - 1, model.embedding.weight.dtype
 
-    def states(count: int, width: int) -> Tensor:
-        (found,) = tensors.integers(count * width, dtype=dtype)
-        return found.view(count, width)
-
     def batch_of(size: StepSize) -> ForwardBatch:
         return make_batch(backends, tensors, kv, model.parallel, size)
 
     def run(size: StepSize) -> None:
-        batch, hidden = batch_of(size), layers.prepare(states(size.tokens, width))
+        batch, hidden = batch_of(size), layers.prepare(tensors.rows(size.tokens, width, dtype))
         for layer in range(last):
             layers.forward(layer, batch.input_ids, hidden, batch)
         layers.remember(last, batch.input_ids, hidden, batch)
         if size.decodes and not size.prefill:
             batch = batch_of(StepSize(size.decodes, 1, size.context))
             for layer in range(layers.num_layers):
-                v = layers.forward(layer, batch.input_ids, states(size.decodes, hidden.shape[1]), batch)
-                layers.logits(v, batch.sizes, layer)
+                states = tensors.rows(size.decodes, hidden.shape[1], dtype)
+                layers.logits(layers.forward(layer, batch.input_ids, states, batch), batch.sizes, layer)
+
+    return run
+
+
+def _blocks(
+    layers: BlockLayers, depth: int, width: int, backends: Backends, tensors: StepTensors, kv: list[Any],
+    model: Decoder,
+) -> RunDrafts:  # fmt: skip
+    """The keys of a step's tokens; and of decodes the forward of a block of each request, with the logits of its
+    `depth` drafts: in one product, or with ranks that share the head in one for each."""
+    dtype, count = model.embedding.weight.dtype, layers.block.tokens(depth)
+
+    def run(size: StepSize) -> None:
+        batch = make_batch(backends, tensors, kv, model.parallel, size)
+        layers.remember(tensors.rows(size.tokens, width, dtype), batch)
+        if not size.decodes or size.prefill:
+            return
+        size = StepSize(size.decodes, count, size.context)
+        batch = make_batch(backends, tensors, kv, model.parallel, size, visible=layers.visible)
+        v = layers.forward(batch).unflatten(0, (-1, count))[:, count - depth :].transpose(0, 1).contiguous()
+        for part in [v.flatten(0, 1)] if batch.sizes is None else v:
+            layers.logits(part, batch.sizes)
 
     return run

@@ -75,6 +75,7 @@ def exercise(
     model = load_model(config.model_path, cut, load, backends, parallel, max_positions=config.context_len)
     requests = config.max_running_requests
     kv = caches(local_config(cut, parallel), config, requests, own_layers)
+    trees = speculation is not None and speculation.topk > 1
     if speculation is not None:
         drafts = speculation.num_nodes(speculation.num_steps) - 1
     tensors = StepTensors(META, requests, row_width(config.context_len, drafts), config.page_size)
@@ -83,7 +84,7 @@ def exercise(
         run_drafts = drafts_of(config, model, load, backends, own, tensors, kv)
         chunk, most = config.limits.prompt_tokens, config.context_len
         for size in step_sizes(requests, chunk, most, drafts) if sizes is None else sizes:
-            run_step(model, backends, tensors, kv, size, parallel)
+            run_step(model, backends, tensors, kv, size, parallel, visible=trees and size.queries > 1)
             run_drafts(size)
             yield size
 

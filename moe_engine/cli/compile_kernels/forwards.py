@@ -26,25 +26,26 @@ STATES = 4096
 
 
 def make_batch(
-    backends: Backends, tensors: StepTensors, kv: list[Any], parallel: ParallelContext | None, size: StepSize
-) -> ForwardBatch:
-    """A step of this size."""
+    backends: Backends, tensors: StepTensors, kv: list[Any], parallel: ParallelContext | None, size: StepSize,
+    visible: bool = False,
+) -> ForwardBatch:  # fmt: skip
+    """A step of this size. visible: as `StepTensors.attention`."""
     count, requests = size.tokens, size.decodes + bool(size.prefill)
     ids, positions, slots, rows = tensors.integers(count, count, count, requests)
     sizes = None
     if parallel is not None and parallel.world_size > 1:
         groups = parallel.attn_dp_size
         sizes = StepSizes.known(parallel, [count] * groups, [requests] * groups, bool(size.prefill))
-    attention = tensors.attention(size)
+    attention = tensors.attention(size, visible)
     return ForwardBatch(ids, positions, slots, rows, attention, backends.attention.plan(attention), kv, sizes)
 
 
 def run_step(
     model: Model, backends: Backends, tensors: StepTensors, kv: list[Any], size: StepSize,
-    parallel: ParallelContext | None,
+    parallel: ParallelContext | None, visible: bool = False,
 ) -> None:  # fmt: skip
-    """A forward, the logits of one token per request, greedy and random sampling."""
-    batch = make_batch(backends, tensors, kv, parallel, size)
+    """A forward, the logits of one token per request, greedy and random sampling. visible: as in `make_batch`."""
+    batch = make_batch(backends, tensors, kv, parallel, size, visible)
     logits = model.logits(model.forward(batch).index_select(0, batch.logits_rows), batch.sizes)
     backends.sampling.greedy(logits)
     backends.sampling.sample(logits, *_parameters(tensors, len(batch.logits_rows)))

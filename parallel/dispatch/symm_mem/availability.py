@@ -12,6 +12,8 @@ from moe_engine.kernels.triton.availability import installed as triton_installed
 
 MAX_NVSHMEM_RANKS = 16  # its kernel has 16 warps, one per rank
 MAX_NVSHMEM_LOCAL = 16  # experts of a rank; the same limit when sending
+MAX_WIDTH = 16384
+"""A program holds a row in registers."""
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -31,6 +33,13 @@ def why_not(device_kind: str, num_nodes: int) -> str | None:
         return "needs triton, which is not installed (pip install triton)"
     if not (_torch_folder() / "distributed" / "_symmetric_memory").is_dir():
         return "this torch has no symmetric memory (torch.distributed._symmetric_memory)"
+    return None
+
+
+def why_not_width(hidden: int) -> str | None:
+    """The reason why this project's kernels do not send rows of 16-bit numbers of this width, or None."""
+    if hidden % 8 or hidden > MAX_WIDTH:
+        return f"sends rows of 8 n channels up to {MAX_WIDTH}, not {hidden}"
     return None
 
 

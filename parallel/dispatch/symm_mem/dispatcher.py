@@ -24,12 +24,11 @@ from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.parallel.collectives import Group, PeerLost
 from moe_engine.parallel.dispatch.buffers import Slots
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Dispatcher, DispatchShape, NormedSum
+from moe_engine.parallel.dispatch.symm_mem.availability import MAX_WIDTH
 from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_BYTES = 1 << 31  # rows and pairs have 32-bit indices
-MAX_WIDTH = 16384
-"""A program holds a row in registers."""
 
 
 def why_not(shape: DispatchShape) -> str | None:

@@ -6,13 +6,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from moe_engine.parallel import host_support
+from moe_engine.parallel.collectives import SingleRank
+from moe_engine.parallel.dispatch.build import Groups, build
 from moe_engine.parallel.dispatch.deepep import expanded, legacy
 from moe_engine.parallel.dispatch.deepep.generation import LOW_LATENCY_TOP_K, generation_of
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
 from moe_engine.parallel.dispatch.protocol import DispatchShape
 from moe_engine.parallel.dispatch.tables import MODES, ROWS, FixedSizes, Place, choose
 from tests.distributed.dispatch import deepep_emulator as emulator
@@ -21,10 +25,32 @@ from tests.distributed.dispatch import deepep_emulator as emulator
 def test_auto_takes_what_the_place_offers() -> None:
     taken = {
         place: choose(place).row.name
-        for place in (Place("cpu", 1), Place("cpu", 4), Place("cpu", 4, 2), Place("cpu", 4, 4), Place("cuda", 8))
-    }
+        for place in (
+            Place("cpu", 1), Place("cpu", 4), Place("cpu", 4, 2), Place("cpu", 4, 4), Place("cuda", 8),
+            Place("cuda", 16, 2), Place("cuda", 8, unlinked="no NVLink"), Place("cuda", 8, hidden=7172),
+        )
+    }  # fmt: skip
     shared = "all_to_all" if host_support.why_not() else "shared_memory"
-    assert list(taken.values()) == ["local", shared, "two_hop", "all_to_all", "all_to_all"]
+    others = ["symm_mem", "two_hop", "all_to_all", "all_to_all"]
+    assert list(taken.values()) == ["local", shared, "two_hop", "all_to_all", *others]
+
+
+def test_ranks_without_each_others_memory_run_the_next_row(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless the row was named: that is an error on all ranks."""
+    pytest.importorskip("triton", reason="needs triton")
+
+    class Apart:
+        def allocate(self, group: object, num_bytes: int) -> None:
+            raise ValueError("rank 0: the ranks' GPUs cannot access each other's memory")
+
+    memory: Any = Apart()
+    shape, groups = replace(GOOD, num_ranks=1, fp8=False), Groups(SingleRank(), symm_mem=memory, on_host=False)
+    chosen = choose(Place("cuda", 8, hidden=shape.hidden))
+    made = build(chosen, shape, 8, groups)._by_phase
+    assert all(isinstance(made[phase], ExchangedDispatcher) for phase in ("prefill", "decode"))
+    assert "using all_to_all instead of symm_mem: rank 0: the ranks' GPUs" in caplog.text
+    with pytest.raises(ValueError, match="cannot access each other's memory"):
+        build(choose(Place("cuda", 8), "symm_mem"), shape, 8, groups)
 
 
 @pytest.mark.parametrize("place", [Place("cpu", 1), Place("cpu", 4), Place("cuda", 16, 2), Place("cpu", 5, 2)])
@@ -113,7 +139,7 @@ def test_choices_that_the_first_deepep_takes(installed: Path) -> None:
     allowed, many = Place("cuda", 8, top_k=LOW_LATENCY_TOP_K), Place("cuda", 8, top_k=LOW_LATENCY_TOP_K + 1)
     assert legacy.why_not_low_latency(replace(GOOD, top_k=allowed.top_k)) is None
     assert [choose(place, mode=mode).row.name for place in (allowed, many) for mode in ("auto", *MODES)] == [
-        "deepep", "deepep", "deepep", "all_to_all", "deepep", "all_to_all",
+        "deepep", "deepep", "deepep", "symm_mem", "deepep", "symm_mem",
     ]  # fmt: skip
     fixes = "top-11 in low latency, not top-12; use --deepep-mode normal or --moe-a2a-backend all_to_all"
     for mode in ("auto", "low_latency"):
