@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from moe_engine.core.executor import RankLost
 from moe_engine.executor.options import DetectorLimits, RankPlace
 from moe_engine.executor.progress import Position
+from moe_engine.processes.stopped import is_starved
 
 logger = logging.getLogger("moe_engine")
 
@@ -242,7 +243,19 @@ class FailureDetector:
 
     def _find_silent(self) -> None:
         limit = self._limits.silent if self._suspected is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
-        self._lose_silent([state for state in self._watched if state.silence.seconds > limit])
+        silent = [state for state in self._watched if state.silence.seconds > limit]
+        self._lose_silent([state for state in silent if not self._is_starved(state)])
+
+    def _is_starved(self, state: RankState) -> bool:
+        """Whether a silent rank of this machine gets too little processor time for its beats; not longer than
+        `start_silent`."""
+        if state.place.node_rank or state.silence.seconds > self._limits.start_silent or not is_starved(state.pid):
+            return False
+        if not state.reported:
+            state.reported = True
+            name, seconds = self.describe(state.place.rank), state.silence.seconds
+            logger.warning("%s silent for %.1f s: it runs; this machine has too few processors", name, seconds)
+        return True
 
     def _find_silent_start(self) -> None:
         """Checks ranks that have joined; `waited_for` lists the others."""

@@ -21,6 +21,7 @@ from moe_engine.executor import messages
 from moe_engine.executor.leader_worker import Failure
 from moe_engine.executor.options import DetectorLimits
 from moe_engine.processes.frames import FrameReader
+from moe_engine.processes.stopped import is_starved
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.processes.zmq_sockets import ConnectionMonitor, JobKeys, connect
 
@@ -135,13 +136,18 @@ class HeartbeatClient:
             silence.add(now - last)
             last = now
             limit = self._limits.silent if self.go.done() else self._limits.start_silent
-            if self.met.is_set() and silence.seconds > limit and not socket.poll(0):
+            if self.met.is_set() and silence.seconds > limit and not socket.poll(0) and not self._starves(silence):
                 why = "stopped, or its machine or link is down"
                 self._leave(f"{self._leader} silent for {silence.seconds:.1f} s ({why})")
                 return
         self._end(socket, monitor)
         monitor.close()
         socket.close()
+
+    def _starves(self, silence: Silence) -> bool:
+        """Whether a leader that is this process's parent gets too little processor time to answer."""
+        own_machine = self.address.startswith("ipc://") and silence.seconds < self._limits.start_silent
+        return own_machine and is_starved(os.getppid())
 
     def _end(self, socket: zmq.Socket[bytes], monitor: ConnectionMonitor) -> None:
         """See `close`."""

@@ -1,8 +1,10 @@
-"""Detection of child processes stopped by a signal (SIGSTOP, SIGTSTP): they do not exit but stay silent."""
+"""Silent processes of this machine: stopped by a signal (SIGSTOP, SIGTSTP), or waiting for a processor."""
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -36,3 +38,14 @@ def is_stopped(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except (psutil.Error, OSError):  # it has ended, or no file can be opened
         return False
+
+
+def is_starved(pid: int) -> bool:
+    """Whether a thread of the process runs, or waits for a processor or a disk: the process is late, not lost. False
+    for a stopped one, an ended one, and where the system does not tell."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                if file.read().rpartition(b") ")[2][:1] in (b"R", b"D"):
+                    return True
+    return False

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.core.kv_transfer import decode_agent
+from moe_engine.core.kv_transfer import decode_agent, group_link
 from moe_engine.core.kv_transfer.agent import AgentSetup
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.directory import Home
@@ -24,6 +24,7 @@ from moe_engine.core.kv_transfer.joint import JointTransfers
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts, sources_of
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.transports.table import open_transport
+from moe_engine.scheduler.transfer_link import TransferLink
 from tests.disaggregation.agents import SCHEMA, Rows, Side
 from tests.examples import examples
 from tests.waiting import until
@@ -339,3 +340,24 @@ def test_prefill_ranks_beyond_the_limit_of_open_files(tmp_path: Any, monkeypatch
         lost.close()
         until(lambda: ask(third)[0] == "filled", "sockets of a lost rank are free again")
         assert (receiver.rows[0].array == 1).all()
+
+
+def test_a_killed_follower_is_named_after_the_failure_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The detector says which signal killed it: the link must not fail before."""
+    link = TransferLink()
+    group = GroupLink(link, layout(2, 0), True, f"ipc://{tmp_path}/link", None, lambda: None)
+    follower = FollowerLink(1, group.address, None)
+    follower.start()
+    until(lambda: not group._waiting)
+    follower.close()
+
+    def is_lost() -> bool:
+        link.command("drop", 1)
+        return bool(group._lost)
+
+    until(is_lost)
+    assert not link.broken
+    monkeypatch.setattr(group_link, "LOST_SECONDS", 0.0)
+    until(lambda: link.broken)
+    assert link.broken == "KV transfers: the connection to rank 1 of the group is lost"
+    group.close()

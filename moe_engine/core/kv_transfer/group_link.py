@@ -20,6 +20,8 @@ from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.scheduler.transfer_link import Command, TransferLink
 
 JOIN_SECONDS = 120.0
+LOST_SECONDS = 5.0
+"""Time for the failure detector to name a follower that this link has lost."""
 
 
 class RankLink(TransferThread):
@@ -82,6 +84,8 @@ class GroupLink(RankLink):
         self._joint = JointTransfers(layout, sends)
         self._waiting: dict[int, list[Command]] = {rank: [] for rank in range(1, layout.num_ranks)}
         """Commands for followers that have not joined."""
+        self._lost: dict[int, float] = {}
+        """When a command first failed to reach a follower."""
         self._began = time.monotonic()
         self.address = bind(self._socket, address, keys)
         self._start()
@@ -93,6 +97,9 @@ class GroupLink(RankLink):
                 self._forward(rank, command)
         if self._waiting and time.monotonic() - self._began > JOIN_SECONDS:
             self._broken(f"KV transfers: rank {min(self._waiting)} of the group did not join in {JOIN_SECONDS:g} s")
+        for rank, since in self._lost.items():
+            if time.monotonic() - since > LOST_SECONDS:
+                self._broken(f"KV transfers: the connection to rank {rank} of the group is lost")
 
     def _receive(self, frames: list[bytes]) -> None:
         self._of_rank(int(frames[0]), *wire.decode(frames[1]))
@@ -119,7 +126,12 @@ class GroupLink(RankLink):
         elif rank in self._waiting:
             self._waiting[rank].append(command)
         else:
-            self._socket.send_multipart([str(rank).encode(), wire.encode(command)])
+            try:
+                self._socket.send_multipart([str(rank).encode(), wire.encode(command)])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._lost.setdefault(rank, time.monotonic())
 
 
 class FollowerLink(RankLink):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,6 +14,8 @@ from moe_engine.cluster.failure_detector import TICK_SECONDS, FailureDetector
 from moe_engine.core.executor import RankLost
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
+from moe_engine.processes.stopped import is_starved, is_stopped
+from tests.waiting import until
 
 LIMITS = DetectorLimits(silent=3.0, start_late=5.0, start_silent=15.0, late=1.0, late_factor=3.0)
 
@@ -118,6 +124,36 @@ def test_idle_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFi
     ranks.positions = [in_step(10, 91), in_step(10, 91), in_step(10, 90), in_step(10, 91)]
     ranks.run(0.5)
     assert not caplog.messages and not ranks.failure
+
+
+@pytest.fixture
+def busy_process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_silent_rank_that_waits_for_a_processor_is_not_lost(
+    ranks: Ranks, busy_process: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At a load of 90 a heartbeat thread did not run for 3 s. A stopped rank is lost as before."""
+    ranks.detector.joined(2, "head", busy_process.pid)
+    until(lambda: is_starved(busy_process.pid))
+    ranks.run(6.0, silent=(2,))
+    assert not ranks.failure
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].endswith(" s: it runs; this machine has too few processors")
+    busy_process.send_signal(signal.SIGSTOP)
+    until(lambda: is_stopped(busy_process.pid))
+    ranks.run(0.2, silent=(2,))
+    assert f"TP2 (pid {busy_process.pid}) silent for 6." in ranks.failure
+
+
+def test_a_busy_rank_without_heartbeats_is_lost_later(ranks: Ranks, busy_process: subprocess.Popen[bytes]) -> None:
+    ranks.detector.joined(2, "head", busy_process.pid)
+    until(lambda: is_starved(busy_process.pid))
+    ranks.run(15.3, silent=(2,))
+    assert "silent for 15.1 s" in ranks.failure
 
 
 def test_silence_fails_the_group_and_names_all_silent_ranks(ranks: Ranks) -> None:
