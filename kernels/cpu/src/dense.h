@@ -13,6 +13,7 @@ constexpr int64_t DECODED_BLOCK = 4 * ROW_BLOCK;  // the same of a task that dec
 constexpr int64_t LONG_BLOCK = 256;               // the same of K from 2 K_BLOCK on
 constexpr int64_t GROUP = 4;       // panels processed together
 constexpr int64_t SHARED_PANELS = 512 << 10;  // bytes of the panels that adjacent tasks read again from the L2 cache
+constexpr int64_t MANY_ROWS = 256;  // from here on few of the rows wait for weights from memory
 constexpr int64_t FEW_ROWS = 12;   // up to this many: one pass over the weights, no blocking
 
 // A packed matrix: `panels` panels of `steps` steps each, contiguous; with a form, coded panels.

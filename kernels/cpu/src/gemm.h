@@ -47,6 +47,10 @@ int64_t k_multiple(bf16);
 int64_t row_multiple(bf16);
 int64_t row_multiple(float);
 inline int64_t k_multiple(float) { return 1; }
+// Most rows of a task of a product of many rows: one row of tiles, whose results are written in the order of memory, which
+// the processor prefetches, and not in strips of a few lines.
+int64_t stripe_rows(bf16);
+inline int64_t stripe_rows(float) { return INT64_MAX; }
 // Keys of a block of attention, at most 128: tiles read and write the sums of all values once for each block.
 int64_t key_block(bf16);
 inline int64_t key_block(float) { return 64; }

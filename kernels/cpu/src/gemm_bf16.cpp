@@ -206,6 +206,13 @@ int64_t row_multiple(bf16) {
   return 16;
 }
 
+int64_t stripe_rows(bf16) {
+#if defined(MOE_AMX)
+  if (use_amx) return 2 * TILE;
+#endif
+  return INT64_MAX;
+}
+
 int64_t key_block(bf16) {
 #if defined(MOE_AMX)
   if (use_amx) return 128;

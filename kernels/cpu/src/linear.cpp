@@ -24,7 +24,9 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
   const bool decoded = decodes<T>(form, m);
   const Packed w{weight, panels_of(n), packed_steps<T>(k), form, decoded};
   const Rows<T> rows(x, ldx, m, k, SHARED_ROWS, decoded ? nullptr : form);
-  const int64_t row_block = task_rows(w, w.steps > K_BLOCK ? 2 * ROW_BLOCK : ROW_BLOCK, m);
+  const bool stripes = !form && m >= MANY_ROWS && w.steps <= 2 * K_BLOCK;
+  const int64_t most = w.steps > K_BLOCK ? 2 * ROW_BLOCK : ROW_BLOCK;
+  const int64_t row_block = task_rows(w, stripes ? std::min(most, stripe_rows(T{})) : most, m);
   const int64_t row_tasks = ceil_div(m, row_block);
   const int64_t whole = form ? form->panel_bytes(k) : w.steps * LANES * 4;
   const int64_t panel_bytes = form && !decoded ? whole : whole * std::min(w.steps, K_BLOCK) / w.steps;
