@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ examples:
 
 Nothing else should compute on the machine meanwhile. Accepts all flags of `moe-engine serve`."""
 START_SECONDS = 1800
+END_SECONDS = 10
+"""For the end of a server one of whose processes has ended."""
+USUAL_LINES = "INFO: ", "Shutting down", "Finished server process"
 BESIDE = 4
 """Answers that decode while prompts are measured."""
 
@@ -77,11 +81,13 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(server, url, log)
-            info = httpx.get(f"{url}/server_info", timeout=60).json()
-            front_end = psutil.Process(server.pid)
-            watch = Watch(lambda: [front_end, *front_end.children(recursive=True)])
-            probes = Probes(url, _limits(config), lambda: sum(front_end.cpu_times()[:2]), watch)
-            costs = uvloop.run(probes.run(_say))
+            limits = _limits(config)
+            with _its_end_named(server, log):
+                info = httpx.get(f"{url}/server_info", timeout=60).json()
+                front_end = psutil.Process(server.pid)
+                watch = Watch(lambda: [front_end, *front_end.children(recursive=True)])
+                probes = Probes(url, limits, lambda: sum(front_end.cpu_times()[:2]), watch)
+                costs = uvloop.run(probes.run(_say))
             conditions = conditions_of(probes.disturbances, probes.spread)
         finally:
             server.terminate()
@@ -102,17 +108,38 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Any) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            log.seek(0)
-            last = log.read().decode(errors="replace").strip().splitlines()[-3:]
-            if server.returncode == USAGE_ERROR and last:
-                raise ConfigError(last[-1].partition("error: ")[2])
-            raise MoeEngineError(f"the server ended with code {server.returncode}: {' '.join(last)}")
+            raise _its_end(server, log)
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.2)
     raise MoeEngineError(f"the server was not ready after {START_SECONDS} s")
+
+
+def _its_end(server: subprocess.Popen[bytes], log: Any) -> MoeEngineError:
+    """The error of a server that has ended, by its last lines that do not report its requests or its end."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    last = [line for line in lines if not any(words in line for words in USUAL_LINES)][-3:]
+    if server.returncode == USAGE_ERROR and last:
+        return ConfigError(last[-1].partition("error: ")[2])
+    return MoeEngineError(f"the server ended with code {server.returncode}: {' '.join(last)}")
+
+
+@contextmanager
+def _its_end_named(server: subprocess.Popen[bytes], log: Any) -> Iterator[None]:
+    """Requests of the measurement that fail because the server ends: its end is the error."""
+    try:
+        yield
+    except (MoeEngineError, httpx.HTTPError, psutil.Error) as error:
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(END_SECONDS)
+        if server.returncode is not None:
+            raise _its_end(server, log) from None
+        if isinstance(error, MoeEngineError):
+            raise
+        raise MoeEngineError(f"the server does not answer: {error or type(error).__name__}") from None
 
 
 def _limits(config: ResolvedConfig) -> Limits:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,22 @@ def test_the_server_ends_with_a_killed_command(tmp_path: Path) -> None:
         (server,) = until(lambda: children_with(process.pid, "serve"))
         process.kill()
     until(lambda: not is_running(server), "the server runs without its parent")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of the server in /proc")
+def test_a_server_that_ends_during_the_measurement_is_named(tmp_path: Path) -> None:
+    """The engine core is killed while it computes requests of the measurement; then the server ends."""
+    command = [sys.executable, "-m", "moe_engine", "calibrate", "--output", str(tmp_path / "costs.json")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if line.startswith("measuring: "))
+        (server,) = children_with(process.pid, "serve")
+        (core,) = children_with(server, "moe_engine.cluster.core_main")
+        os.kill(core, signal.SIGKILL)
+        lines = [line for line in process.stderr if not line.startswith("measuring: ")]
+    assert process.returncode == 1 and len(lines) == 1
+    assert lines[0].startswith("moe-engine calibrate: the server ended with code 1: ") and "SIGKILL" in lines[0]
+    assert not (tmp_path / "costs.json").exists()
 
 
 def test_a_refusal_of_the_server_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

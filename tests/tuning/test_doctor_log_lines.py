@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+import warnings
 
 import pytest
 
@@ -201,6 +203,51 @@ def test_a_batch_of_several_ranks_counts_once():
     """Reports of all ranks of one attention group count once; each group of DP attention counts."""
     lines = [logs.decode(s, rank=f"DP{dp} TP{2 * dp + tp}") for s in range(5) for dp in (0, 1) for tp in (0, 1)]
     assert logs.read(lines).num_batches == 10
+
+
+LINES = [
+    logs.decode(3, rank="DP1 TP4"), logs.prefill(4, rank="DP1 TP4"), f"{logs.stamp(5, 'TP0')} {NEW}",
+    f"{logs.stamp(5, 'TP0')} {NEW_PREFILL}", logs.flags(tp_size=8, note="it's"), logs.startup(), *logs.weights(10.0),
+    logs.kv_cache(), logs.retraction(6), logs.ready(), f"{logs.stamp(7)} Decode out of memory.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda line: json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2025-08-11T17:17:09.1Z"}),
+        lambda line: json.dumps({"level": "INFO", "message": line}, separators=(",", ":")) + "\r\n",
+        lambda line: "2025-08-11T17:17:09.1Z stdout F " + json.dumps({"msg": line}),
+        lambda line: f"\x1b[32m{line}\x1b[0m\n",
+        lambda line: line.replace("batch", "\x1b[1;36mbatch\x1b[0m").replace("=", "\x1b[2m=\x1b[0m"),
+        lambda line: f"\x1b[36m(Engine pid=41, ip=10.0.0.3)\x1b[0m {line} [repeated 7x across cluster]",
+    ],
+    ids=["docker", "json", "json-in-kubernetes", "color", "colors", "ray"],
+)
+def test_lines_that_others_wrapped(wrap):
+    for line in LINES:
+        found, plain = parse(log_lines.unwrapped(wrap(line))), parse(line)
+        assert found[:3] == plain[:3] and found.values.items() >= plain.values.items()
+
+
+def test_the_time_of_the_wrapper():
+    for name in ("time", "@timestamp"):
+        line = log_lines.unwrapped(json.dumps({name: "2025-08-11T17:17:03Z", "message": OLD}))
+        assert time.gmtime(parse(line).time)[:6] == (2025, 8, 11, 17, 17, 3)
+    for line in ('{"message": 3}', '{"a": "b"}', '{"message": "cut', "no object"):
+        assert log_lines.unwrapped(line) == line
+
+
+def test_damaged_lines_are_read_or_counted():
+    """Cut, repeated and mixed lines: no other error, and no output."""
+    for _ in range(300):
+        line = random.choice(LINES)
+        for _ in range(random.randrange(1, 4)):
+            first, last = sorted(random.randrange(len(line) + 1) for _ in range(2))
+            more = random.choice((line[first:last], random.choice(LINES), "9" * 5000, "..", "1O", '"', "\x1b[0m", ""))
+            line = line[:first] + more + line[random.choice((first, last)) :]
+        with warnings.catch_warnings(action="error"):
+            assert logs.read([line]).num_lines == 1
 
 
 def test_server_args():

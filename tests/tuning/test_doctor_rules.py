@@ -260,6 +260,13 @@ def test_policy_and_balance_are_not_advised_twice():
     assert "too_conservative" not in findings([flags(autopilot=True), *CASES["too_conservative"][0]])
 
 
+@pytest.mark.parametrize("prefix", ["", "2025-08-11T17:17:09.1Z stderr F ", "engine-1  | ", "(Engine pid=41) "])
+def test_tracebacks_with_prefixes(prefix):
+    for last, place in (("oom_prefill", EXTEND), ("oom_decode", DECODE)):
+        lines = [*decodes(), prefill(30), "Traceback:", place, "    return self.model.forward(", OOM]
+        assert last in findings([prefix + line for line in lines])
+
+
 def test_windows():
     """A rule that held in one of three windows is reported so, with that window's evidence."""
     lines = [*decodes(), *[decode(400 + s, queue=3000) for s in range(20)], *[decode(800 + s) for s in range(20)]]

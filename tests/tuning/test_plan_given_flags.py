@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,19 @@ def test_older_spellings_are_predicted_as_their_values(
     before, now = (plans(capsys, *form, *text.split())[0] for text in (old, new))
     assert before["predicted"] == now["predicted"] and before["form"] == now["form"]
     assert before["concurrency"] == 60
+
+
+def test_the_command_is_that_of_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Values with spaces are quoted, lists and a given 0 are kept: its words have the flags of the plan."""
+    (tmp_path / "my model").mkdir()
+    folder = write(tmp_path / "my model", V3)
+    flags = ["--tp-size", "8", "--cuda-graph-bs-decode", "1", "2", "--served-model-name", "it's V3"]
+    flags += ["--random-seed", "0", "--json-model-override-args", '{"max_position_embeddings": 9000}']
+    load = ["--hardware", "8xH200", "--workload", "in=200,out=20", "--concurrency", "2", "--json"]
+    assert main(["plan", "--model-path", folder, *flags, *load]) == 0
+    command = json.loads(capsys.readouterr().out)["plans"][0]["command"]
+    args, given = EngineArgs.from_cli(shlex.split(command)[2:]), EngineArgs.from_cli(["--model-path", folder, *flags])
+    assert args.flat() == given.flat() and args.given == given.given
 
 
 def test_few_requests_leave_schedulers_idle(capsys: pytest.CaptureFixture[str], model: str) -> None:

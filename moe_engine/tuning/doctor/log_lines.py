@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import calendar
+import json
 import math
 import re
+import warnings
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -73,6 +75,11 @@ _RANK_BRACKET = re.compile(r"\[((?:DP|PP|TP)\d+(?: [A-Z][A-Z_]*\d+)*)[ \]]")
 """Rank in the bracket of a logging configuration that writes the time before it, and the place in the code in it."""
 _SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
 _PREFIX_CHARS = 200
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""Colors of a terminal."""
+_TEXT_FIELDS = ("log", "message", "msg", "MESSAGE", "textPayload", "line")
+_TIME_FIELDS = ("time", "timestamp", "@timestamp", "ts")
+"""Names in the JSON lines of Docker, journald, fluentd and logging libraries."""
 _MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -134,7 +141,27 @@ def parse(line: str) -> LogEvent | None:
         return _batch(line, found)
     if found is not None and _CUT_OFF.fullmatch(line, found.end()):
         raise BrokenLine("values are missing")
-    return _other(line)
+    try:
+        return _other(line)
+    except ValueError as error:
+        raise BrokenLine(str(error)) from None
+
+
+def unwrapped(line: str) -> str:
+    """The server's line, without colors and without the JSON object around it; a line without these as it is."""
+    if "\x1b" in line:
+        line = ESCAPES.sub("", line)
+    if (start := line.find('{"')) < 0:
+        return line
+    try:
+        found, _ = json.JSONDecoder().raw_decode(line, start)
+    except (ValueError, RecursionError):
+        return line
+    text = next((found[name] for name in _TEXT_FIELDS if isinstance(found.get(name), str)), None)
+    if text is None:
+        return line
+    moment = next((found[name] for name in _TIME_FIELDS if isinstance(found.get(name), str)), "")
+    return text if _prefix(text)[0] is not None else f"{moment} {text}"
 
 
 def split_glued(line: str) -> list[str]:
@@ -192,7 +219,7 @@ def _other(line: str) -> LogEvent | None:
         ratio = {"ratio": float(found[3].rstrip("."))} if found[3] else {}
         kind, values = "retraction", {"retracted": int(found[1]), **ratio}
     elif "max_total_num_tokens=" in line and "server_args=" not in line:
-        kind, values = "startup", _startup(line)
+        kind, values = "startup", _startup(line[line.index("max_total_num_tokens=") :])
     elif "server_args=" in line:
         kind, values = "server_args", server_args(line[line.index("server_args=") + len("server_args=") :])
     elif "Load weight" in line and (found := _WEIGHTS.search(line)):
@@ -231,22 +258,20 @@ def phase_of(line: str) -> str | None:
 
 
 def _startup(line: str) -> dict[str, Any]:
-    try:
-        return {
-            name: int(text) if _WHOLE_NUMBER.fullmatch(text) else float(text) for name, text in _STARTUP.findall(line)
-        }
-    except ValueError as error:
-        raise BrokenLine(str(error)) from None
+    return {name: int(text) if _WHOLE_NUMBER.fullmatch(text) else float(text) for name, text in _STARTUP.findall(line)}
 
 
 def server_args(text: str) -> dict[str, Any]:
-    """The flags of ``ServerArgs(name=value, ...)`` or of a JSON-like dict; values that are not literals are left out.
+    """The flags of ``ServerArgs(name=value, ...)`` or of a JSON-like dict, up to the last bracket; values that are not
+    literals are left out.
 
     Raises:
         BrokenLine: cut off.
     """
+    whole = text[: max(text.rfind(")"), text.rfind("}")) + 1].strip()
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # about spellings inside of the values
+            tree = ast.parse(whole, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise BrokenLine("server_args cannot be read") from None
     if isinstance(tree, ast.Call):

@@ -9,7 +9,16 @@ from functools import lru_cache
 
 from moe_engine.tuning.doctor.diagnosis import Diagnosis
 from moe_engine.tuning.doctor.launch import Launch
-from moe_engine.tuning.doctor.log_lines import FOREIGN, START_WORDS, BrokenLine, LogEvent, parse, phase_of, split_glued
+from moe_engine.tuning.doctor.log_lines import (
+    FOREIGN,
+    START_WORDS,
+    BrokenLine,
+    LogEvent,
+    parse,
+    phase_of,
+    split_glued,
+    unwrapped,
+)
 from moe_engine.tuning.doctor.window import Window
 
 DAY = 86400.0
@@ -55,7 +64,7 @@ class LogReader:
     def line(self, line: str) -> None:
         """Reads a line of the log."""
         self.num_lines += 1
-        line = line[:MAX_LINE]
+        line = unwrapped(line[:MAX_LINE])
         parts = split_glued(line) if line.count("batch") > 1 else (line,)
         for part in parts:
             try:
@@ -115,7 +124,7 @@ class LogReader:
 
     def _phase(self) -> str | None:
         """Phase of an out-of-memory error: by the functions in the traceback above it, else by the last batch."""
-        traceback = [line for line in self._before if line.startswith((" ", "\t"))]
+        traceback = [line for line in self._before if line.startswith((" ", "\t")) or '  File "' in line]
         if any(word in line for line in traceback for word in START_WORDS):
             return "start"
         found = (phase_of(line) for line in reversed(traceback))

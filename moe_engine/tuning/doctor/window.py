@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from moe_engine.tuning.doctor.launch import Launch
-from moe_engine.tuning.doctor.log_lines import LogEvent
+from moe_engine.tuning.doctor.log_lines import ESCAPES, LogEvent
 
 ROOM = 0.9
 """Token usage below which the KV cache has room: the guide's limit of good utilization."""
@@ -21,7 +21,6 @@ LEAST_LINES = 5
 FAILURES = ("oom_start", "no_room_for_kv", "oom_prefill", "oom_decode")
 MEDIANS = ("queue", "running", "usage", "throughput", "accept_len")
 _DP = re.compile(r"DP(\d+)")
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ def _share(count: int, lines: int) -> float | None:
 
 def _printable(text: str) -> str:
     """Without colors and other control sequences, which a terminal would obey."""
-    return "".join(filter(str.isprintable, _ESCAPES.sub("", text))).strip()
+    return "".join(filter(str.isprintable, ESCAPES.sub("", text))).strip()
 
 
 @lru_cache(4096)

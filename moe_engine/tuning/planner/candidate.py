@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,5 +155,8 @@ def _replicas(flags: Mapping[str, Any]) -> int:
 
 
 def words(flags: Mapping[str, Any]) -> str:
-    """Flags as a command line."""
-    return " ".join(option_of(name) if value is True else f"{option_of(name)} {value}" for name, value in flags.items())
+    """Flags as a command line of a shell."""
+    return " ".join(
+        option_of(name) if value is True else f"{option_of(name)} {shlex.quote(str(value))}"
+        for name, value in flags.items()
+    )

@@ -128,9 +128,10 @@ def room_of(config: ResolvedConfig, flags: Iterable[str] = ()) -> Room:
     values = args.flat()
     first = ("model_path", *(name for name in flags if name != "model_path"))
     names = (*first, *sorted(args.given - {*first, "device"}))
+    shown = {name: values[name] for name in names if values[name] is not None and values[name] is not False}
     return Room(
         config.max_total_num_tokens, config.max_running_requests, config.ledger, "", config.chunked_prefill_size,
-        {name: values[name] for name in names if values[name] not in (None, False)}, _depths(config.speculation),
+        shown, _depths(config.speculation),
     )  # fmt: skip
 
 
