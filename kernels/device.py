@@ -48,7 +48,7 @@ class HeadWidths:
 class IndexWidths:
     """A model's indexer: heads, channels of a head, max selected tokens of a query token.
 
-    `fp8_keys`: cached keys are FP8 records, also beside latents of another type.
+    `fp8_keys`: cached keys are FP8 records, also with latents of another type.
     """
 
     heads: int

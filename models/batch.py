@@ -63,7 +63,7 @@ class ExpandedContext:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """What the routers of a rank read of its tokens, beside their hidden states."""
+    """What the routers of a rank read of its tokens, in addition to their hidden states."""
 
     ids: Tensor  # [T] int64: token ids, for layers that choose experts by them
     real: Tensor | None = None  # [T] int32, as in `ForwardBatch`

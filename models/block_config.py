@@ -97,8 +97,8 @@ def layer_architecture(file: str, raw: Mapping[str, Any]) -> str:
 
 
 def read_block(file: str, names: Collection[str], raw: Mapping[str, Any], vocab_size: int) -> BlockConfig:
-    """The block of a head. DFlash's fields are in ``dflash_config`` or beside it, DSpark's in ``dspark_config`` or
-    beside it.
+    """The block of a head. DFlash's fields are in ``dflash_config`` or next to it, DSpark's in ``dspark_config`` or
+    next to it.
 
     Raises:
         ConfigError: a field is missing or has a value that is not supported.

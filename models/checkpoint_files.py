@@ -20,8 +20,8 @@ NATIVE_INDEX_FILE = "consolidated.safetensors.index.json"
 """Index of Mistral's own files."""
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.bin")
-"""Patterns of torch.save's files; the first that matches is used. Training states beside the weights match the last one
-only."""
+"""Patterns of torch.save's files; the first that matches is used. Training states next to the weights match the last
+one only."""
 
 ReadHeader = Callable[[Path], dict[str, TensorHeader]]
 

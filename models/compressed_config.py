@@ -58,7 +58,7 @@ class CompressedConfig:
         return ()
 
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
-        """Shape of a token's key in a layer's cache; `ModelConfig.kv_parts` has what a layer caches beside it."""
+        """Shape of a token's key in a layer's cache; `ModelConfig.kv_parts` has what else a layer caches."""
         return ((self.head_dim,),)
 
     def rate(self, layer: int) -> int:

@@ -39,7 +39,7 @@ class BlockSelection:
     dense_layers: tuple[int, ...] = ()
 
     def key_width(self, kv_dtype: str) -> int:
-        """Elements of an index key in the cache: bytes of bfloat16 beside FP8 rows."""
+        """Elements of an index key in the cache: bytes of bfloat16 with FP8 rows."""
         return 2 * self.width if kv_format.is_fp8(kv_dtype) else self.width
 
 
@@ -51,7 +51,7 @@ class GQAConfig:
     gate after each head's query, whose sigmoid multiplies the head's result (Qwen3-Next). `v_head_dim`: channels of a
     value (0: as of a key). `value_scale`: factor of values (MiMo-V2-Flash). `blocks`: query tokens see selected blocks.
     `indexer`: they see selected pools of tokens, all heads the same (Qwen3.8-Flash-Next); `index_width`: channels of
-    its key, which is cached beside each token's. `gate_width`: numbers that a projection of its own gives, whose
+    its key, which is cached with each token's. `gate_width`: numbers that a projection of its own gives, whose
     sigmoid multiplies a head's result: one (Step 3.5). `gate_softplus`: softplus instead of the sigmoid (Laguna).
     `qk_eps`: epsilon of the norms of q and k; 0: the model's.
     """
@@ -177,8 +177,8 @@ class ModelConfig:
     activation: GatedActivation = SILU
     """Activation of the MLPs of a model without experts."""
     shortcut: bool = False
-    """Experts are beside the dense layers: layers are pairs, and the experts of a pair read the input of the first
-    layer's MLP and are added to the result of the second's (LongCat-Flash)."""
+    """Experts run in parallel to the dense layers: layers are pairs, and the experts of a pair read the input of the
+    first layer's MLP and are added to the result of the second's (LongCat-Flash)."""
     norms_results: bool = False
     """Results of attention and feed-forward are normed before they are added to the residual (Trinity)."""
     embed_scale: float = 1.0

@@ -31,7 +31,7 @@ _HASH, _CHOSEN = "hash_moe", "moe"
 
 
 def parse_deepseek_v4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """V4-Flash and V4-Pro: windows beside compressed entries, four residual streams, experts in every layer."""
+    """V4-Flash and V4-Pro: windows and compressed entries, four residual streams, experts in every layer."""
     attention = compressed_attention(fields)
     moe = parse_experts(fields)
     layers = fields.integer("num_hidden_layers")

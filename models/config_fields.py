@@ -234,7 +234,7 @@ def rope_section(fields: Fields) -> Fields | None:
 
 
 def _original_length(fields: Fields, section: Fields) -> int:
-    """Positions before scaling. A field beside the section comes first, as in transformers."""
+    """Positions before scaling. A field next to the section comes first, as in transformers."""
     own = (part.integer(_ORIGINAL_LENGTH, None) for part in (fields, section))
     length: int = next(filter(None, own), None) or fields.integer("max_position_embeddings")
     return length

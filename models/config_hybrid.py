@@ -1,4 +1,4 @@
-"""config.json of the families with a state for each request beside attention -> ModelConfig. Imports no torch.
+"""config.json of the families with a state for each request in addition to attention -> ModelConfig. Imports no torch.
 
 Parsers as in `config_families`.
 """

@@ -1,7 +1,7 @@
 """config.json of Kimi Linear and Kimi K3 -> ModelConfig. Imports no torch.
 
 Published files and those that transformers saves name fields differently: both are read. Kimi K3 has its text model in
-`text_config` beside the `vision_config` of its tower.
+`text_config` next to the `vision_config` of its tower.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _check_rotary(fields: Fields, head_dim: int) -> None:
     section, part = rope_section(fields), "partial_rotary_factor"
     width = fields.integer("rotary_dim", None)
     if width not in (None, head_dim) and not any(own is not None and own.has(part) for own in (section, fields)):
-        fields.fail("rotary_dim", f"{width} has no {part} beside it; add {part}: {width / head_dim:g}")
+        fields.fail("rotary_dim", f"{width} has no {part} with it; add {part}: {width / head_dim:g}")
 
 
 def _tower(fields: Fields, section: Fields, hidden: int) -> VisionConfig:

@@ -1,4 +1,4 @@
-"""DeepSeek V4 (V4-Flash, V4-Pro): windows beside compressed entries, residual streams, experts in every layer."""
+"""DeepSeek V4 (V4-Flash, V4-Pro): windows and compressed entries, residual streams, experts in every layer."""
 
 from __future__ import annotations
 

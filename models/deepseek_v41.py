@@ -1,4 +1,4 @@
-"""DeepSeek V4.1 (V4.1-Flash): windows beside entries that several layers read, residual streams with late sums,
+"""DeepSeek V4.1 (V4.1-Flash): windows and entries that several layers read, residual streams with late sums,
 images."""
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _SAVED = {
     "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm.",
     ".markov_head.embed.": ".markov_head.markov_w1.", ".markov_head.head.": ".markov_head.markov_w2.",
 }  # fmt: skip
-"""Where transformers' names, or those of V4.1's Markov head, differ from V4's, beside the prefix ``model.``."""
+"""Where transformers' names, or those of V4.1's Markov head, differ from V4's, apart from the prefix ``model.``."""
 
 
 def has_v4_names(names: Collection[str]) -> bool:

@@ -1,6 +1,6 @@
 """Checks a checkpoint's headers against its config.json, before torch is imported or a weight read.
 
-The same rules as the loader's, for all tensors at once: one error lists the first few that are missing, have a wrong
+The same rules as the loader's, for all tensors together: one error lists the first few that are missing, have a wrong
 shape or unsupported dtype, or belong to no layer. External models have their own tensor names and are not checked here.
 """
 

@@ -1,4 +1,4 @@
-"""LongCat-Flash: MLA with scaled latents; experts on a shortcut beside a pair of dense layers; zero experts.
+"""LongCat-Flash: MLA with scaled latents; experts on a shortcut past a pair of dense layers; zero experts.
 
 Each published layer is two layers here, see `longcat_names`.
 """

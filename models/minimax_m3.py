@@ -1,4 +1,4 @@
-"""MiniMax-M3: block-sparse attention beside dense first layers, experts with a shared one; images."""
+"""MiniMax-M3: block-sparse attention after dense first layers, experts with a shared one; images."""
 
 from __future__ import annotations
 

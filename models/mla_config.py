@@ -19,7 +19,7 @@ class IndexerConfig:
         interleaved: its rotary pairs are (2j, 2j+1), else (j, j+R/2); they are the first R channels of a head.
         shared_layers: layers without an indexer, which use the selection of the last preceding layer with an indexer.
         shares_drafts: draft steps of an MTP layer after the first use the selection of the first.
-        fp8_keys: index keys are cached as FP8 records also beside latents of another type.
+        fp8_keys: index keys are cached as FP8 records also with latents of another type.
         from_input: its queries are a projection of the layer's input after a LayerNorm, not of the query's latent.
         pool: tokens of a pool. Above 1 the indexer scores means of the keys of adjacent tokens, and selects pools with
             all their tokens; the tokens after the last whole pool are always seen (GLM-5.3-Flash).
@@ -40,7 +40,7 @@ class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
-    of the index key that is cached beside each token's latent, for sparse attention (0: none). `gate_width`: numbers
+    of the index key that is cached with each token's latent, for sparse attention (0: none). `gate_width`: numbers
     from the layer's input whose sigmoid multiplies a head's result: one (Ling), or one for each channel (Kimi K3).
     `latent_eps`: epsilon of the norms of both latents. `latent_factor`: factor of the normed latent of keys and values
     (LongCat-Flash). Of Mistral Large 4: `plain_layers` have no rotary positions: R more plain channels of query and key

@@ -31,7 +31,7 @@ _JOINED = {
 }
 """Projections of a block that other engines join to one matrix, those of them that the block has; its names there."""
 _INTEGERS_KEEP = (".kv_b_proj.", ".o_a_proj.", ".indexer.wk.")
-"""Parts of the names of projections that stay plain beside integers: readers multiply the first two by head, and vLLM
+"""Parts of the names of projections that stay plain among integers: readers multiply the first two by head, and vLLM
 joins the last with the plain `weights_proj`, and dequantizes it from FP8 only."""
 
 

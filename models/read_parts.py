@@ -1,4 +1,4 @@
-"""Threads that read the parts of a large tensor: into its memory at once, or into buffers that are used in order.
+"""Threads that read the parts of a large tensor: into its memory directly, or into buffers that are used in order.
 
 The buffers in use at a time are bounded by their number; the consumer copies them one after the other, in the order of
 the parts. Threads that load whole weights (`load_threads`) read serially: all cores are busy already.

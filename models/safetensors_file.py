@@ -45,7 +45,7 @@ _GAP_BYTES = 1 << 13
 
 
 class SafetensorsFile:
-    """An open file. Several threads may read at once.
+    """An open file. Several threads may read concurrently.
 
     Args:
         reads: threads that read the parts of large tensors.

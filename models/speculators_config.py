@@ -22,7 +22,7 @@ _EAGLE3 = (
 _BLOCK = ("draft_vocab_size", "block_size", "mask_token_id", "target_hidden_size")
 _MARKOV = ("markov_rank", "markov_head_type")
 _WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers", "is_causal")
-"""Fields that some files have beside `transformer_layer_config`."""
+"""Fields that some files have next to `transformer_layer_config`."""
 _BLOCKS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 
 

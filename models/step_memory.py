@@ -1,4 +1,4 @@
-"""Bytes that a step of a model takes beside weights and KV, for the memory ledger. Imports no torch."""
+"""Bytes that a step of a model takes in addition to weights and KV, for the memory ledger. Imports no torch."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _indexer_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> in
         return 0
     heads, context = a.indexer.num_heads, config.context_length
     each = (heads * a.index_width + a.index_width) * (2 * dtype_bytes + 4) + 8 * heads
-    # slots of pools have positions, places and masks beside them, in chunks
+    # slots of pools have positions, places and masks too, in chunks
     selected = (4 if a.pool == 1 else 32) * min(a.indexer.top_k + a.pool - 1, context)
     each += 16 * a.pool * a.index_width if a.pool > 1 else 0  # the keys and gates of a pool
     scores = 4 * context

@@ -27,7 +27,7 @@ def gate_tensors(streams: StreamsConfig, hidden: int, name: str) -> Iterator[Ten
 
 
 def ngram_tensors(engram: EngramConfig, count: int, hidden: int) -> Iterator[TensorSpec]:
-    """Tensors beside a table of n-grams; count: streams."""
+    """Tensors that belong to a table of n-grams; count: streams."""
     rows, wide = engram.columns * engram.width, count * hidden
     yield from linear("key_proj", wide, rows)
     yield from linear("value_proj", hidden, rows)

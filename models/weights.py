@@ -117,7 +117,7 @@ class TensorFile(Protocol):
 
 
 class WeightReader:
-    """`WeightSource` over the safetensors files of a checkpoint directory. Several threads may read at once.
+    """`WeightSource` over the safetensors files of a checkpoint directory. Several threads may read concurrently.
 
     Args:
         directory: has model.safetensors, or an index and its shards; or the tensors themselves.

@@ -1,8 +1,8 @@
 """Memory shared by the ranks of one host, with flags to wait on.
 
 The file is unlinked once all ranks have opened it, so no file remains after a crash. Each rank holds a lock on its byte
-of the file; the OS releases it when the rank dies, so waiting ranks detect the death at once. Flags are plain 8-byte
-stores: x86-64 makes them visible to other cores in program order.
+of the file; the OS releases it when the rank dies, so waiting ranks detect the death immediately. Flags are plain
+8-byte stores: x86-64 makes them visible to other cores in program order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Membership in a torch.distributed group with another program, a trainer, beside the ranks' own groups.
+"""Membership in a torch.distributed group with another program, a trainer, in addition to the ranks' own groups.
 
 The trainer is rank 0 and opens the store. The keys are those of a torch group of that name over a `tcp://` rendezvous,
 so that trainers written for SGLang or vLLM (`init_custom_process_group`) find the members.

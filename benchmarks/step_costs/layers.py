@@ -1,7 +1,7 @@
 """The layers of a model by its config.json: their kinds, and the least work of a layer of each kind.
 
 Families: MLA with or without an indexer, of tokens or of pools, GQA with or without windows, gated delta nets
-(Qwen3-Next, GLM-5.3-Flash), windows beside compressed entries (DeepSeek V4, V4.1), selected blocks (MiniMax-M3); dense
+(Qwen3-Next, GLM-5.3-Flash), windows and compressed entries (DeepSeek V4, V4.1), selected blocks (MiniMax-M3); dense
 layers and mixtures. Norms, biases and
 convolutions are not counted. Bytes are those of the checkpoint: MXFP4 experts count 17 bytes for 32 numbers, integers
 of 4 bits 18, whatever an engine makes of them.

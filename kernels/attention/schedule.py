@@ -80,7 +80,7 @@ class Schedule:
 class ScheduleBuffers:
     """Fixed-address memory for one schedule at a time, for CUDA graphs: captured kernels read the current plan.
 
-    Grids then have the size of the buffers; programs without a record exit at once.
+    Grids then have the size of the buffers; programs without a record exit immediately.
     """
 
     def __init__(

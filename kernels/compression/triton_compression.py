@@ -1,5 +1,5 @@
-"""Compressed entries in Triton: a program a token, which ends at once if its token completes no window. Nothing is read
-on the host, so that launches can be captured.
+"""Compressed entries in Triton: a program a token, which ends immediately if its token completes no window. Nothing is
+read on the host, so that launches can be captured.
 
 Legend: as in `protocol`; BLOCK channels, TOKENS tokens of a loop iteration.
 """

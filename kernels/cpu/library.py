@@ -67,7 +67,7 @@ HEADER = "vec.h"
 INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 OBJECTS = "cpu_objects"
 LOCK, BUILD = ".lock", ".build"
-"""Suffixes beside a library: held while it is compiled; the compilation's temporary files."""
+"""Suffixes of files next to a library: held while it is compiled; the compilation's temporary files."""
 PATHS = {3: "AMX bf16 tiles", 2: "AVX512-BF16", 1: "AVX-512", 0: "portable vectors"}
 
 P, L, N, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float

@@ -89,7 +89,7 @@ class FusedDrafts:
         self, level: int, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
     ) -> None:
         """Writes a layer's cache rows for hidden [T, D] followed by tokens ids [T], as in the separate calls; positions
-        and slots are [T] int64. For few tokens: all are processed at once."""
+        and slots are [T] int64. For few tokens: all are processed together."""
         form = self._form(hidden.dtype, cache)
         self.library.moe_draft_remember(
             self.kind, ctypes.addressof(self.levels[level]), len(ids), hidden.shape[1], self.embedding.data_ptr(),

@@ -1,5 +1,5 @@
 """The gated delta rule of long runs in chunks: the part of a chunk that does not depend on its first state runs for all
-chunks at once, the states follow chunk after chunk.
+chunks in one launch, the states follow chunk after chunk.
 
 With G the sum of g within a chunk, the changes u of its c tokens solve (1 + A) u = beta (v - exp(G) k S), where
 A[i, j] = beta_i exp(G_i - G_j) k_i.k_j for j < i. `system_kernel` stores (1 + A)^-1 diag(beta) and the products of
@@ -47,8 +47,8 @@ _BLOCK, _COLUMNS = 16, 32
 def inverse_of(below, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + below)^-1 for a strictly lower matrix [CHUNK, CHUNK] of at most four blocks in each direction.
 
-    The blocks of the diagonal by substitution, column after column, all at once: D. Then N = D (below without them)
-    has no fourth power, so the inverse is (1 - N + N^2 - N^3) D."""
+    The blocks of the diagonal by substitution, column after column, all blocks together: D. Then N = D (below without
+    them) has no fourth power, so the inverse is (1 - N + N^2 - N^3) D."""
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     tl.static_assert(BLOCKS <= 4)
     rows, columns = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]

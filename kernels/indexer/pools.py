@@ -86,7 +86,7 @@ then those after the last whole pool, then -1. None: no token sees more than K p
 
 @dataclass(frozen=True)
 class PoolKernels:
-    """The work on pools beside an indexer's selection."""
+    """The work on pools in addition to an indexer's selection."""
 
     write: WritePools
     count: CountPools

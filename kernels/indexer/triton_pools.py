@@ -82,7 +82,7 @@ def mean_keys_kernel(
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """See `WriteMeans`. As `pool_keys_kernel`; the partner of each channel in the rotation is computed beside it.
+    """See `WriteMeans`. As `pool_keys_kernel`; the partner of each channel in the rotation is computed with it.
     Grid (T)."""
     wait_for_inputs()
     token, channel = tl.program_id(0).to(tl.int64), tl.arange(0, CHANNELS)

@@ -67,7 +67,7 @@ def head_width(kv_dtype: str, width: int) -> int:
 
 
 def head_record_width(kv_dtype: str, width: int) -> int:
-    """Elements of `kv_dtype` in an e4m3 record of a head, whatever the type of the rows beside it."""
+    """Elements of `kv_dtype` in an e4m3 record of a head, whatever the type of the other rows."""
     return head_width(E4M3, width) // STORED[kv_dtype][1]
 
 

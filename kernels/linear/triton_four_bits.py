@@ -4,7 +4,7 @@
     mxfp4       e2m1                            e8m0 of 32 columns
     nvfp4       e2m1                            e4m3 of 16 columns, and a float32 factor of the matrix or a row
     int4        code - 8                        of 32, 64 or 128 columns, in the checkpoint's dtype
-    int4_zeros  code - zero point of a group    the same, each beside its zero point
+    int4_zeros  code - zero point of a group    the same, each next to its zero point
 
 Two numbers are in a byte. MXFP4 keeps the order of checkpoints, neighbors in a byte, which the compiler decodes. In
 the other forms byte j of a block of 32 columns holds columns j and j + 16: all low bits of a step and all high bits are
@@ -44,7 +44,7 @@ def form_of(format: GroupCodes) -> str:
 
 
 def scales_of_step(format: GroupCodes) -> int:
-    """Numbers that a row has beside the codes of a step."""
+    """Numbers that a row has in addition to the codes of a step."""
     return STEP // min(format.group, STEP) * (2 if format.zeros else 1)
 
 

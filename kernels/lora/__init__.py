@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA): several in one batch, beside the products of the base model."""
+"""Low-rank adapters (LoRA): several in one batch, added to the products of the base model."""

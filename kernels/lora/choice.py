@@ -1,4 +1,4 @@
-"""The LoRA kernel of a launch with --enable-lora; chosen beside the `KernelPlan`, so that other launches have none."""
+"""The LoRA kernel of a launch with --enable-lora; outside of the `KernelPlan`: other launches have none."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class GatedStreams:
-    """The work of a read beside its products."""
+    """The work of a read in addition to its products."""
 
     norm: Callable[[Tensor | None, Tensor, Tensor, float], Tensor]
     """(x, residual, weight, eps): `write_gated` of x, if there is one, then `norm_streams`."""

@@ -124,7 +124,7 @@ class HashedRows:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What launches know of the table beside its addresses."""
+        """What launches know of the table in addition to its addresses."""
         scales = None if self._scales is None else (self._scales.shape, self._scales.stride())
         return self._dtype, [(part.shape, part.stride()) for part in self._parts], scales
 

@@ -1,5 +1,5 @@
 """MLA's decode query and its cache rows in one launch: the absorbed product per head, the rotation of the query's last
-channels beside it, and the tokens' cache rows (norm of the latent, rotation, write).
+channels next to it, and the tokens' cache rows (norm of the latent, rotation, write).
 
 One launch instead of four (rotation, cache write, product, copy), and the query is read once.
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 ALIGNMENT = 256
 PROGRAMS = 112
-"""Max programs of a launch: all of them wait for other ranks, so all must run at once. A program may take a whole SM;
-data-center GPUs from Hopper on have 114 or more."""
+"""Max programs of a launch: all of them wait for other ranks, so all must run simultaneously. A program may take a
+whole SM; data-center GPUs from Hopper on have 114 or more."""
 MAX_BYTES = 8 << 20
 """Max message; NCCL sends larger ones. Unmeasured: the limit of SGLang's and vLLM's all-reduce."""
 MAX_RANKS = 16

@@ -39,8 +39,8 @@ def _some_are_late(flags, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
 def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES: tl.constexpr):
     """True if every rank has raised its flag [R] to `epoch`; gives up after the limit, or once `failed` is not 0.
 
-    The first program to give up marks the late ranks in `lost` [R] and sets `failed`, so that later waits end at once.
-    """
+    The first program to give up marks the late ranks in `lost` [R] and sets `failed`, so that later waits end
+    immediately."""
     begin = nanoseconds()
     waited = begin - begin
     patient = _some_are_late(flags, epoch, RANKS, LANES)

@@ -1,9 +1,9 @@
 """A barrier between all programs of a launch, for kernels that read what other programs wrote before it.
 
-All programs must be resident at once: launch with ``launch_cooperative_grid=True`` and at most `resident_programs`
-programs. CUDA refuses a cooperative launch that does not fit, so no program waits for one that cannot start.
-Source: CUDA driver API, cuLaunchCooperativeKernel; PTX ISA, "Memory consistency model" (release and acquire patterns
-are cumulative over barriers of a block).
+All programs must be resident simultaneously: launch with ``launch_cooperative_grid=True`` and at most
+`resident_programs` programs. CUDA refuses a cooperative launch that does not fit, so no program waits for one that
+cannot start. Source: CUDA driver API, cuLaunchCooperativeKernel; PTX ISA, "Memory consistency model" (release and
+acquire patterns are cumulative over barriers of a block).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ABSENT = 132
 
 @lru_cache
 def resident_programs(device: torch.device) -> int:
-    """Programs that run at once whatever their size: one per SM; 1 for devices that run them one after another."""
+    """Programs that run together whatever their size: one per SM; 1 for devices that run them one after another."""
     if device == torch.device("meta"):  # ahead-of-time compilation
         return _ABSENT
     try:

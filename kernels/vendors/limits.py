@@ -73,7 +73,7 @@ def flashmla_absorbed(latent: int, rotary: int) -> str | None:
 
 
 def flashmla_whole(width: int) -> str | None:
-    """Rows that are keys and values as a whole, beside attention sinks."""
+    """Rows that are keys and values as a whole, with attention sinks."""
     if width != FLASHMLA_LATENT:
         return f"FlashMLA has sinks for rows of {FLASHMLA_LATENT} channels, not {width}"
     return None

@@ -71,7 +71,7 @@ class BlockFP8Format:
     @staticmethod
     def hint(dtype: str) -> str | None:
         """What a tensor of that dtype lacks, if it was expected to be plain."""
-        return "block FP8 needs a weight_scale_inv beside it" if dtype in FP8 else None
+        return "block FP8 needs a weight_scale_inv with it" if dtype in FP8 else None
 
     @property
     def name(self) -> str:

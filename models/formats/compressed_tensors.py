@@ -54,7 +54,7 @@ class CompressedTensors:
         ignored = name_list(section, "ignore")
         check_patterns(section, "ignore", ignored)
         if blocks and (rules or len({block.block for block in blocks}) > 1):
-            section.fail("config_groups", "has FP8 blocks beside other schemes, which is not supported")
+            section.fail("config_groups", "has FP8 blocks and other schemes, which is not supported")
         if blocks:
             return blocks[0]
         return SchemeFormat("compressed-tensors", tuple(rules), Modules(ignored))
@@ -65,7 +65,7 @@ class CompressedTensors:
 
 
 def _block(section: Fields, group: Fields) -> BlockFP8Format | None:
-    """The format of a group with strategy ``block``: matrices with a grid of scales beside them."""
+    """The format of a group with strategy ``block``: matrices with a grid of scales each."""
     weights = group.section("weights")
     if weights is None or weights.text("strategy", None) != "block":
         return None
@@ -125,4 +125,4 @@ class RowInt8:
 
     @staticmethod
     def hint(dtype: str) -> str | None:
-        return "int8 weights need a weight_scale beside them" if dtype == "I8" else None
+        return "int8 weights need a weight_scale each" if dtype == "I8" else None

@@ -2,7 +2,7 @@
 as ModelOpt writes Llama 4. Imports no torch.
 
 Legend: E experts, D hidden, I expert width. `gate_up_proj` e4m3 [E, 2I, D] (rows of the gate first), `down_proj`
-[E, D, I]; beside each `_scale_inv` [E, 1, 1] or [E, 2, 1] (gate and up), a factor as in `Float8`, and
+[E, D, I]; with each `_scale_inv` [E, 1, 1] or [E, 2, 1] (gate and up), a factor as in `Float8`, and
 `_activation_scale` [E], which is not used. Of Llama 4 [E, D, 2I] and [E, I, D] with `_weight_scale` and `_input_scale`.
 Sources: transformers, integrations/finegrained_fp8; vLLM, mllama4.
 """

@@ -2,7 +2,7 @@
 
 Legend: E experts, N rows and K columns of a matrix.
 
-Beside `gate_up_proj` uint8 [E, K / 2, N] (columns of the gate first) and `down_proj`: `_weight_scale` e4m3
+With `gate_up_proj` uint8 [E, K / 2, N] (columns of the gate first) and `down_proj`: `_weight_scale` e4m3
 [E, K / 16, N], `_weight_scale_2`, a factor of all matrices or of each expert's, and `_input_scale`, which is not used.
 Source: transformers (llama4), whose matrices are transposed; ModelOpt's names.
 """

@@ -23,7 +23,7 @@ _PARTS = (".first", ".second")
 
 
 class GGUFFile:
-    """An open file. Several threads may read at once. Raises: as `SafetensorsFile`."""
+    """An open file. Several threads may read concurrently. Raises: as `SafetensorsFile`."""
 
     def __init__(self, file: GGUFWeights, reads: PartReads) -> None:
         self.path, self.entries = file.path, file.tensors

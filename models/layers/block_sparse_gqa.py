@@ -29,7 +29,7 @@ from moe_engine.parallel.share import WHOLE, Share, heads_share
 
 class BlockSparseGQAttention(GQAttention):
     """`GQAttention` with an indexer. ``batch.kv[layer]`` is (keys, values, index keys), the last [num_slots, 1, I], in
-    bytes of bfloat16 beside FP8 rows. Index keys are on all ranks of an attention group, index heads with their KV
+    bytes of bfloat16 with FP8 rows. Index keys are on all ranks of an attention group, index heads with their KV
     heads."""
 
     def __init__(

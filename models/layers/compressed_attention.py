@@ -143,7 +143,7 @@ class CompressedAttention:
         self._load_output(whole, config, reader, prefix, share)
         self._compressor: Any = None
         self._projected: Any = None
-        self._readers: list[Any] = []  # parts that read the hidden states, beside `_down`
+        self._readers: list[Any] = []  # parts that read the hidden states, in addition to `_down`
         self._indexer: Any = None
         self._load_entries(config, backends, reader, prefix, rotary)
 

@@ -1,7 +1,7 @@
 """Rows of n-gram tables, added to the residual streams before some layers (DeepSeek V4.1).
 
 The residual carries the ids of each token's n-gram after its streams, as the bits of int32 numbers, so that every rank
-has those of its rows. Ids of earlier tokens are cached beside the keys of the first layer.
+has those of its rows. Ids of earlier tokens are cached with the keys of the first layer.
 
 Legend: T tokens, D hidden, n streams, N tokens of the longest n-gram.
 """

@@ -1,4 +1,4 @@
-"""Hidden states of some layers, which draft layers read beside the model's result.
+"""Hidden states of some layers, which draft layers read in addition to the model's result.
 
 A tap copies the residual stream after a given number of layers. Layers add to one tensor in place, so the copy is the
 only work, and a decoder without taps, or with taps that are off, does none.

@@ -35,7 +35,7 @@ KEY_NORM_EPS = 1e-6
 
 
 def joined_keys(mla: MLAConfig, reader: WeightSource, prefix: str) -> dict[str, int]:
-    """The rows of the index keys beside those of q_a, by name, if they are stored like q_a and whole blocks of it end
+    """The rows of the index keys next to those of q_a, by name, if they are stored like q_a and whole blocks of it end
     before them. prefix: of the attention."""
     q_a, keys = f"{prefix}.q_a_proj", f"{prefix}.indexer.wk"
     format = reader.format.kernel_format(q_a)

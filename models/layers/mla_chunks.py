@@ -47,7 +47,7 @@ class AttentionChunk:
     shared: SharedContext | None = None
     """For an expanded chunk with a shared prefix; `queries.slot_table` then has indices of the gathered rows."""
     context_chunks: tuple[ContextChunk, ...] = ()
-    """For an expanded chunk of one request whose context is too long to be expanded at once."""
+    """For an expanded chunk of one request whose context is too long to be expanded as a whole."""
     selected: Selected | None = None
     """For an absorbed chunk whose tokens attend to selected tokens; `plan` is that of sparse attention."""
     selects: bool = True

@@ -68,7 +68,7 @@ class StepAdapters:
 class KVBAdapters:
     """Adapters of kv_b in both forms of MLA. With scaling * B = [B_k | B_v] by head:
 
-    absorbed: the query against the latent gets (q B_k) A beside q W_UK, the values get (mixed A) B_v beside mixed W_UV;
+    absorbed: the query against the latent gets (q B_k) A + q W_UK, the values get (mixed A) B_v + mixed W_UV;
     expanded: keys and values of the context get latent A B, as of any linear layer.
     """
 

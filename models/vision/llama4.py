@@ -1,4 +1,4 @@
-"""The vision tower of Llama 4 and its projector: learned positions, a class token beside the patches of a tile,
+"""The vision tower of Llama 4 and its projector: learned positions, a class token in addition to the patches of a tile,
 rotation by column and row, attention within a tile, patches joined by token at the end.
 
 Legend: P patches of all tiles, R patches of a tile, B tiles, N tokens of all tiles, D width, M merge size, O out width,

@@ -199,7 +199,7 @@ def _summary(costs: CostFile) -> str:
         f"a context token of a decode: {costs.context_second * 1e9:.1f} ns; a cached token before a prompt: "
         f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns, "
         f"of different prompts {(costs.split_second or 0.0) * 1e9:.2f} ns less",
-        f"an answer outside the steps: {costs.answer_seconds * 1e3:.2f} ms; a request beside others makes the steps "
+        f"an answer outside the steps: {costs.answer_seconds * 1e3:.2f} ms; a request with others makes the steps "
         f"longer by {costs.arrival_seconds * 1e3:.2f} ms, its end by {costs.end_seconds * 1e3:.2f} ms, its token by "
         f"{costs.sent_seconds * 1e6:.0f} us; frontend and client compute {costs.request_seconds * 1e3:.2f} ms for a "
         f"request, {costs.results_seconds * 1e6:.0f} us for the results of a step and {costs.token_seconds * 1e6:.0f} "

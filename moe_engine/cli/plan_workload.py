@@ -47,7 +47,7 @@ FITTED_CHUNK = 16384
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The planner's flags beside those of `serve`."""
+    """The planner's flags in addition to those of `serve`."""
     group = parser.add_argument_group("planning for a workload (with --hardware or --cost-file)")
 
     def add(name: str, text: str, **options: Any) -> None:

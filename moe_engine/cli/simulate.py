@@ -206,7 +206,7 @@ def own_parser() -> Parser:
     add_agent_arguments(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--request-rate", type=float, default=math.inf, help="requests (sessions) per second; inf: at once"
+        "--request-rate", type=float, default=math.inf, help="requests (sessions) per second; inf: all together"
     )
     load.add_argument("--arrivals", choices=NAMES, default="poisson", help="times between requests (default: poisson)")
     load.add_argument(

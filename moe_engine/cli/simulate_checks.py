@@ -39,7 +39,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check(own: argparse.Namespace) -> None:
-    """Raises ConfigError: an option is impossible, alone or beside others."""
+    """Raises ConfigError: an option is impossible, alone or with others."""
     if (own.cost_file is None) == (own.hardware is None):
         raise ConfigError(
             "give either --cost-file FILE, which `moe-engine calibrate --output FILE` measures on this machine, or "
@@ -112,7 +112,7 @@ def _refusal(own: argparse.Namespace, config: ResolvedConfig, workload: Workload
     if own.max_concurrency or own.dataset_name == "agentic" or (isinstance(workload, Recorded) and workload.waits):
         reason = "requests wait for answers, so that a part of them does not begin before the part before it has ended"
     elif own.dataset_name != "trace" and math.isinf(own.request_rate):
-        reason = "all requests arrive at once; give a --request-rate"
+        reason = "all requests arrive together; give a --request-rate"
     elif config.scheduling.autopilot:
         reason = "--autopilot changes limits by all that it has seen"
     elif config.args.experts.enable_eplb and (own.expert_load is not None or own.expert_zipf is not None):
@@ -132,7 +132,7 @@ def left_out(own: argparse.Namespace, config: ResolvedConfig) -> list[str]:
     if args.experts.enable_eplb and own.expert_load is None and own.expert_zipf is None:
         found.append("--enable-eplb: experts move only with --expert-load or --expert-zipf")
     if config.scheduling.stream_interval > 1:
-        found.append("--stream-interval: clients get every token at once")
+        found.append("--stream-interval: clients get every token immediately")
     if config.lora is not None:
         found.append("--enable-lora: no request has an adapter")
     return found

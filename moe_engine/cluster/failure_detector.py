@@ -191,7 +191,7 @@ class FailureDetector:
         )
 
     def on_failure(self, listener: Callable[[RankLost], None]) -> None:
-        """Calls `listener(failure)` once; at once if the group has failed already."""
+        """Calls `listener(failure)` once; immediately if the group has failed already."""
         with self._lock:
             self._listeners.append(listener)
             failure = self.failure

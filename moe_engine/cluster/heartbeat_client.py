@@ -38,7 +38,7 @@ logger = logging.getLogger("moe_engine")
 
 
 def leave(reason: str) -> NoReturn:
-    """Exits a rank's process at once: one of its threads may hang in a collective."""
+    """Exits a rank's process immediately: one of its threads may hang in a collective."""
     logger.error("This rank exits: %s", reason)
     os._exit(1)
 

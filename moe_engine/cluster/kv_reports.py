@@ -18,7 +18,7 @@ class KVReports:
         """Planned operations without their last report."""
 
     def planned(self, plan: StepPlan) -> None:
-        """Notes the operations of a plan. The thread of the steps begins them later, and may end them at once."""
+        """Notes the operations of a plan. The thread of the steps begins them later, and may end them immediately."""
         if plan.kv_ops is not None:
             self._open.update(fetch.id for fetch in plan.kv_ops.fetches)
             self._open.update(backup.id for backup in plan.kv_ops.backups)

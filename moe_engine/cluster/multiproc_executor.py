@@ -145,7 +145,7 @@ class MultiprocExecutor:
             self._worker.check()
 
     def close(self) -> None:
-        """Stops all ranks: after the steps in flight, or at once if a rank was lost."""
+        """Stops all ranks: after the steps in flight, or immediately if a rank was lost."""
         if self.detector.failure is None and self._worker is not None:
             self.detector.end()
             self._worker.close()

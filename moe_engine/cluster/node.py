@@ -1,7 +1,7 @@
 """Launcher of a node without the leader (--node-rank > 0): starts its ranks, reports deaths, exits with the leader.
 
-The first SIGTERM is ignored, because a cluster scheduler sends it to every node at once and the leader drains first. A
-second one, or Ctrl-C, stops this node's ranks at once. SIGHUP is ignored: the leader ends this node.
+The first SIGTERM is ignored, because a cluster scheduler sends it to every node at the same time and the leader drains
+first. A second one, or Ctrl-C, stops this node's ranks immediately. SIGHUP is ignored: the leader ends this node.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _first_sigterm_ignored() -> Iterator[None]:
     """See the module docstring."""
 
     def once(number: int, frame: object) -> None:
-        logger.info("SIGTERM: the leader drains and then stops this node; a second SIGTERM stops it at once")
+        logger.info("SIGTERM: the leader drains and then stops this node; a second SIGTERM stops it immediately")
         signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
 
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, once)}

@@ -80,8 +80,8 @@ class LocalRanks:
                 lost(rank, f"{child.name} (pid {child.pid}) has been stopped by a signal for {seconds:.1f} s")
 
     def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for processes that should exit; kills the others, and at once those that a signal
-        has stopped."""
+        """Waits up to `grace` seconds for processes that should exit; kills the others, and immediately those that a
+        signal has stopped."""
         for child in self._children.values():
             if is_stopped(child.pid):
                 child.kill()

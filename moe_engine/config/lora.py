@@ -17,7 +17,7 @@ OTHER_BACKENDS = "other LoRA backends"
 @dataclass(frozen=True)
 class LoraArgs:
     enable_lora: bool = flag(
-        False, "Serve LoRA adapters beside the base model, several in one batch. --lora-paths implies it."
+        False, "Serve LoRA adapters and the base model, several in one batch. --lora-paths implies it."
     )
     lora_paths: str | None = flag(
         None,

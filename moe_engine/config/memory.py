@@ -21,7 +21,7 @@ class MemoryArgs:
     )
     max_running_requests: int | None = flag(
         None,
-        "Max requests that run at once; others wait. Left out: by the size of the KV cache, at most 256 on a CPU "
+        "Max requests that run concurrently; others wait. Left out: by the size of the KV cache, at most 256 on a CPU "
         "(there a step's time grows with every request) and 2048 on a GPU.",
         parse=parse_count,
         metavar="N",
@@ -103,13 +103,13 @@ class MemoryArgs:
     )
     hicache_ratio: float | None = flag(
         None,
-        "Size of the host-RAM tier, as a multiple of the KV cache (auto: 2; beside a GPU at most what "
+        "Size of the host-RAM tier, as a multiple of the KV cache (auto: 2; with a GPU at most what "
         "--hicache-host-memory-fraction leaves). Needs --enable-hierarchical-cache.",
         metavar="RATIO",
     )
     hicache_host_memory_fraction: float = flag(
         0.8,
-        "Beside a GPU: share of the available host memory that the host-RAM tiers of all ranks of a machine may take "
+        "With a GPU: share of the available host memory that the host-RAM tiers of all ranks of a machine may take "
         "if neither --hicache-ratio nor --hicache-size is given.",
         metavar="SHARE",
     )

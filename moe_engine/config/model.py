@@ -12,7 +12,7 @@ CHECKPOINTS = (
     "compressed-tensors", "awq", "gptq", "moe_wna16", "mxfp4", "w8a8_int8", "w8a8_fp8", "fbgemm_fp8", "modelopt",
     "mxfp8", "bitsandbytes", "gguf",
 )  # fmt: skip
-"""Formats of checkpoints beside fp8; moe_wna16: awq or gptq."""
+"""Formats of checkpoints other than fp8; moe_wna16: awq or gptq."""
 TORCHAO = ("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo", "int8dq", "fp8wo")
 OTHER_QUANTIZATION = "other quantization schemes"
 

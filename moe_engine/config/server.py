@@ -166,6 +166,6 @@ class ServerArgs:
     timeout_graceful_shutdown: int | None = flag(
         None,
         "Seconds that running requests may still run after SIGTERM before they are cancelled. Left out: no limit. A "
-        "second SIGTERM cancels them at once.",
+        "second SIGTERM cancels them immediately.",
         metavar="SECONDS",
     )

@@ -30,8 +30,8 @@ class SpeculativeArgs:
         "Speculative decoding: draft tokens and verify them in one step; the same answers in fewer steps. NEXTN (or "
         "EAGLE): drafts of the checkpoint's own multi-token-prediction (MTP) layers; EAGLE, EAGLE3: of the head in "
         "--speculative-draft-model-path that was trained for the model; DFLASH, DSPARK: of such a head, or of DSpark "
-        "layers in the checkpoint, that fill in a block of tokens at once; STANDALONE: of a small model with the same "
-        "vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
+        "layers in the checkpoint, that fill in a block of tokens in one forward; STANDALONE: of a small model with "
+        "the same vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
         aliases=("--speculative-algo",),
         choices=("NEXTN", "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "STANDALONE", "NGRAM"),
         unsupported={

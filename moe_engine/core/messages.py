@@ -83,7 +83,7 @@ class Call(Message, tag="call"):
 
 
 class Shutdown(Message, tag="shutdown"):
-    """Stops the core: with `drain` after the running requests, otherwise at once."""
+    """Stops the core: with `drain` after the running requests, otherwise immediately."""
 
     drain: bool = True
 

@@ -1,4 +1,4 @@
-"""Calls of the frontend on this core and its ranks: begun at once, answered when their results are available."""
+"""Calls of the frontend on this core and its ranks: begun immediately, answered when their results are available."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PendingCalls:
         return len(self._begun)
 
     def begin(self, call: messages.Call) -> None:
-        """Begins a call; replies if it ends at once. Raises EngineDeadError if a rank is lost."""
+        """Begins a call; replies if it ends immediately. Raises EngineDeadError if a rank is lost."""
         try:
             if call.on_ranks:
                 self._begun.append((call.id, self._worker.call_ranks(call.method, call.args, call.deadline)))

@@ -115,7 +115,7 @@ def _publishing(events: KVEventPublisher, check: Callable[[], None]) -> Callable
 
 
 def _methods(config: ResolvedConfig, scheduler: Scheduler) -> dict[str, CoreMethod]:
-    """Methods that the frontend may call, beside those of the core itself."""
+    """Methods that the frontend may call, in addition to those of the core itself."""
     table, cache = scheduler.table, scheduler.kv_cache
     found = {"write_experts": ExpertDumps(config.experts.directory).method(), **settings_methods(table.settings)}
     if (slots := table.lora) is not None:

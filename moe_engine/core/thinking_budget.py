@@ -7,7 +7,7 @@ import numpy as np
 from moe_engine.structured_output.mask_batch import FilledAtOnce
 
 BEFORE, ENDED = -1, -2
-"""States beside the number of reasoning tokens: no token yet, and after the reasoning."""
+"""States in addition to the number of reasoning tokens: no token yet, and after the reasoning."""
 
 
 class ThinkingBudget(FilledAtOnce):

@@ -71,7 +71,7 @@ class ElasticDetector(FailureDetector):
         )
 
     def _announce(self) -> None:
-        """Announces all recent losses to the survivors at once."""
+        """Announces all recent losses to the survivors in one message."""
         with self._lock:
             alive = tuple(lives and rank not in self._newly_lost for rank, lives in enumerate(self.survivors.alive))
             lost = "; ".join(dict.fromkeys(self._newly_lost.values()))

@@ -124,7 +124,7 @@ class Alive(RankMessage, tag="alive"):
 
 
 class Leave(RankMessage, tag="leave"):
-    """The group exits at once; `reason` names the lost rank."""
+    """The group exits immediately; `reason` names the lost rank."""
 
     reason: str
 

@@ -299,7 +299,7 @@ class CoreClient:
         frames = FrameReader(f"frontend, from {core.name}", messages.decode_from_core)
         handled = 0
         while True:
-            # While messages are queued, this await returns at once and no other task runs.
+            # While messages are queued, this await returns immediately and no other task runs.
             message = frames.take(await receiver.recv_multipart())
             handled += 1
             if isinstance(message, messages.StepOutput):

@@ -170,7 +170,7 @@ class CoreProcess:
         self._cleanup()
 
     def on_death(self, listener: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
-        """Calls `listener(cause)` on `loop` when the core dies; at once if it is dead."""
+        """Calls `listener(cause)` on `loop` when the core dies; immediately if it is dead."""
         with self._lock:
             self._listeners.append((listener, loop))
             dead = self.dead

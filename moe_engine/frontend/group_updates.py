@@ -1,7 +1,7 @@
 """Weight updates from a trainer in a process group, over all ranks of all replicas.
 
 The trainer is rank 0 of the group; it opens the store and broadcasts whole tensors in the order of the call. All ranks
-receive beside running requests, and stage and commit as in other updates (`frontend.weight_updates`).
+receive while requests run, and stage and commit as in other updates (`frontend.weight_updates`).
 
 Broadcasts have no names: if the trainer sends and the engine does not receive, both stay out of step. A failed update
 therefore ends its group on every rank.

@@ -13,7 +13,7 @@ from moe_engine.frontend.known_prefixes import PromptBlocks
 from moe_engine.types import PackedLogprobs
 
 MAX_ENTRIES = 256
-"""Max tokens (with log-probabilities: numbers) that `get` returns at once. Bounds the work on one request before other
+"""Max tokens (with log-probabilities: numbers) that one `get` returns. Bounds the work on one request before other
 requests and health probes run."""
 
 

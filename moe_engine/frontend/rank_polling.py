@@ -1,4 +1,4 @@
-"""Waits for work of all ranks that runs beside their steps."""
+"""Waits for work of all ranks that runs during their steps."""
 
 from __future__ import annotations
 

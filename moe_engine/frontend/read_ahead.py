@@ -33,7 +33,7 @@ async def read_ahead(client: EngineClient, path: str, seconds: float, *, headers
 
 
 async def read_fingerprint(folder: str, seconds: float) -> str:
-    """`known_fingerprint`, beside the event loop. Raises CallError: it is not read after `seconds`."""
+    """`known_fingerprint`, outside the event loop. Raises CallError: it is not read after `seconds`."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[str] = loop.create_future()
 
@@ -46,7 +46,7 @@ async def read_fingerprint(folder: str, seconds: float) -> str:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(finish, fingerprint)
 
-    start_watched("fingerprint", run, lambda message: None)  # a daemon thread: the server ends beside a hanging mount
+    start_watched("fingerprint", run, lambda message: None)  # a daemon thread: the server ends despite a hanging mount
     try:
         return await asyncio.wait_for(done, seconds)
     except TimeoutError:

@@ -1,8 +1,8 @@
 """The LoRA adapters that requests may name: loading and unloading on all ranks, and the requests that hold each.
 
 An adapter has a number that is never reused: a later adapter of the same name shares nothing with it, neither weights
-nor cached prefixes. Requests hold their adapters while they run. Unloading refuses new requests at once, waits for the
-running ones, and then frees the adapter's slots and memory.
+nor cached prefixes. Requests hold their adapters while they run. Unloading refuses new requests immediately, waits for
+the running ones, and then frees the adapter's slots and memory.
 """
 
 from __future__ import annotations

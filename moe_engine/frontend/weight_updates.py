@@ -38,7 +38,7 @@ CHECK_SECONDS = 300.0
 LOAD_SECONDS = 3600.0
 COMMIT_SECONDS = 600.0
 SPARE_BYTES = 1 << 28
-"""Host memory of a node that must stay free beside the staged weights."""
+"""Host memory of a node that must stay free in addition to the staged weights."""
 
 
 @dataclass(frozen=True)

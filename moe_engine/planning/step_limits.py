@@ -27,8 +27,8 @@ class StepLimits:
         request_tokens: tokens of a running request in a step: its last token and its drafts.
         drafting_tokens: tokens of a request in one forward of the drafter. A tree recomputes all its levels so far.
         draft_slots: KV slots for drafts of a request during a step.
-        followed_again: tokens of each request that the MTP layers recompute in a draft extend beside the step's own
-        tokens.
+        followed_again: tokens of each request that the MTP layers recompute in a draft extend in addition to the step's
+        own tokens.
         choices: rows of logits of a request while drafting or verifying.
         ranks: attention TP size; these ranks share the tokens of the group.
         low_latency: steps that use low-latency dispatch.

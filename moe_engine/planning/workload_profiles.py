@@ -45,7 +45,7 @@ def same(flag: str, value: Any, reason: str, *with_flags: tuple[str, Any]) -> Ch
 
 
 MTP = "drafts of the model's MTP layers; their depth is measured and chosen for each step"
-BESIDE = "running requests get a token in every step, also beside the chunks of a prompt"
+BESIDE = "running requests get a token in every step, also during the chunks of a prompt"
 LPM = "requests with a cached prefix come first, before it is evicted"
 PROFILES: dict[str, tuple[Choice, ...]] = {
     "low-latency": (

@@ -10,7 +10,7 @@ Niceness alone does not do it on Linux:
   6.13 the kernel does not interrupt a thread for another one (lazy preemption). `yielding` makes it enter the kernel
   every `PERIOD_SECONDS`.
 
-A thread of the policy `SCHED_IDLE` gives its core to any other thread at once, and the kernel wakes threads on that
+A thread of the policy `SCHED_IDLE` gives its core to any other thread immediately, and the kernel wakes threads on that
 core as on a free one. On a machine without idle time it gets almost none, and no thread may leave the policy without a
 privilege: `in_idle_time` does the work again at `NICENESS` then.
 """
@@ -37,7 +37,7 @@ from moe_engine.processes.pipe_frames import LENGTH_BYTES, write_frame
 from moe_engine.processes.watched_thread import start_watched
 
 NICENESS = 15
-"""About a thirtieth of a core beside a busy step; a whole core where one is free."""
+"""About a thirtieth of a core during a busy step; a whole core where one is free."""
 PERIOD_SECONDS = 0.0002
 """A signal takes about 2 us."""
 PATIENCE_SECONDS = 0.5
@@ -83,7 +83,7 @@ def in_idle_time(work: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T
         return work()
     read, write = os.pipe()
     with catch_warnings():
-        simplefilter("ignore", DeprecationWarning)  # of forks beside threads: other threads only wait
+        simplefilter("ignore", DeprecationWarning)  # of forks with threads: other threads only wait
         pid = os.fork()
     if pid == 0:
         _work_when_idle(work, write)

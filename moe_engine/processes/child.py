@@ -1,7 +1,7 @@
 """Child processes of the engine: started without re-importing the user's script, monitored, never orphaned.
 
 The child receives its specification as a pickle on standard input and keeps that pipe open: when the parent dies in any
-way, the pipe closes and the child exits. When the child dies, a thread of the parent is notified at once.
+way, the pipe closes and the child exits. When the child dies, a thread of the parent is notified immediately.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Standard streams whose writers never wait for a reader.
 
 The reader of a log may stop: a pager, a collector that hangs, Ctrl-S. A full pipe would then stop the thread that
-writes, and with it all requests. Text is written at once while there is room, so that the last lines of a process that
-crashes arrive; the rest waits in a queue, and is dropped and counted beyond its limit.
+writes, and with it all requests. Text is written immediately while there is room, so that the last lines of a process
+that crashes arrive; the rest waits in a queue, and is dropped and counted beyond its limit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Several steps of a scheduler at once, while one long prompt is computed in equal chunks: each step is a chunk, or a
-decode of all running requests, as the turns of the attention groups have it.
+"""Several steps of a scheduler taken together, while one long prompt is computed in equal chunks: each step is a chunk,
+or a decode of all running requests, as the turns of the attention groups have it.
 
 The last chunk samples and lets other prompts join. While none waits, the run has it too, with the first decode step
 behind it; otherwise the run ends before it. The result equals that of the same steps by `Scheduler.schedule` and
@@ -148,7 +148,7 @@ def chunk_limits(scheduler: Scheduler, lengths: Mapping[str, int]) -> ChunkLimit
 
 
 def _is_of_run(scheduler: Scheduler, request: Request, lengths: Mapping[str, int]) -> bool:
-    """Whether the step in flight is a chunk of this prompt, beside others only the last chunk of prompts that decode
+    """Whether the step in flight is a chunk of this prompt, with others only the last chunk of prompts that decode
     next, or a decode of all running requests, and no suspect or abort has a part in the next one."""
     table, flights, prefills = scheduler.table, scheduler.in_flight, scheduler.prefills
     if len(flights) != 1 or table.aborting or scheduler.suspects or prefills.prefill_only:
@@ -236,7 +236,7 @@ def _complete(
 def begin_answers(
     scheduler: Scheduler, requests: Sequence[Request], now: float, answer: Callable[[Request, int], list[int]]
 ) -> None:
-    """Applies the first tokens of answers, whose last chunk may be beside the first one of the run's prompt."""
+    """Applies the first tokens of answers, whose last chunk may be in the step of the first one of the run's prompt."""
     for request in requests:
         if request.first_token_at is None:
             request.first_token_at = now
@@ -251,7 +251,7 @@ def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
         return
     times, mark, waits = sessions.times, run.begin, NEVER if run.contended is None else run.contended.count
     spans, contended, chunks = list[tuple[float, float]](), 0, run.chunks
-    if chunks and (first := scheduler.in_flight[0].prompt_spans):  # its chunk may be beside others
+    if chunks and (first := scheduler.in_flight[0].prompt_spans):  # its chunk may share the step
         size, mark = sum([end - start for start, end in first.values()]), chunks[0].after
         times.add(chunks[0].launched, chunks[0].ended, size, 0, waits < mark.count)
         chunks = chunks[1:]

@@ -1,4 +1,4 @@
-"""Several decode steps of a scheduler at once, while nothing else can happen: no request joins or is retracted.
+"""Several decode steps of a scheduler taken together, while nothing else can happen: no request joins or is retracted.
 
 The step in flight at the end may be the last one of a request, which is then known to need no further step. With one
 further step the result of that one is applied too: the request ends.

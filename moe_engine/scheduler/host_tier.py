@@ -136,7 +136,7 @@ class HostTier:
                 return None
         pages = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
-        pages.reverse()  # ascending in a fresh pool: neighbors are copied at once
+        pages.reverse()  # ascending in a fresh pool: neighbors are copied in one piece
         return pages
 
     def take_places(self, count: int) -> list[int] | None:

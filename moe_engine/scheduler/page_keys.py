@@ -1,7 +1,7 @@
 """Keys of pages in the storage: chained hashes, so that a key identifies a page together with its whole prefix.
 
-The chain begins with the properties, beside the model, that requests must have in common to share KV: version of the
-weights, adapter, the request's own key. The worker adds the properties that change a rank's bytes
+The chain begins with the properties, other than the model, that requests must have in common to share KV: version of
+the weights, adapter, the request's own key. The worker adds the properties that change a rank's bytes
 (`worker.kv_cache.make_copies.schema_of`).
 """
 

@@ -20,7 +20,7 @@ class DecodeInterval:
 
     Args:
         steps: their number; 0: none.
-        least: the interval holds prompts back only beside at least so many decoding requests.
+        least: the interval holds prompts back only while at least so many requests decode.
     """
 
     def __init__(self, steps: int, least: int) -> None:
@@ -32,7 +32,7 @@ class DecodeInterval:
         self.left = self._steps if prefilled else max(self.left - steps, 0)
 
     def left_beside(self, running: int) -> int:
-        """Steps for which prompts wait, beside this number of decoding requests."""
+        """Steps for which prompts wait while this number of requests decode."""
         return self.left if running >= self._least else 0
 
 

@@ -256,8 +256,8 @@ class RadixCache:
     def evict(self, num_tokens: int) -> int:
         """Frees at least `num_tokens` tokens of unlocked leaves if there are enough; returns the number freed.
 
-        A leaf longer than needed loses only its tail. Freed slots are allocatable at once unless a step in flight may
-        read them.
+        A leaf longer than needed loses only its tail. Freed slots are allocatable immediately unless a step in flight
+        may read them.
         """
         freed = 0
         while freed < num_tokens and (node := self._next_leaf()) is not None:

@@ -123,7 +123,7 @@ class RequestTable:
     # -- end
 
     def end_all(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[RequestEvent]:
-        """Ends waiting requests at once, and marks running ones for `end_aborting`."""
+        """Ends waiting requests immediately, and marks running ones for `end_aborting`."""
         events = []
         entries: dict[str, Waiting] = {}
         for request in requests:

@@ -83,7 +83,7 @@ class StepTimes:
     """Seconds of steps, and the value of more space in the KV pool.
 
     Args:
-        max_running: requests that may run at once.
+        max_running: requests that may run concurrently.
     """
 
     def __init__(self, max_running: int = 1) -> None:

@@ -78,7 +78,7 @@ class SessionHold:
     Args:
         limit: longest wait of a request in seconds; None: as long as rotation takes; 0: no KV is held.
         host_tokens: size of the host tier; 0 without one.
-        max_running: requests that may run at once.
+        max_running: requests that may run concurrently.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class DeferredFreePool:
         return taken
 
     def give(self, ids: list[int], after_step: int) -> None:
-        """Frees ids; they become allocatable with `retire(after_step)`, or at once if that was already called."""
+        """Frees ids; they become allocatable with `retire(after_step)`, or immediately if that was already called."""
         if not ids:
             return
         if after_step <= self._retired:

@@ -110,7 +110,7 @@ def _cost(record: StepRecord, result: StepResult) -> StepCost | None:
 
 
 def _prompts_may_join(table: RequestTable) -> bool:
-    """Whether the step may have prompts beside the decodes, which need a draft extend."""
+    """Whether the step may have prompts in addition to the decodes, which need a draft extend."""
     return table.config.enable_mixed_chunk and (len(table.queue) > 0 or table.chunked is not None)
 
 

@@ -6,8 +6,8 @@ request keeps its latest snapshot at a multiple of `mamba_track_interval` tokens
 snapshot belongs to the request.
 
 The worker runs plans in order: it stores the saves of a plan, then sets the states of new rows, then runs the step,
-which stores the cuts. A slot may therefore be given to another owner at once, except that a save may not take a slot
-that a new row of its plan reads.
+which stores the cuts. A slot may therefore be given to another owner immediately, except that a save may not take a
+slot that a new row of its plan reads.
 """
 
 from __future__ import annotations

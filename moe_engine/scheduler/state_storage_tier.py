@@ -52,7 +52,7 @@ class StateStorageTier(StorageTier):
         self._pinned_entries.add(node.entry)
 
     def release_entry(self, entry: int) -> bool:
-        """Whether an entry that leaves the tree is free at once."""
+        """Whether an entry that leaves the tree is free immediately."""
         if entry not in self._pinned_entries:
             return True
         self._freed_entries.add(entry)

@@ -193,7 +193,7 @@ class StorageTier:
         self.pinned.update(pages)
 
     def release(self, pages: list[int]) -> list[int]:
-        """The host pages, among those that leave the tree, that are free at once."""
+        """The host pages, among those that leave the tree, that are free immediately."""
         if not self.pinned:
             return pages
         now = [page for page in pages if page not in self.pinned]

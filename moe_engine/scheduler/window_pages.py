@@ -121,7 +121,7 @@ class WindowPages:
 
     def drop(self, full_pages: Sequence[int]) -> None:
         """Releases the window pages of freed full pages, none of which has a pin. Most of these window pages left the
-        window long before and are allocatable at once; the full pages are held back longer."""
+        window long before and are allocatable immediately; the full pages are held back longer."""
         if self.host is not None:
             self.host.drop_slots(full_pages)
             self.resumed.difference_update(full_pages)

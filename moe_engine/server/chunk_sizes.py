@@ -1,7 +1,7 @@
 """Sizes that the chunk headers of a request body declare (RFC 9112, 7.1), which httptools does not report.
 
 A client may declare a chunk of any size and then send little or nothing. A server that reads the size refuses such a
-body at once, as it does for a large Content-Length.
+body immediately, as it does for a large Content-Length.
 """
 
 from __future__ import annotations

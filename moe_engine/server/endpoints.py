@@ -43,7 +43,7 @@ from moe_engine.server.sessions_api import CloseSessionRequest, OpenSessionReque
 from moe_engine.server.state import ServerState
 from moe_engine.server.trainer_api import TrainerApi
 
-AT_ONCE = "send the requests one by one, at once: the scheduler batches them"
+AT_ONCE = "send the requests one by one, without waiting for answers: the scheduler batches them"
 ONE_BY_ONE = f"{AT_ONCE}; SGLang has removed this endpoint too"
 STORAGE_AT_START = "storage is attached at start (--hicache-storage-backend)"
 REFUSED_PATHS = {

@@ -116,7 +116,7 @@ class EngineApi:
         return _changed(await asyncio.shield(asyncio.ensure_future(change)))  # continues if the client disconnects
 
     async def unload_lora(self, request: Request) -> Response:
-        """Unloads a LoRA adapter: new requests are refused at once, and running ones end first."""
+        """Unloads a LoRA adapter: new requests are refused immediately, and running ones end first."""
         asked = await read_small(request, UnloadLoraRequest)
         return _changed(await asyncio.shield(asyncio.ensure_future(self._adapters.unload(asked.lora_name))))
 

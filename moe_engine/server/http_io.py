@@ -262,7 +262,7 @@ async def _cancel_on_message(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class StreamedResponse(Response):
-    """Base of responses in parts, which `_pump` sends. If the client disconnects, it is cancelled at once."""
+    """Base of responses in parts, which `_pump` sends. If the client disconnects, it is cancelled immediately."""
 
     def __init__(self, headers: dict[str, str] | None = None) -> None:
         super().__init__(headers=headers)
@@ -278,7 +278,7 @@ class StreamedResponse(Response):
 
 
 class PartsResponse(StreamedResponse):
-    """The parts of a generator, which is closed at once if the client disconnects."""
+    """The parts of a generator, which is closed immediately if the client disconnects."""
 
     media_type = "application/json"
 

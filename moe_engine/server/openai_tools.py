@@ -32,7 +32,7 @@ class ToolWish:
             given: the constraint of the request's other fields, which answers without calls match.
 
         Raises:
-            InputError: a function that cannot be enforced, or a constraint beside enforced calls.
+            InputError: a function that cannot be enforced, or a constraint together with enforced calls.
         """
         if not self.called or form is None:
             return given

@@ -82,7 +82,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     routed_dp_rank: DpRank | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    background: Annotated[bool | None, Meta(description="answers at once; GET shows the response as it ends")] = False
+    background: Annotated[bool | None, Meta(description="answers immediately; GET shows the response so far")] = False
     conversation: NotAvailable = None
     context_management: NotAvailable = None
     moderation: NotAvailable = None

@@ -30,7 +30,7 @@ BACKLOG = 4096
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn server with a ready hook; the first signal drains running requests, the second exits at once.
+    """uvicorn server with a ready hook; the first signal drains running requests, the second exits immediately.
 
     With `second`, the handlers stay: a signal after the server's end is the second one too.
     """

@@ -15,7 +15,7 @@ PER_TURN = 4
 
 
 class StartQueue:
-    """Starts in order of arrival, at most `PER_TURN` in a turn of the running loop; at once while there are fewer."""
+    """Starts in order of arrival, at most `PER_TURN` in a turn of the loop; immediately while there are fewer."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], object]] = deque()

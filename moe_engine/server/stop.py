@@ -46,7 +46,7 @@ class StopSwitch:
 
 class SecondSignal:
     """What the signal after the first SIGINT or SIGTERM does: it kills the processes that the drain waits for. The
-    server then exits without a wait; a third signal ends this process at once.
+    server then exits without a wait; a third signal ends this process immediately.
 
     Args:
         kill: kills the engine's processes; called in a signal handler.

@@ -32,7 +32,7 @@ _agents = itertools.count(1)
 
 
 class NixlStorage(FileStorage):
-    """Implements `PageStorage`. An agent for each thread: agents are not used by several threads at once.
+    """Implements `PageStorage`. An agent for each thread: agents are not used by several threads concurrently.
 
     Raises:
         ConfigError: as `FileStorage`; the package is missing or does not load, or has no such plugin.

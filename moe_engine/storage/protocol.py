@@ -1,8 +1,8 @@
 """Interface of a storage backend: byte strings by name.
 
 Pages passed to a backend are sealed (`sealed_pages.py`): the backend need not detect wrong bytes, and may lose any page
-at any time. Several processes may use one storage at once. All methods are called from threads of the storage tier,
-several at once, never from the thread of the steps; every error is a miss.
+at any time. Several processes may use one storage concurrently. All methods are called from threads of the storage
+tier, several concurrently, never from the thread of the steps; every error is a miss.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class GrammarCompiler:
         self._source_chars = 0
 
     def get(self, constraint: Constraint) -> Future[CompiledGrammar]:
-        """The compiled grammar; done at once if it is kept. Requests with the same grammar share a compilation."""
+        """The compiled grammar; done immediately if it is kept. Requests with the same grammar share a compilation."""
         key = constraint.key
         future = self._kept.get(key)
         if future is not None and not (future.done() and future.exception() is not None):

@@ -27,7 +27,7 @@ KEYWORDS: dict[str, frozenset[str]] = {
 }
 FORMATS = ("uuid",)
 ALONE = ("const", "enum", "anyOf", "$ref")
-"""Keywords beside which other keywords are not enforced."""
+"""Keywords with which other keywords are not enforced."""
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 DEFINITIONS = ("$defs", "definitions")
 USE = "leave it out, or use --grammar-backend llguidance"
@@ -111,7 +111,7 @@ def _check_object(schema: Mapping[str, Any], where: str) -> None:
         raise GrammarError(f"{where}/required: xgrammar enforces names in properties only; {USE}")
     rest = schema.get("additionalProperties", True)
     if rest is not False and properties:
-        raise GrammarError(f"{where}: additionalProperties must be false beside properties with xgrammar; {USE}")
+        raise GrammarError(f"{where}: additionalProperties must be false next to properties with xgrammar; {USE}")
     if rest is not False:
         check_schema(rest, f"{where}/additionalProperties")
 
@@ -133,4 +133,4 @@ def _check_string(schema: Mapping[str, Any], where: str) -> None:
 
 def _refuse_others(used: set[str], known: set[str], where: str) -> None:
     for word in sorted(used - known):
-        raise GrammarError(f"{where}/{word} is not enforced by xgrammar beside {', '.join(sorted(known))}; {USE}")
+        raise GrammarError(f"{where}/{word} is not enforced by xgrammar next to {', '.join(sorted(known))}; {USE}")

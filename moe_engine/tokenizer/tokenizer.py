@@ -347,7 +347,7 @@ class Tokenizer:
 def load_tokenizer(
     path: str | Path, *, mode: str = "auto", trust_remote_code: bool = False, revision: str | None = None
 ) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint folder (or hub name, or GGUF file without a tokenizer.json beside it).
+    """Loads the tokenizer of a checkpoint folder (or hub name, or GGUF file without a tokenizer.json next to it).
 
     Raises:
         ConfigError: names the file at fault.

@@ -49,24 +49,24 @@ from moe_engine.tuning.stats import median
 from moe_engine.tuning.step_records import StepRecords
 
 ROUNDS, MORE_ROUNDS = 4, 3
-"""Rounds of the measurement; at most as many more for rounds beside other programs."""
+"""Rounds of the measurement; at most as many more for rounds while other programs ran."""
 REPEATS = 5
 ROUND_SECONDS, LEAST_REPEATS, MOST_REPEATS = 0.25, 3, 40
 """Time of the repeats of a point in a round, their least and max number."""
 FIRST_TOKENS = 4
 """Tokens of an answer of which only the first is measured."""
 ARRIVALS, ARRIVAL_TOKENS = 6, 512
-"""Requests that arrive at once, and tokens of the answers meanwhile."""
+"""Requests that arrive together, and tokens of the answers meanwhile."""
 LEAST_PREFIX = 64
 """Tokens of a cached prefix that is worth a measurement."""
 LONE_REPEATS, LONE_PAUSE = 8, 0.03
 """Number in a round and mean pause of requests that find the server idle for a while."""
 BURSTS = 5, 13
-"""Prompts at once."""
+"""Prompts that arrive together."""
 AT_A_TIME, TIMES = 16, 8
-"""Requests at once whose answers have one token, and how often in a round."""
+"""Concurrent requests whose answers have one token, and how often in a round."""
 BESIDE_TOKENS = 256
-"""Tokens of the answers that decode beside measured prompts."""
+"""Tokens of the answers that decode during measured prompts."""
 VARIED_TOKENS = 48
 """First tokens of an answer of this length or more, whose drafts count for the acceptance. An answer to random tokens
 soon repeats itself, and nearly all drafts of a repetition are accepted."""
@@ -87,7 +87,7 @@ class Probes:
         """
         Args:
             front_end_cpu: CPU seconds of the server's frontend so far.
-            watch: finds other programs; None: rounds beside others count as well.
+            watch: finds other programs; None: rounds with others count as well.
         """
         self._options, self._limits = CallOptions(base_url), limits
         self._rng = random.Random(0)
@@ -97,7 +97,7 @@ class Probes:
         """Points whose recorded steps have not been read: tokens of a prompt and its answer, or requests that decoded
         and the time span."""
         self._bursts: list[tuple[float, float]] = []
-        """Unix times of prompts that were sent at once, and whose steps have not been read."""
+        """Unix times of prompts that were sent together, and whose steps have not been read."""
         self._unread_work: list[tuple[tuple[float, float], Sequence[Stream], float]] = []
         """Unix times, answers and CPU seconds whose recorded steps have not been read."""
         self._front_end_cpu, self._watch = front_end_cpu, watch
@@ -163,7 +163,7 @@ class Probes:
         progress(f"{name}requests alone")
         await self._requests_alone()
         await self._read_steps()
-        progress(f"{name}requests beside each other")
+        progress(f"{name}concurrent requests")
         for load in mixed_probe.LOADS:
             await self._beside_each_other(load)
 
@@ -292,7 +292,7 @@ class Probes:
             await self._first_token((CACHED, tail, len(prefix)), tail, prefix)
 
     async def _several_prompts(self) -> None:
-        """Prompts at once: after the step of the first one, the others share a step."""
+        """Prompts that arrive together: after the step of the first one, the others share a step."""
         most = min(LONE_TOKENS, self._limits.max_input // 2)
         for repeat in range(LONE_REPEATS if self._points.rounds.wants(SPLIT) else 0):
             count = min(BURSTS[repeat % len(BURSTS)], self._limits.max_running)
@@ -352,14 +352,14 @@ class Probes:
             await streams
 
     def _beside(self, length: int) -> tuple[int, int]:
-        """Number of answers beside which other requests arrive, and their tokens."""
+        """Number of answers during which other requests arrive, and their tokens."""
         groups = self._limits.num_groups
         count = min(4 * groups, self._limits.max_running - groups)
         tokens = ARRIVAL_TOKENS * (1 + self._limits.drafts)
         return count, min(tokens, self._limits.max_input - length, self._limits.pool // (max(count, 0) + 1) - length)
 
     async def _arrivals(self, length: int) -> None:
-        """Delay of a step by an arriving request: while some requests decode, several others arrive at once, and then
+        """Delay of a step by an arriving request: while some requests decode, several others arrive together, and then
         none for the same time."""
         count, tokens = self._beside(length)
         if count < 1 or not self._points.rounds.wants("arrivals"):

@@ -1,6 +1,6 @@
 """Other programs that compute during a measurement: their share of the cores, and their names.
 
-A measurement beside other programs is wrong, and repeats beside the same programs agree with each other. The kernel
+A measurement while other programs run is wrong, and repeats with the same programs agree with each other. The kernel
 counts the time of all cores: what the measured processes did not use, others did, or the host of a virtual machine took
 it (steal).
 """

@@ -34,7 +34,7 @@ async def events(url: str, body: Any, headers: Mapping[str, str] | None = None) 
     Args:
         url: http or https.
         body: an object that msgspec can encode as JSON.
-        headers: of the request, beside the necessary ones.
+        headers: of the request, in addition to the necessary ones.
     Yields: seconds of `time.perf_counter`, and the bytes after ``data:``.
     Raises:
         AnswerError: another status than 200, with the start of the answer; a truncated answer.

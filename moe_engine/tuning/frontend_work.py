@@ -1,10 +1,10 @@
 """CPU time that frontend and client take for requests, for the results of steps and for tokens.
 
-On a machine of few cores frontend and client are one queue: only one of them computes beside the steps. The CPU time is
+On a machine of few cores frontend and client are one queue: only one of them computes while steps run. The CPU time is
 the work that the queue has to do, whatever else delays it.
 
 Both processes wake up for the results of each step, however few tokens it has. Without a variable of its own this work
-would count as that of requests: answers beside few others have many steps for their tokens.
+would count as that of requests: answers among few others have many steps for their tokens.
 """
 
 from __future__ import annotations

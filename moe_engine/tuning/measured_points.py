@@ -27,7 +27,7 @@ STAGGER_TOKENS = 2
 would cost more than ordinary ones: frontend and client process each chunk with all tokens so far."""
 PREFILL, DECODE, LONG, CACHED, AT_ONCE, PAUSED = "prefill", "decode", "long", "cached", "at once", "paused"
 STREAMED = "streamed"
-"""A decode whose tokens are sent at once; the others are sent at the end of the answer."""
+"""A decode whose tokens are sent immediately; the others are sent at the end of the answer."""
 TAILS, LONG_TAILS, SHORT_PREFIX = (8, 32, 64, 96, 256), (1, -1), 256
 """New tokens after a cached prefix; places of those measured with a long one too; tokens of the short one."""
 OUTSIDE, SPLIT, LONE = "outside the steps", "several prompts", "alone"
@@ -56,12 +56,12 @@ class MeasuredPoints:
     """Which points are measured, and what was found.
 
     Attributes:
-        rounds: values of the points. decodes: answers that decoded beside each other, by their number.
+        rounds: values of the points. decodes: answers that decoded together, by their number.
         long: concurrent requests, prompt tokens and context tokens of the decodes with long contexts.
         prefix: tokens of the long cached prefix.
-        entries: seconds until the server had read a request: idle, and beside decodes. With their round, as the next.
+        entries: seconds until the server had read a request: idle, and during decodes. With their round, as the next.
         replies: seconds from a first token at the frontend until the client has it.
-        delays: of steps by requests that arrive at once. work: CPU time of frontend and client.
+        delays: of steps by requests that arrive together. work: CPU time of frontend and client.
         split: steps with several prompts. steps, accepted: of drafts.
     """
 
@@ -78,7 +78,7 @@ class MeasuredPoints:
         self.split: list[tuple[int, mixed_probe.Step]] = []
         self.steps, self.accepted = 0, 0.0
         self._halves: list[int] = []
-        """Numbers of requests beside those of `COUNTS`, to find jumps."""
+        """Numbers of requests in addition to those of `COUNTS`, to find jumps."""
 
     def file(self) -> CostFile:
         """Costs by the rounds so far, without `mixed_probe`. Raises MoeEngineError: the server recorded no step of a

@@ -1,4 +1,4 @@
-"""What requests cost beside each other: a measurement of `moe-engine calibrate`.
+"""What concurrent requests cost each other: a measurement of `moe-engine calibrate`.
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
 end meanwhile: to their work in the frontend and the client, where these share cores with the steps, and to planning.
@@ -52,7 +52,7 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True)
 class Part:
-    """Requests that were sent beside each other, in order of the calls, and the steps meanwhile. Unix times.
+    """Requests that were sent concurrently, in order of the calls, and the steps meanwhile. Unix times.
 
     Attributes:
         arrivals: of each request, the client's call, and when the frontend had read it.
@@ -77,7 +77,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Effects:
-    """Seconds that an arrival and an end add to the steps beside them; for each part, the slowness of steps that
+    """Seconds that an arrival and an end add to the steps that run meanwhile; for each part, the slowness of steps that
     decode and of steps with prompts, against their costs. 0: unknown. `own`: seconds of its own arrival that the
     measured step of a prompt contains."""
 
@@ -186,7 +186,7 @@ def effects(
     for number, (part, seconds) in enumerate(zip(parts, alone)):
         rows = slice(begin, begin + len(seconds))
         matrix[rows, 2 * number : 2 * number + 2] = seconds
-        if num_groups == 1:  # else the prompts were not measured beside answers
+        if num_groups == 1:  # else the prompts were not measured during answers
             matrix[rows, -3] = [-part.machine * (step[2] > 0) for step in part.steps]
         matrix[rows, -2] = _shares(part.steps, part.arrivals)
         matrix[rows, -1] = _shares(part.steps, [(end, end) for end in part.ends])
@@ -218,7 +218,7 @@ def _shape(decodes: float, tokens: float, prompts: float, drafts: int) -> StepSh
 
 
 def _costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:
-    """Costs of each step as measured alone: seconds of its decodes, and of its prompts beside them."""
+    """Costs of each step as measured alone: seconds of its decodes, and of its prompts in addition."""
     found = np.zeros((len(steps), 2))
     for place, (rows, tokens, prompts, *_) in enumerate(steps):
         whole = costs.step(_shape(rows, tokens, prompts, drafts))
@@ -263,7 +263,7 @@ def _spreads(
 def _robust(
     matrix: npt.NDArray[np.float64], taken: npt.NDArray[np.float64], part_of: npt.NDArray[np.int64]
 ) -> list[float]:
-    """Huber's regression on relative errors, with no coefficient below 0. Parts count by their precision: one beside
+    """Huber's regression on relative errors, with no coefficient below 0. Parts count by their precision: one next to
     other programs varies more, and its delays are not those by arrivals.
 
     Steps with and without arrivals or ends have scales of their own: the delays by arrivals vary much, and a common

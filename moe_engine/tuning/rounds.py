@@ -1,8 +1,9 @@
 """Measurements of several points in rounds, on a machine whose speed drifts.
 
-A processor's clock moves by some percent within a minute, and by more beside other programs. Points that are measured
-one after the other then differ by the time of their measurement. In rounds, each of which has all points, a slow phase
-of the machine slows all points of a round alike: `Rounds` estimates this factor of each round and divides by it.
+A processor's clock moves by some percent within a minute, and by more while other programs run. Points that are
+measured one after the other then differ by the time of their measurement. In rounds, each of which has all points, a
+slow phase of the machine slows all points of a round alike: `Rounds` estimates this factor of each round and divides
+by it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Rounds:
         self.number = -1
         """Number of the current round, from 0."""
         self.left_out: set[int] = set()
-        """Rounds beside other programs; their values count only where there are no others."""
+        """Rounds while other programs ran; their values count only where there are no others."""
 
     def begin(self) -> None:
         """Begins a round."""

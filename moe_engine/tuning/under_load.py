@@ -1,4 +1,4 @@
-"""The cost file of a server: measured points, corrected by the steps beside which requests arrived and ended."""
+"""The cost file of a server: measured points, corrected by the steps during which requests arrived and ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cost_file(points: MeasuredPoints, measured: Sequence[mixed_probe.Part]) -> C
     kept = points.rounds.kept((part.round, part) for part in measured)
     parts = [replace(part, machine=slowness[part.round]) for part in kept]
     found = mixed_probe.effects(parts, MeasuredCosts(file), limits.drafts, limits.num_groups, file.sent_seconds)
-    # a request cannot take more from the steps beside it than frontend and client compute for it
+    # a request cannot take more from the steps that run meanwhile than frontend and client compute for it
     most = file.request_seconds or math.inf
     if found is None:
         return replace(file, arrival_seconds=min(file.arrival_seconds, most))

@@ -153,8 +153,8 @@ class DeviceStream:
     def lazy_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros whose memory is committed at the first write, if the system supports it.
 
-        `torch.zeros` on the CPU writes every page at once (observed with torch 2.13); an anonymous mapping is zeroed by
-        the kernel and costs nothing until used.
+        `torch.zeros` on the CPU writes every page immediately (observed with torch 2.13); an anonymous mapping is
+        zeroed by the kernel and costs nothing until used.
         """
         if self.asynchronous or not hasattr(mmap, "MAP_ANONYMOUS"):
             return torch.zeros(*shape, dtype=dtype, device=self.device)
@@ -216,7 +216,7 @@ class StreamPending:
 
 
 class CopyStream:
-    """A thread with a stream of its own, for copies beside the steps. Calls run in order. A call begins when the work
+    """A thread with a stream of its own, for copies while steps run. Calls run in order. A call begins when the work
     launched before it by the calling thread is done; its future is done when its own work is.
 
     Args:
@@ -297,10 +297,10 @@ def make_weight_stream(stream: DeviceStream, layers: Sequence[int]) -> WeightStr
 
 
 def make_copy_stream(stream: DeviceStream) -> CopyStream | None:
-    """The stream for copies beside the steps; None on a CPU, where a copy takes as long beside a step as in it."""
+    """The stream for copies while steps run; None on a CPU, where a copy takes as long during a step as in it."""
     return CopyStream(stream) if stream.asynchronous else None
 
 
 def make_comm_stream(device: torch.device) -> CommStream:
-    """A comm stream beside the stream or thread that runs steps on a device."""
+    """A comm stream in addition to the stream or thread that runs steps on a device."""
     return CommThread() if device.type == "cpu" else DeviceCommStream(device)

@@ -12,7 +12,7 @@ from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt
 
 
 class PendingResult(Protocol):
-    """A launched step. `take` waits for its result; `ready`: whether `take` returns at once."""
+    """A launched step. `take` waits for its result; `ready`: whether `take` returns immediately."""
 
     @property
     def ready(self) -> bool: ...

@@ -1,4 +1,4 @@
-"""Reads files into the page cache of a rank's node, in a thread beside the steps.
+"""Reads files into the page cache of a rank's node, in a thread while steps run.
 
 Other methods of a rank then read them between two steps. A slow or hanging mount delays the thread, not the steps.
 """

@@ -1,8 +1,8 @@
 """The worker of one rank: a thread that owns torch and runs the steps in order.
 
-`execute` returns a future at once, so that the scheduler plans step N+1 while step N runs: on the CPU torch's operators
-release the interpreter lock; on an accelerator the thread only launches kernels, and a second thread waits for the
-sampled tokens.
+`execute` returns a future immediately, so that the scheduler plans step N+1 while step N runs: on the CPU torch's
+operators release the interpreter lock; on an accelerator the thread only launches kernels, and a second thread waits
+for the sampled tokens.
 """
 
 from __future__ import annotations

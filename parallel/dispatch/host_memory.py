@@ -1,7 +1,7 @@
 """Max size of the dispatch buffers of a CPU rank. Imports no torch: memory is planned without it.
 
-The maximum: every token goes to every rank, and comes from every rank. Two results alive at once are halves of a step,
-so they count as one. Legend: R ranks, T max tokens of a rank.
+The maximum: every token goes to every rank, and comes from every rank. Two results alive at the same time are halves of
+a step, so they count as one. Legend: R ranks, T max tokens of a rank.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
         (lambda t: t.update({GATE: torch.ones(64, 16)}), [GATE, "has shape [64, 16], not [16, 64]"]),
         (lambda t: t.update({EXPERT: torch.ones(32, 64, dtype=torch.int8)}), [EXPERT, "dtype I8", "BF16"]),
         (lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)}), [GATE, "dtype F8_E4M3", "weight_scale_inv"]),
-        (lambda t: t.pop(O_PROJ + "_scale_inv"), [O_PROJ, "F8_E4M3", "weight_scale_inv beside it"]),
+        (lambda t: t.pop(O_PROJ + "_scale_inv"), [O_PROJ, "F8_E4M3", "weight_scale_inv with it"]),
         (lambda t: t.update({O_PROJ + "_scale_inv": torch.ones(2, 1)}), ["_scale_inv", "[2, 1], not [1, 1]"]),
         (lambda t: t.update({O_PROJ + "_scale_inv": torch.ones(1, 1).half()}), ["_scale_inv", "dtype F16"]),
         (lambda t: t.update({"model.extra": torch.ones(2)}), ["model.extra", "belongs to no layer"]),

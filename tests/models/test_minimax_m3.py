@@ -169,7 +169,7 @@ def test_the_published_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sparse", "message"),
     [
-        ({"partial_rotary_factor": None}, {}, r"rotary_dim 64 has no partial_rotary_factor beside it; add .*: 0.5"),
+        ({"partial_rotary_factor": None}, {}, r"rotary_dim 64 has no partial_rotary_factor with it; add .*: 0.5"),
         ({"qk_norm_type": "per_layer"}, {}, r"qk_norm_type 'per_layer' is not supported.*supported: per_head"),
         ({"swiglu_beta": 0.5}, {}, "swiglu_beta 0.5 is not supported"),
         ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu' is not supported.*swigluoai, silu"),

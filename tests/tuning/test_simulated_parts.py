@@ -264,7 +264,7 @@ def test_a_process_that_fails_is_named(tmp_path, capsys, monkeypatch, how):
     [
         (["--processes", "0"], "--processes is 0; it must be at least 1"),
         (["--processes", "2", "--request-rate", "5"], "1000 requests are too few, it takes 2048"),
-        (["--processes", "2"], "all requests arrive at once"),
+        (["--processes", "2"], "all requests arrive together"),
         (["--processes", "2", "--request-rate", "5", "--max-concurrency", "9"], "requests wait for answers"),
         (["--processes", "2", "--dataset-name", "agentic", "--request-rate", "5"], "requests wait for answers"),
         (["--processes", "2", "--dataset-name", "trace", "--dataset-path", "TRACE"], "requests wait for answers"),

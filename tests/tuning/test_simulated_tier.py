@@ -77,7 +77,7 @@ def test_no_more_drafts_of_a_tree_are_accepted_than_it_is_deep():
     ("flags", "words"),
     [
         (["--enable-hierarchical-cache", "--hicache-size", "1"], "copies from host memory take no time"),
-        (["--stream-interval", "4"], "clients get every token at once"),
+        (["--stream-interval", "4"], "clients get every token immediately"),
         ([], None),
     ],
 )

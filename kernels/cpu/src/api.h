@@ -8,7 +8,7 @@ struct Coding;  // of coded weights; null: plain panels
 struct Queries;
 struct Router;
 
-// A gated MLP beside routed experts: up [2I, D] (gate first) and down [D, I], with I = width a multiple of 16.
+// A gated MLP in addition to routed experts: up [2I, D] (gate first) and down [D, I], with I = width a multiple of 16.
 struct SharedExpert {
   const void *up, *down;
   const Coding *up_form, *down_form;

@@ -1,7 +1,7 @@
 // The helper threads behind `parallel`: they join a job if they arrive in time, and the caller waits only for these.
 //
 // OpenMP's team starts and ends together, so on a shared machine one descheduled thread delays every call. Its threads
-// also spin for milliseconds between calls, which uses up their next time slice. Here the caller starts tasks at once
+// also spin for milliseconds between calls, which uses up their next time slice. Here the caller starts tasks immediately
 // and finishes alone if no helper joins; helpers spin for some microseconds (the gap between two kernels of a layer),
 // then sleep.
 #include <linux/futex.h>

@@ -11,7 +11,7 @@ from moe_engine.cli.node_checks.links import check_links
 from moe_engine.cli.node_checks.sources import Absent, Node, read_node
 
 LEAST_SHARED_BYTES = 1 << 30
-"""/dev/shm for NCCL's buffers between the ranks of a node, beside this engine's own."""
+"""/dev/shm for NCCL's buffers between the ranks of a node, in addition to this engine's own."""
 
 GOVERNORS = ("performance", "schedutil")
 

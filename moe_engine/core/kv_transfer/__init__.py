@@ -1,1 +1,1 @@
-"""Transfers of KV between prefill and decode servers: a thread beside the core's loop. docs/disaggregation.md."""
+"""Transfers of KV between prefill and decode servers: a thread of its own. docs/disaggregation.md."""

@@ -95,7 +95,7 @@ def with_transfers(
     check: Callable[[], None], tier: TransferTier, scheduler: Scheduler, wake: Callable[[], None]
 ) -> Callable[[], None]:
     """The core's check, extended to apply reports. It runs before the core's wait. If it changes anything, the core
-    plans at once and does not wait."""
+    plans immediately and does not wait."""
 
     def both() -> None:
         check()

@@ -58,7 +58,7 @@ class Leg:
 @dataclass
 class Room:
     """`staged`: (end, places, number of their copies), not read yet. `over`: the reason why the transfer has ended. The
-    room is kept until all of its halves have arrived, so that a late half is answered at once."""
+    room is kept until all of its halves have arrived, so that a late half is answered immediately."""
 
     digest: bytes | None = None
     began: float = field(default_factory=time.monotonic)

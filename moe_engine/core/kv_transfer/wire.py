@@ -15,7 +15,7 @@ import zmq
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
 """A peer that sends no message for this long is lost: stopped, or behind a cut cable. A process that dies closes its
-connection, which is detected at once."""
+connection, which is detected immediately."""
 MEET_SECONDS = 30.0
 """Time limit for the other half of a transfer to arrive: the router sends a request to both servers at the same
 time."""

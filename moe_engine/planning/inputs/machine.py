@@ -20,7 +20,7 @@ class Machine:
 
     `available_bytes` is free memory. On a CPU both respect a container's limit. `unlinked`: GPUs that cannot access
     each other's memory; None if all can. `capability` of a GPU is (major, minor), `num_devices` the number of GPUs
-    that torch sees; None if unknown. `host_bytes`: available host memory beside a GPU, None if unknown. `cpu_flags` and
+    that torch sees; None if unknown. `host_bytes`: available host memory with a GPU, None if unknown. `cpu_flags` and
     `compiler`: as in `kernels.device.Device`.
     """
 

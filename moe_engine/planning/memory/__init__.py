@@ -1,1 +1,1 @@
-"""The memory ledger: its rows, the limit, and the KV cache that fits beside them; or the refusal."""
+"""The memory ledger: its rows, the limit, and the KV cache that fits with them; or the refusal."""

@@ -21,7 +21,7 @@ STATIC_ROWS = (*WEIGHT_ROWS, BUFFERS_ROW, WINDOWS_ROW, STATES_ROW, KEPT_ROW, LOR
 """Rows that --mem-fraction-static counts besides the KV cache."""
 
 SLOT_TOKEN_BYTES = 4
-"""Bytes of the token id that is stored beside a KV slot, for penalties."""
+"""Bytes of the token id that is stored with a KV slot, for penalties."""
 
 
 def gb(num_bytes: float) -> str:
@@ -66,7 +66,7 @@ class MemoryLedger:
     host_window_slots: int = 0
     """Tokens of the tier's pool of windowed layers."""
     host_rows: tuple[LedgerRow, ...] = ()
-    """Memory of the host beside that of a GPU; not part of the sum."""
+    """Memory of the host in addition to that of a GPU; not part of the sum."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -121,7 +121,7 @@ class MemoryLedger:
 
 
 def tokens_that_fit(num_bytes: int, bytes_per_token: int, page_size: int) -> int:
-    """KV slots, a multiple of the page size, that fit into `num_bytes` beside the dummy page; 0 if none do."""
+    """KV slots, a multiple of the page size, that fit into `num_bytes` with the dummy page; 0 if none do."""
     tokens = num_bytes // max(1, bytes_per_token) - page_size
     return max(0, tokens - tokens % page_size)
 

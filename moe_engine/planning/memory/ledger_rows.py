@@ -1,4 +1,4 @@
-"""Ledger rows of one rank beside KV: weights, activations, logits, tables, workspaces, exchange, drafts, experts."""
+"""Ledger rows of one rank without KV: weights, activations, logits, tables, workspaces, exchange, drafts, experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that the engine may use, and the KV slots that fit into it beside the fixed rows."""
+"""Memory that the engine may use, and the KV slots that fit into it with the fixed rows."""
 
 from __future__ import annotations
 

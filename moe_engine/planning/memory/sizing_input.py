@@ -22,7 +22,7 @@ MIN_USEFUL_TOKENS = 128
 KEEP_GATES = ("cpu", "triton")
 """Rows of ops that read a router's weight in bfloat16; the torch row keeps it in float32."""
 PACKS_HEAD = ("cpu",)
-"""Rows of linear that keep a tied head in a layout of their own, beside the embedding."""
+"""Rows of linear that keep a tied head in a layout of their own, in addition to the embedding."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SizingInput:
     """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
     tier_bytes: int = 0
     tier_fraction: float | None = None
-    """Share of the host memory beside GPUs to which a larger tier is reduced; None: it must fit as it is."""
+    """Share of the host memory of a machine with GPUs to which a larger tier is reduced; None: it must fit as it is."""
     windows_in_tier: bool = False
     """Whether the tier can keep windowed layers in a pool of their own."""
     transfers: bool = False

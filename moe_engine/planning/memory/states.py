@@ -24,7 +24,7 @@ from moe_engine.planning.step_limits import StepLimits
 
 PADDING_ROWS = 1
 STATES_SHARE = 1 / 3
-"""Share of the memory beside the weights that states take by default; KV cache and steps get the rest."""
+"""Share of the memory without the weights that states take by default; KV cache and steps get the rest."""
 
 
 def state_rows(given: SizingInput) -> list[LedgerRow]:
@@ -70,7 +70,7 @@ def with_room_for_kv(
     most = max(1, int(STATES_SHARE * (machine.available_bytes - weights)) // each)
     if most >= limits.running:
         return limits
-    reason = f"states of {gb(each)} for each request take a third of the memory beside the weights"
+    reason = f"states of {gb(each)} for each request take a third of the memory that the weights leave"
     return dataclasses.replace(limits, running=most, running_reason=reason)
 
 

@@ -36,7 +36,7 @@ class TierSize(NamedTuple):
 
 
 def tier_size(given: SizingInput, num_slots: int) -> TierSize:
-    """Size of the tier beside a KV cache of `num_slots`: a multiple of the KV cache, its snapshots and its windows."""
+    """Size of the tier of a KV cache of `num_slots`: a multiple of the KV cache, its snapshots and its windows."""
     if not (given.tier_bytes or given.tier_ratio):
         return TierSize()
     snapshots, ratio = given.limits.num_snapshots, given.tier_ratio
@@ -92,7 +92,7 @@ def _transfer_bytes(given: SizingInput) -> int:
 
 
 def tier_host_rows(given: SizingInput, size: TierSize) -> tuple[LedgerRow, ...]:
-    """The tier's memory of the host beside that of a GPU."""
+    """The tier's memory of the host in addition to that of a GPU."""
     return tuple(_host_rows(given, size)) if size.tokens and given.machine.device != "cpu" else ()
 
 

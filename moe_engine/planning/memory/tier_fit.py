@@ -1,4 +1,4 @@
-"""Host memory beside GPUs: the host-RAM tier of all ranks of a machine must fit into it.
+"""Host memory of machines with GPUs: the host-RAM tier of all ranks of a machine must fit into it.
 
 A tier of the default ratio is reduced to a share of the available memory (`--hicache-host-memory-fraction`); a size
 that was asked for is refused with the sum.

@@ -28,7 +28,7 @@ code does."""
 
 
 def with_index_keys(args: EngineArgs, model: ModelConfig, device: str, dtype: str, record: Record) -> ModelConfig:
-    """The model with the type of its cached index keys, beside latents in `dtype`."""
+    """The model with the type of its cached index keys, with latents in `dtype`."""
     attention = model.attention
     if not isinstance(attention, MLAConfig) or attention.indexer is None or attention.pool > 1:
         return model

@@ -40,8 +40,8 @@ def _cadence(config: ResolvedConfig) -> dict[str, int]:
 
     On a CPU a prompt token costs about as much as a decode. A chunk of the default size would delay hundreds of running
     requests by several decode steps, and prompts that arrive faster than they are computed by several chunks. On a GPU
-    a decode step costs little beside a chunk and little more for more requests, so prompts come first, as in SGLang.
-    The autopilot, and a chunk size that was given, decide by themselves.
+    a decode step costs little compared with a chunk and little more for more requests, so prompts come first, as in
+    SGLang. The autopilot, and a chunk size that was given, decide by themselves.
     """
     if config.device != "cpu" or config.scheduling.autopilot or config.args.memory.chunked_prefill_size is not None:
         return {}

@@ -45,7 +45,7 @@ def resolve_dispatch(
     _check_overlap(flags, dispatch is not None)
     if flags.enable_two_batch_overlap and model.shortcut:
         raise ConfigError(
-            f"--enable-two-batch-overlap: experts of {model.architecture} overlap with the layers beside them; use "
+            f"--enable-two-batch-overlap: experts of {model.architecture} overlap with the dense layers; use "
             "--enable-single-batch-overlap"
         )
     _check_fused(flags, dispatch)

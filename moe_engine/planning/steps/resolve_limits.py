@@ -250,7 +250,7 @@ def _fitting_requests(launch: _Launch, limits: StepLimits, running: _Size) -> _S
 
 
 def _fitting_chunk(launch: _Launch, limits: StepLimits, chunk: _Size) -> _Size:
-    """A chunk that fits a dispatch, beside the tokens of running requests that the MTP layers recompute.
+    """A chunk that fits a dispatch, with the tokens of running requests that the MTP layers recompute.
 
     Raises:
         ConfigError: a flag sets more, or not even a page fits.

@@ -1,4 +1,4 @@
-"""Resolves the steps of one rank: kernel rows, limits, captured steps, and the KV cache that fits beside them."""
+"""Resolves the steps of one rank: kernel rows, limits, captured steps, and the KV cache that fits with them."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _with_window_ratio(args: EngineArgs, model: ModelConfig, record: Record) -> 
     """The default of --swa-full-tokens-ratio: less for compressed entries, which take little memory."""
     if not isinstance(model.attention, CompressedConfig) or "swa_full_tokens_ratio" in args.given:
         return args
-    record.note("swa_full_tokens_ratio", WINDOWS_BESIDE_ENTRIES, "entries take little memory beside windows")
+    record.note("swa_full_tokens_ratio", WINDOWS_BESIDE_ENTRIES, "entries take little memory compared with windows")
     memory = dataclasses.replace(args.memory, swa_full_tokens_ratio=WINDOWS_BESIDE_ENTRIES)
     return dataclasses.replace(args, memory=memory)
 

@@ -21,7 +21,7 @@ LOW_LATENCY_TOKENS = 512
 """Tokens of a rank up to which low latency is meant (DeepEP README)."""
 
 NEAR_US, FAR_US, NORMAL_US = 26.0, 22.0, 58.0
-"""Latency of dispatch + combine of one token on a node, of more nodes beside it, and of the normal mode beside it."""
+"""Latency of dispatch + combine of one token on a node, what more nodes add, and what the normal mode adds."""
 
 
 class AllToAll:

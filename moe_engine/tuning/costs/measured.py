@@ -64,7 +64,7 @@ class CostFile:
         request_seconds, results_seconds, token_seconds: work of frontend and client for a request, for the results of
         a step, and for the tokens that a request gets in it. `answer_seconds` contains one of each.
         arrival_seconds, end_seconds, sent_seconds: time that the arrival of a request, its end, and its tokens of the
-        step before add to the steps beside them: the part of the work outside the steps that takes cores from
+        step before add to the steps that run meanwhile: the part of the work outside the steps that takes cores from
         them, and planning. `decode` and `prefill` are without it.
         idle_seconds: additional time of an answer to a request that finds the engine idle.
         busy_seconds: additional time until a request is read while steps take the cores of the frontend.
@@ -106,7 +106,7 @@ class CostFile:
 
     @property
     def delays(self) -> dict[str, Any]:
-        """Delays of steps by the requests beside them, as arguments of the simulator's `ReplicaSpec`."""
+        """Delays of steps by requests that arrive and end meanwhile, as arguments of the simulator's `ReplicaSpec`."""
         names = ("arrival_seconds", "end_seconds", "sent_seconds")
         return {name: getattr(self, name) for name in names}
 

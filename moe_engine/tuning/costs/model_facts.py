@@ -72,16 +72,16 @@ CACHED_STATE_BYTES = 4
 
 GROUPED, LATENT, INDEXER, GATE, LINEAR, MLP, ROUTED = 6, 8, 5, 2, 6, 3, 5
 """Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
-MLA, the indexer of sparse attention beside MLA, an output gate by a projection of its own, Gated DeltaNet, dense layer
-or shared experts, routed experts with their router."""
+MLA, the indexer of sparse attention in addition to MLA, an output gate by a projection of its own, Gated DeltaNet,
+dense layer or shared experts, routed experts with their router."""
 
 BLOCK_INDEXER = 8
 """More kernels of block-sparse attention: index queries and keys, their norms, rotations and places, scores of blocks,
 and the selection."""
 
 STREAMS, ENTRIES, ENTRY_INDEXER = 1, 2, 7
-"""More kernels of DeepSeek V4: residual streams with what attention to windows has beside MLA, compressed entries, and
-their indexer."""
+"""More kernels of DeepSeek V4: residual streams with what attention to windows has in addition to MLA, compressed
+entries, and their indexer."""
 
 
 GATES = 4
@@ -144,7 +144,7 @@ class ModelFacts:
     bare_layers: int = 0
     """Layers without a feed-forward (Nemotron-H)."""
     zero_experts: int = 0
-    """Beside `num_experts`: the router chooses them too. `top_k` are the other choices of a token, on average."""
+    """The router chooses them in addition to `num_experts`. `top_k` are the other choices of a token, on average."""
 
     @property
     def key(self) -> str:
@@ -313,7 +313,7 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
     rope, value = fields.integer("qk_rope_head_dim", minimum=0), fields.integer("v_head_dim")
     limit, index = _first(fields, "index_topk"), _first(fields, "index_head_dim")
     index_heads, pool = _first(fields, "index_n_heads"), _first(fields, "index_kpool") or 1
-    key, gates = nope + rope, int(pool > 1)  # pools of index keys have gates of their own, cached beside the keys
+    key, gates = nope + rope, int(pool > 1)  # pools of index keys have gates of their own, cached with the keys
     indexer = index * ((1 + gates) * hidden + index_heads * (query or hidden)) if limit else 0
     gate = heads * hidden if fields.has("gated_attention_proj_granularity_type") else 0
     gate = heads * value * hidden if fields.raw.get("mla_use_output_gate") else gate
@@ -334,7 +334,7 @@ def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
 
 
 def _compressed(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts, ...]:
-    """DeepSeek V4: windows in every layer; beside them entries of several tokens, in numbers of a token."""
+    """DeepSeek V4: windows in every layer; and entries of several tokens, in numbers of a token."""
     config = compressed_attention(fields)
     heads, width, query = config.num_heads, config.head_dim, config.q_lora_rank
     output = config.output_rank * (heads * width + config.output_groups * hidden)

@@ -37,7 +37,7 @@ NEARLY = 4
 LONG_RUN = 4
 """Full chunks from which on a prompt is long."""
 STALLS = 0.2
-"""Share of prefill lines above which chunks beside running requests are not an exception."""
+"""Share of prefill lines above which chunks during running requests are not an exception."""
 LARGEST_CHUNK = 16384
 LARGEST_FRACTION = 0.95
 POOR_BALANCE = 0.7
@@ -178,7 +178,7 @@ def _data_parallel(s: Statistics) -> Change:
 
 
 def _fits_twice(s: Statistics) -> bool:
-    """Tensor parallelism splits weights that one GPU could hold beside its KV cache."""
+    """Tensor parallelism splits weights that one GPU could hold with its KV cache."""
     launch = s.launch
     width, copies = launch.flag("tp_size") or 1, launch.flag("dp_size") or 1
     if width < 2 or copies > 1 or not launch.weights_gb or not launch.total_gb:
@@ -218,7 +218,7 @@ RULES: tuple[Rule, ...] = (
         "#queue-req was 0 in {queue_empty:.0%} of {num_decode} decode lines, {running:g} requests ran, token usage "
         "{usage:.2f}",
         "decode", lambda s: Change(""),
-        "send more requests at once: the server has room, and a larger batch raises throughput; nothing to do for "
+        "send more requests concurrently: the server has room, and a larger batch raises throughput; nothing to do for "
         "latency", GUIDE, "info",
     ),
     Rule(
@@ -226,7 +226,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.queue > MAX_QUEUE,
         "median #queue-req {queue:g} in {num_decode} decode lines", "queue",
         lambda s: Change("--max-queued-requests", MAX_QUEUE),
-        "further requests get status 503 at once instead of waiting, and scheduling gets cheaper; more replicas serve "
+        "further requests get status 503 immediately instead of waiting; scheduling gets cheaper; more replicas serve "
         "them", GUIDE,
     ),
     Rule(
@@ -274,7 +274,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom_start", "out of memory before READY", ("oom_start",), lambda s: s.oom_start > 0,
         "{oom_start} out-of-memory errors at the start", "oom_start", _fit_at_start,
-        "the weights need more GPUs (or --quantization); loaded weights leave too little beside the KV cache for CUDA "
+        "the weights need more GPUs (or --quantization); loaded weights and the KV cache leave too little for CUDA "
         "graphs, whose memory --cuda-graph-max-bs limits", GUIDE, "error",
     ),
     Rule(
@@ -291,7 +291,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom_decode", "out of memory in decode", ("oom_decode",), lambda s: s.oom_decode > 0,
         "{oom_decode} out-of-memory errors in decode", "oom_decode",
-        _fewer_requests, "fewer requests at once: less memory for a step", GUIDE, "error",
+        _fewer_requests, "fewer concurrent requests: less memory for a step", GUIDE, "error",
     ),
     Rule(
         "no_cuda_graph", f"cuda graph: False in batches of up to {MAX_SMALL_BATCH} requests", ("graph_off",),
@@ -329,7 +329,7 @@ RULES: tuple[Rule, ...] = (
         "{stalling_chunks:.0%} of {num_prefill} prefill lines fill the chunk while others run (median "
         "{running_at_chunks:g}), up to {stalling_run} in succession",
         "stall", _mixed,
-        "running requests get a token in every step, also beside a long prompt", GUIDE,
+        "running requests get a token in every step, also during a long prompt", GUIDE,
     ),
     Rule(
         "tp_or_dp", "tensor parallelism over weights that fit one GPU twice, while requests wait",

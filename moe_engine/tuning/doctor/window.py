@@ -100,7 +100,7 @@ class Window:
     new_seqs: float = 0.0
     num_full: int = 0
     beside: list[float] = field(default_factory=list)
-    """Requests that ran beside each full chunk, if there were any."""
+    """Requests that ran during each full chunk, if there were any."""
     runs: Counter[str] = field(default_factory=Counter)
     stalling: Counter[str] = field(default_factory=Counter)
     longest_run: int = 0

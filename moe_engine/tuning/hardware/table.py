@@ -1,4 +1,4 @@
-"""GPUs and interconnects by name or by file. A user's own file has the fields of those beside this module."""
+"""GPUs and interconnects by name or by file. A user's own file has the fields of the files next to this module."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PREFILL_ROWS = 32
 
 @dataclass(frozen=True)
 class Disaggregated:
-    """Prefill engines beside decode engines. `replicas` of each side is its number of engines."""
+    """Prefill engines and decode engines. `replicas` of each side is its number of engines."""
 
     prefill: Candidate
     decode: Candidate
@@ -41,7 +41,7 @@ class Disaggregated:
 
     @property
     def concurrency(self) -> int:
-        """Requests that decode at once."""
+        """Requests that decode concurrently."""
         return self.decode.concurrency
 
     @property
@@ -235,7 +235,7 @@ def engine_counts(
 def _chunks(
     cost: StepCostModel, computed: int, before: int, chunk: int, prompts: int, groups: int
 ) -> tuple[float, Mapping[str, float]]:
-    """Seconds of `prompts` prompts of each group at once, chunk by chunk, and their resources."""
+    """Seconds of `prompts` prompts of each group together, chunk by chunk, and their resources."""
     seconds, parts = 0.0, dict[str, float]()
     while computed > 0:
         tokens = min(computed, chunk)

@@ -30,7 +30,7 @@ class PromptSteps:
 
     Attributes:
         computed: tokens of a prompt. before: cached tokens before them. chunk: tokens of a step of a group.
-        decode: decodes beside the prompts, and their seconds alone; None: prompts have steps of their own.
+        decode: decodes in the steps of the prompts, and their seconds alone; None: prompts have steps of their own.
     """
 
     cost: StepCostModel
@@ -40,7 +40,7 @@ class PromptSteps:
     decode: tuple[StepShape, float] | None = None
 
     def added(self, prompts: float, groups: float = 1.0) -> float:
-        """Seconds that prompts add to the decodes beside them; also of parts of a prompt, for mean numbers.
+        """Seconds that prompts add to the decodes of their steps; also of parts of a prompt, for mean numbers.
 
         Args:
             prompts: of each of `groups` attention groups, in the same steps.
@@ -54,7 +54,7 @@ class PromptSteps:
         return self._sum((prompts + together) / 2, groups, lambda step: step.seconds)
 
     def resources(self) -> dict[str, float]:
-        """Seconds of the steps of one prompt by resource, with the decodes beside it."""
+        """Seconds of the steps of one prompt by resource, with the decodes in them."""
         parts: dict[str, float] = {}
 
         def add(step: StepCost) -> float:
@@ -121,7 +121,7 @@ class Others:
     Attributes:
         count: of the whole loop. groups: attention groups.
         num_steps: decode steps of an answer. decode_s: seconds of a decode step.
-        beside_s: seconds that a request adds to the steps beside it.
+        beside_s: seconds that a request adds to the steps that run meanwhile.
         outside_s: time of a request outside the steps. Without it the next request of a client arrives when a step
             ends, else at any moment of a step.
     """

@@ -39,7 +39,7 @@ def _plan_lines(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     unit = "GPU" if cluster else "rank"
     yield (
         f"{prediction.output_per_gpu:,.0f} output tok/s a {unit}, {prediction.output_per_s:,.0f} in all "
-        f"(and {prediction.input_per_s:,.0f} prompt tok/s), {setup.concurrency} requests at once"
+        f"(and {prediction.input_per_s:,.0f} prompt tok/s), {setup.concurrency} concurrent requests"
     )
     ttft, itl = f"{_ms(prediction.ttft_s)} median, {_ms(prediction.ttft_p99_s)} p99", _ms(prediction.itl_s)
     yield f"TTFT {ttft}; bound by {binds(prediction.prompt_binds)}"

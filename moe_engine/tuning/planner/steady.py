@@ -77,7 +77,7 @@ def steady_state(
         concurrency: running requests of the replica. chunk: prompt tokens of a step of one attention group.
         drafts, accepted: draft tokens that a step verifies, and the mean number of accepted ones.
         prompt_deviation: measured factor on the time to the first token.
-        beside_s: seconds by which another request lengthens steps beside its prompt.
+        beside_s: seconds by which another request lengthens steps other than its prompt's.
         front_end_s: seconds of the frontend for a request, which it takes one after the other.
         mixed: steps have prompts and decodes (`--enable-mixed-chunk`).
     """

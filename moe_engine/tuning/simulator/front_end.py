@@ -20,7 +20,7 @@ class FrontEnd:
     Args:
         request_seconds: work of a request, before its scheduler receives it.
         token_seconds: work of the tokens that a request gets in a step.
-        results_seconds: work of the results of a step, beside that of its tokens.
+        results_seconds: work of the results of a step, in addition to that of its tokens.
     """
 
     def __init__(self, request_seconds: float, token_seconds: float, results_seconds: float = 0.0) -> None:

@@ -295,7 +295,7 @@ class Group:
         self.chunk_times = []
 
     def first_tokens(self, sampled: Sequence[Request], now: float) -> list[RequestEvent]:
-        """Applies the first tokens of prompts whose last chunk was beside the first chunk of its run."""
+        """Applies the first tokens of prompts whose last chunk was in the step of the first chunk of its run."""
         begin_answers(self.scheduler, sampled, now, self._answer)
         return [RequestEvent(r.rid, r.output_ids[-1:], None, r.cached_tokens, r.retractions) for r in sampled]
 

@@ -99,7 +99,7 @@ class PartResult:
 
 
 def requests_from(workload: Workload, size: int, first: int, begins: deque[tuple[int, float]]) -> Fixed:
-    """The requests from window `first` on. A window has `size` requests; those that arrive at once are not separated.
+    """The requests from window `first` on. A window has `size` requests; those that arrive together are not separated.
 
     Args:
         begins: gets the number and the first arrival of each window, before its first request.

@@ -26,7 +26,7 @@ from moe_engine.tuning.simulator.runs import Runs, RunStep
 from moe_engine.types import StepPlan
 
 MAX_JUMP = 64
-"""Max steps without any event that are taken at once."""
+"""Max steps without any event that are taken together."""
 SLOWER = 1.02
 """Bound on the growth of a step's cost over such a jump."""
 BENT = 1e-6
@@ -167,7 +167,7 @@ class Replica:
             self._collect(None)
             return
         flight = self._launch(planned, of_runs)
-        if planned.loaded:  # the copies of the ranks, beside the step
+        if planned.loaded:  # the copies of the ranks, during the step
             loaded_at = flight.end - flight.cost.seconds + planned.loaded * self.spec.load_seconds
             flight.end = max(flight.end, loaded_at)
         flight.hold, flight.launched, flight.relaunched, flight.drained = hold, launched, self.now, planned.drained
@@ -411,7 +411,7 @@ class Replica:
         return events
 
     def _jump(self, until: float) -> bool:
-        """Takes several decode steps at once, if all groups are in a run and no prompt waits for its turn."""
+        """Takes several decode steps together, if all groups are in a run and no prompt waits for its turn."""
         flight, runs = self._flight, self._runs
         waits = self._awake or self._held or runs.holding or runs.chunking
         if flight is None or flight.end >= until or waits or not runs.members:

@@ -61,8 +61,8 @@ class RunCounts:
     def count(self, runs: Runs, groups: Sequence[Group], flight: Flight, previous: float, now: float) -> None:
         """Counts a token of each request in a run that decodes in this step, and the chunks.
 
-        Before the first step of a run, the times of the last tokens differ. Requests beside a prompt got their last
-        token in the newest step without prompts.
+        Before the first step of a run, the times of the last tokens differ. Requests in the steps of a prompt got their
+        last token in the newest step without prompts.
 
         Args:
             previous: end of the step before.

@@ -97,7 +97,7 @@ class Runs:
             self.holding.add(group)
 
     def join_prompt(self, group: int) -> None:
-        """The prompt of a finishing member decodes in the next step, beside its other requests."""
+        """The prompt of a finishing member decodes in the next step, with its other requests."""
         chunks, rows = self._chunks, self._rows.item(group)
         context = self._context.item(group) + rows * self.step + chunks.computed_by(group) + 1
         self.joined[group] = self.last_size(group)

@@ -108,8 +108,8 @@ class Fixed:
 
 
 class Limited:
-    """At most `concurrency` requests at once, as `--max-concurrency` of a load generator: a further request is sent
-    when an answer has ended, and not before its own time."""
+    """At most `concurrency` requests concurrently, as `--max-concurrency` of a load generator: a further request is
+    sent when an answer has ended, and not before its own time."""
 
     def __init__(self, inner: Workload, concurrency: int) -> None:
         self._inner, self.total = inner, inner.total

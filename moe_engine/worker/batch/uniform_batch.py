@@ -84,7 +84,7 @@ class UniformBatches:
         )
 
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:
-        """Steps of one token per row, at positions [steps, R], without ids: the host work of all steps at once."""
+        """Steps of one token per row, at positions [steps, R], without ids: the host work of all steps together."""
         shape = self._shape(rows, rows_device, 1)
         steps, num = positions.shape
         total = steps * num

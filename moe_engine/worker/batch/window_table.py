@@ -18,7 +18,7 @@ from moe_engine.worker.device_stream import DeviceStream
 
 
 class WindowTable:
-    """The window slot of each position of each row, beside `RequestRows.slot_table`.
+    """The window slot of each position of each row, in addition to `RequestRows.slot_table`.
 
     Args:
         num_slots: tokens of the full KV pool.

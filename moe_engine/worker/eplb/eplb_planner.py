@@ -1,4 +1,4 @@
-"""Plans of EPLB: from the experts' counts to a new placement and the moves that lead to it, beside the steps.
+"""Plans of EPLB: from the experts' counts to a new placement and the moves that lead to it, while steps run.
 
 Legend: L layers, E logical experts.
 """

@@ -27,7 +27,7 @@ from moe_engine.worker.kv_cache.storage_io import StorageIO
 logger = logging.getLogger(__name__)
 
 COPY_BYTES = 32 << 20
-"""Max bytes that one copy holds beside the pool."""
+"""Max bytes that one copy holds in addition to the pool."""
 STORE = 0
 """Number for a listener: a copy to the host. Loads are numbered from 1."""
 

@@ -139,7 +139,7 @@ class KVPool:
         self._raw: list[Tensor] = []
         self._raw_windows: list[Tensor] = []
         self.undivided: set[int] = set()
-        """Numbers of the tensors of `row_widths` that all ranks have whole beside their KV heads: index keys."""
+        """Numbers of the tensors of `row_widths` that every rank has whole, unlike KV heads: index keys."""
         for layer in rows:
             self._add_raw(layer, rows[layer], self._raw_windows if layer in bounded else self._raw)
         of_states = {} if states is None else states.layers

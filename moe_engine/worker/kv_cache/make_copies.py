@@ -61,7 +61,7 @@ def _numbers(part: tuple[int, ...]) -> int:
 
 
 def schema_of(options: WorkerOptions, pool: KVPool, share: Share) -> str:
-    """Hash of everything that changes the bytes of a page on this rank, beside its tokens: 32 hex digits.
+    """Hash of everything that changes the bytes of a page on this rank, in addition to its tokens: 32 hex digits.
 
     Raises:
         ConfigError: the checkpoint cannot be read.

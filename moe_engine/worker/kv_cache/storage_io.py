@@ -1,4 +1,4 @@
-"""The worker side of the storage tier: reads and writes of pages on threads of their own, beside the steps.
+"""The worker side of the storage tier: reads and writes of pages on threads of their own, while steps run.
 
 A rank reads its own share of each page. Every operation is reported with the number of its leading pages: the scheduler
 uses the minimum over all ranks. A rank without a share of its own (MLA's latent is the same on all ranks of a group)

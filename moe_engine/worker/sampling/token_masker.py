@@ -172,7 +172,7 @@ class TokenMasker:
             self._minimum(logits, places[begin:end], self._bounds(found[begin:end]))
 
     def _apply_whole(self, logits: Tensor, rows: list[int]) -> bool:
-        """Masks all rows of a step at once, if each has one late mask that is prepared: the usual step."""
+        """Masks all rows of a step in one call, if each has one late mask that is prepared: the usual step."""
         assert self._launched is not None
         late = self._late_masks(rows[0])
         if late.bounds is None or late.in_order or late.used or not late.is_step_of(rows):

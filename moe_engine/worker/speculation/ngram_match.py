@@ -6,7 +6,7 @@ last token. The longest match is used, the latest among equally long ones; sizes
 On the host each text has an index: its positions, sorted by token. A search reads the occurrences of the last token
 and the `UNSORTED` newest tokens, not the text; the index is sorted again after every `UNSORTED` new tokens. An
 index of all n-grams would be many times as large as the text. An accelerator keeps no index: it compares all positions
-of all texts at once, and the host would have to wait for the new tokens.
+of all texts in one call, and the host would have to wait for the new tokens.
 
 Legend: D texts, W width of the token table, B tokens of a block, N blocks, M largest size.
 """

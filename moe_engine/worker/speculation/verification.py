@@ -82,7 +82,7 @@ class Verification:
 
 
 class VerificationBatches:
-    """Builds the batches of decodes with drafts, and of prompts beside them."""
+    """Builds the batches of decodes with drafts, and of the prompts of the same step."""
 
     def __init__(self, rows: RequestRows, builder: BatchBuilder, stream: DeviceStream) -> None:
         self._rows = rows

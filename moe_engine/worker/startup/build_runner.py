@@ -78,7 +78,7 @@ def build_runner(
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
-    # before the weights: a folder that cannot be written ends the start at once
+    # before the weights: a folder that cannot be written ends the start immediately
     storage = None if options.storage is None else open_storage(options.storage, parallel.world_rank)
     load = load_options(options, stream.device, parallel, progress)
     model = _load(options, load, backends, parallel, rows)

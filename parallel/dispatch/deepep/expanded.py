@@ -2,7 +2,7 @@
 
 In its expanded form the library delivers one row per (token, local expert), sorted by expert: the `grouped` layout, or
 with aligned groups DeepGEMM's, without a copy. It sums without weights, so rows are weighted before combine. Normal
-mode waits for the counts; low latency returns the worst-case row count at once and keeps the counts on the device.
+mode waits for the counts; low latency returns the worst-case row count immediately and keeps the counts on the device.
 Legend: T tokens, H hidden, K choices, El experts of a rank, R ranks, M max tokens of a rank.
 """
 
