@@ -111,7 +111,7 @@ def trees(requests: int, depth: int, topk: int, width: int) -> KernelCase:
     return counted("sampling", f"trees.{depth}x{topk}.r{requests}", prepare, width)
 
 
-def _tree_queries(requests: int, nodes: int, context: int, device: str) -> PagedQueries:
+def tree_queries(requests: int, nodes: int, context: int, device: str) -> PagedQueries:
     """Binary trees of `nodes` nodes behind a context."""
     asked = paged_queries(requests, nodes, context, device, PAGE)
     parents = (torch.arange(nodes, device=device) - 1) // 2
@@ -122,7 +122,7 @@ def tree_latent(requests: int, nodes: int, context: int, heads: int, latent: int
     """MLA's verification of trees."""
 
     def prepare(kernel: Any, device: str) -> Call:
-        asked = _tree_queries(requests, nodes, context, device)
+        asked = tree_queries(requests, nodes, context, device)
         q, plan = normal(requests * nodes, heads, latent + 64, device=device), kernel.plan(AttentionBatch(asked, None))
         cache = normal(pool_size(asked), latent + 64, device=device)
         return lambda: kernel.absorbed(q, cache, asked, (latent + 64) ** -0.5, plan, latent)
@@ -134,7 +134,7 @@ def tree_paged(requests: int, nodes: int, context: int, heads: int, groups: int,
     """Grouped attention's verification of trees."""
 
     def prepare(kernel: Any, device: str) -> Call:
-        asked = _tree_queries(requests, nodes, context, device)
+        asked = tree_queries(requests, nodes, context, device)
         keys, values = (normal(pool_size(asked), groups, width, device=device) for _ in "kv")
         q, plan = normal(requests * nodes, heads, width, device=device), kernel.plan(AttentionBatch(asked, None))
         return lambda: kernel.paged(q, keys, values, asked, width**-0.5, plan)
@@ -146,7 +146,7 @@ def tree_merge(requests: int, nodes: int, context: int, heads: int, latent: int 
     """Attention within trees, merged into that over their contexts, which a library has computed."""
 
     def prepare(kernel: Any, device: str) -> Call:
-        asked = _tree_queries(requests, nodes, context, device)
+        asked = tree_queries(requests, nodes, context, device)
         q, tokens, scale = normal(requests * nodes, heads, latent + 64, device=device), requests * nodes, latent**-0.5
         cache = normal(pool_size(asked), 1, latent + 64, device=device)
         out, lse = normal(tokens, heads, latent, device=device), torch.randn(tokens, heads, device=device)

@@ -129,20 +129,22 @@ def quantized(tokens: int, width: int) -> Iterator[KernelCase]:
 
 
 class GroupedRow(NamedTuple):
-    """normed: q and k are. valued: there are values. trailing: the last channels are rotated, in one KV head."""
+    """normed: q and k are. valued: there are values. trailing: the last channels are rotated, in one KV head. asked:
+    there are queries."""
 
     normed: bool = True
     interleaved: bool = False
     valued: bool = True
     trailing: bool = False
+    asked: bool = True
 
 
 GROUPED_ROWS = {
     "plain": GroupedRow(False), "norms": GroupedRow(), "keys": GroupedRow(valued=False),
     "interleaved": GroupedRow(False, True), "interleaved.norms": GroupedRow(True, True),
-    "trailing": GroupedRow(True, True, False, True),
+    "trailing": GroupedRow(True, True, False, True), "trailing.keys": GroupedRow(True, True, False, True, asked=False),
 }  # fmt: skip
-"""Rows of gpt-oss, Qwen3, the index rows of MiniMax-M3, Llama 4, and DeepSeek V4."""
+"""Rows of gpt-oss, Qwen3, the index rows of MiniMax-M3, Llama 4, and DeepSeek V4 with those of its draft extend."""
 
 
 def grouped_rows(name: str, tokens: int, heads: int, width: int) -> KernelCase:
@@ -150,7 +152,8 @@ def grouped_rows(name: str, tokens: int, heads: int, width: int) -> KernelCase:
     held = 1 if form.trailing else max(1, heads // 4)
 
     def make(device: str) -> Run:
-        q, k, v = (normal(tokens, count, width, device=device) for count in (heads, held, held))
+        asked = heads * form.asked
+        q, k, v = (normal(tokens, count, width, device=device) for count in (asked, held, held))
         table = replace(rotary_table(width // 2, device), interleaved=form.interleaved)
         norms = HeadNorms(torch.rand(width, device=device) + 0.5, torch.rand(width, device=device) + 0.5, EPS)
         positions = torch.randint(POSITIONS, (tokens,), device=device)
@@ -159,19 +162,20 @@ def grouped_rows(name: str, tokens: int, heads: int, width: int) -> KernelCase:
         key_cache, value_cache = caches
 
         def apart(ops: Any) -> tuple[Tensor, ...]:
-            pairs = (q, norms.q), (k, norms.k)
+            pairs = ((q, norms.q), (k, norms.k))[not form.asked :]
             rows = [ops.rms_norm(x, weight, EPS) if form.normed else x.clone() for x, weight in pairs]
             for x in rows:
                 (ops.rotate if form.trailing else ops.rotate_leading)(x, positions, table)
-            ops.write_kv(rows[1], v if form.valued else rows[1], slots, *caches)
-            return rows[0], *caches[: 1 + form.valued]
+            ops.write_kv(rows[-1], v if form.valued else rows[-1], slots, *caches)
+            return *rows[:-1], *caches[: 1 + form.valued]
 
         def run(ops: Any) -> tuple[Tensor, ...]:
             if (fused := ops.capabilities.grouped_rows) is None:
                 return apart(ops)
             values, to = (v, value_cache) if form.valued else (None, None)
             given = norms if form.normed else None, positions, table, slots, key_cache, to, None, form.trailing
-            return fused(q, k, values, *given), *caches[: 1 + form.valued]
+            found = fused(q, k, values, *given)
+            return *[found][: form.asked], *caches[: 1 + form.valued]
 
         return run
 
@@ -364,18 +368,21 @@ def sums(tokens: int, hidden: int, top_k: int) -> Iterator[KernelCase]:
 
 class StreamForm(NamedTuple):
     """adds: a part's result. quantized: the norm, keeps: also its unquantized values. numbers: those of the next part
-    are computed, else only the sum or the mean is read. writes: something is written behind the sum."""
+    are computed, else only the sum or the mean is read. writes: something is written behind the sum. normed: a norm of
+    the sum is part of it."""
 
     adds: bool = True
     quantized: bool = False
     keeps: bool = True
     numbers: bool = True
     writes: bool = True
+    normed: bool = True
 
 
 STREAM_FORMS = {
     "begins": StreamForm(adds=False), "quantized": StreamForm(quantized=True), "rows": StreamForm(True, True, False),
     "read": StreamForm(numbers=False), "head": StreamForm(writes=False),
+    "sum": StreamForm(writes=False, normed=False),
 }  # fmt: skip
 
 
@@ -383,7 +390,9 @@ def residuals(tokens: int, width: int) -> Iterator[KernelCase]:
     """`STREAM_FORMS` with and without late sums, gated streams before the first part, a row of the residual that
     begins."""
     for late in (False, True):
-        yield from (_streams(name, tokens, width, late) for name in STREAM_FORMS if name != "head" or not late)
+        yield from (
+            _streams(name, tokens, width, late) for name in STREAM_FORMS if STREAM_FORMS[name].writes or not late
+        )
 
     def begun(device: str) -> Run:
         residual, norm = block_residual(2, width, tokens, device).bfloat16(), torch.rand(width, device=device) + 0.5
@@ -432,6 +441,8 @@ def _streams(name: str, tokens: int, width: int, late: bool) -> KernelCase:
 
         def run(ops: Any) -> tuple[Tensor, Tensor]:
             stream, fused = residual.clone(), ops.capabilities.mix_norm_streams
+            if not form.normed:
+                return (ops.capabilities.mix_streams or mix_streams)(x, stream, weights), stream
             if fused is None:
                 read = (ops.capabilities.mix_streams or mix_streams)(x, stream, weights)
                 return ops.rms_norm(read, norm, EPS), stream

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_cases import PAGE, paged_queries, pool_size
+from benchmarks.gpu_suite.draft_cases import tree_queries
 from benchmarks.gpu_suite.launched import counted
 from benchmarks.gpu_suite.steps import Decodes, exact
 from benchmarks.kernel_cases import (
@@ -84,23 +85,26 @@ def experts(local: int) -> Iterator[KernelCase]:
 
 
 class Paged(NamedTuple):
-    """window: of `PagedQueries`. sinks: a logit of each head. wide: the caches have offsets of 64 bits."""
+    """window: of `PagedQueries`. sinks: a logit of each head. wide: the caches have offsets of 64 bits. tree: the
+    tokens of a request are a draft tree."""
 
     window: int | None = None
     sinks: bool = False
     wide: bool = False
+    tree: bool = False
 
 
 PAGED = {
     "window": Paged(ChunkWindow(64)), "window.sinks": Paged(64, True), "wide": Paged(wide=True),
     "wide.window": Paged(ChunkWindow(64), wide=True), "wide.sinks": Paged(sinks=True, wide=True),
+    "wide.tree": Paged(wide=True, tree=True),
 }  # fmt: skip
 """Of Llama 4 and gpt-oss, and of every model with a large cache."""
 
 
 def paged(name: str, requests: int, count: int, context: int, heads: int, width: int) -> KernelCase:
     """Grouped attention in one of the forms `PAGED`."""
-    groups, (window, has_sinks, wide) = max(1, heads // 8), PAGED[name]
+    groups, (window, has_sinks, wide, tree) = max(1, heads // 8), PAGED[name]
 
     def prepare(kernel: Any, device: str) -> Call:
         able = kernel.capabilities
@@ -108,13 +112,21 @@ def paged(name: str, requests: int, count: int, context: int, heads: int, width:
             raise NotServed("has no such window")
         if has_sinks and able.sinks is None:
             raise NotServed("has no sinks")
-        asked = replace(paged_queries(requests, count, context, device, PAGE), window=window)
-        q, sinks = normal(requests * count, heads, width, device=device), torch.randn(heads, device=device)
+        asked = replace(_queries(tree, requests, count, context, device), window=window)
+        q, sinks = normal(asked.num_tokens, heads, width, device=device), torch.randn(heads, device=device)
         asked, caches = _caches(asked, 2, (groups, width), wide, device)
         given = q, *caches, asked, width**-0.5, kernel.plan(AttentionBatch(asked, None))
         return partial(able.sinks, *given, sinks) if has_sinks else partial(kernel.paged, *given)
 
     return counted("gqa", f"paged.{name}.{heads}x{width}.q{count}.r{requests}.s{context}", prepare, context)
+
+
+def _queries(tree: bool, requests: int, count: int, context: int, device: str) -> PagedQueries:
+    """`count` tokens of each request, one after the other or as a draft tree."""
+    return (
+        tree_queries(requests, count, context, device) if tree
+        else paged_queries(requests, count, context, device, PAGE)
+    )  # fmt: skip
 
 
 def _caches(
@@ -131,15 +143,17 @@ def _caches(
 
 class Latent(NamedTuple):
     """selected: over `Selected` rows, which are values as a whole; else MLA's with rotary channels. turned: results are
-    rotated back. shifted: rows of another cache are named by numbers behind the own ones."""
+    rotated back. shifted: rows of another cache are named by numbers behind the own ones. tree: as in `Paged`."""
 
     selected: bool = True
     turned: bool = False
     shifted: bool = False
+    tree: bool = False
 
 
 LATENT = {
     "mla": Latent(False),
+    "mla.tree": Latent(False, tree=True),
     "glm-5.3": Latent(),
     "v4": Latent(turned=True),
     "v4.1": Latent(turned=True, shifted=True),
@@ -152,8 +166,9 @@ def latent(name: str, requests: int, context: int, heads: int, width: int) -> Ke
     own = width + 64 * (not form.selected)
 
     def prepare(kernel: Any, device: str) -> Call:
-        asked, (cache,) = _caches(paged_queries(requests, 1, context, device, PAGE), 1, (own,), True, device)
-        q = normal(requests, heads, own, device=device)
+        asked = _queries(form.tree, requests, 1 + 3 * form.tree, context, device)
+        asked, (cache,) = _caches(asked, 1, (own,), True, device)
+        q = normal(asked.num_tokens, heads, own, device=device)
         if not form.selected:
             plan = kernel.plan(AttentionBatch(asked, None))
             return lambda: kernel.absorbed(q, cache, asked, own**-0.5, plan, width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.gpu_suite.engine_points import write_model
@@ -12,6 +13,7 @@ from moe_engine.cli.compile_kernels.exercise import exercise
 from moe_engine.cli.compile_kernels.other_rows import build_triton
 from moe_engine.config.args import EngineArgs
 from moe_engine.kernels.warmup_sizes import StepSize
+from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -34,8 +36,23 @@ PUBLISHED = {
     "qwen-3.8-flash-next": published.QWEN_3_8_FLASH_NEXT, "kimi-k3": _kimi_k3(),
     "llama-4-scout": published.LLAMA_4_SCOUT,
 }  # fmt: skip
-FORMS: dict[str, dict[str, Any]] = {"tp1": {}, "dp8ep8": {"tp_size": 8, "attn_dp_size": 8, "ep_size": 8}}
-"""Flags. The most heads of a rank, and the most tokens of the experts."""
+for _name in ("v4-flash", "v4-pro", "glm-4.6", "glm-5.3-flash"):
+    PUBLISHED[_name] = PUBLISHED[_name] | {"num_nextn_predict_layers": 1}
+PUBLISHED["minimax-m3"] = PUBLISHED["minimax-m3"] | {"num_mtp_modules": 1}
+_TREES = ("v3", "v3-row-fp8", "glm-4.6", "longcat-flash")
+"""Models with an MTP layer whose attention takes trees."""
+_RANKS = {"tp_size": 8, "attn_dp_size": 8, "ep_size": 8}
+_DRAFTS = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
+FORMS: dict[str, dict[str, Any]] = {
+    "tp1": {}, "dp8ep8": _RANKS, "symm_mem": _RANKS | {"moe_a2a_backend": "symm_mem"},
+    "fp8_kv": {"kv_cache_dtype": "fp8_e4m3"},
+    "mtp": _DRAFTS | {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
+    "tree": _DRAFTS | {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8},
+}  # fmt: skip
+"""Flags. The most heads of a rank, the most tokens of the experts; this project's exchange; and what changes attention.
+`forms_of` has those of a model."""
+COUNTED = ("tp1", "dp8ep8", "mtp", "tree")
+"""Those whose kernels all have a case in the suite."""
 REQUESTS, CHUNK, CONTEXT = 256, 32768, 1 << 20
 ENOUGH_BYTES = 10**13
 """For the weights and the KV of each model: offsets do not depend on what fits."""
@@ -43,6 +60,17 @@ STEPS = (
     StepSize(REQUESTS, 1, 4096), StepSize(REQUESTS, 4, 4096), StepSize(1, 1, CONTEXT), StepSize(0, 1, 0, CHUNK),
     StepSize(0, 1, 0, CHUNK // 2, CONTEXT // 2), StepSize(7, 1, 50, 300, 64),
 )  # fmt: skip
+
+
+def forms_of(model: str) -> list[str]:
+    """The names in `FORMS` that the model can be served in."""
+    with TemporaryDirectory() as folder:
+        config = load_model_config(write_model(Path(folder) / "model", PUBLISHED[model]))
+    has = {
+        "symm_mem": config.is_moe, "fp8_kv": config.streams is None, "mtp": config.num_nextn_predict_layers > 0,
+        "tree": model in _TREES,
+    }  # fmt: skip
+    return [form for form in FORMS if has.get(form, True)]
 
 
 def launch_of(folder: Path, model: str, form: str) -> ResolvedConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from moe_engine.executor.options import RankPlace
+from moe_engine.executor.progress import Progress
+from moe_engine.executor.sharded_worker import sharded_worker
 from moe_engine.parallel.collectives import SingleRank
-from moe_engine.parallel.dispatch.build import _agree_on
+from moe_engine.parallel.dispatch.build import Groups, _agree_on, _deepep
 from moe_engine.parallel.dispatch.deepep import expanded, legacy, startup
 from moe_engine.parallel.dispatch.protocol import DispatchShape
 from tests.distributed.dispatch import deepep_emulator as emulator
@@ -116,6 +120,35 @@ def test_the_gpus_time_limit_is_that_of_the_collectives(machine: emulator.Machin
     machine.gin, machine.seconds = True, 301
     with pytest.raises(ContractBroken, match="time limit"):
         make_memory(connected(8))
+
+
+def test_both_modes_share_one_buffer_of_the_second_generation(
+    machine: emulator.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would have two windows, two workspaces and twice the exclusive contexts of each peer."""
+    monkeypatch.setattr(emulator.ElasticBuffer, "num_made", 0)
+    machine.gin, experts = True, SingleRank()
+    experts.timeout_s = 300.0
+    library = emulator.module(emulator.ElasticBuffer)
+    groups = Groups(experts, process_group=emulator.NcclGroup(Gloo(8), 3), deep_ep=library)
+    assert len(_deepep(groups, {"normal": replace(SHAPE, max_tokens=4096), "low_latency": SHAPE})) == 2
+    assert emulator.ElasticBuffer.num_made == 1
+
+
+def test_the_library_is_loaded_before_the_first_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's network plugin, mapped with it, is a second libnccl to the library, which refuses to load then."""
+    order: list[str] = []
+
+    def join(*args: Any) -> Any:
+        order.append("join")
+        raise KeyError("joined")
+
+    plan = SimpleNamespace(dispatch=SimpleNamespace(row=SimpleNamespace(name="deepep")), num_nodes=1)
+    config: Any = SimpleNamespace(random_seed=0, parallel=plan)
+    monkeypatch.setattr(startup, "load", lambda num_nodes: order.append("load"))
+    with pytest.raises(KeyError, match="joined"):
+        sharded_worker(config, RankPlace(0, 2, "TP", device="cpu"), Progress(lambda: ""), join)
+    assert order == ["load", "join"]
 
 
 def test_ranks_with_different_libraries_are_refused() -> None:
