@@ -210,12 +210,12 @@ class Event:
             raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds; one launch takes one."""
+        """Milliseconds; one launch takes one, and a microsecond passes without any."""
         if not (self._timing and end._timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if self._clock is None or end._clock is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
-        return float(end._launches - self._launches)
+        return float(end._launches - self._launches) or 1e-3
 
 
 class AnyEvent(Event):

@@ -107,7 +107,7 @@ def test_every_form_that_a_model_launches_has_a_case_in_the_gpu_suite(compiling,
     """Constants of kernels without their sizes: a new one needs a line in a table of `benchmarks/gpu_suite`."""
     out = output_of(compiling, tmp_path, "benchmarks.gpu_suite.kernel_coverage", "--missing", model)
     count, lacking = map(int, re.findall(r"^(\d+) forms, (\d+) without a case", out, re.MULTILINE)[0])
-    assert count > 15 and not lacking, out
+    assert count > 9 and not lacking, out  # 11 of a dense model, 16 and more of others
 
 
 def test_large_tiles_use_the_instructions_of_their_architecture(compiling, tmp_path):
