@@ -117,6 +117,7 @@ def test_megamoe_serves_v3_on_hopper(launch: Callable[..., ResolvedConfig], monk
         ({"moe_dispatch_dtype": "bf16"}, "sends FP8"),
         ({"hardware": "8xb200"}, "MegaMoE has kernels for sm_90"),
         ({"moe_runner_backend": "triton"}, "does not run with --moe-a2a-backend megamoe"),
+        ({"chunked_prefill_size": 1 << 19}, "dispatch buffers 4.* GB.* it fits with --chunked-prefill-size"),
     ):
         with pytest.raises(ConfigError, match=text):
             launch(*LIBRARIES, **flags, **more)
