@@ -198,7 +198,7 @@ struct ExpandedSource {
     }
     pack_values(rows, count, value, steps, values);
     Keys view;
-    if (padded_k<T>(nope) == nope && padded_k<T>(rotary) == rotary) {
+    if (kv_row * int64_t(sizeof(T)) % 4096 != 0 && padded_k<T>(nope) == nope && padded_k<T>(rotary) == rotary) {
       view.parts = rotary > 0 ? 2 : 1;
       const int64_t before = copy_stride<T>(nope), behind = copy_stride<T>(rotary);
       char* copy = scratch<char>(KEYS, MOST_KEYS * (before + behind));
@@ -277,7 +277,9 @@ static void expanded(const T* q, int64_t q_token, int64_t q_head, const T* kv, i
   starts[0] = 0;
   for (int64_t r = 0; r < queries.requests; r++) starts[r + 1] = starts[r] + queries.contexts[r];
   const ExpandedSource<T> source{by_slots ? &queries : nullptr, starts, kv, rope, kv_row, kv_head, rope_row, nope, rotary, value};
-  Attention<T, ExpandedSource<T>>(queries, h, source).run(256);
+  // Units of many columns share the packed keys and values of a block, but a short prompt needs units for all threads.
+  const bool many = queries.starts[queries.requests] * heads >= 4 * 512 * omp_get_max_threads();
+  Attention<T, ExpandedSource<T>>(queries, h, source).run(many ? 512 : 256);
 }
 
 template <class T>

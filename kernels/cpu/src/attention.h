@@ -88,10 +88,12 @@ struct Attention {
   const Heads<T>& heads;
   const Source& source;
   int64_t key_steps, value;  // value: width padded to panels
+  int64_t chunk;             // columns of a block computed together, a multiple of LANES
   const int64_t block = Source::block();  // keys
 
   Attention(const Queries& q, const Heads<T>& h, const Source& s)
-      : queries(q), heads(h), source(s), key_steps(steps_of<T>(h.key_width)), value(panels_of(h.value_width) * LANES) {}
+      : queries(q), heads(h), source(s), key_steps(steps_of<T>(h.key_width)), value(panels_of(h.value_width) * LANES),
+        chunk(value <= 256 ? column_block(T{}) : column_block(float())) {}
 
   int64_t running_floats(int64_t columns) const { return panels_of(columns) * LANES * (value + 2); }
 
@@ -177,15 +179,15 @@ struct Attention {
   // relative to their size, may be up to 2^8.
   float slack() const { return PER_UNIT<T> == 2 ? 8.f / (heads.scale * 1.44269504f) : 0.f; }
 
-  // Weights of one block in units [step][padded], and the rescaling factors of older sums. Returns whether any differs
-  // from 1. Columns before `seeing` see nothing of the block.
+  // Weights of one block in units [step][to - from] for columns [from, to), and the rescaling factors of older sums.
+  // Returns whether any differs from 1. `scores` are those of the columns.
   bool weigh(const Unit& u, const float* scores, int64_t ldc, float* masked, int64_t first, int64_t count,
-             int64_t seeing, int64_t padded, int64_t steps, const int32_t* last, const Running& run, float* rescale,
-             uint32_t* weights) const {
+             int64_t from, int64_t to, int64_t padded, int64_t steps, const int32_t* last, const Running& run,
+             float* rescale, uint32_t* weights) const {
     const F16 scale = set1(heads.scale * 1.44269504f), floor = set1(-1e30f);  // base 2 instead of e
     bool any = false;
-    for (int64_t p = seeing; p < padded; p += LANES) {
-      const float* s = scores + p;
+    for (int64_t p = from; p < to; p += LANES) {
+      const float* s = scores + p - from;
       int64_t stride = ldc;
       F16 top = load(run.high + p);
       const F16 before = top;
@@ -220,7 +222,7 @@ struct Attention {
           odd = exp2(fma(load(s + (k + 1) * stride), scale, shift));
           total = total + odd;
         }
-        store_units(weights + step * padded + p, even, odd, T{});
+        store_units(weights + step * (to - from) + p - from, even, odd, T{});
       }
       store(run.total + p, fma(load(run.total + p), factor, total));
     }
@@ -280,16 +282,16 @@ struct Attention {
     return queries.visible[queries.starts[u.request] + own] >> token & 1;
   }
 
-  // Scores [count][padded] of a block, rows `ldc` apart; columns before `seeing` are skipped.
-  void score(const Keys& keys, int64_t count, const uint32_t* panels, int64_t seeing, int64_t padded, float* scores,
+  // Scores [count][to - from] of a block's columns [from, to), rows `ldc` apart.
+  void score(const Keys& keys, int64_t count, const uint32_t* panels, int64_t from, int64_t to, float* scores,
              int64_t ldc, Ahead* ahead, int64_t share) const {
     const int64_t key_piece = row_multiple(T{});
     for (int64_t k = 0, piece = 0; k < count; k += key_piece, piece++) {
       ahead->fetch(share);
       for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++]))
         gemm<T>(keys.data[part][piece], keys.stride[part][piece], std::min(key_piece, count - k),
-                panels + seeing * key_steps + done * LANES, key_steps * LANES, (padded - seeing) / LANES,
-                keys.steps[part], scores + k * ldc + seeing, ldc, part > 0);
+                panels + from * key_steps + done * LANES, key_steps * LANES, (to - from) / LANES, keys.steps[part],
+                scores + k * ldc, ldc, part > 0);
     }
   }
 
@@ -335,44 +337,52 @@ struct Attention {
 
   // Calls of `ahead` within a block.
   int64_t pieces(int64_t columns, int64_t count) const {
-    return ceil_div(count, piece_rows<T>(columns)) + ceil_div(value / LANES, value_piece(columns <= FEW));
+    return ceil_div(columns, chunk) *
+           (ceil_div(count, piece_rows<T>(columns)) + ceil_div(value / LANES, value_piece(columns <= FEW)));
   }
 
   // Adds one block to a unit's running softmax. Values are packed in `at`. `keys`: null if `found` has the scores.
   void add_block(const Unit& u, int64_t first, int64_t count, bool fresh, int64_t seeing, const uint32_t* panels,
                  const int32_t* last, const Running& run, const Buffers& at, const Keys* keys, const float* found,
                  Ahead* ahead, int64_t share) const {
-    const int64_t used = ceil_div(u.columns, 4) * 4, steps = steps_of<T>(count), padded = at.padded;
+    const int64_t padded = at.padded, apart = steps_of<T>(count) * LANES;
     const bool few = u.columns <= FEW;
-    if (!keys) {
-      if (few) std::memcpy(at.scores, found, size_t(u.columns * block) * sizeof(float));
-    } else if (few) {
-      score_few(*keys, count, panels, u.columns, at.scores, ahead, share);
-    } else {
-      score(*keys, count, panels, seeing, padded, at.scores, at.ldc, ahead, share);
-    }
-    const bool moved = few ? weigh_few(u, at.scores, at.masked, first, count, steps, run, at.rescale,
-                                       reinterpret_cast<T*>(at.weights))
-                           : weigh(u, keys ? at.scores : found, at.ldc, at.masked, first, count, seeing, padded, steps,
-                                   last, run, at.rescale, at.weights);
-    if (moved && !fresh)
-      for (int64_t c = seeing; c < u.columns; c++) {
-        if (at.rescale[c] == 1.f) continue;
-        const F16 factor = set1(at.rescale[c]);
-        for (int64_t v = 0; v < value; v += LANES)
-          store(run.out + c * value + v, load(run.out + c * value + v) * factor);
+    for (int64_t from = seeing; from < padded; from += chunk) {
+      const int64_t to = std::min(from + chunk, padded), ldc = found ? padded : std::min(at.ldc, chunk);
+      // Positions grow with the columns, but for a tree: what the last one does not see has no weight.
+      const int64_t here = few || queries.visible ? count : std::min<int64_t>(count, last[to - 1] + 1 - first);
+      const int64_t steps = steps_of<T>(here);
+      if (!keys) {
+        if (few) std::memcpy(at.scores, found, size_t(u.columns * block) * sizeof(float));
+      } else if (few) {
+        score_few(*keys, count, panels, u.columns, at.scores, ahead, share);
+      } else {
+        score(*keys, here, panels, from, to, at.scores, ldc, ahead, share);
       }
-    const int64_t value_panels = value / LANES, piece = value_piece(few);
-    for (int64_t v = 0; v < value_panels; v += piece) {
-      ahead->fetch(share);
-      const int64_t panels_here = std::min(piece, value_panels - v);
-      const uint32_t* from = at.values + v * steps * LANES;
-      if (few)
-        gemm<T>(at.weights, block * int64_t(sizeof(T)), few_rows<T>(u.columns), from, steps * LANES, panels_here, steps,
-                run.out + v * LANES, value, !fresh);
-      else
-        gemm_by_steps<T>(at.weights + seeing, padded, used - seeing, from, steps * LANES, panels_here, steps,
-                         run.out + seeing * value + v * LANES, value, !fresh);
+      const bool moved = few ? weigh_few(u, at.scores, at.masked, first, count, steps, run, at.rescale,
+                                         reinterpret_cast<T*>(at.weights))
+                             : weigh(u, keys ? at.scores : found + from, ldc, at.masked, first, here, from, to, padded,
+                                     steps, last, run, at.rescale, at.weights);
+      if (moved && !fresh)
+        for (int64_t c = from; c < std::min(u.columns, to); c++) {
+          if (at.rescale[c] == 1.f) continue;
+          const F16 factor = set1(at.rescale[c]);
+          for (int64_t v = 0; v < value; v += LANES)
+            store(run.out + c * value + v, load(run.out + c * value + v) * factor);
+        }
+      const int64_t rows = std::min(ceil_div(u.columns, 4) * 4, to) - from;
+      const int64_t value_panels = value / LANES, piece = value_piece(few);
+      for (int64_t v = 0; v < value_panels; v += piece) {
+        ahead->fetch(share);
+        const int64_t panels_here = std::min(piece, value_panels - v);
+        const uint32_t* channels = at.values + v * apart;
+        float* sums = run.out + from * value + v * LANES;
+        if (few)
+          gemm<T>(at.weights, block * int64_t(sizeof(T)), few_rows<T>(u.columns), channels, apart, panels_here, steps,
+                  sums, value, !fresh);
+        else
+          gemm_by_steps<T>(at.weights, to - from, rows, channels, apart, panels_here, steps, sums, value, !fresh);
+      }
     }
   }
 
@@ -403,17 +413,24 @@ struct Attention {
     }
   }
 
-  // to += from, for one column; both have visible keys, or `from` has none.
-  void merge(const Running& to, const Running& from, int64_t c) const {
-    if (from.high[c] == -INFINITY) return;
-    const float top = std::max(to.high[c], from.high[c]);
-    float factors[LANES] = {to.high[c] - top, from.high[c] - top};
-    store(factors, exp2(load(factors) * set1(heads.scale * 1.44269504f)));
-    const F16 old = set1(factors[0]), add = set1(factors[1]);
-    to.high[c] = top;
-    to.total[c] = std::fma(to.total[c], factors[0], from.total[c] * factors[1]);
-    for (int64_t v = 0; v < value; v += LANES)
-      store(to.out + c * value + v, fma(load(to.out + c * value + v), old, load(from.out + c * value + v) * add));
+  // to += from, for some columns; both have visible keys, or `from` has none.
+  void merge(const Running& to, const Running& from, int64_t columns) const {
+    for (int64_t p = 0; p < columns; p += LANES) {
+      float tops[LANES], keep[LANES], take[LANES];
+      const F16 own = load(to.high + p), other = load(from.high + p), top = max(own, other);
+      const F16 scale = set1(heads.scale * 1.44269504f);
+      store(tops, top);
+      store(keep, exp2((own - top) * scale));
+      store(take, exp2((other - top) * scale));
+      for (int64_t c = p; c < std::min(columns, p + LANES); c++) {
+        if (from.high[c] == -INFINITY) continue;
+        const F16 old = set1(keep[c - p]), add = set1(take[c - p]);
+        to.high[c] = tops[c - p];
+        to.total[c] = std::fma(to.total[c], keep[c - p], from.total[c] * take[c - p]);
+        for (int64_t v = 0; v < value; v += LANES)
+          store(to.out + c * value + v, fma(load(to.out + c * value + v), old, load(from.out + c * value + v) * add));
+      }
+    }
   }
 
   void finish(const Unit& u, const Running& run, int64_t c) const {
@@ -457,7 +474,7 @@ struct Attention {
     split(u, 0, panels, last, total, next, ready);
     for (int64_t s = 1; s < u.splits; s++) {
       split(u, s, panels, last, here, next, ready);
-      for (int64_t c = 0; c < u.columns; c++) merge(total, here, c);
+      merge(total, here, u.columns);
     }
     for (int64_t c = 0; c < u.columns; c++) finish(u, total, c);
   }
@@ -507,11 +524,9 @@ struct Attention {
       const Unit& u = units[task];
       const int64_t padded = panels_of(u.columns) * LANES;
       Running total = running_at(partials + u.partial * floats, padded);
-      for (int64_t c = 0; c < u.columns; c++) {
-        for (int64_t s = 1; s < u.splits; s++)
-          merge(total, running_at(partials + (u.partial + s) * floats, padded), c);
-        finish(u, total, c);
-      }
+      for (int64_t s = 1; s < u.splits; s++)
+        merge(total, running_at(partials + (u.partial + s) * floats, padded), u.columns);
+      for (int64_t c = 0; c < u.columns; c++) finish(u, total, c);
     });
   }
 };

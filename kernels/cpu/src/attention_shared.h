@@ -142,7 +142,7 @@ struct SharedTile {
       blocks.advance(i);
       const bool finished = blocks.finished(i);
       if (first >= SPLIT && (finished || (first + whole.block) % SPLIT == 0))
-        for (int64_t c = 0; c < units[i].columns; c++) whole.merge(running(i, true), run, c);
+        whole.merge(running(i, true), run, units[i].columns);
       if (finished)
         for (int64_t c = 0; c < units[i].columns; c++) whole.finish(units[i], running(i, true), c);
     }

@@ -54,6 +54,10 @@ inline int64_t stripe_rows(float) { return INT64_MAX; }
 // Keys of a block of attention, at most 128: tiles read and write the sums of all values once for each block.
 int64_t key_block(bf16);
 inline int64_t key_block(float) { return 64; }
+// Columns of attention whose scores, weights and sums are computed together: with tiles so few that those of heads of
+// up to 256 values stay in the L1 cache.
+int64_t column_block(bf16);
+inline int64_t column_block(float) { return 1 << 20; }
 // Few rows are best rounded up to this: products of 1 and of 4 rows in turn would each configure the matrix tiles.
 int64_t row_unit(bf16);
 inline int64_t row_unit(float) { return 1; }

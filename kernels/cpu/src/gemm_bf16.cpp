@@ -220,6 +220,13 @@ int64_t key_block(bf16) {
   return 64;
 }
 
+int64_t column_block(bf16) {
+#if defined(MOE_AMX)
+  if (use_amx) return 2 * LANES;
+#endif
+  return column_block(float());
+}
+
 int64_t row_unit(bf16) {
 #if defined(MOE_AMX)
   if (use_amx) return 4;
