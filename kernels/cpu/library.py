@@ -8,6 +8,7 @@ shared home folder do not share a library. Object files are kept too: a new vers
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import tempfile
 import time
@@ -68,6 +70,9 @@ INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 OBJECTS = "cpu_objects"
 LOCK, BUILD = ".lock", ".build"
 """Suffixes of files next to a library: held while it is compiled; the compilation's temporary files."""
+_ELF = struct.Struct("<40xQ10xHH2x")
+"""Header of a 64-bit file: offset, entry size and number of the section headers."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 PATHS = {3: "AMX bf16 tiles", 2: "AVX512-BF16", 1: "AVX-512", 0: "portable vectors"}
 
 P, L, N, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -281,10 +286,29 @@ def _finish(process: subprocess.Popen[str], command: list[str], folder: str) -> 
     _, errors = process.communicate()
     if process.returncode != 0:
         if "No space left" in errors:
-            cache = Path(folder).parent
-            raise LibraryError(f"{cache} is full: free space there, or set XDG_CACHE_HOME to another folder")
+            raise LibraryError(_full(Path(folder).parent))
         lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
         raise LibraryError(f"{command[0]} failed ({process.returncode}): " + " | ".join(lines[:3]))
+
+
+def _full(cache: Path) -> str:
+    return f"{cache} is full: free space there, or set XDG_CACHE_HOME to another folder"
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a library or object file exists and has its end, the section headers. A copy that a full disk has cut
+    kills the process that calls it (SIGBUS)."""
+    try:
+        with open(file, "rb") as opened:
+            head, size = opened.read(_ELF.size), os.fstat(opened.fileno()).st_size
+    except OSError:
+        return False
+    if not head.startswith(b"\x7fELF"):  # of another system
+        return bool(head)
+    if len(head) < _ELF.size:
+        return False
+    begin, entry_bytes, num_entries = _ELF.unpack(head)
+    return bool(size >= begin + entry_bytes * num_entries)
 
 
 @contextmanager
@@ -333,7 +357,7 @@ def _units(flags: list[str], toolchain: str, folder: Path) -> dict[str, tuple[li
 def _compile(compiler: str, flags: list[str], toolchain: str, runtime: Path, target: Path) -> None:
     units = _units(flags, toolchain, target.parent / OBJECTS)
     with _build_folder(target) as folder, _compilers(folder) as start:
-        waiting = [unit for unit, (_, file) in units.items() if not file.exists()]
+        waiting = [unit for unit, (_, file) in units.items() if not _is_whole(file)]
         common = Path(folder) / "all.h"
         common.write_text(f'#include "{SOURCES / HEADER}"\n')
         if len(waiting) > 4:
@@ -379,16 +403,16 @@ def _built(flags: list[str]) -> Path:
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
     name, named = f"cpu_kernels-{digest.hexdigest()[:20]}.so", _named_folder()
-    if named is not None and os.path.exists(named / name):  # also on a read-only file system; no error if it is hidden
+    if named is not None and _is_whole(named / name):  # also on a read-only file system; no error if it is hidden
         return named / name
     folder = cache_folder()
     target = folder / name
-    if target.exists():
+    if _is_whole(target):
         return target
     # Processes that start together wait for the first to compile; the rename keeps races safe.
     with open(target.with_suffix(LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
+        if not _is_whole(target):
             _remove_abandoned(folder)
             start = time.perf_counter()
             # a warning, which commands without log lines show too: it takes a minute
@@ -429,4 +453,4 @@ def _library_or_reason(march: str, defines: tuple[str, ...], optimize: str, amx:
     except LibraryError as error:
         return str(error)
     except OSError as error:
-        return f"cannot compile the CPU kernels: {error}"
+        return _full(cache_folder()) if error.errno in FULL else f"cannot compile the CPU kernels: {error}"

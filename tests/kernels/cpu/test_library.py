@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -189,6 +190,32 @@ def test_only_changed_units_are_compiled(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         (sources / name).write_text((sources / name).read_text() + "// changed")
         assert compiled("-O1")[0] == users
+
+
+def test_a_cut_library_is_compiled_again(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like a cache that was copied to a full disk: the process that loads it would end by SIGBUS, at each start."""
+    compiler, whole = tmp_path / "c++", library.file.read_bytes()
+    compiler.write_text(QUICK.format(units=tmp_path / "units"))
+    compiler.chmod(0o755)
+    monkeypatch.setattr(module, "cpu_device", lambda: Device("cpu", "a machine", compiler=str(compiler)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = module._built(["-O1"])
+    commands = made.read_bytes()
+    for size in (0, 40, len(whole) // 2, len(whole) - 1):
+        made.write_bytes(whole[:size])
+        assert module._built(["-O1"]).read_bytes() == commands
+    made.write_bytes(whole)
+    assert module._built(["-O1"]).read_bytes() == whole
+
+
+def test_a_full_cache_is_named_before_the_compiler_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(flags: list[str]) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "_built", full)
+    with pytest.raises(LibraryError, match=f"{tmp_path}/moe-engine is full: free space there, or set XDG_CACHE_HOME"):
+        load(f"a-machine-{tmp_path.name}")
 
 
 def test_a_library_in_a_read_only_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
