@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.stub_model import stub_runner
 from moe_engine.core import messages
-from moe_engine.core.loop import EngineCore
+from moe_engine.core.loop import EngineCore, LoopSettings
 from moe_engine.core.rank_calls import SingleRank
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
@@ -139,7 +139,7 @@ def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part]
     with tempfile.TemporaryDirectory() as folder:
         board = SharedStatus(Path(folder) / "board", create=True)
         core = EngineCore(
-            scheduler, SingleRank(worker), port, board, StepReporter(), eos_token_ids=frozenset((0,)), overlap=overlap
+            scheduler, SingleRank(worker), port, board, StepReporter(), LoopSettings(frozenset((0,)), overlap)
         )
         gc.collect()
         gc.freeze()

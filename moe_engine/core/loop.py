@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from moe_engine.core import messages
@@ -60,6 +60,25 @@ class CoreTransport(Protocol):
         """Ends a wait of `receive`, or the next one. Thread-safe."""
 
 
+@dataclass(frozen=True)
+class LoopSettings:
+    """What the launch decides about the loop of a core.
+
+    Attributes:
+        eos_token_ids: of the model.
+        overlap: the next step is planned while the current one runs.
+        group: attention group that the core serves, of its replica.
+        first_half: tokens of a plan's first half for two-batch overlap; 0: not split.
+        problem_of: why a plan must not run, or None; such a plan fails before any rank has begun it.
+    """
+
+    eos_token_ids: frozenset[int]
+    overlap: bool = True
+    group: int = 0
+    first_half: Callable[[StepPlan], int] = lambda plan: 0
+    problem_of: Callable[[StepPlan], str | None] = lambda plan: None
+
+
 class EngineCore:
     """Drives a scheduler and a worker until shutdown."""
 
@@ -70,27 +89,21 @@ class EngineCore:
         transport: CoreTransport,
         status: SharedStatus,
         reporter: StepReporter,
+        settings: LoopSettings,
         *,
-        eos_token_ids: frozenset[int],
-        overlap: bool = True,
         worker_stats: Callable[[], dict[str, Any]] = dict,
         check: Callable[[], None] = lambda: None,
         dp_sync: DPSync | None = None,
-        first_half: Callable[[StepPlan], int] = lambda plan: 0,
-        problem_of: Callable[[StepPlan], str | None] = lambda plan: None,
         methods: Mapping[str, CoreMethod] = NO_METHODS,
-        group: int = 0,
         kv_arrivals: KVArrivals | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         """
         Args:
+            worker: runs the steps; `worker_stats`: values of it that change while serving, for metrics.
             check: called every iteration; raises `EngineDeadError` if a rank behind the worker is lost.
-            first_half: tokens of a plan's first half for two-batch overlap; 0: not split.
-            problem_of: why a plan must not run, or None; such a plan fails before any rank has begun it.
             dp_sync: step sync with the schedulers of the other attention groups; None with a single group.
             methods: further methods that the frontend may call.
-            group: attention group that this core serves.
             kv_arrivals: loads of KV that end after their step's result; None without a KV connector.
             grammars: compiles the constraints of requests; None: such requests are refused.
         """
@@ -98,18 +111,16 @@ class EngineCore:
         self._worker = worker
         self._transport = transport
         self._reporter = reporter
-        self._overlap = overlap
+        self._settings = settings
         self._worker_stats = worker_stats
         self._check = check
         self._dp_sync = dp_sync
-        self._first_half = first_half
-        self._problem_of = problem_of
         self._kv_arrivals = kv_arrivals
         self._waits_for_kv = False
         self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed, scheduler.table.jumps)
-        self._output = DeltaSender(transport.send, group)
+        self._output = DeltaSender(transport.send, settings.group)
         self._requests = RequestReceiver(
-            scheduler, self._late_masks, self._output, eos_token_ids, grammars, transport.wake
+            scheduler, self._late_masks, self._output, settings.eos_token_ids, grammars, transport.wake
         )
         if dp_sync is not None:
             dp_sync.use(scheduler.delays)
@@ -212,7 +223,7 @@ class EngineCore:
             self._collect()
             return
         assert plan is None or isinstance(plan, StepPlan)
-        problem = self._problem_of(plan) if plan is not None else None
+        problem = self._settings.problem_of(plan) if plan is not None else None
         if plan is not None and problem is not None:  # no rank has begun it
             if self._collect():
                 self._step_failed(plan, MoeEngineError(problem), None)
@@ -243,7 +254,7 @@ class EngineCore:
         facts = StepFacts.of(
             plan,
             prompt_logprobs=about is not None and about.prompt_logprobs,
-            first_half=self._first_half(plan),
+            first_half=self._settings.first_half(plan),
             num_running=len(scheduler.table.decodes),
             num_waiting=num_waiting,
             leaving=leaving,
@@ -267,12 +278,12 @@ class EngineCore:
             self._output.publish(self._scheduler.update(result))
             self._reporter.finished(result, self._scheduler.speculator)
             self._status.step_ended(plan.number)
-        elif behind is not None and self._overlap:
+        elif behind is not None and self._settings.overlap:
             time.sleep(MASKED_HANDOVER_SECONDS if behind[0].masked else HANDOVER_SECONDS)
         self._in_flight = behind
         if behind is not None and behind[0].masked:
             self._late_masks.send()
-        return behind is None or self._overlap or self._collect()
+        return behind is None or self._settings.overlap or self._collect()
 
     def _step_failed(self, plan: StepPlan, error: Exception, behind: Future[StepResult] | None) -> None:
         """A step raised: its requests are retried one at a time (`Scheduler.step_failed`).

@@ -17,7 +17,7 @@ from moe_engine.core.executor import StepWorker
 from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.kv_event_publisher import KVEventPublisher
 from moe_engine.core.kv_transfer.open import open_transfers
-from moe_engine.core.loop import CoreTransport, EngineCore
+from moe_engine.core.loop import CoreTransport, EngineCore, LoopSettings
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.planning.inputs.machine import available_gb
@@ -84,23 +84,26 @@ def make_core(
         check = _publishing(KVEventPublisher(events, scheduler.kv_cache.tree.events, group), check)
     if scheduler.kv_cache.transfers is not None:
         check = open_transfers(config, scheduler, worker, driver, transport.wake, check, first_group + group)
+    settings = LoopSettings(
+        frozenset(config.model.eos_token_ids),
+        overlap=not config.scheduling.disable_overlap_schedule,
+        group=group,
+        first_half=partial(_first_half, config.args.parallel),
+        problem_of=lambda plan: config.limits.problem_of(plan.num_tokens, len(plan.rows)),
+    )
     return EngineCore(
         scheduler,
         driver,
         transport,
         status,
         StepReporter(config.logging.decode_log_interval, config.logging.record_step_times),
-        eos_token_ids=frozenset(config.model.eos_token_ids),
-        overlap=not config.scheduling.disable_overlap_schedule,
+        settings,
         worker_stats=lambda: own | worker.state() | scheduler.table.settings.values(),
         methods=_methods(config, scheduler),
         check=check,
         dp_sync=dp_sync,
-        group=group,
-        first_half=partial(_first_half, config.args.parallel),
         kv_arrivals=kv_arrivals,
         grammars=_grammar_compiler(config),
-        problem_of=lambda plan: config.limits.problem_of(plan.num_tokens, len(plan.rows)),
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from moe_engine.config.args import EngineArgs
 from moe_engine.core import messages
 from moe_engine.core.kv_arrivals import KVArrivals
-from moe_engine.core.loop import EngineCore
+from moe_engine.core.loop import EngineCore, LoopSettings
 from moe_engine.core.setup import scheduler_config
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
@@ -144,7 +144,7 @@ class InProcessEngine:
         arrivals = KVArrivals(port.wake)
         self.worker.on_kv_done(arrivals.report, arrivals.report_storage)
         core = EngineCore(
-            self.scheduler, self.worker, port, self._status, StepReporter(), eos_token_ids=eos, overlap=overlap,
+            self.scheduler, self.worker, port, self._status, StepReporter(), LoopSettings(eos, overlap),
             kv_arrivals=arrivals if config.host_tier_tokens else None, grammars=grammars,
         )  # fmt: skip
         core.run()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_engine.core.loop import EngineCore
+from moe_engine.core.loop import EngineCore, LoopSettings
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.types import StepPlan
@@ -174,8 +174,10 @@ def test_a_plan_that_is_too_large_never_reaches_the_worker(engine: InProcessEngi
         port,
         engine._status,
         StepReporter(),
-        eos_token_ids=frozenset(engine.config.model.eos_token_ids),
-        problem_of=lambda plan: seen.append(plan.num_tokens) or ("too large" if plan.num_tokens > 60 else None),
+        LoopSettings(
+            frozenset(engine.config.model.eos_token_ids),
+            problem_of=lambda plan: seen.append(plan.num_tokens) or ("too large" if plan.num_tokens > 60 else None),
+        ),
     )
     core.run()
     assert max(seen) > 60

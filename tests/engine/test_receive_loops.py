@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from moe_engine.core import messages
 from moe_engine.core.core_methods import ExpertDumps
-from moe_engine.core.loop import EngineCore
+from moe_engine.core.loop import EngineCore, LoopSettings
 from moe_engine.core.rank_calls import RankAnswer, RankCall
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
@@ -165,7 +165,7 @@ class RunningCore:
             self._port,
             status,
             StepReporter(),
-            eos_token_ids=frozenset((1,)),
+            LoopSettings(frozenset((1,))),
             methods={"write_experts": ExpertDumps(folder / "dumps").method()},
         )
         self.error: BaseException | None = None

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from moe_engine.core import messages
-from moe_engine.core.loop import EngineCore
+from moe_engine.core.loop import EngineCore, LoopSettings
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.sampling_checks import parse_sampling
@@ -79,7 +79,7 @@ class Port:
 
 def run(port: Port, scheduler: Holds, status: SharedStatus, grammars: GrammarCompiler | None = None) -> None:
     worker, eos = SteppingWorker(CONFIG), frozenset((1,))
-    EngineCore(scheduler, worker, port, status, StepReporter(), eos_token_ids=eos, grammars=grammars).run()
+    EngineCore(scheduler, worker, port, status, StepReporter(), LoopSettings(eos), grammars=grammars).run()
 
 
 @pytest.mark.parametrize(("held", "loads"), [(True, 0), (True, 1), (False, 0)])

@@ -143,14 +143,21 @@ CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), m
 @settings(max_examples=examples(60))
 @given(CALLS, st.sampled_from(["", "Look.", "a\n\n"]), st.booleans())
 def test_the_parser_reads_written_calls_back(calls, content, thinking):
-    prompt = CHAT.render([user("q")], kwargs={"thinking": thinking})
-    whole = CHAT.render([user("q"), answer(content, "r", *calls)], kwargs={"thinking": thinking})
+    check_read_back(CHAT, "deepseekv32", calls, content, thinking)
+
+
+def check_read_back(
+    chat: Any, parser: str, calls: list[Any], content: str, thinking: bool, tools: list[Any] | None = None
+) -> None:
+    """The parser reads the calls of a prompt back. Its result, rendered again, is the same prompt: the prefix cache
+    hits."""
+    more = {"tools": tools, "kwargs": {"thinking": thinking}}
+    prompt = chat.render([user("q")], **more)
+    whole = chat.render([user("q"), answer(content, "r", *calls)], **more)
     output = whole.removeprefix(prompt + ("r</think>" if thinking else "")).removesuffix(EOS)
-    parser = ToolCallParser("deepseekv32", {name: None for name, _ in calls})
-    plain, found, _ = read_calls(parser, output, len(output))
+    plain, found, _ = read_calls(ToolCallParser(parser, {name: None for name, _ in calls}), output, len(output))
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
-    # the parser's result, rendered again, is the same prompt: the prefix cache hits
-    assert CHAT.render([user("q"), answer(plain, "r", *calls)], kwargs={"thinking": thinking}) == whole
+    assert chat.render([user("q"), answer(plain, "r", *calls)], **more) == whole
 
 
 TURN = st.one_of(

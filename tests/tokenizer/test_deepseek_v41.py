@@ -10,18 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.errors import InputError
-from moe_engine.tokenizer import load_tokenizer
 from moe_engine.tokenizer.chat_template import load_chat_template
 from moe_engine.tokenizer.deepseek_v41 import DeepseekV41Chat
 from moe_engine.tokenizer.reasoning import starts_inside
-from moe_engine.tokenizer.tool_calls import ToolCallParser
 from tests.examples import examples
-from tests.server.fake_engine import FakeClient
-from tests.server.harness import post
-from tests.tokenizer.read_calls import read_calls
-from tests.tokenizer.test_deepseek_v4 import CALLED, DEVELOPER, RESULTS, TURNS
+from tests.tokenizer import test_deepseek_v32 as v32
+from tests.tokenizer.test_deepseek_v4 import CALLED, DEVELOPER, RESULTS, TURNS, prompt_of_an_answer
 from tests.tokenizer.test_deepseek_v32 import BOS, CALLS, EOS, OPEN, SCHEMA, SHUT, TEXTS, THINKING, TOOL, answer, user
-from tests.tokenizer.tiny_tokenizer import make_tokenizer, save_tokenizer
 
 EFFORTS = {"low": 5, "high": 6, "max": 7}
 CHAT = DeepseekV41Chat(
@@ -97,15 +92,7 @@ def test_efforts_out_of_range_are_refused(effort):
 @settings(max_examples=examples(60))
 @given(CALLS, st.sampled_from(["", "Look.", "a\n\n"]), st.booleans())
 def test_the_parser_reads_written_calls_back(calls, content, thinking):
-    """Its result, rendered again, is the same prompt."""
-    kwargs = {"thinking": thinking}
-    prompt = CHAT.render([user("q")], tools=[TOOL], kwargs=kwargs)
-    whole = CHAT.render([user("q"), answer(content, "r", *calls)], tools=[TOOL], kwargs=kwargs)
-    output = whole.removeprefix(prompt + ("r</think>" if thinking else "")).removesuffix(EOS)
-    parser = ToolCallParser("deepseekv41", {name: None for name, _ in calls})
-    plain, found, _ = read_calls(parser, output, len(output))
-    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
-    assert CHAT.render([user("q"), answer(plain, "r", *calls)], tools=[TOOL], kwargs=kwargs) == whole
+    v32.check_read_back(CHAT, "deepseekv41", calls, content, thinking, [TOOL])
 
 
 @settings(max_examples=examples(40))
@@ -131,18 +118,7 @@ def test_texts_of_the_vendor(tmp_path):
 
 def test_over_the_openai_api(tmp_path):
     """A checkpoint without a template: the parts of the answer are separated."""
-    folder = save_tokenizer(tmp_path, chat_template=None)
-    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v41"}))
-    client = FakeClient(f"why</think>Look.{BLOCK}", context_len=9000, max_req_input_len=8000, max_total_num_tokens=9000)
-    client.tokenizer = load_tokenizer(folder)
-    tools = [TOOL, {"type": "function", "function": {"name": "g"}}]
-    body = {"messages": CALLED, "tools": tools, "reasoning_effort": "low", "max_tokens": 1000}
-    parsers = {"reasoning_parser": "deepseek-v41", "tool_call_parser": "deepseekv41"}
-    found = post(client, "/v1/chat/completions", body, **parsers).json()["choices"][0]["message"]
-    prompt = make_tokenizer().decode(client.requests[0].prompt_ids, skip_special_tokens=False)
+    prompt = prompt_of_an_answer(tmp_path, "deepseek_v41", BLOCK, "low")
     assert prompt.startswith(f"{BOS}<｜System｜>Reasoning Effort: 50") and prompt.endswith(
         f"{BLOCK}{EOS}{RESULTS}{OPEN}"
     )
-    assert (found["reasoning_content"], found["content"].strip()) == ("why", "Look.")
-    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found["tool_calls"]]
-    assert calls == [("f", {"s": "x", "n": [1]}), ("g", {})]

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from moe_engine.core.executor import RankLost
-from moe_engine.core.loop import EngineCore
+from moe_engine.core.loop import EngineCore, LoopSettings
 from moe_engine.elastic import rank as elastic_rank
 from moe_engine.elastic.leader_worker import Membership, SurvivingWorker
 from moe_engine.elastic.rank import serve_across_losses
@@ -28,7 +28,7 @@ def test_pause_of_a_loss_before_the_first_iteration_is_zero(
     core = EngineCore(
         Mock(start_over=lambda: [], config=Mock(vocab_size=None)),
         *(Mock() for _ in range(4)),
-        eos_token_ids=frozenset(),
+        LoopSettings(frozenset()),
         check=Mock(side_effect=[RanksChanged("DP1"), over]),
     )
     worker = Mock(regroup=lambda waiting: (survivors, Recovered(3, 0, 0.5)))
