@@ -190,8 +190,8 @@ class ModelConfig:
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:
-        """Sums over tensors and parts of the model that were computed before, by their arguments (`models.sizes`,
-        `models.widths`): a plan resolves hundreds of launches of a model."""
+        """Sums over tensors, parts of the model and facts of all layers that were computed before, by their arguments
+        (`models.sizes`, `models.needs`): a plan resolves hundreds of launches of a model."""
         return {}
 
     @property

@@ -51,13 +51,16 @@ def width_group(config: ModelConfig, keeps_blocks: bool = False) -> int:
     return 2 * form.group if form.nvfp4 else form.group * (form.factors or 1) or 1
 
 
-def _schemes(config: ModelConfig) -> set[Scheme]:
+def _schemes(config: ModelConfig) -> frozenset[Scheme]:
     """Schemes of the quantized matrices of experts; empty for formats without schemes."""
     format = config.weight_format
     if not isinstance(format, SchemeFormat):
-        return set()
-    stored = (format.scheme_of(prefix) for prefix in _one_expert_of_each_layer(config))
-    return {scheme for scheme in stored if scheme is not None}
+        return frozenset()
+    if (key := "expert schemes") not in config.known_sizes:
+        stored = (format.scheme_of(prefix) for prefix in _one_expert_of_each_layer(config))
+        config.known_sizes[key] = frozenset(scheme for scheme in stored if scheme is not None)
+    found: frozenset[Scheme] = config.known_sizes[key]
+    return found
 
 
 def _one_expert_of_each_layer(config: ModelConfig) -> Iterator[str]:

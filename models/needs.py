@@ -79,6 +79,13 @@ def expert_widths(
 
 def linear_forms(model: ModelConfig) -> frozenset[WeightForm]:
     """Forms of the matrices of layers other than experts, by the schemes of the checkpoint; empty without schemes."""
+    if (key := "linear forms") not in model.known_sizes:  # a walk over all tensors
+        model.known_sizes[key] = _linear_forms(model)
+    found: frozenset[WeightForm] = model.known_sizes[key]
+    return found
+
+
+def _linear_forms(model: ModelConfig) -> frozenset[WeightForm]:
     stored = model.weight_format
     if not isinstance(stored, SchemeFormat):
         return frozenset()

@@ -11,7 +11,7 @@ import pytest
 from moe_engine.cli.main import main
 from moe_engine.config.args import EngineArgs
 from moe_engine.kernels import weight_forms as forms
-from moe_engine.models import sizes
+from moe_engine.models import needs, sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.tensors import model_tensors
 from moe_engine.parallel.topology import Topology
@@ -21,9 +21,10 @@ from moe_engine.tuning.costs.form import Form, Precision
 from moe_engine.tuning.costs.model_facts import MLP, model_facts, stored_dtype
 from moe_engine.tuning.costs.overheads import Launches
 from moe_engine.tuning.hardware.table import parse_cluster
+from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.launch import subject_of
 from moe_engine.tuning.planner.memory import Memory
-from tests.models.published import V3
+from tests.models.published import GLM_5_2, KIMI_K3, V3
 from tests.tuning.plan_models import small_deepseek, small_grouped, write
 
 ROUTER = "re:.*mlp.gate$"
@@ -170,6 +171,21 @@ def test_equal_layers_are_summed_at_once(tmp_path: Path):
             parts = [sizes.tensor_bytes(config, (spec,), *further) - rotary for spec in model_tensors(config)]
             found = sizes.weight_bytes(config, 2, False, topology, redundant, kept)
             assert 0 <= found - rotary - sum(parts) <= len(parts)  # each part is rounded down
+
+
+@pytest.mark.parametrize("raw", [GLM_5_2, KIMI_K3], ids=["indexer", "schemes"])
+def test_further_launches_walk_no_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raw: dict[str, Any]):
+    """A search resolves hundreds of launches of a model; walks over its tensors took most of the time."""
+    walks: list[str] = []
+    for module in (sizes, needs):
+        walk = module.model_tensors
+        monkeypatch.setattr(module, "model_tensors", lambda *args, walk=walk: walks.append("") or walk(*args))
+    memory = memory_of(write(tmp_path, raw), "16xh200")
+    found = []
+    for rows in (8, 16, 32):
+        memory.of(Candidate(Form(16), 1, "bf16", 2048, rows))
+        found.append(len(walks))
+    assert found[0] > 0 and found[1:] == [found[0]] * 2
 
 
 def test_int4_weights_are_faster_than_those_they_are_made_of(capsys, tmp_path: Path):

@@ -35,8 +35,11 @@ def with_index_keys(args: EngineArgs, model: ModelConfig, device: str, dtype: st
     if args.memory.kv_cache_dtype != "auto" or (device, dtype) not in FP8_KEYS:
         return model
     record.remark(f"index keys are cached in FP8, latents in {dtype}; --kv-cache-dtype {dtype} keeps both in {dtype}")
-    indexer = replace(attention.indexer, fp8_keys=True)
-    return replace(model, attention=replace(attention, indexer=indexer))
+    if (key := "with FP8 index keys") not in model.known_sizes:  # one for all launches of a plan, with its known sizes
+        indexer = replace(attention.indexer, fp8_keys=True)
+        model.known_sizes[key] = replace(model, attention=replace(attention, indexer=indexer))
+    found: ModelConfig = model.known_sizes[key]
+    return found
 
 
 def check_sparse(args: EngineArgs, models: Sequence[ModelConfig], device: str, topk: int) -> None:
