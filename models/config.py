@@ -187,6 +187,10 @@ class ModelConfig:
     """Logits are cap * tanh(logits / cap) (Mistral Large 4); 0: as they are."""
     mtp: MTPForm = DEEPSEEK
     """MTP layers, where they are not as DeepSeek's."""
+    layer_norm: bool = False
+    """Norms of the residual are LayerNorms with biases (Phi-3.5-MoE)."""
+    head_bias: bool = False
+    """The LM head has a bias (Phi-3.5-MoE)."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:

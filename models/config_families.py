@@ -276,7 +276,7 @@ def build_config(fields: Fields, generation: Mapping[str, Any], *, rope: RopeCon
     )
 
 
-_WINDOW_BY_DEFAULT = ("mistral", "mixtral", "ministral", "ministral3", "phi3")
+_WINDOW_BY_DEFAULT = ("mistral", "mixtral", "ministral", "ministral3", "phi3", "phimoe")
 _FULL_BEFORE = ("qwen2", "qwen3", "dots1")
 """Families whose `sliding_window` applies from layer `max_window_layers` on; in others it applies to all layers."""
 _DEFAULT_FULL_LAYERS = 28

@@ -281,7 +281,8 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
 
 
 def _parse_longrope(fields: Fields, section: Fields, base: RopeConfig) -> RopeConfig:
-    """Factors for contexts longer than the original one, and for others; an attention factor for both."""
+    """Factors for contexts longer than the original one, and for others; an attention factor for both, or for each
+    (Phi-3.5-MoE)."""
     positions, original = fields.integer("max_position_embeddings"), base.original_max_position
     lists = {}
     for name in ("long_factor", "short_factor"):
@@ -291,16 +292,14 @@ def _parse_longrope(fields: Fields, section: Fields, base: RopeConfig) -> RopeCo
         if not all(isinstance(each, int | float) and 0 < each < math.inf for each in found):
             section.fail(name, "must have numbers above 0")
         lists[name] = tuple(map(float, found))
-    for name in ("short_mscale", "long_mscale"):
-        if section.has(name):
-            section.fail(name, "is set; it is not supported: it needs a factor of attention for each length")
     factor = section.number("factor", None, above=0) or positions / original
     attention_factor = section.number("attention_factor", None)
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    scales = {name: section.number(f"{name}_mscale", attention_factor, above=0) for name in ("long", "short")}
     rope = replace(
-        base, factor=factor, attention_factor=attention_factor, pair_factors=lists["long_factor"],
-        short_factors=lists["short_factor"],
+        base, factor=factor, attention_factor=scales["long"], pair_factors=lists["long_factor"],
+        short_factors=lists["short_factor"], short_attention=scales["short"],
     )  # fmt: skip
     return rope.within(positions)
 

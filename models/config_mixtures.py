@@ -45,6 +45,22 @@ def _refuse_other_minimax(fields: Fields) -> None:
         fields.fail("shared_intermediate_size", "is not 0: shared experts of MiniMax-Text-01 are not supported")
 
 
+def parse_phi_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Phi-3.5-MoE: Mixtral with LayerNorms, biases, and the router SparseMixer, which chooses two experts."""
+    fields.check_served({"num_experts_per_tok": 2})
+    moe = MoEConfig(
+        num_experts=fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("intermediate_size"),
+        shared_width=0,
+        score="sparsemixer",
+        jitter=fields.number("router_jitter_noise", 0.01),
+    )
+    check_moe(fields, moe)
+    config = parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"))
+    return replace(config, layer_norm=True, head_bias=fields.flag("lm_head_bias"))
+
+
 def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """gpt-oss: sinks, windows in every second layer, biases everywhere, a softmax over the chosen experts' logits."""
     moe = MoEConfig(

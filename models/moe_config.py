@@ -23,6 +23,7 @@ class MoEConfig:
     relu(x)^2 as activation (Nemotron-H). `num_zero`: zero experts, whose result is
     their input: the router chooses them like the `num_experts` others, after which they are numbered (LongCat-Flash).
     `scales_input`: the router's weight multiplies the input of the token's one expert, not its result (Llama 4).
+    `jitter`: of the score ``sparsemixer`` (Phi-3.5-MoE).
     """
 
     num_experts: int
@@ -52,6 +53,7 @@ class MoEConfig:
     squared: bool = False
     num_zero: int = 0
     scales_input: bool = False
+    jitter: float = 0.0
 
     @property
     def num_choices(self) -> int:

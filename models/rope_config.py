@@ -47,12 +47,16 @@ class RopeConfig:
     query_start: int = 0
     """See `query_beta`; Llama 4 counts positions from 1."""
 
+    short_attention: float = 0.0
+    """`attention_factor` with `short_factors`; 0: the same as with the others."""
+
     def within(self, context_len: int) -> RopeConfig:
         """For requests of at most `context_len` tokens. ``longrope`` has one list of factors for all positions, so that
         cached keys stay valid: the short one if no request can exceed `original_max_position`."""
         if not self.short_factors or context_len > self.original_max_position:
             return self
-        return replace(self, pair_factors=self.short_factors, short_factors=())
+        factor = self.short_attention or self.attention_factor
+        return replace(self, pair_factors=self.short_factors, short_factors=(), attention_factor=factor)
 
     def num_rows(self, positions: int) -> int:
         """Rows of the table for this many positions."""

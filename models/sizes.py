@@ -21,6 +21,7 @@ from moe_engine.models.tensors import (
     BIASES,
     EMBEDDING,
     GATE_UP_BIAS,
+    HEAD_BIAS,
     ROUTERS,
     Kind,
     TensorSpec,
@@ -259,7 +260,7 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         return 1
     if name == EMBEDDING:
         return topology.attn_tp_size
-    if is_head(name):
+    if is_head(name) or name == HEAD_BIAS:
         return topology.attn_tp_size if topology.enable_dp_lm_head else topology.tp_size
     if ".shared_expert" in name:
         if topology.travels or ".shared_expert_gate." in name:

@@ -70,6 +70,9 @@ _EMBEDDING_COPY = ".embed_tokens.weight"
 _HEAD_COPIES = (f".{MTP_HEAD}.weight", ".shared_head.weight")
 
 
+HEAD_BIAS = "lm_head.bias"
+
+
 def is_head(name: str) -> bool:
     """True for an LM head: the model's, or an MTP layer's own."""
     return name == "lm_head.weight" or name.endswith(f".{MTP_HEAD}.weight")
@@ -108,6 +111,7 @@ _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_corr
 _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
+    **dict.fromkeys(("PhiMoEForCausalLM", "PhimoeForCausalLM"), _W),
     **dict.fromkeys(MINIMAX_M3, _W),
     **dict.fromkeys(KIMI_LINEAR, ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
@@ -153,6 +157,8 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
         yield from _score_head(config)
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
+    if config.head_bias and config.pooling is None:
+        yield TensorSpec(HEAD_BIAS, table[:1], Kind.PLAIN)
     if config.streams is not None and config.streams.weighs_head:
         yield from _streams(config.streams, config.hidden_size, "model.hc_head", config.streams.count)
     if config.vision is not None:
@@ -212,6 +218,8 @@ def _input_norm(config: ModelConfig, name: str, streams: StreamsConfig | None) -
     """What makes the input of a part of a layer, or of the head: a norm, or gates of the streams."""
     if streams is None or not streams.rank:
         yield _norm(name, config.hidden_size)
+        if config.layer_norm:
+            yield TensorSpec(f"{name}.bias", (config.hidden_size,), Kind.WIDE)
     else:
         yield from gate_tensors(streams, config.hidden_size, name)
 

@@ -240,6 +240,7 @@ ROUTERS = {
     "qwen3-next": RouterSpec(512, 10, "softmax", renormalize=True, num_shared=1, shared_gate=True),
     "llama-4": RouterSpec(16, 1, "sigmoid"),
     "v4": RouterSpec(256, 6, "sqrtsoftplus", renormalize=True, scale=1.5),
+    "phi-3.5": RouterSpec(16, 2, "sparsemixer", jitter=0.1),
 }
 """With the shared experts that follow the routed ones."""
 AHEAD = "v2", "glm-4.6", "qwen3-next"

@@ -22,6 +22,7 @@ from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import E4M3, FP8_GROUPS, head_width, latent_width
 from moe_engine.kernels.lora.protocol import AdapterTokens, LoraWeights
 from moe_engine.kernels.ops.head_factors import scale_heads
+from moe_engine.kernels.ops.layer_norm import add_layer_norm
 from moe_engine.kernels.ops.protocol import HeadNorms
 from moe_engine.kernels.ops.residual_blocks import mix_blocks
 from moe_engine.kernels.ops.zero_experts import add_input
@@ -145,6 +146,23 @@ def zero_experts(tokens: int, width: int, top_k: int) -> KernelCase:
         return lambda: found(x, weights, ids, add)
 
     return counted("ops", f"zero_experts.{width}.k{top_k}.t{tokens}", prepare)
+
+
+def layer_norm(tokens: int, width: int) -> KernelCase:
+    """A residual with an addend."""
+
+    def prepare(ops: Any, device: str) -> Call:
+        x, residual = normal(tokens, width, device=device), normal(tokens, width, device=device)
+        weight, bias = (torch.rand(width, device=device) for _ in range(2))
+        run = ops.capabilities.layer_norm or add_layer_norm
+
+        def both() -> tuple[Tensor, Tensor]:
+            summed = residual.clone()
+            return run(x, summed, weight, bias, 1e-5), summed
+
+        return both
+
+    return counted("ops", f"layer_norm.{width}.t{tokens}", prepare)
 
 
 def grouped_rows(tokens: int, heads: int, groups: int, width: int) -> KernelCase:
@@ -333,6 +351,7 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
         row_gates(tokens, hidden),
         lookup(tokens, 2 * hidden, hidden),
         zero_experts(tokens, hidden, 12),
+        layer_norm(tokens, hidden),
         grouped_rows(tokens, heads, groups, width),
         write_kv(tokens, groups, width, fp8=False),
         write_kv(tokens, groups, width, fp8=True),

@@ -93,6 +93,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_fp8_round": (None, [N, P, L, L, L]),
     "moe_rms_norm": (None, [N, N, P, L, P, F, P, L, L]),
     "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
+    "moe_layer_norm": (None, [N, P, L, P, P, P, F, P, L, L]),
     "moe_silu_and_mul": (None, [N, P, L, P, L, L, F, F, F, N]),
     "moe_rotate": (None, [N, P, L, L, P, P, L, N, N, L, L]),
     "moe_write_latent": (None, [N, N, P, L, P, F, P, P, L, N, P, N, N, P, L, L, L, F]),
@@ -166,6 +167,7 @@ class Library:
     moe_rank_gates: Any
     moe_read_gated: Any
     moe_add_rms_norm: Any
+    moe_layer_norm: Any
     moe_silu_and_mul: Any
     moe_rotate: Any
     moe_write_latent: Any

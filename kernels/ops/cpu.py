@@ -25,13 +25,15 @@ class _Router(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("bias_on_logits", ctypes.c_int32),
         ("held", ctypes.c_int32),
+        ("jitter", ctypes.c_float),
     ]
 
 
 @lru_cache
 def router_struct(spec: RouterSpec) -> _Router:
     """The C struct of a router; raises ValueError for an invalid router."""
-    scores, group_scores = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}, {None: 0, "max": 1, "top2": 2}
+    scores = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "sparsemixer": 3}
+    group_scores = {None: 0, "max": 1, "top2": 2}
     if spec.score not in scores or spec.group_score not in group_scores:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
     groups = spec.num_groups if spec.group_score else 1
@@ -42,7 +44,7 @@ def router_struct(spec: RouterSpec) -> _Router:
     numbers = (spec.num_experts, spec.top_k, scores[spec.score], groups, spec.topk_groups)
     return _Router(
         *map(int, numbers), group_scores[spec.group_score], int(spec.renormalize), spec.scale,
-        int(spec.bias_on_logits), spec.num_held,
+        int(spec.bias_on_logits), spec.num_held, spec.jitter,
     )  # fmt: skip
 
 
@@ -94,6 +96,7 @@ class CpuOps:
             gated_streams=self._gated_streams,
             mix_blocks=self.mix_blocks,
             add_input=self.add_input,
+            layer_norm=self.layer_norm,
         )
 
     def add_input(self, x: Tensor, weights: Tensor, ids: Tensor, add: Tensor | None) -> Tensor:
@@ -162,6 +165,15 @@ class CpuOps:
         self._lib.moe_add_rms_norm(
             kind_of(x.dtype), kind_of(weight.dtype), x.data_ptr(), x.stride(0), residual.data_ptr(), weight.data_ptr(),
             eps, out.data_ptr(), *x.shape,
+        )  # fmt: skip
+        return out
+
+    def layer_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """See `AddLayerNorm`."""
+        x, out = None if x is None else rows(x), torch.empty_like(residual)
+        self._lib.moe_layer_norm(
+            kind_of(residual.dtype), None if x is None else x.data_ptr(), 0 if x is None else x.stride(0),
+            residual.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps, out.data_ptr(), *residual.shape,
         )  # fmt: skip
         return out
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.gated_streams import GatedStreams
 from moe_engine.kernels.ops.head_factors import ScaleHeads
+from moe_engine.kernels.ops.layer_norm import AddLayerNorm
 from moe_engine.kernels.ops.ngram_products import NgramProducts
 from moe_engine.kernels.ops.ngram_rows import Ngrams
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
@@ -50,9 +51,12 @@ class RouterSpec:
     """Router: expert selection and weights from logits, as in DeepSeek V2 and V3 and common variants.
 
     score: ``sigmoid``, ``softmax`` over all E, or ``sqrtsoftplus``, the square root of log(1 + exp(logit)) (DeepSeek
-    V4), in float32. With `has_bias` the selection (not the weight) uses score + bias; with `bias_on_logits` the bias is
-    added to the logits instead (gpt-oss). `group_score`: None (no groups), ``top2`` (V3: sum of the two best of a
-    group) or ``max`` (V2). Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by
+    V4), in float32. ``sparsemixer`` (Phi-3.5-MoE) chooses the largest logits one after the other; the weight of each is
+    its softmax over those not chosen before whose logit l is within 2 `jitter` max(|l|, largest) of it; without biases,
+    groups, shared and given experts. With `has_bias` the selection (not the weight) uses score + bias; with
+    `bias_on_logits` the bias is added to the logits instead (gpt-oss). `group_score`: None (no groups), ``top2`` (V3:
+    sum of the two best of a group) or ``max`` (V2). Experts outside the best `topk_groups` groups are excluded.
+    `renormalize` divides weights by
     their sum (+1e-20); `scale` multiplies them at the end. `num_shared` shared experts follow: every token selects them
     with weight `shared_weight`, as choices from K on and experts from E on. With `shared_gate` the gate has a row E,
     and that weight is multiplied by the sigmoid of its logit. With `held` the choices are slots of a rank that holds
@@ -74,6 +78,7 @@ class RouterSpec:
     shared_gate: bool = False
     first: int = 0
     held: int | None = None
+    jitter: float = 0.0
 
     @property
     def num_held(self) -> int:
@@ -261,6 +266,9 @@ class OpsCapabilities:
 
     scale_heads: ScaleHeads | None = None
     """None: in torch, `kernels.ops.head_factors`."""
+
+    layer_norm: AddLayerNorm | None = None
+    """None: in torch, `kernels.ops.layer_norm`."""
 
 
 class Ops(Protocol):

@@ -81,9 +81,12 @@ class TorchOps:
         logits, of_shared = logits[:, : spec.num_experts], logits[:, spec.num_experts :]
         if spec.bias_on_logits and bias is not None:
             logits, bias = logits + bias, None
-        scores = SCORES[spec.score](logits)
-        ids = _best(scores, bias, spec) if experts is None else experts.long()  # [T, K]
-        weights = scores.gather(1, ids)
+        if spec.score == "sparsemixer":
+            weights, ids = sparse_mixer(logits, spec)
+        else:
+            scores = SCORES[spec.score](logits)
+            ids = _best(scores, bias, spec) if experts is None else experts.long()  # [T, K]
+            weights = scores.gather(1, ids)
         if spec.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if spec.scale != 1.0:
@@ -116,6 +119,18 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
 }
 """By `RouterSpec.score`."""
+
+
+def sparse_mixer(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> weights and chosen experts [T, K] of the score ``sparsemixer``."""
+    weights, ids = [], []
+    for _ in range(spec.top_k):
+        best, at = logits.max(-1, keepdim=True)
+        near = best - logits <= 2 * spec.jitter * torch.maximum(logits.abs(), best)
+        weights.append(1 / ((logits - best).exp() * near).sum(-1, keepdim=True))
+        ids.append(at)
+        logits = logits.scatter(-1, at, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(ids, -1)
 
 
 def _best(scores: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:

@@ -25,6 +25,7 @@ from moe_engine.kernels.ops.triton_combine_norm import combine_norm
 from moe_engine.kernels.ops.triton_gated_streams import TRITON as GATED_STREAMS
 from moe_engine.kernels.ops.triton_gates import gate_heads, gate_rows, scale_heads
 from moe_engine.kernels.ops.triton_grouped import grouped_rows
+from moe_engine.kernels.ops.triton_layer_norm import add_layer_norm
 from moe_engine.kernels.ops.triton_lookup import lookup
 from moe_engine.kernels.ops.triton_ngram_products import TRITON as NGRAM_PRODUCTS
 from moe_engine.kernels.ops.triton_ngrams import NGRAMS
@@ -66,6 +67,7 @@ class TritonOps:
             mix_streams=triton_streams.mix, mix_norm_streams=triton_streams.mix_norm, ngrams=NGRAMS,
             gated_streams=GATED_STREAMS, ngram_products=NGRAM_PRODUCTS, round_rows=round_rows,
             mix_blocks=triton_residual_blocks.mix, add_input=add_input, scale_heads=scale_heads,
+            layer_norm=add_layer_norm,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -18,6 +18,7 @@ from triton import next_power_of_2
 
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.router_kernels import route_kernel, router_logits_kernel, router_select_kernel
+from moe_engine.kernels.ops.triton_sparse_mixer import sparse_mixer
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, resident_programs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
@@ -65,6 +66,8 @@ def route(
         ahead: a weight that is read soon; `ONE_LAUNCH_TOKENS` or fewer tokens request it.
         deterministic: the split of D does not depend on the number of tokens (batch-invariant results).
     """
+    if spec.score == "sparsemixer":
+        return sparse_mixer(gate_parts(x, gate, deterministic), spec, real, ids_dtype)
     count, hidden = x.shape
     x = with_contiguous_rows(x)
     experts = None if experts is None else experts.to(torch.int32).contiguous()
@@ -106,11 +109,12 @@ def route(
     return weights, ids
 
 
-def gate_parts(x: Tensor, gate: Tensor) -> Tensor:
+def gate_parts(x: Tensor, gate: Tensor, deterministic: bool = False) -> Tensor:
     """x [T, D], gate [E, D] of `prepare_gate` -> parts [P, T, E] float32, whose sum in order is x @ gate.T."""
     x = with_contiguous_rows(x)
     count, hidden = x.shape
-    constants, grid, warps, stages = logits_plan(count, hidden, len(gate), x.dtype, exact=gate.dtype == torch.bfloat16)
+    exact = gate.dtype == torch.bfloat16
+    constants, grid, warps, stages = logits_plan(count, hidden, len(gate), x.dtype, deterministic, exact)
     parts = torch.empty((grid[2], count, len(gate)), dtype=torch.float32, device=x.device)
     if count:
         router_logits_kernel[grid](

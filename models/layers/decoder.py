@@ -26,7 +26,7 @@ from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.layers.moe import MoE
-from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.norm import LayerNorm, RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
 from moe_engine.models.layers.pooler import Pooler
 from moe_engine.models.layers.rope import StoredFactors, make_rotary_table
@@ -36,7 +36,7 @@ from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.streamed_layers import StreamedLayers
 from moe_engine.models.needs import index_widths
 from moe_engine.models.pooling import score_layers
-from moe_engine.models.tensors import ROTARY_FACTORS, expert_names
+from moe_engine.models.tensors import HEAD_BIAS, ROTARY_FACTORS, expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
@@ -130,8 +130,10 @@ class Decoder:
         return Head(self.config, reader, self.backends.linear, embedding, self.parallel)
 
     def make_norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
-        config = self.config
-        return RMSNorm(self.backends.ops, reader, prefix, config.hidden_size, config.norm_eps, config.norm_plus)
+        config, ops = self.config, self.backends.ops
+        if config.layer_norm:
+            return LayerNorm(ops, reader, prefix, config.hidden_size, config.norm_eps)
+        return RMSNorm(ops, reader, prefix, config.hidden_size, config.norm_eps, config.norm_plus)
 
     def make_layer(
         self, layer_index: int, reader: WeightSource, next_norm: RMSNorm, shared_out: bool = False
@@ -166,7 +168,7 @@ class Decoder:
         if config.pooling is not None:
             head = tuple(f"{layer.name}." for layer in score_layers(config))
         elif config.tie_word_embeddings:
-            head = (EMBEDDING,)
+            head = (EMBEDDING, HEAD_BIAS)
         if self._rotary_factors is not None:
             yield self._rotary_factors
         yield Reloadable((EMBEDDING,), self.embedding, self._make_embedding)
@@ -231,7 +233,7 @@ class Decoder:
 
     def stack_of_layers(self, first_norm: RMSNorm) -> LayerStack | None:
         """`make_stack` of families whose layers and embedding are those of this package."""
-        if self.parallel.world_size > 1 or self.config.state_groups:
+        if self.parallel.world_size > 1 or self.config.state_groups or self.config.layer_norm:
             return None
         decoder = self.backends.attention.capabilities.decoder
         return LayerStack.of(decoder, self.embedding.weight, first_norm, self.layers)

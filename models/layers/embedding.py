@@ -20,6 +20,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.layers.linear import Linear, Projection, format_for, load_linear, quantized_values
+from moe_engine.models.tensors import HEAD_BIAS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -38,7 +39,7 @@ class Embedding:
         name: str = EMBEDDING,
     ) -> None:  # fmt: skip
         self._group = parallel.attn_tp
-        self.weight = load_vocabulary(partial(reader.tensor, name), reader, config, self._group)  # [W, D]
+        self.weight = load_vocabulary(partial(reader.tensor, name), reader, table_shape(config), self._group)  # [W, D]
         self._first = self._group.rank * len(self.weight)
         self._lookup = ops.capabilities.lookup
         all_reduce = parallel.all_reduce  # of all ranks, as one attention group is
@@ -77,10 +78,12 @@ class Head:
         self._group = parallel.world if self._spans else parallel.attn_tp
         self._repeats = parallel.attn_tp_size
         self._vocab_size, self._cap = config.vocab_size, config.logit_cap
+        self._has_bias = config.head_bias and name == LM_HEAD
         self._linear = self._as_stored(config, reader, kernel) or head_linear(
             kernel,
             self._load(config, reader, embedding),
             None if self._is_tied else derived_codes(reader.format, config.hidden_size, is_head=True),
+            self._load_bias(config, reader),
         )
 
     def _as_stored(self, config: ModelConfig, reader: WeightSource, kernel: LinearKernel) -> Linear | None:
@@ -93,14 +96,19 @@ class Head:
             or format_for(kernel.capabilities.quantized, reader, [Projection(self._name, shape)]) is None
         ):
             return None
-        return load_linear(kernel, reader, [self._name], shape[:1], shape[1])
+        return load_linear(kernel, reader, [self._name], shape[:1], shape[1], self._has_bias)
 
     def _load(self, config: ModelConfig, reader: WeightSource, embedding: Embedding) -> Tensor:
         if not self._is_tied:
-            return load_vocabulary(partial(reader.linear, self._name), reader, config, self._group)
+            return load_vocabulary(partial(reader.linear, self._name), reader, table_shape(config), self._group)
         if self._spans:  # sharded differently from the embedding
-            return load_vocabulary(partial(reader.tensor, EMBEDDING), reader, config, self._group)
+            return load_vocabulary(partial(reader.tensor, EMBEDDING), reader, table_shape(config), self._group)
         return embedding.weight
+
+    def _load_bias(self, config: ModelConfig, reader: WeightSource) -> Tensor | None:
+        if not self._has_bias:
+            return None
+        return load_vocabulary(partial(reader.tensor, HEAD_BIAS), reader, table_shape(config)[:1], self._group)
 
     @property
     def weight(self) -> PreparedLinear:
@@ -149,28 +157,33 @@ class Head:
         return exchange_columns(self._group, columns, _repeat(step.logits, self._repeats))
 
 
-def head_linear(kernel: LinearKernel, weight: Tensor, form: GroupCodes | None) -> Linear:
+def head_linear(kernel: LinearKernel, weight: Tensor, form: GroupCodes | None, bias: Tensor | None = None) -> Linear:
     """The product with a head [W, D]; with a form quantized, or with its values for kernels that do not multiply it."""
     if form is None or not form.takes(weight.shape[1]):
-        return Linear(kernel, weight)
+        return Linear(kernel, weight, bias)
     if type(form) in kernel.capabilities.quantized:
-        return Linear(kernel, PlainWeight(weight, form), format=form)
-    return Linear(kernel, weight.copy_(quantized_values(weight, form)))
+        return Linear(kernel, PlainWeight(weight, form), bias, format=form)
+    return Linear(kernel, weight.copy_(quantized_values(weight, form)), bias)
 
 
-def load_vocabulary(read: Callable[..., Tensor], reader: WeightSource, config: ModelConfig, group: Group) -> Tensor:
-    """This rank's rows [W, D] of an embedding or head; W is the same on all ranks, padding rows are zero.
+def table_shape(config: ModelConfig) -> tuple[int, int]:
+    """Of an embedding or head."""
+    return config.vocab_size, config.hidden_size
+
+
+def load_vocabulary(read: Callable[..., Tensor], reader: WeightSource, shape: tuple[int, ...], group: Group) -> Tensor:
+    """This rank's rows of an embedding or head, or of the head's bias; their number is the same on all ranks, padding
+    rows are zero.
 
     Args:
-        read: `reader`'s `tensor` or `linear` for the weight.
+        read: `reader`'s `tensor` or `linear` for the weight. shape: [V, D] or [V].
     """
-    shape = (config.vocab_size, config.hidden_size)
     if group.size == 1:
         return read(shape)
-    width = -(-config.vocab_size // group.size)
-    start = min(group.rank * width, config.vocab_size)
-    stop = min(start + width, config.vocab_size)
-    weight = torch.zeros(width, config.hidden_size, dtype=reader.dtype, device=reader.device)
+    width = -(-shape[0] // group.size)
+    start = min(group.rank * width, shape[0])
+    stop = min(start + width, shape[0])
+    weight = torch.zeros(width, *shape[1:], dtype=reader.dtype, device=reader.device)
     read(shape, Cut(slice(start, stop)), out=weight[: stop - start])
     return weight
 

@@ -80,6 +80,7 @@ def router_spec(moe: MoEConfig, num_shared: int = 0, ep: Share = WHOLE) -> Route
         scale=moe.scale,
         num_shared=num_shared,
         bias_on_logits=moe.bias_on_logits,
+        jitter=moe.jitter,
     )
 
 

@@ -1,5 +1,5 @@
-"""RMSNorm, alone, fused with the residual stream, and with quantization for its consumers. Weights are kept in
-float32.
+"""RMSNorm, alone, fused with the residual stream, and with quantization for its consumers; LayerNorm. Weights are kept
+in float32.
 
 Legend: T tokens, D hidden.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.ops.layer_norm import add_layer_norm
 from moe_engine.kernels.ops.protocol import AddNormRoute, Ops
 from moe_engine.kernels.ops.streams import MixNormStreams, StreamWeights
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -130,3 +131,27 @@ class RMSNorm:
             assert self._add_pair is not None
             return self._add_pair(x, other, residual, self.weight, self.eps)
         return self._add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias. Consumers quantize its results themselves, and launches
+    of other parts do not compute it."""
+
+    fuses_router = adds_pairs = adds_rows = False
+
+    def __init__(self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float) -> None:
+        super().__init__(ops, reader, prefix, width, eps)
+        self.bias = reader.tensor(prefix + ".bias", (width,), dtype=torch.float32)
+        self._run = ops.capabilities.layer_norm or add_layer_norm
+
+    def feed(self, *readers: ActivationFormat) -> None:
+        """Nothing: results are tensors."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return self._run(None, x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
+        assert other is None
+        if len(residual) and self._all_reduce is not None:
+            x = self._all_reduce.sum(x)
+        return self._run(x, residual, self.weight, self.bias, self.eps)

@@ -14,6 +14,7 @@ from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.gate_form import SQUARED, GatedActivation
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.indexer.reference import TorchIndexer
+from moe_engine.kernels.ops.layer_norm import add_layer_norm
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from moe_engine.kernels.ops.zero_experts import add_input
 from tests.kernels.cpu.formulas import (
@@ -46,6 +47,7 @@ ROUTERS = {
     "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
     "gpt-oss": RouterSpec(32, 4, "softmax", True, renormalize=True, bias_on_logits=True),
     "v4": RouterSpec(32, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5),
+    "phi moe": RouterSpec(16, 2, "sparsemixer", jitter=0.3),
     "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
 }
 
@@ -207,6 +209,20 @@ def check_zero_experts(ops: Ops, dtype: torch.dtype, tokens: int, width: int) ->
         got = add(x, weights, ids, addend)
         assert got.dtype == dtype and got.is_contiguous()
         close(got, want)
+
+
+def check_layer_norm(ops: Ops, dtype: torch.dtype, tokens: int, width: int) -> None:
+    """With an addend in rows of a wider matrix, and of the residual as it is; a mean far from 0."""
+    run = ops.capabilities.layer_norm or add_layer_norm
+    x, weight, bias = normal(tokens, width + 8, dtype=dtype)[:, :width], torch.randn(width) + 1, torch.randn(width)
+    for addend in (x, None):
+        residual = (normal(tokens, width, dtype=torch.float32, scale=2.0) + 3).to(dtype)
+        summed = residual.clone() if addend is None else residual + addend
+        got, wide = run(addend, residual, weight, bias, EPS), summed.double()
+        assert torch.equal(residual, summed) and got.dtype == dtype and got.is_contiguous()
+        centered = wide - wide.mean(-1, keepdim=True)
+        scale = (centered.square().mean(-1, keepdim=True) + EPS).rsqrt()
+        close(got, centered * scale * weight.double() + bias.double(), 2)
 
 
 def check_no_tokens(ops: Ops, dtype: torch.dtype) -> None:

@@ -61,6 +61,7 @@ MORE_KINDS = (
     "ministral3",
     "mistral4",
     "phi3",
+    "phimoe",
     "solar_open",
 )
 """Families that differ little from those of `KINDS`."""
@@ -95,6 +96,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+_FACTORS = [1.0, 1.3, 2.0, 3.1, 4.6, 6.0, 7.7, 9.0]
+PHI_ROPE = {
+    "type": "longrope", "long_factor": _FACTORS, "short_factor": _FACTORS, "short_mscale": 1.1, "long_mscale": 1.3,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+"""Of Phi-3.5-MoE. transformers reads the short list for texts of any length."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -430,6 +438,13 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 8 / 24}},
     ),
     "phi3": ("Phi3", {**_GQA, "partial_rotary_factor": 0.75, "hidden_size": 64, "tie_word_embeddings": True}),
+    "phimoe": (
+        "Phimoe",
+        {**_GQA, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32}
+        | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2, "rms_norm_eps": 1e-5}
+        | {"sliding_window": None}
+        | {"rope_scaling": PHI_ROPE, "original_max_position_embeddings": 32},
+    ),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
@@ -578,7 +593,9 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)  # of Mistral4, which is not
     model = model_class(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "norm" in name:
+        if "norm" in name and name.endswith(".bias"):
+            tensor.data = 0.3 * torch.randn_like(tensor)
+        elif "norm" in name:
             stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniMaxM3", "Step3p7"))
             less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)

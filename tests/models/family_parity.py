@@ -99,6 +99,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "mistral4": {},
     "phi3": {},
+    "phimoe": {},
     "solar_open": {},
 }
 """Options of the checkpoints of the table."""

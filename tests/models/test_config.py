@@ -261,10 +261,13 @@ def test_longrope_by_the_longest_request(tmp_path: Path) -> None:
     within = config.within(4096).rope
     assert within.pair_factors == tuple(short) and within.attention_factor == config.rope.attention_factor
     assert parse(tmp_path, fields | {"max_position_embeddings": 4096}).rope.pair_factors == tuple(short)
+    both = fields | {"rope_scaling": scaling | {"short_mscale": 1.1, "long_mscale": 1.3}}  # Phi-3.5-MoE
+    config = parse(tmp_path, both)
+    assert (config.rope.attention_factor, config.within(4096).rope.attention_factor) == (1.3, 1.1)
     for wrong, message in (
         ({"long_factor": long[1:]}, "rope_scaling.long_factor must be a list of 64 numbers"),
         ({"short_factor": [0.0] * 64}, "rope_scaling.short_factor must have numbers above 0"),
-        ({"long_mscale": 1.2}, "rope_scaling.long_mscale is set"),
+        ({"long_mscale": 0}, "rope_scaling.long_mscale must be more than 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse(tmp_path, LLAMA | {"rope_scaling": scaling | wrong, "original_max_position_embeddings": 4096})
@@ -405,6 +408,13 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         | {"num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352}
         | {"rope_theta": 250000, "sliding_window": None, "rope_scaling": None},
         14.7e9, 14.1e9,
+    ),
+    (
+        {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "hidden_size": 4096, "intermediate_size": 6400}
+        | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32064}
+        | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}
+        | {"sliding_window": 131072, "rope_theta": 10000.0, "rope_scaling": None},
+        41.9e9, 6.6e9,
     ),
     (
         {"architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "hidden_size": 4096, "intermediate_size": 13312}

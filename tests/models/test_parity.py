@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.models import stepper
-from tests.models.checkpoints import KINDS, LLAMA3_ROPE, MORE_KINDS, YARN
+from tests.models.checkpoints import KINDS, LLAMA3_ROPE, MORE_KINDS, PHI_ROPE, YARN
 from tests.models.conftest import Oracle
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk, Stepper
@@ -130,6 +130,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"rope_scaling": {**LONGROPE, "factor": 8.0, "attention_factor": 1.3}, "head_dim": 16}),
     ("phi3", {"rope_scaling": PHI, "original_max_position_embeddings": 32, "sliding_window": 20}),
     ("phi3", {"rope_scaling": PHI, "original_max_position_embeddings": 512}),
+    (
+        "phimoe",
+        {"rope_scaling": PHI_ROPE | {"original_max_position_embeddings": 512, "long_factor": [1.0] * 8}}
+        | {"original_max_position_embeddings": 512, "sliding_window": 20, "tie_word_embeddings": True},
+    ),
+    ("phimoe", {"rope_scaling": None, "lm_head_bias": False, "attention_bias": False, "router_jitter_noise": 0.01}),
     ("dots1", {"sliding_window": 20, "max_window_layers": 1, "n_shared_experts": 1}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False}),
     ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2], "rope_scaling": None, "attention_bias": True}),

@@ -42,6 +42,39 @@ static void add_norm(const T* x, int64_t ldx, T* residual, const W* weight, floa
   });
 }
 
+// residual += x (null: nothing), then its LayerNorm, rounded once.
+template <class T>
+static void layer_norm(const T* x, int64_t ldx, T* residual, const float* weight, const float* bias, float eps, T* out,
+                       int64_t rows, int64_t n) {
+  parallel_ranges(rows, double(n) * 0.35, [&](int64_t from, int64_t to) {
+    float* row = scratch<float>(ROWS, n);
+    for (int64_t t = from; t < to; t++) {
+      T* r = residual + t * n;
+      F16 total = zero(), squares = zero();
+      for (int64_t i = 0; i < n; i += LANES) {
+        F16 v = load_some(r + i, n - i);
+        if (x) {
+          v = round_to(v + load_some(x + t * ldx + i, n - i), T{});
+          store_some(r + i, v, n - i);
+        }
+        store_some(row + i, v, n - i);
+        total = total + v;
+      }
+      const F16 mean = set1(sum(total) / float(n));
+      for (int64_t i = 0; i < n; i += LANES) {
+        store_some(row + i, load_some(row + i, n - i) - mean, n - i);
+        const F16 v = load_some(row + i, n - i);  // 0 after the row
+        squares = fma(v, v, squares);
+      }
+      const F16 scale = set1(1.f / std::sqrt(sum(squares) / float(n) + eps));
+      for (int64_t i = 0; i < n; i += LANES) {
+        const F16 v = load_some(row + i, n - i) * scale;
+        store_some(out + t * n + i, fma(v, load_some(weight + i, n - i), load_some(bias + i, n - i)), n - i);
+      }
+    }
+  });
+}
+
 // ---- activation ----
 
 // relu(x)^2 of n columns, without a gate.
@@ -118,11 +151,12 @@ static void write_rows(const char* x, int64_t x_token, int64_t x_head, const voi
 // ---- router ----
 
 struct Router {
-  int32_t experts, top_k, score;  // score: 0 softmax, 1 sigmoid, 2 square root of softplus
+  int32_t experts, top_k, score;  // score: 0 softmax, 1 sigmoid, 2 square root of softplus, 3 SparseMixer
   int32_t groups, topk_groups, group_score, renormalize;  // group_score: 0 none, 1 max, 2 top2
   float scale;
   int32_t bias_on_logits;  // the bias is added to the logits, not to the choice alone
   int32_t held;            // ids from here on become -1
+  float jitter;            // of SparseMixer
 };
 
 // logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed. Rows of x
@@ -205,9 +239,24 @@ static void best_experts(const float* scores, const float* bias, const Router& r
   best_of(choice, n, r.top_k, index);
 }
 
+// The largest logits one after the other, each with its softmax over the near ones of those not chosen before.
+static void sparse_mixer(float* logits, const Router& r, float* weights, int32_t* ids) {
+  for (int32_t k = 0; k < r.top_k; k++) {
+    const int32_t at = int32_t(std::max_element(logits, logits + r.experts) - logits);
+    const float best = logits[at];
+    float total = 0;
+    for (int32_t i = 0; i < r.experts; i++)
+      if (best - logits[i] <= 2 * r.jitter * std::max(std::fabs(logits[i]), best)) total += std::exp(logits[i] - best);
+    ids[k] = at;
+    weights[k] = r.scale / total;
+    logits[at] = -INFINITY;
+  }
+}
+
 // given: the experts of the token, if they are not to be chosen.
 static void choose(float* logits, const float* bias, const Router& r, float* room, int32_t* index, float* weights,
                    int32_t* ids, const int32_t* given) {
+  if (r.score == 3) return sparse_mixer(logits, r, weights, ids);
   const int32_t n = r.experts;
   float* scores = logits;
   if (bias && r.bias_on_logits) {
@@ -390,6 +439,14 @@ API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t l
   typed(is_bf16, weight_bf16, [&](auto a, auto b) {
     using T = decltype(a);
     add_norm(IN(T, x), ldx, OUT(T, residual), IN(decltype(b), weight), eps, OUT(T, out), rows, n);
+  });
+}
+
+API void moe_layer_norm(int is_bf16, const void* x, int64_t ldx, void* residual, const float* weight, const float* bias,
+                        float eps, void* out, int64_t rows, int64_t n) {
+  typed(is_bf16, [&](auto a) {
+    using T = decltype(a);
+    layer_norm(IN(T, x), ldx, OUT(T, residual), weight, bias, eps, OUT(T, out), rows, n);
   });
 }
 

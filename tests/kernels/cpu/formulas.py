@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -122,6 +123,8 @@ def router_scores(logits: Tensor, score: str) -> Tensor:
 def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
     """[T, E]: the weight of every expert, 0 where it is not chosen."""
     logits = x.double() @ gate.double().T
+    if spec.score == "sparsemixer":
+        return _sparse_mixer(logits, spec)
     if spec.bias_on_logits and bias is not None:  # gpt-oss: a softmax over the chosen experts
         best = (logits + bias.double()).topk(spec.top_k, -1)
         return torch.zeros_like(logits).scatter_(-1, best.indices, best.values.softmax(-1))
@@ -137,6 +140,20 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return torch.zeros_like(scores).scatter_(-1, ids, weights * spec.scale)
+
+
+def _sparse_mixer(logits: Tensor, spec: RouterSpec) -> Tensor:
+    """A token's choices one by one, each among experts whose relative distance to the best is small (Phi-3.5-MoE)."""
+    weights = torch.zeros_like(logits)
+    for token, row in enumerate(logits.tolist()):
+        left = dict(enumerate(row))
+        for _ in range(spec.top_k):
+            chosen = max(left, key=lambda expert: left[expert])
+            best = left[chosen]
+            near = [own for own in left.values() if (best - own) / max(abs(own), best) <= 2 * spec.jitter]
+            weights[token, chosen] = 1 / sum(math.exp(own - best) for own in near)
+            del left[chosen]
+    return weights
 
 
 def attend(

@@ -66,6 +66,11 @@ def test_zero_experts(any_library: Library, dtype: torch.dtype, tokens: int, wid
     row_checks.check_zero_experts(CpuOps(any_library), dtype, tokens, width)
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(1, 70), (90, 128), (2, 7)])
+def test_layer_norm(any_library: Library, dtype: torch.dtype, tokens: int, width: int) -> None:
+    row_checks.check_layer_norm(CpuOps(any_library), dtype, tokens, width)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("width", [64, 32, 12, 80])
 def test_rotate(any_library: Library, dtype: torch.dtype, width: int, interleaved: bool) -> None:

@@ -37,6 +37,10 @@ def test_zero_experts(dtype: torch.dtype) -> None:
     row_checks.check_zero_experts(OPS, dtype, 40, 24)
 
 
+def test_layer_norm(dtype: torch.dtype) -> None:
+    row_checks.check_layer_norm(OPS, dtype, 40, 24)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotate(dtype: torch.dtype, interleaved: bool) -> None:
     row_checks.check_rotate(OPS, dtype, 3, 8, interleaved)

@@ -20,6 +20,7 @@ MADE: dict[str, Callable[[Path], Path]] = {
     "mistral_large4": lambda path: make_checkpoint("mistral_large4", path, 5, kv_source_layers=[0, 1, 0, 3]),
     "afmoe": lambda path: make_checkpoint("afmoe", path, 5, sliding_window=6),
     "llama4": lambda path: make_checkpoint("llama4", path, 5, attention_chunk_size=6),
+    "phimoe": lambda path: make_checkpoint("phimoe", path, 5),
     "laguna": lambda path: make_checkpoint("laguna", path, 5, sliding_window=6),
     "step3p7": lambda path: make_checkpoint("step3p7", path, 5, sliding_window=6),
 }
