@@ -191,6 +191,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "Kimi Delta Attention, MLA with a gate", ("mla", "delta"), ""
     if "deepseek:" in target or "longcat_flash:" in target:
         return "MLA", ("mla",), ""
+    if "minimax_text:" in target:
+        return "lightning attention, GQA", ("gqa", "delta"), ""
     if "nemotron_h:" in target:
         return "Mamba2, GQA", ("gqa", "delta"), ""
     if "config_hybrid" in parser:

@@ -123,6 +123,16 @@ class OtherLayers:
 
 
 @dataclass(frozen=True)
+class ResidualScales:
+    """The result of each norm is the residual too, and the next norm reads alpha * residual + beta * x, with x the
+    result of the part between them (MiniMax-Text-01): (alpha, beta) of attention, layers with a state, experts."""
+
+    attention: tuple[float, float]
+    state: tuple[float, float]
+    experts: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model of any supported family. Created by `load_model_config`; `moe_layers[i]` is True if layer i is MoE."""
 
@@ -191,6 +201,8 @@ class ModelConfig:
     """Norms of the residual are LayerNorms with biases (Phi-3.5-MoE)."""
     head_bias: bool = False
     """The LM head has a bias (Phi-3.5-MoE)."""
+    residual_scales: ResidualScales | None = None
+    """None: norms leave the residual as it is."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:

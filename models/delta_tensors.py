@@ -1,4 +1,5 @@
-"""Tensors of layers with a state: gated delta nets, Kimi Delta Attention and Mamba2. Imports no torch.
+"""Tensors of layers with a state: gated delta nets, Kimi Delta Attention, Mamba2 and lightning attention. Imports no
+torch.
 
 Names are relative to the layer's block; see `tensors`.
 """
@@ -13,8 +14,9 @@ from moe_engine.models.tensor_spec import Kind, TensorSpec, linear, norm
 
 def delta_tensors(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
     """All tensors of a layer's block."""
-    tensors_of = _channel_delta if d.by_channel else _mamba if d.additive else _delta
-    return tensors_of(d, hidden)
+    if d.additive:
+        return (_mamba if d.taps else _lightning)(d, hidden)
+    return (_channel_delta if d.by_channel else _delta)(d, hidden)
 
 
 def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
@@ -60,3 +62,12 @@ def _mamba(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
         yield TensorSpec(name, (d.value_heads,), Kind.WIDE)
     yield norm("norm", values)
     yield from linear("out_proj", hidden, values)
+
+
+def _lightning(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
+    """The input projection has the rows of q, k and v head after head."""
+    width = d.value_heads * d.value
+    yield from linear("qkv_proj", 3 * width, hidden)
+    yield from linear("output_gate", width, hidden)
+    yield norm("norm", width)
+    yield from linear("out_proj", hidden, width)

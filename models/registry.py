@@ -44,6 +44,7 @@ _KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
 _KIMI_K3 = "moe_engine.models.kimi_linear:KimiK3Model"
 _LONGCAT = "moe_engine.models.longcat_flash:LongcatFlashModel"
 _MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
+_MINIMAX_TEXT = "moe_engine.models.minimax_text:MiniMaxTextModel"
 _NEMOTRON_H = "moe_engine.models.nemotron_h:NemotronHModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
@@ -126,6 +127,10 @@ for _name, _target, _parser in (
     ("Glm4MoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_glm4_moe"),
     ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
     ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
+    *(
+        (f"MiniMax{name}ForCausalLM", _MINIMAX_TEXT, "moe_engine.models.config_minimax_text:parse_minimax_text")
+        for name in ("", "Text01", "M1")
+    ),
     ("MiniMaxM3SparseForConditionalGeneration", _MINIMAX_M3, "moe_engine.models.config_minimax_m3:parse_minimax_m3"),
     ("MiniMaxM3SparseForCausalLM", _MINIMAX_M3, "moe_engine.models.config_minimax_m3:parse_minimax_m3"),
     ("MiMoV2FlashForCausalLM", _DENSE, "moe_engine.models.config_mimo:parse_mimo_v2_flash"),
@@ -200,6 +205,9 @@ _BY_MODEL_TYPE = {
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
+    "minimax_text_01": "MiniMaxText01ForCausalLM",
+    "minimax_m1": "MiniMaxM1ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",

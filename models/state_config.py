@@ -49,7 +49,8 @@ class DeltaConfig:
     from a whole matrix each. `bound`: as in `kernels.delta.protocol.DeltaShape`. `flat_rates`: the rates of decay are a
     vector in the checkpoint, whatever `low_rank` is (GLM-5.3-Flash). `sigmoid`: so is the output gate of a net whose
     decays are those of heads (Qwen3.8-Flash-Next); else SiLU. `additive`: Mamba2, whose groups are the key heads
-    (Nemotron-H): one input projection; a convolution with a bias if `conv_bias`; step widths within `step_limits`."""
+    (Nemotron-H): one input projection; a convolution with a bias if `conv_bias`; step widths within `step_limits`.
+    `taps` 0: lightning attention (MiniMax-Text-01), without convolution, as many key heads as value heads."""
 
     key_heads: int
     value_heads: int
@@ -74,7 +75,7 @@ class DeltaConfig:
     @property
     def block(self) -> str:
         """Name of a layer's block in the checkpoint."""
-        return "self_attn" if self.by_channel else "linear_attn"
+        return "self_attn" if self.by_channel or not self.taps else "linear_attn"
 
     @property
     def a_log_shape(self) -> tuple[int, ...]:
@@ -89,11 +90,12 @@ class DeltaConfig:
         return self.value_heads // self.key_heads
 
     @property
-    def state_parts(self) -> tuple[StatePart, StatePart]:
-        """The convolution's last inputs, by key head, and the memory of each value head."""
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The convolution's last inputs, by key head (without taps none), and the memory of each value head."""
         mixed = 2 * self.key + self.shared * self.value
+        memory = StatePart((self.value_heads, self.key, self.value), "float32", sharded=0)
         tail = StatePart((self.key_heads, self.taps - 1, mixed), sharded=0)
-        return tail, StatePart((self.value_heads, self.key, self.value), "float32", sharded=0)
+        return (tail, memory) if self.taps else (memory,)
 
     def state_groups(self, layers: tuple[int, ...]) -> tuple[StateGroup, ...]:
         """The states of the `layers` with this net; () without any."""

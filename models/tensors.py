@@ -26,9 +26,11 @@ _LAYERS = "model.layers."
 GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
 """Biases of all routed experts, in the block: [E, 2I], gate and up alternating, and [E, D]."""
 BIASES = (GATE_UP_BIAS, DOWN_BIAS)
+HEAD_BIAS = "lm_head.bias"
 ROTATED_NORMS = ("query_layernorm", "key_layernorm")
 """Norms of q and k after the rotation."""
 _ROTARY = "rotary_emb.inv_freq"
+_DECAYS = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 ROTARY_FACTORS = "model.rotary_emb.alpha"
 """See `RopeConfig.stored_factors`."""
 _FIRST_SCORES = "model.layers.0.self_attention_res_"
@@ -37,6 +39,7 @@ LATENT_SCALES = (".self_attn.k_proj.k_scale", ".self_attn.k_scale", ".self_attn.
 KV_SCALES = (*LATENT_SCALES, ".self_attn.v_proj.v_scale", ".self_attn.v_scale")
 """Ends of the names of a layer's KV cache scales. Rows of `fp8_per_tensor` alone have no scales of their own."""
 MINIMAX_M3 = ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
+MINIMAX_TEXT = ("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM")
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
@@ -68,9 +71,6 @@ MTP_HEAD = "shared_head.head"
 """The LM head of an MTP layer, in the layer."""
 _EMBEDDING_COPY = ".embed_tokens.weight"
 _HEAD_COPIES = (f".{MTP_HEAD}.weight", ".shared_head.weight")
-
-
-HEAD_BIAS = "lm_head.bias"
 
 
 def is_head(name: str) -> bool:
@@ -111,7 +111,7 @@ _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_corr
 _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
-    **dict.fromkeys(("PhiMoEForCausalLM", "PhimoeForCausalLM"), _W),
+    **dict.fromkeys(("PhiMoEForCausalLM", "PhimoeForCausalLM", *MINIMAX_TEXT), _W),
     **dict.fromkeys(MINIMAX_M3, _W),
     **dict.fromkeys(KIMI_LINEAR, ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
@@ -442,7 +442,7 @@ def factor(config: ModelConfig, name: str) -> float:
 def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no layer of the model needs.
 
-    Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
+    Rotary frequencies, constant decays; a head that is tied to the embedding, or of a pooled model; MTP layers, which
     have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's
     count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of
     the KV cache; scores of the residual's rows before the first layer, where there is one row; projections of zero
@@ -454,7 +454,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
     unused += (_FIRST_SCORES,) * (config.residual_block > 0)
-    ends = (_ROTARY, *TABLES, *KV_SCALES) + (_IMAGE_BIAS,) * (not config.routes_images())
+    ends = (_ROTARY, *_DECAYS, *TABLES, *KV_SCALES) + (_IMAGE_BIAS,) * (not config.routes_images())
     found = {name for name in names if name.endswith(ends) or name.startswith(unused) or NGRAMS in name}
     if config.moe is not None and config.moe.num_zero:
         found |= {name for name in names if _expert(name) >= config.moe.num_experts}

@@ -334,9 +334,10 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
     gdn = DeltaShape(heads // 2, heads, width, width, 4)
     kda = DeltaShape(heads, heads, width, width, 4, width, sigmoid=True)
     ssm = DeltaShape(max(1, heads // 8), heads, width, width // 2, 4, additive=True)
+    lightning = DeltaShape(heads, heads, width, width, 0, additive=True, shortest=1.0, longest=1.0)
     bound = replace(kda, bound=-5.0)
     nets, runs, groups = (
-        {"gdn": gdn, "kda": kda, "kda.bound": bound, "ssm": ssm},
+        {"gdn": gdn, "kda": kda, "kda.bound": bound, "ssm": ssm, "lightning": lightning},
         ([1] * tokens, [prompt] * 2),
         heads // 4,
     )

@@ -46,9 +46,9 @@ class CpuDelta:
     ) -> Tensor:
         dtype, (tail, memory) = inputs.mixed.dtype, states
         out = torch.empty(runs.num_tokens, shape.value_heads * shape.value, dtype=dtype)
-        whole = tail.is_contiguous() and memory.is_contiguous() and weights.conv.is_contiguous()
+        whole = memory.is_contiguous() and (not shape.taps or (tail.is_contiguous() and weights.conv.is_contiguous()))
         fits = all(x.dtype == dtype and x.stride(2) == 1 and len(x) == runs.num_tokens for x in inputs)
-        if not whole or not fits or tail.dtype != dtype:
+        if not whole or not fits or (shape.taps and tail.dtype != dtype):
             raise ValueError(
                 f"projections {list(inputs.mixed.shape)} {dtype} of {runs.num_tokens} tokens do not fit states "
                 f"{list(tail.shape)} {tail.dtype}, or a state is not contiguous"

@@ -15,7 +15,8 @@ head, after the gate:
     d = softplus(a + dt_bias), within bounds;   S <- exp(-exp(a_log) d) S + k (d v);   o = q S + skip v
     out = weight * y / rms(y),   y = o * silu(z)
 
-Step widths bounded to 1 make the decay of a head constant (lightning attention).
+Step widths bounded to 1 make the decay of a head constant. Without taps (lightning attention, MiniMax-Text-01) the
+inputs are q, k and v themselves, and the result is o: convolution, SiLU and norm are left out.
 
 Legend: T tokens, R runs, Hk key heads, r value heads of a key head, Hv = Hk r, Dk, Dv head widths, W decays of a value
 head (1 or Dk), C = 2 Dk + r Dv channels that the convolution reads for a key head, K taps.
@@ -46,7 +47,8 @@ class DeltaShape:
 
     `decays`: W. `bound`: of the log decay, whose form is then the sigmoid's; 0: softplus. `sigmoid`: the output gate is
     a sigmoid, and the norm is rounded after it only. `additive`: no delta rule; then W is 1, b is not read, `shortest`
-    and `longest` bound the step widths, and the other forms of gates are not those of this state.
+    and `longest` bound the step widths, and the other forms of gates are not those of this state. `taps` 0, of an
+    additive state only: there is no convolution and no norm; then z, the tail and the weights of both are not read.
     """
 
     key_heads: int
@@ -65,6 +67,11 @@ class DeltaShape:
     def shared(self) -> int:
         """Value heads of a key head: r."""
         return self.value_heads // self.key_heads
+
+    @property
+    def skips(self) -> bool:
+        """Whether compiled cases of this shape have a skip: Mamba2."""
+        return self.additive and self.taps > 0
 
     @property
     def normed(self) -> int:
@@ -111,7 +118,7 @@ class DeltaWeights:
 class DeltaStates(NamedTuple):
     """State tensors of a layer; a row is the state of a request, a snapshot or a draft position."""
 
-    tail: Tensor  # [rows, Hk, K - 1, C], the last inputs of the convolution, in the activation dtype
+    tail: Tensor  # [rows, Hk, K - 1, C], the last inputs of the convolution, in the activation dtype; without taps any
     memory: Tensor  # [rows, Hv, Dk, Dv] float32
 
 

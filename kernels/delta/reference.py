@@ -31,6 +31,8 @@ class TorchDelta:
             out = self._decode(mixed, decay, beta, weights, states, runs, shape)
         else:
             out = self._runs(mixed, decay, beta, weights, states, runs, shape)
+        if not shape.taps:
+            return out.to(z.dtype).flatten(1)
         if shape.additive:
             return group_norm(out.to(z.dtype), z, weights).flatten(1)
         z = z.reshape(-1, shape.value_heads, shape.value)
@@ -47,10 +49,12 @@ class TorchDelta:
         shape: DeltaShape,
     ) -> Tensor:
         """mixed [R, Hk, C], decay [R, Hv, W], beta [R, Hv] -> [R, Hv, Dv] float32."""
-        window = torch.cat((states.tail.index_select(0, runs.reads), mixed.unsqueeze(2)), 2)  # [R, Hk, K, C]
-        states.tail.index_copy_(0, runs.rows, window[:, :, 1:])
-        taken = with_bias((window * weights.conv).sum(2), weights)
-        q, k, v = split_heads(functional.silu(taken).to(mixed.dtype), shape)  # [R, Hv, *]
+        taken = mixed
+        if shape.taps:
+            window = torch.cat((states.tail.index_select(0, runs.reads), mixed.unsqueeze(2)), 2)  # [R, Hk, K, C]
+            states.tail.index_copy_(0, runs.rows, window[:, :, 1:])
+            taken = functional.silu(with_bias((window * weights.conv).sum(2), weights)).to(mixed.dtype)
+        q, k, v = split_heads(taken, shape)  # [R, Hv, *]
         memory = states.memory.index_select(0, runs.reads).mul_(decay.exp().unsqueeze(-1))
         known = 0 if shape.additive else (k.unsqueeze(-2) @ memory).squeeze(-2)
         change = (v - known) * beta.unsqueeze(-1)  # [R, Hv, Dv]
@@ -73,9 +77,12 @@ class TorchDelta:
         begin = 0
         for index, (count, stored) in enumerate(zip(runs.lens, runs.stored)):
             own = slice(begin, begin + count)
-            text = torch.cat((row_of(states.tail, runs.reads, index), mixed[own].transpose(0, 1)), 1)  # [Hk, K-1+n, C]
-            taken = with_bias(convolve(text, weights.conv).transpose(0, 1), weights)  # [n, Hk, C]
-            q, k, v = split_heads(functional.silu(taken).to(mixed.dtype), shape)
+            text, taken = mixed[own].transpose(0, 1), mixed[own]
+            if shape.taps:
+                text = torch.cat((row_of(states.tail, runs.reads, index), text), 1)  # [Hk, K-1+n, C]
+                convolved = with_bias(convolve(text, weights.conv).transpose(0, 1), weights)  # [n, Hk, C]
+                taken = functional.silu(convolved).to(mixed.dtype)
+            q, k, v = split_heads(taken, shape)
             memory, rule = row_of(states.memory, runs.reads, index), additive_rule if shape.additive else delta_rule
             first = 0
             for last in dict.fromkeys((*stored, count)):
@@ -84,7 +91,8 @@ class TorchDelta:
                 skipped(out[part], v[piece], weights)
                 if last in stored:
                     store_row(states.memory, runs.rows, begin + last - 1, memory)
-                    store_row(states.tail, runs.rows, begin + last - 1, text[:, last : last + shape.taps - 1])
+                    if shape.taps:
+                        store_row(states.tail, runs.rows, begin + last - 1, text[:, last : last + shape.taps - 1])
                 first = last
             begin += count
         return out

@@ -373,8 +373,8 @@ def chunk_cases(name: str, shape: DeltaShape, dtype: torch.dtype, b_between: int
     system |= {"b_stride": "i32:16", "a_stride": "i32:16"}
     states = {"taken": kind, "memory": "*fp32", "out": kind, **table, "firsts": "*i32", "rows": "*i64", "reads": "*i64"}
     solved = _system_constants(shape, dtype, b_between, a_between)
-    found = _states_constants(shape, dtype) | ({} if shape.additive else {"skip": None})
-    states |= {"skip": "*fp32"} if shape.additive else {}
+    found = _states_constants(shape, dtype) | ({} if shape.skips else {"skip": None})
+    states |= {"skip": "*fp32"} if shape.skips else {}
     first = AotCase(f"delta_system_{name}", system_kernel, system, solved, 8, 1, True)
     if shape.additive:
         named = ("taken", "a", "a_log", "dt_bias", "bounds", "scores", "scales", "a_stride")

@@ -27,6 +27,8 @@ from moe_engine.kernels.triton.launch import element, stride_of, warps_for, with
 
 NEMOTRON_3 = DeltaShape(8, 64, 128, 64, 4, additive=True)
 """Nemotron-3-Nano on one GPU."""
+MINIMAX_TEXT = DeltaShape(8, 8, 128, 128, 0, additive=True, shortest=1.0, longest=1.0)
+"""Lightning attention of MiniMax-Text-01 on eight GPUs."""
 SHORT = 16
 """Longest run whose tokens the delta rule takes one after another."""
 _CHANNELS, _COLUMNS = 256, 32
@@ -234,21 +236,10 @@ class TritonDelta:
         out = mixed.new_empty(num, shape.value_heads, shape.value)
         if not num:
             return out.flatten(1)
-        blocks, stride = triton.cdiv(shape.mixed, _CHANNELS), stride_of(mixed, 0)
-        convolved = (mixed, taken, states.tail, weights.conv, weights.conv_bias)
-        constants = _conv_constants(shape, between)
-        if runs.longest <= SHORT:
-            conv_update_kernel[(len(runs.lens), shape.key_heads, blocks)](
-                *convolved, runs.rows, runs.starts, runs.reads, stride, **constants, num_warps=4
-            )
+        if shape.taps:
+            _convolved(mixed, taken, weights, states, runs, shape, between)
         else:
-            conv_kernel[(num, shape.key_heads, blocks)](
-                *convolved, runs.run_of, runs.starts, runs.reads, stride, **constants, num_warps=4
-            )
-            tail_kernel[(len(runs.lens), shape.key_heads, blocks)](
-                mixed, states.tail, *runs.stored_tokens, runs.rows, runs.starts, runs.reads, stride, **constants,
-                num_warps=4,
-            )  # fmt: skip
+            taken.copy_(mixed)
         rule = _rule_constants(shape, between)
         if runs.shortest <= SHORT:
             delta_kernel[(len(runs.lens), shape.value_heads, triton.cdiv(shape.value, rule["BLOCK_V"]))](
@@ -257,6 +248,8 @@ class TritonDelta:
             )  # fmt: skip
         if runs.longest > SHORT:
             run_chunks(taken, b, a, weights, states.memory, runs, shape, out, SHORT + 1)
+        if not shape.taps:
+            return out.flatten(1)
         normed = (out, z, weights.norm, stride_of(z, 0), weights.eps)
         if shape.additive:
             group_norm_kernel[(num, shape.key_heads)](
@@ -265,6 +258,27 @@ class TritonDelta:
         else:
             gated_norm_kernel[(num, shape.value_heads)](*normed, **_norm_constants(shape, between), num_warps=1)
         return out.flatten(1)
+
+
+def _convolved(
+    mixed: Tensor, taken: Tensor, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape,
+    between: Between,
+) -> None:  # fmt: skip
+    """taken = the convolution of mixed after the last inputs; stores the last inputs."""
+    blocks, stride = triton.cdiv(shape.mixed, _CHANNELS), stride_of(mixed, 0)
+    convolved = (mixed, taken, states.tail, weights.conv, weights.conv_bias)
+    constants = _conv_constants(shape, between)
+    if runs.longest <= SHORT:
+        conv_update_kernel[(len(runs.lens), shape.key_heads, blocks)](
+            *convolved, runs.rows, runs.starts, runs.reads, stride, **constants, num_warps=4
+        )
+        return
+    conv_kernel[(runs.num_tokens, shape.key_heads, blocks)](
+        *convolved, runs.run_of, runs.starts, runs.reads, stride, **constants, num_warps=4
+    )
+    tail_kernel[(len(runs.lens), shape.key_heads, blocks)](
+        mixed, states.tail, *runs.stored_tokens, runs.rows, runs.starts, runs.reads, stride, **constants, num_warps=4
+    )
 
 
 Between = tuple[int, int, int, int]
@@ -322,10 +336,18 @@ def delta_cases(label: str, shape: DeltaShape, between: Between, dtype: torch.dt
     rule = {"taken": kind, "b": kind, "a": kind, "out": kind, "rows": "*i64", "starts": "*i32", "reads": "*i64"}
     rule |= {"b_stride": "i32:16", "a_stride": "i32:16"}
     rule |= dict.fromkeys(("memory", "a_log", "dt_bias"), "*fp32")
-    rule |= {"skip": "*fp32"} if shape.additive else {}
+    rule |= {"skip": "*fp32"} if shape.skips else {}
     norm = {"x": kind, "z": kind, "weight": "*fp32", "stride": "i32:16", "eps": "fp32"}
     convolved = _conv_constants(shape, between)
-    ruled = _rule_constants(shape, between) | ({} if shape.additive else {"skip": None})
+    ruled = _rule_constants(shape, between) | ({} if shape.skips else {"skip": None})
+    rules = [
+        AotCase(f"delta_rule_{name}", delta_kernel, rule, ruled, 4, 3, False),
+        *(
+            [] if dtype == torch.float32 else chunk_cases(name, shape, dtype, between[2], between[3])
+        ),  # float32 spills; no model is served in it
+    ]
+    if not shape.taps:
+        return rules
     last = AotCase(f"delta_norm_{name}", gated_norm_kernel, norm, _norm_constants(shape, between), 1, 3, False)
     if shape.additive:
         constants, warps = _group_constants(shape, between), _group_warps(shape)
@@ -334,16 +356,14 @@ def delta_cases(label: str, shape: DeltaShape, between: Between, dtype: torch.dt
         AotCase(f"delta_conv_{name}", conv_kernel, conv | biased, convolved | none, 4, 3, False),
         AotCase(f"delta_tail_{name}", tail_kernel, tail, convolved, 4, 3, False),
         AotCase(f"delta_conv_update_{name}", conv_update_kernel, update | biased, convolved | none, 4, 3, False),
-        AotCase(f"delta_rule_{name}", delta_kernel, rule, ruled, 4, 3, False),
-        *(
-            [] if dtype == torch.float32 else chunk_cases(name, shape, dtype, between[2], between[3])
-        ),  # float32 spills; no model is served in it
+        *rules,
         last,
     ]
 
 
 def aot_cases() -> list[AotCase]:
-    """Qwen3-Next on one GPU and on four, Kimi-Linear on one and on four, Ling and Nemotron-3-Nano on one."""
+    """Qwen3-Next on one GPU and on four, Kimi-Linear on one and on four, Ling and Nemotron-3-Nano on one,
+    MiniMax-Text-01 on eight."""
     return [
         *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4), (768, 768, 4, 4)),
         *delta_cases("qwen3_next_tp4", DeltaShape(4, 8, 128, 128, 4), (768, 768, 4, 4)),
@@ -352,4 +372,5 @@ def aot_cases() -> list[AotCase]:
         *delta_cases("kimi_linear_tp4", DeltaShape(8, 8, 128, 128, 4, 128, sigmoid=True), (384, 128, 1, 128)),
         *delta_cases("ling3", DeltaShape(32, 32, 128, 128, 4, 128, -5.0, True), (640, 640, 1, 640)),
         *delta_cases("nemotron3", NEMOTRON_3, (1280, 1280, 8, 8)),
+        *delta_cases("minimax_text", MINIMAX_TEXT, (384, 384, 384, 384)),
     ]

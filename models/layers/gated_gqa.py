@@ -36,7 +36,7 @@ class GatedGQAttention(GQAttention):
 
     def _gated(self, mixed: Tensor, parts: ProjectedParts) -> Tensor:
         """[T, H, V] -> [T, D]."""
-        return self._o(_opened(self._ops, mixed, parts.heads[:, 1 : 2 * self._gqa.num_heads : 2]).flatten(1))
+        return self._o(opened(self._ops, mixed, parts.heads[:, 1 : 2 * self._gqa.num_heads : 2]).flatten(1))
 
     def _parts(self, projected: Tensor) -> ProjectedParts:
         gqa = self._gqa
@@ -69,10 +69,10 @@ class HeadGatedGQAttention(GQAttention):
         gate = self._gate(hidden).unflatten(1, (-1, self._gqa.gate_width))  # [T, H, 1]
         q = self.before(hidden, batch.positions, groups[self._group].slots, cache)
         mixed = self._attend(q, k_cache, v_cache, groups)
-        return self._o(_opened(self._ops, mixed, gate, self._gqa.gate_softplus).flatten(1))
+        return self._o(opened(self._ops, mixed, gate, self._gqa.gate_softplus).flatten(1))
 
 
-def _opened(ops: Ops, mixed: Tensor, gate: Tensor, by_softplus: bool = False) -> Tensor:
+def opened(ops: Ops, mixed: Tensor, gate: Tensor, by_softplus: bool = False) -> Tensor:
     """mixed [T, H, V] * sigmoid(gate [T, H, V] or [T, H, 1]), or softplus, in place."""
     if (gates := ops.capabilities.gates) is not None:
         return gates.heads(mixed, gate, by_softplus)

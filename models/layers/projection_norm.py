@@ -53,9 +53,9 @@ class ProjectionNorms:
         norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in (q, k)]
         squares = self._group.all_reduce(torch.stack(norms).square_())  # [2, T]
         scales = squares.div_(self._counts).add_(self._eps).rsqrt_().unsqueeze(-1)
-        return _scaled(q, scales[0], q_weight), _scaled(k, scales[1], k_weight)
+        return scaled(q, scales[0], q_weight), scaled(k, scales[1], k_weight)
 
 
-def _scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+def scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """x [T, N] * scale [T, 1], in x's dtype, * weight [N], as `Ops.rms_norm` rounds."""
     return ((x * scale).to(x.dtype) * weight).to(x.dtype)

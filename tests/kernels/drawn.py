@@ -99,7 +99,7 @@ def delta_inputs(
         bias, skip = (torch.randn(size, device=device) for size in ((shape.key_heads, shape.mixed), shape.value_heads))
         weights = replace(weights, conv_bias=bias, skip=skip)
     states = DeltaStates(
-        torch.randn(num_rows, shape.key_heads, shape.taps - 1, shape.mixed, device=device).to(dtype),
+        torch.randn(num_rows, shape.key_heads, max(shape.taps - 1, 0), shape.mixed, device=device).to(dtype),
         torch.randn(num_rows, shape.value_heads, shape.key, shape.value, device=device),
     )
     return inputs, weights, states

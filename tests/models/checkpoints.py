@@ -34,6 +34,7 @@ KINDS = (
     "qwen3",
     "qwen3_moe",
     "mixtral",
+    "minimax",
     "minimax_m2",
     "mimo_v2_flash",
     "glm4_moe",
@@ -259,6 +260,13 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_GQA, "head_dim": 24, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    ),
+    "minimax": (
+        "MiniMax",
+        {**_GQA, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 16}
+        | {"full_attn_alpha_factor": 3.5, "linear_attn_alpha_factor": 2.5, "linear_attn_beta_factor": 0.8}
+        | {"mlp_alpha_factor": 1.7, "mlp_beta_factor": 1.3, "rms_norm_eps": 1e-5},
     ),
     "minimax_m2": (
         "MiniMaxM2",

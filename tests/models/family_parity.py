@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_engine import Engine
+from tests.models.checkpoints import PHI_ROPE
 from tests.models.parity_families import OWN_FAMILIES, Family, Prompt, qwen_family, text_family
 
 NUM_PROMPTS, NUM_TOKENS, LONGEST = 24, 12, 600
@@ -61,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v41": {"dspark": True},
     "deepseek_v41_fp4": {"dspark": True},
     "qwen3_moe": {},
+    "minimax": {},
     "minimax_m2": {},
     "minimax_m3": {"num_mtp_layers": 1},
     "mimo_v2_flash": {},
@@ -99,7 +101,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "mistral4": {},
     "phi3": {},
-    "phimoe": {},
+    "phimoe": {"rope_scaling": PHI_ROPE | {"short_mscale": 1.3}},  # one factor, as published: that of all positions
     "solar_open": {},
 }
 """Options of the checkpoints of the table."""

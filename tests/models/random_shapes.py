@@ -36,13 +36,16 @@ EXPERTS = {
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
     "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts", "afmoe": "num_experts",
     "llama4": "num_local_experts", "phimoe": "num_local_experts",
+    "minimax": "num_local_experts",
     "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {
     "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
     "step3p7": "moe_top_k", "longcat_flash": "moe_topk",
 }  # fmt: skip
-WIDTHS = dict.fromkeys(("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe"), "intermediate_size")
+WIDTHS = dict.fromkeys(
+    ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax"), "intermediate_size"
+)
 WIDTHS |= {"longcat_flash": "expert_ffn_hidden_size"}
 MLA = (
     "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "bailing_hybrid",
@@ -63,17 +66,19 @@ GROUPED = (
 )
 """Routers that choose groups of experts."""
 NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "afmoe", "nemotron_h",
-             "longcat_flash", "llama4", "phimoe")  # fmt: skip
+             "longcat_flash", "llama4", "phimoe", "minimax")  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
-NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe", "phi3", "phimoe")
+NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe", "phi3")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
     "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_BIAS += ("nemotron_h", "phi3")
+NO_BIAS += ("nemotron_h", "phi3", "minimax")
+FACTORS = ("full_attn", "linear_attn", "mlp")
+"""Of residuals of MiniMax-Text-01."""
 NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid", "step3p7", "nemotron_h")
 DROPPED = (
     "rms_norm_eps", "rope_theta", "hidden_act", "attention_bias", "mlp_bias", "norm_topk_prob", "routed_scaling_factor",
@@ -135,6 +140,11 @@ def draw(kind: str, rng: random.Random) -> Shape:
         _draw_phi3(rng, fields)
     if kind == "phimoe":
         _draw_phimoe(rng, fields)
+    if kind == "minimax":
+        known = ("full_attention", "linear_attention")
+        fields["layer_types"] = [known[0], *(rng.choice(known) for _ in range(layers - 1))]
+        fields |= {f"{part}_{name}_factor": rng.choice((0.6, 1, 3.5)) for part in FACTORS for name in ("alpha", "beta")}
+        fields["block_size"] = rng.choice((8, 32))
     if kind == "llama4":
         _draw_llama4(rng, fields)
     if kind == "afmoe":
@@ -291,8 +301,7 @@ def _draw_phi3(rng: random.Random, fields: dict[str, Any]) -> None:
 
 def _draw_phimoe(rng: random.Random, fields: dict[str, Any]) -> None:
     """transformers reads the short list for texts of any length, and a factor of attention for each length."""
-    pairs = fields["hidden_size"] // fields["num_attention_heads"] // 2
-    factors, original = [rng.uniform(1, 8) for _ in range(pairs)], rng.choice((32, 512))
+    factors, original = [rng.uniform(1, 8) for _ in range(fields["head_dim"] // 2)], rng.choice((32, 512))
     scaling = {"type": "longrope", "long_factor": factors, "short_factor": factors, "short_mscale": rng.uniform(0.8, 2)}
     scaling |= {"long_mscale": rng.uniform(0.8, 2), "original_max_position_embeddings": original}
     fields |= {

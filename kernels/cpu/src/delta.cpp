@@ -11,7 +11,7 @@
 namespace moe {
 
 struct Delta {
-  int64_t runs, key_heads, shared, key, value, taps, decays;
+  int64_t runs, key_heads, shared, key, value, taps, decays;  // taps 0: neither convolution nor norm (additive states)
   const int32_t* starts;   // [R + 1]
   const int64_t* reads;    // [R]
   const int64_t* stores;   // [T], -1: the state after the token is not stored
@@ -153,7 +153,7 @@ INLINE void add_token(const Delta& d, int64_t head, const float* steps, const fl
 template <class T>
 void run_head(const Delta& d, int64_t run, int64_t head, const DeltaInputs<T>& in, T* tails, T* out) {
   const int64_t width = 2 * d.key + d.shared * d.value, heads = d.key_heads * d.shared, taps = d.taps;
-  const int64_t tail_size = (taps - 1) * width, memory_size = d.key * d.value;
+  const int64_t tail_size = std::max<int64_t>(taps - 1, 0) * width, memory_size = d.key * d.value;
   const int64_t begin = d.starts[run], end = d.starts[run + 1];
   T* lines = scratch<T>(ROWS, taps * width);            // the last K inputs, a ring
   float* taken = scratch<float>(VALUES, width + d.shared * d.value + std::max(d.decays, d.shared));
@@ -166,13 +166,14 @@ void run_head(const Delta& d, int64_t run, int64_t head, const DeltaInputs<T>& i
   std::memcpy(lines, tail_at(d.reads[run]), size_t(tail_size) * sizeof(T));
   const float* from = memory_at(d.reads[run]);
   for (int64_t t = begin; t < end; t++) {
-    const int64_t newest = (t - begin + taps - 1) % taps, oldest = (newest + 1) % taps;
+    const int64_t newest = taps ? (t - begin + taps - 1) % taps : 0, oldest = taps ? (newest + 1) % taps : 0;
     const T* input = in.mixed + t * d.strides[0] + head * d.strides[1];
     const T* z = in.z + t * d.strides[2] + head * d.strides[3];
     const T* b = in.b + t * d.strides[4] + head * d.strides[5];
     const T* a = in.a + t * d.strides[6] + head * d.strides[7];
-    std::memcpy(lines + newest * width, input, size_t(width) * sizeof(T));
-    for (int64_t c = 0; c < width; c += LANES) {
+    if (taps) std::memcpy(lines + newest * width, input, size_t(width) * sizeof(T));
+    for (int64_t c = 0; !taps && c < width; c += LANES) store_some(taken + c, load_some(input + c, width - c), width - c);
+    for (int64_t c = 0; taps && c < width; c += LANES) {
       const int64_t some = width - c;
       F16 total = d.conv_bias ? load_some(d.conv_bias + head * width + c, some) : zero();
       for (int64_t j = 0; j < taps; j++)
@@ -190,7 +191,10 @@ void run_head(const Delta& d, int64_t run, int64_t head, const DeltaInputs<T>& i
       }
       add_token(d, head, keep, from, to, taken, mixed);
       const int64_t first = head * d.shared * d.value;
-      group_norm(mixed, z, d.norm + first, d.eps, d.shared * d.value, out + t * heads * d.value + first);
+      const int64_t n = d.shared * d.value;
+      T* result = out + t * heads * d.value + first;
+      if (taps) group_norm(mixed, z, d.norm + first, d.eps, n, result);
+      for (int64_t c = 0; !taps && c < n; c += LANES) store_some(result + c, load_some(mixed + c, n - c), n - c);
     } else {
       to_length(taken, d.key, 1.f / std::sqrt(float(d.key)));
       to_length(taken + d.key, d.key, 1.f);

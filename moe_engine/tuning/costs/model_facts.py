@@ -25,6 +25,7 @@ from moe_engine.models.config_llama4 import llama4_facts
 from moe_engine.models.config_longcat import longcat_facts
 from moe_engine.models.config_mimo import mimo_fields
 from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
+from moe_engine.models.config_minimax_text import minimax_text_fields
 from moe_engine.models.config_mixtures import ernie_moe_fields, gpt_oss_fields
 from moe_engine.models.config_nemotron_h import ATTENTION, EXPERTS, STATE, nemotron_fields, nemotron_kinds
 from moe_engine.models.config_nemotron_h import MLP as LONE_MLP
@@ -60,6 +61,7 @@ _COMPLETED = {
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
     "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
     "llama4_text": llama4_facts,
+    **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), minimax_text_fields),
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
 }  # fmt: skip
@@ -438,7 +440,7 @@ def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         raise ConfigError(f"{fields.source}: layer_types has layers that the planner does not know; remove them")
     keys = fields.integer("linear_num_key_heads") * fields.integer("linear_key_head_dim")
     heads, width = fields.integer("linear_num_value_heads"), fields.integer("linear_value_head_dim")
-    values, gates = heads * width, fields.integer("linear_gates", 2)
+    values, gates = heads * width, fields.integer("linear_gates", 2, minimum=0)
     return AttentionFacts(
         layers=layers,
         sharded=hidden * (2 * keys + 2 * values + gates * heads) + values * hidden,

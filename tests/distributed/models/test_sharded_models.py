@@ -104,6 +104,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral_large3": {"num_hidden_layers": 2},  # names of its own files, without a tower
     "hy_v3": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shared MLP, an MTP layer with names of its own
     "phi3": {"num_hidden_layers": 2},  # matrices joined in the files
+    "minimax": {},  # lightning attention, norms whose results are the residual
     "phimoe": {"num_hidden_layers": 2, "vocab_size": 323},  # LayerNorms, a head with a bias
     "solar_open": {"num_hidden_layers": 2},
     "dots1": {"num_hidden_layers": 2},

@@ -23,6 +23,7 @@ SHAPES = (
     DeltaShape(1, 2, 20, 12, 2, decays=20, bound=-5.0),
     DeltaShape(2, 6, 24, 20, 4, additive=True),
     DeltaShape(1, 2, 16, 64, 3, additive=True, shortest=0.4, longest=0.9),
+    DeltaShape(3, 3, 24, 20, 0, additive=True, shortest=1.0, longest=1.0),
 )
 """With a decay for each value head, for each channel of a key, and without the delta rule."""
 
@@ -41,12 +42,14 @@ def recurrence(
         begin, row = int(runs.starts[i]), int(runs.reads[i])
         tail, memory = states.tail[row].clone(), states.memory[row].clone()
         for t in range(begin, begin + count):
-            text = torch.cat((tail, inputs.mixed[t][:, None]), 1)  # [Hk, K, C]
-            tail = text[:, 1:]
-            taken = (text * conv).sum(1)
-            if weights.conv_bias is not None:
-                taken = taken + weights.conv_bias.double()
-            taken = taken * taken.sigmoid()
+            taken = inputs.mixed[t]
+            if shape.taps:
+                text = torch.cat((tail, taken[:, None]), 1)  # [Hk, K, C]
+                tail = text[:, 1:]
+                taken = (text * conv).sum(1)
+                if weights.conv_bias is not None:
+                    taken = taken + weights.conv_bias.double()
+                taken = taken * taken.sigmoid()
             if shape.additive:
                 out.append(additive_token(taken, inputs, t, weights, memory, shape))
                 if (row := int(runs.rows[t])) >= 0:
@@ -89,9 +92,12 @@ def additive_token(
             width = min(max(width, torch.tensor(shape.shortest)), torch.tensor(shape.longest))
             memory[h] = memory[h] * (-weights.a_log[h].double().exp() * width).exp() + torch.outer(k, width * v)
             of_head.append(memory[h].T @ q + weights.skip[h].double() * v)
-        y = torch.cat(of_head) * inputs.z[t, head] * inputs.z[t, head].sigmoid()
-        found.append(y / (y.square().mean() + weights.eps).sqrt())
-    return torch.cat(found) * weights.norm.double()
+        y = torch.cat(of_head)
+        if shape.taps:
+            y = y * inputs.z[t, head] * inputs.z[t, head].sigmoid()
+            y = y / (y.square().mean() + weights.eps).sqrt()
+        found.append(y)
+    return torch.cat(found) * (weights.norm.double() if shape.taps else 1)
 
 
 def kernel(name: str) -> Any:

@@ -17,6 +17,7 @@ SHAPES = (
     DeltaShape(1, 2, 8, 40, 2, decays=8, bound=-5.0),
     DeltaShape(2, 4, 20, 24, 4, additive=True),
     DeltaShape(1, 3, 16, 40, 2, additive=True, shortest=0.4, longest=0.9),
+    DeltaShape(2, 2, 20, 24, 0, additive=True, shortest=1.0, longest=1.0),
 )
 
 

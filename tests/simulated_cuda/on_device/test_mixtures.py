@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_engine.kernels.delta import triton_delta
 from tests.engine.harness import Scripted
 from tests.models.checkpoints import make_checkpoint
 from tests.models.llama4_images import make_llama4, picture
 from tests.models.mistral_native import make_mistral_large3_text
 from tests.simulated_cuda.on_device.test_compressed_engines import with_image
-from tests.simulated_cuda.on_device.test_engines import FEW, GREEDY, compared, script, sometimes_warm
+from tests.simulated_cuda.on_device.test_engines import FEW, GREEDY, compared, kernels, script, sometimes_warm
 
 MADE: dict[str, Callable[[Path], Path]] = {
     "mistral_large3": lambda path: make_mistral_large3_text(path, 5, num_hidden_layers=2),
@@ -36,6 +37,20 @@ def test_decodes_are_captured(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     found = compared(path, tmp_path, script([GREEDY, GREEDY]), {}, **more)
     assert found.num_graphs == 2 and found.waits == []
     assert any(step.cuda_graph for step in found.steps)
+
+
+def test_captured_steps_of_lightning_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniMax-Text-01: states in chunks and in replayed decodes, without convolution and norm."""
+    sometimes_warm(monkeypatch)
+    monkeypatch.setattr(triton_delta, "SHORT", 3)
+    path = make_checkpoint("minimax", tmp_path / "model", 5, num_local_experts=4)
+    requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
+    both = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
+    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
+    assert found.num_graphs and found.waits == []
+    launched = set(kernels.launches)
+    assert launched >= {"delta_kernel", "additive_kernel", "states_kernel"}
+    assert not launched & {"conv_update_kernel", "conv_kernel", "group_norm_kernel"}
 
 
 @pytest.mark.drawn(1)
