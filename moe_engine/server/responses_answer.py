@@ -11,9 +11,10 @@ from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
 from moe_engine.server.output_parts import Change, OutputParts, Part
 from moe_engine.server.responses_logprobs import TextLogprobs
+from moe_engine.server.responses_tools import Called, called_tools, custom_input
 from moe_engine.server.responses_types import OutputContent, OutputItem, ResponseObject, ResponsesPlan, ResponseUsage
 
-PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 PENDING = ("queued", "in_progress")
 """Statuses of a response that has not ended."""
 
@@ -34,6 +35,7 @@ class Answer:
         self._created = int(time.time())
         self._parser = ChoiceParser(parsers)
         self._parts = OutputParts()
+        self._tools = called_tools(asked.fields["tools"])
         self._logprobs: TextLogprobs | None = None
         if g.logprob_format is not None and g.tokenizer is not None:
             end = parsers.reasoning.end if parsers.reasoning else ""
@@ -92,7 +94,37 @@ class Answer:
         return cast(ResponseObject, answer)
 
     def _items(self) -> list[OutputItem]:
-        return [item_of(self.id, part) for part in self._parts.parts]
+        return [self.item_of(part) for part in self._parts.parts]
+
+    def called(self, part: Part) -> Called:
+        """The tool that a part calls."""
+        return self._tools.get(part.name) or Called("function", part.name)
+
+    def id_of(self, part: Part) -> str:
+        kind = "custom" if part.kind == "call" and self.called(part).is_custom else part.kind
+        return f"{PREFIXES[kind]}_{self.id.removeprefix('resp_')}_{part.index}"
+
+    def item_of(self, part: Part, begins: bool = False) -> OutputItem:
+        """The item of a part. `begins`: its form at the start of a stream, without content."""
+        content = [] if begins else [content_of(part)]
+        status: Any = "in_progress" if begins else "completed" if part.is_whole else "incomplete"
+        name = self.id_of(part)
+        if part.kind == "text":
+            return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
+        if part.kind == "reasoning":
+            return {"type": "reasoning", "id": name, "status": status, "summary": [], "content": content}
+        called = self.called(part)
+        item: OutputItem = {
+            "type": "custom_tool_call" if called.is_custom else "function_call", "id": name, "status": status,
+            "call_id": part.id, "name": called.name,
+        }  # fmt: skip
+        if called.namespace is not None:
+            item["namespace"] = called.namespace
+        if called.is_custom:
+            item["input"] = custom_input(part.text) if part.text else ""
+        else:
+            item["arguments"] = part.text
+        return item
 
     def _usage(self) -> ResponseUsage:
         g = self._generation
@@ -105,26 +137,7 @@ class Answer:
         }
 
 
-def id_of(response_id: str, part: Part) -> str:
-    return f"{PREFIXES[part.kind]}_{response_id.removeprefix('resp_')}_{part.index}"
-
-
 def content_of(part: Part) -> OutputContent:
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": part.logprobs}
-
-
-def item_of(response_id: str, part: Part, begins: bool = False) -> OutputItem:
-    """The item of a part. `begins`: its form at the start of a stream, without content."""
-    content = [] if begins else [content_of(part)]
-    status: Any = "in_progress" if begins else "completed" if part.is_whole else "incomplete"
-    name = id_of(response_id, part)
-    if part.kind == "text":
-        return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
-    if part.kind == "reasoning":
-        return {"type": "reasoning", "id": name, "status": status, "summary": [], "content": content}
-    return {
-        "type": "function_call", "id": name, "status": status, "call_id": part.id, "name": part.name,
-        "arguments": part.text,
-    }  # fmt: skip

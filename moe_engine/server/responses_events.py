@@ -9,7 +9,8 @@ from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.errors import problem_of
 from moe_engine.server.http_io import encode_json
 from moe_engine.server.output_parts import Change, Part
-from moe_engine.server.responses_answer import Answer, content_of, id_of, item_of
+from moe_engine.server.responses_answer import Answer, content_of
+from moe_engine.server.responses_tools import custom_input
 from moe_engine.server.responses_types import ResponseObject
 
 TEXT_EVENTS = {"reasoning": "reasoning_text", "text": "output_text"}
@@ -25,7 +26,7 @@ class ResponseEvents:
     def __init__(self, answer: Answer, keep: Callable[[Answer, ResponseObject], None]) -> None:
         self._answer = answer
         self._keep = keep
-        self._stream = _Stream(answer.id)
+        self._stream = _Stream(answer)
         self._begun = False
 
     def of(self, piece: Piece) -> bytes:
@@ -54,8 +55,8 @@ class ResponseEvents:
 class _Stream:
     """Numbered events of one response."""
 
-    def __init__(self, response_id: str) -> None:
-        self._response_id = response_id
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
         self._number = 0
 
     def event(self, kind: str, **fields: Any) -> bytes:
@@ -64,27 +65,39 @@ class _Stream:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
     def events(self, change: Change, part: Part, text: str, logprobs: list[Any]) -> Iterator[bytes]:
-        place = {"item_id": id_of(self._response_id, part), "output_index": part.index}
-        if part.kind != "call":
-            place["content_index"] = 0
         if change == "begin":
-            item = item_of(self._response_id, part, begins=True)
+            item = self._answer.item_of(part, begins=True)
             yield self.event("response.output_item.added", output_index=part.index, item=item)
-            if part.kind != "call":
-                yield self.event("response.content_part.added", **place, part=content_of(part))
-        elif change == "add":
-            if part.kind == "call":
-                yield self.event("response.function_call_arguments.delta", **place, delta=text)
-            else:
-                more: dict[str, Any] = {"logprobs": logprobs} if part.kind == "text" else {}
-                yield self.event(f"response.{TEXT_EVENTS[part.kind]}.delta", **place, delta=text, **more)
-        else:
-            if part.kind == "call":
-                arguments = {"name": part.name, "arguments": part.text}
-                yield self.event("response.function_call_arguments.done", **place, **arguments)
-            else:
-                more = {"logprobs": part.logprobs} if part.kind == "text" else {}
-                yield self.event(f"response.{TEXT_EVENTS[part.kind]}.done", **place, text=part.text, **more)
-                yield self.event("response.content_part.done", **place, part=content_of(part))
-            item = item_of(self._response_id, part)
+        yield from (self._call if part.kind == "call" else self._text)(change, part, text, logprobs)
+        if change == "end":
+            item = self._answer.item_of(part)
             yield self.event("response.output_item.done", output_index=part.index, item=item)
+
+    def _place(self, part: Part) -> dict[str, Any]:
+        return {"item_id": self._answer.id_of(part), "output_index": part.index}
+
+    def _call(self, change: Change, part: Part, text: str, _: list[Any]) -> Iterator[bytes]:
+        """The input of a custom tool follows at its end: its arguments are JSON of it."""
+        place, called = self._place(part), self._answer.called(part)
+        if called.is_custom:
+            if change == "end":
+                given = custom_input(part.text)
+                yield self.event("response.custom_tool_call_input.delta", **place, delta=given)
+                yield self.event("response.custom_tool_call_input.done", **place, input=given)
+        elif change == "add":
+            yield self.event("response.function_call_arguments.delta", **place, delta=text)
+        elif change == "end":
+            yield self.event("response.function_call_arguments.done", **place, name=called.name, arguments=part.text)
+
+    def _text(self, change: Change, part: Part, text: str, logprobs: list[Any]) -> Iterator[bytes]:
+        place, name = {**self._place(part), "content_index": 0}, f"response.{TEXT_EVENTS[part.kind]}"
+        with_logprobs = part.kind == "text"
+        if change == "begin":
+            yield self.event("response.content_part.added", **place, part=content_of(part))
+        elif change == "add":
+            more: dict[str, Any] = {"logprobs": logprobs} if with_logprobs else {}
+            yield self.event(f"{name}.delta", **place, delta=text, **more)
+        else:
+            more = {"logprobs": part.logprobs} if with_logprobs else {}
+            yield self.event(f"{name}.done", **place, text=part.text, **more)
+            yield self.event("response.content_part.done", **place, part=content_of(part))

@@ -7,7 +7,10 @@ from typing import Any
 from moe_engine.errors import InputError
 from moe_engine.server.responses_types import InputItem, InputItemsQuery, ItemList
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+PREFIXES = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+}  # fmt: skip
 
 
 def input_items(given: str | list[InputItem], response_id: str) -> list[dict[str, Any]]:

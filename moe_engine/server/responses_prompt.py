@@ -11,6 +11,7 @@ from moe_engine.errors import InputError, TooLongError
 from moe_engine.sampling_checks import SamplingFields
 from moe_engine.server.openai_images import PlacedImage
 from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.responses_tools import chat_call, chat_choice, chat_tools
 from moe_engine.server.responses_types import LOGPROBS, ResponsesRequest
 from moe_engine.validation import checked, string_at
 
@@ -49,7 +50,7 @@ def chat_request(
     """
     if req.instructions is not None:
         messages = [{"role": "system", "content": req.instructions}, *messages]
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(req.tools or ())]
+    tools = chat_tools(req.tools or ())
     body: dict[str, Any] = {name: getattr(req, name) for name in SAME_NAME if getattr(req, name) is not None}
     body |= {"messages": messages, "tools": tools or None, "max_tokens": req.max_output_tokens}
     body |= {"tool_choice": _choice(req.tool_choice), "response_format": _format(req)}
@@ -149,11 +150,9 @@ def _message(item: Any, field: str) -> dict[str, Any]:
         if item["role"] != "assistant" and isinstance(content, list) and any(map(_is_image, content)):
             return {"role": item["role"], "content": _parts(content, f"{field}.content")}
         return {"role": item["role"], "content": _text(content, f"{field}.content")}
-    if kind == "function_call":
-        function = {name: string_at(item, name, field) for name in ("name", "arguments")}
-        call = {"id": string_at(item, "call_id", field), "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-    if kind == "function_call_output":
+    if kind in ("function_call", "custom_tool_call"):
+        return {"role": "assistant", "content": None, "tool_calls": [chat_call(item, field)]}
+    if kind in ("function_call_output", "custom_tool_call_output"):
         output = item.get("output")
         with_images = isinstance(output, list) and any(map(_is_image, output))
         content = _parts(output, f"{field}.output") if with_images else _text(output, f"{field}.output")
@@ -198,31 +197,15 @@ def _text(content: Any, field: str) -> str:
     return "".join(texts)
 
 
-def _tool(tool: Any, field: str) -> dict[str, Any]:
-    if tool["type"] != "function":
-        kind = "a tool with free text as input" if tool["type"] == "custom" else "a tool of OpenAI's servers"
-        words = f"{field}.type: {tool['type']!r:.60} is {kind}, which is not available; send functions"
-        raise InputError(words, field=f"{field}.type")
-    string_at(tool, "name", field)
-    fields = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
-
-
 def _choice(choice: Any) -> Any:
     """A choice of this API in the form of chats, whose names of functions are one level deeper."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "allowed_tools":
-        return _chosen(choice)
+        return chat_choice(choice)
     tools = choice.get("tools")
-    deeper = [_chosen(tool) for tool in tools] if isinstance(tools, list) else tools
+    deeper = [chat_choice(tool) for tool in tools] if isinstance(tools, list) else tools
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": deeper}}
-
-
-def _chosen(tool: Any) -> Any:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return tool
-    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _format(req: ResponsesRequest) -> dict[str, Any] | None:
@@ -250,9 +233,13 @@ def repeated_fields(req: ResponsesRequest) -> dict[str, Any]:
         "temperature": req.temperature,
         "text": {"format": {"type": "text"}, **{k: v for k, v in (req.text or {}).items() if v is not None}},
         "tool_choice": req.tool_choice or "auto",
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in msgspec.to_builtins(req.tools or [])],
+        "tools": [_repeated(tool) for tool in msgspec.to_builtins(req.tools or [])],
         "top_logprobs": req.top_logprobs or 0,
         "top_p": req.top_p,
         "truncation": req.truncation or "disabled",
         "user": req.user,
     }
+
+
+def _repeated(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"parameters": None, "strict": None, **tool} if tool["type"] == "function" else tool

@@ -13,7 +13,14 @@ from moe_engine.server.openai_answers import TokenLogprob
 from moe_engine.validation import Effort, NotAvailable
 
 LOGPROBS = "message.output_text.logprobs"
-ITEMS = "message, function_call, function_call_output or reasoning; other kinds are refused"
+ITEMS = (
+    "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output or reasoning; other kinds "
+    "are refused"
+)
+TOOLS = (
+    "function, custom or namespace; web_search and image_generation have no effect, other tools of OpenAI's servers "
+    "are refused"
+)
 
 
 class InputItem(TypedDict, total=False):
@@ -25,17 +32,24 @@ class InputItem(TypedDict, total=False):
     content: str | list[Any] | None
     call_id: str
     name: str
+    namespace: str | None
     arguments: str
+    input: Annotated[str, Meta(description="of a custom_tool_call")]
     output: str | list[Any]
     summary: list[Any]
 
 
-class FunctionTool(TypedDict, total=False):
-    type: Required[Annotated[str, Meta(description="function; tools of OpenAI's servers are refused")]]
+class CallableTool(TypedDict, total=False):
+    type: Required[Annotated[str, Meta(description=TOOLS)]]
     name: str
     description: str | None
     parameters: dict[str, Any] | None
     strict: bool | None
+    format: Annotated[dict[str, Any] | None, Meta(description="of a custom tool's input; not enforced")]
+
+
+class OfferedTool(CallableTool, total=False):
+    tools: Annotated[list[CallableTool], Meta(description="of a namespace: functions and custom tools")]
 
 
 class TextFormat(TypedDict, total=False):
@@ -65,7 +79,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     store: Annotated[bool | None, Meta(description="keeps the response for GET and previous_response_id")] = True
     stream: bool | None = False
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[OfferedTool] | None = None
     tool_choice: Annotated[str, Meta(pattern="^(auto|none|required)$")] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
@@ -100,7 +114,7 @@ class OutputContent(TypedDict):
 
 
 class OutputItem(TypedDict):
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
     role: NotRequired[Literal["assistant"]]
@@ -108,7 +122,9 @@ class OutputItem(TypedDict):
     summary: NotRequired[list[Any]]
     call_id: NotRequired[str]
     name: NotRequired[str]
+    namespace: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
 
 
 class InputDetails(TypedDict):
@@ -206,6 +222,7 @@ class ResponseEvent(TypedDict):
         "response.output_text.delta", "response.output_text.done",
         "response.reasoning_text.delta", "response.reasoning_text.done",
         "response.function_call_arguments.delta", "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta", "response.custom_tool_call_input.done",
     ]  # fmt: skip
     sequence_number: int
     response: NotRequired[ResponseObject]
@@ -219,6 +236,7 @@ class ResponseEvent(TypedDict):
     logprobs: NotRequired[list[TokenLogprob]]
     name: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
 
 
 class ResponsesPlan(msgspec.Struct):

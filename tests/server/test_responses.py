@@ -15,9 +15,10 @@ from moe_engine.errors import InputError
 from moe_engine.server.bodies import PROCESS_BYTES
 from moe_engine.server.responses_store import ResponseStore
 from moe_engine.server.responses_types import DeletedResponse, ResponseObject
+from moe_engine.tokenizer.tool_calls.named import CALLS_BEGIN, CALLS_END
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import named_events, post, talk
-from tests.server.test_anthropic import PARSERS, TEXTS, fake
+from tests.server.test_anthropic import PARSERS, TEXTS, call, fake
 from tests.server.test_schema import conforms
 
 ASK: dict[str, Any] = {"input": "hi", "max_output_tokens": 200}
@@ -235,7 +236,10 @@ def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dic
         ({"input": [{"role": "assistant", "content": [SEEN]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
-        ({**ASK, "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({**ASK, "tools": [{"type": "file_search"}]}, "tools[0].type"),
+        ({**ASK, "tools": [{"type": "web_search"}], "tool_choice": "required"}, "needs tools"),
+        ({**ASK, "tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({**ASK, "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
         ({**ASK, "tools": [{"type": "function"}]}, "tools[0].name"),
         ({**ASK, "tools": [TIME], "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({**ASK, "tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode"),
@@ -261,7 +265,6 @@ def test_sampling_is_that_of_the_chat_endpoint(mine: dict[str, Any], theirs: dic
         ({**ASK, "background": True, "store": False}, "background"),
         ({**ASK, "background": True, "stream": True}, "stream"),
         ({**ASK, "context_management": [{"type": "compaction"}]}, "context_management"),
-        ({**ASK, "tools": [{"type": "custom", "name": "t"}]}, "free text"),
         ({**ASK, "metadata": {"a": 1}}, "metadata"),
         ({**ASK, "top_logprobs": 21}, "top_logprobs"),
         ({**ASK, "max_output_tokens": 0}, "max_output_tokens"),
@@ -324,3 +327,89 @@ def test_the_store_is_bounded():
     assert len(store) == 1 and store.num_bytes <= 1000
     store.put({"id": "too large", "text": "x" * 2000}, [])
     assert len(store) == 0 and store.num_bytes == 0
+
+
+PATCH = {"type": "custom", "name": "patch", "description": "changes files",
+         "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}}  # fmt: skip
+AGENTS = {"type": "namespace", "name": "agents", "description": "of this one", "tools": [TIME, PATCH]}
+OFFERED = [WEATHER, AGENTS, PATCH, {"type": "web_search", "external_web_access": False}]
+"""Tools as a coding agent offers them."""
+PATCHED = {"input": '*** a\n"b" \\ é'}
+
+
+@pytest.mark.parametrize("per_step", [1, 7])
+def test_calls_of_custom_tools_and_of_namespaces(per_step: int):
+    calls = [("patch", json.dumps(PATCHED)), ("agents__time", '{"zone": "x"}'), ("agents__patch", json.dumps(PATCHED)),
+             ("weather", "{}")]  # fmt: skip
+    text = f"why</think>{CALLS_BEGIN}{''.join(call(*each) for each in calls)}{CALLS_END}"
+    answer = answered(text, tools=OFFERED)
+    patch, time, inner, weather = items = answer["output"][1:]
+    assert [item["type"] for item in items] == [
+        "custom_tool_call",
+        "function_call",
+        "custom_tool_call",
+        "function_call",
+    ]
+    assert patch["name"] == inner["name"] == "patch" and patch["input"] == inner["input"] == PATCHED["input"]
+    assert (time["name"], time["namespace"], time["arguments"]) == ("time", "agents", '{"zone": "x"}')
+    assert inner["namespace"] == "agents" and "namespace" not in patch and "namespace" not in weather
+    client = fake(text)
+    client.per_step = per_step
+    body = {**ASK, "tools": OFFERED, "stream": True}
+    events = named_events(post(client, "/v1/responses", body, **PARSERS))
+    for event in events:
+        EVENT.validate_python(event)
+    assert without_names(events[-1]["response"]) == without_names(answer)
+    given = [event for event in events if "custom_tool_call_input" in event["type"]]
+    assert [event.get("delta", event.get("input")) for event in given] == [PATCHED["input"]] * 4
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"] and given[1]["item_id"] == done[1]["id"]
+
+
+def test_the_input_of_a_call_that_is_cut_is_its_text():
+    text = f"</think>{CALLS_BEGIN}{call('patch', json.dumps(PATCHED)[:-6])}{CALLS_END}"
+    (patch,) = answered(text, tools=OFFERED)["output"]
+    assert patch["input"] == json.dumps(PATCHED)[:-6]
+
+
+def test_conversations_with_custom_tools_and_namespaces():
+    """The prompt is that of functions, and a stored call is continued."""
+    turns = [
+        {"role": "user", "content": "go"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", **PATCHED},
+        {"type": "function_call", "call_id": "c2", "name": "time", "namespace": "agents", "arguments": "{}"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "function_call_output", "call_id": "c2", "output": "noon"},
+    ]
+    only_input = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"],
+                  "additionalProperties": False}  # fmt: skip
+    words = 'changes files\n\nThe input is a text of this lark grammar:\nstart: "x"'
+
+    def patch(name: str) -> dict[str, Any]:
+        return {"type": "function", "name": name, "description": words, "parameters": only_input}
+
+    functions = [WEATHER, {**TIME, "name": "agents__time"}, patch("agents__patch"), patch("patch")]
+    flat = [
+        turns[0],
+        {"type": "function_call", "call_id": "c1", "name": "patch",
+         "arguments": json.dumps(PATCHED, ensure_ascii=False)},
+        {"type": "function_call", "call_id": "c2", "name": "agents__time", "arguments": "{}"},
+        {**turns[3], "type": "function_call_output"}, turns[4],
+    ]  # fmt: skip
+    chosen = {"type": "custom", "name": "patch"}, {"type": "function", "name": "patch"}
+    mine, theirs = (
+        prompt_of("/v1/responses", {**ASK, "input": given, "tools": tools, "tool_choice": choice})
+        for given, tools, choice in ((turns, OFFERED, chosen[0]), (flat, functions, chosen[1]))
+    )
+    assert mine == theirs
+    client = fake(f"</think>{CALLS_BEGIN}{call('patch', json.dumps(PATCHED))}{CALLS_END}")
+
+    async def session(http: httpx.AsyncClient) -> None:
+        first = (await http.post("/v1/responses", json={**ASK, "tools": OFFERED})).json()
+        result = {"type": "custom_tool_call_output", "call_id": first["output"][0]["call_id"], "output": "ok"}
+        body = {**ASK, "input": [result], "previous_response_id": first["id"], "tools": OFFERED}
+        second = (await http.post("/v1/responses", json=body)).json()
+        items = (await http.get(f"/v1/responses/{second['id']}/input_items?order=asc")).json()["data"]
+        assert [item["type"] for item in items] == ["message", "custom_tool_call", "custom_tool_call_output"]
+
+    talk(client, session, **PARSERS)
