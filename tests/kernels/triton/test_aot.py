@@ -97,7 +97,7 @@ def test_launches_in_production_sizes(compiling, tmp_path, model, form):
     assert found.pop("narrow_kernel") == ["(program x * 131072)"]  # and 2^15 rows of 2^15 elements are few enough
     if not count:
         pytest.skip("the model has no experts, or no cache in FP8")
-    assert count > 20 and not any(found.values()), {name: numbers for name, numbers in found.items() if numbers}
+    assert count >= 20 and not any(found.values()), {name: numbers for name, numbers in found.items() if numbers}
     assert form != "symm_mem" or found.keys() >= EXCHANGE
     assert LAUNCHED.get(model, set()) <= found.keys()
 
