@@ -111,10 +111,10 @@ class Columns {
 };
 
 // Calls body(row, rows) for the blocks of m rows that are multiplied together: of decoded panels some, so that their
-// results stay in the L1 cache; else all.
+// results stay in the L1 cache; else up to `most`.
 template <class Body>
-INLINE void each_block(const Packed& w, int64_t m, const Body& body) {
-  const int64_t block = w.decoded && !w.in_blocks() ? std::min(m, ROW_BLOCK) : m;
+INLINE void each_block(const Packed& w, int64_t m, const Body& body, int64_t most = INT64_MAX) {
+  const int64_t block = std::min(m, w.decoded && !w.in_blocks() ? ROW_BLOCK : most);
   for (int64_t row = 0; row < m; row += block) body(row, std::min(block, m - row));
 }
 // Rows of a task of `most` rows, or of more if it decodes panels.

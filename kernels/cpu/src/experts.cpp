@@ -187,29 +187,34 @@ class Passes {
     const int64_t first = task % down_parts_ * down_width_, last = std::min(first + down_width_, s_.hidden_panels);
     const Packed w{panels_.down + unit.expert * panels_.apart, s_.hidden_panels, s_.width_steps, s_.down_form,
                    s_.down_decoded};
-    float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
+    // The results of a step are larger than the caches: stripes write whole lines that were asked for before.
+    const int64_t stripe = w.form ? INT64_MAX : stripe_rows(T{});
+    const bool stripes = stripe < INT64_MAX;
+    const int64_t together = stripes ? 4 * GROUP : GROUP, ldc = together * LANES;
+    float* c = scratch<float>(PRODUCT, unit.rows * ldc);
     int64_t stride = stride_ * int64_t(sizeof(T));
     const char* x = reinterpret_cast<const char*>(hidden_ + unit.begin * stride_);
     if (s_.down_form && !s_.down_decoded) x = coded_rows<T>(*s_.down_form, x, &stride, unit.rows, s_.width, ROWS);
-    for (int64_t p = first; p < last; p += GROUP) {
-      const int64_t here = std::min(GROUP, last - p), column = p * LANES;
+    for (int64_t p = first; p < last; p += together) {
+      const int64_t here = std::min(together, last - p), column = p * LANES;
       const Columns<T> panels(w, s_.width, p, here, p + here);
       const int64_t columns = std::min(here * LANES, s_.hidden - column);
       each_block(w, unit.rows, [&](int64_t row, int64_t rows) {
-        panels.multiply(x + row * stride, stride, rows, c, GROUP * LANES);
+        for (int64_t i = 0; stripes && i < rows; i++) expect(out_of_(unit, row + i) + column, 0, 1, columns);
+        panels.multiply(x + row * stride, stride, rows, c, ldc, stripes && row > 0);
         if (s_.biases && s_.biases->down) {
           const float* bias = s_.biases->down + unit.expert * s_.hidden + column;
           for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < columns; j += LANES) {
-              float* at = c + i * GROUP * LANES + j;
+              float* at = c + i * ldc + j;
               store(at, load(at) + load_some(bias + j, columns - j));
             }
         }
         for (int64_t i = 0; i < rows; i++) {
           T* to = out_of_(unit, row + i) + column;
-          for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * GROUP * LANES + j), columns - j);
+          for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * ldc + j), columns - j);
         }
-      });
+      }, stripe);
     }
   }
 
