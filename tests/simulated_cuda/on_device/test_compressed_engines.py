@@ -32,7 +32,7 @@ from tests.models.v41_dspark import make_v41_dspark
 from tests.models.v41_tower import IMAGE, VISION, picture
 from tests.models.vision_checkpoints import Pixels, random_pixels
 from tests.simulated_cuda import kernels
-from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, compared, sometimes_warm
+from tests.simulated_cuda.on_device.test_engines import CHAIN, FEW, GREEDY, Step, compared, sometimes_warm
 from tests.speculation.agreeing import agreeing_checkpoint
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}
@@ -47,6 +47,28 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def short_and_long(first: int = 5, later: int = 3) -> list[Scripted]:
+    """A request with a short context, and two with a common prefix whose answers have so many tokens."""
+    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
+    return [
+        Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
+        Scripted("r0", [*prefix, 7, 5], first, 0, sampling=GREEDY),
+        Scripted("r1", [*prefix, 5], later, 5, sampling=GREEDY),
+    ]
+
+
+def captured_steps(path: Path, folder: Path, requests: list[Scripted], form: str, flags: dict[str, Any]) -> list[Step]:
+    """The steps that are replayed as CUDA graphs, without waits, of an engine with the answers of the CPU; some have
+    drafts in a form with drafts."""
+    both = {"context_length": 24, "max_running_requests": 3, "max_total_tokens": 96} | flags
+    found = compared(path, folder, requests, both, cuda_graph_bs_decode="2", **FEW)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
+    if "drafts" in form:
+        assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
+    return replayed
+
+
 @pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,20 +79,10 @@ def test_steps_with_entries_are_captured(form: str, tmp_path: Path, monkeypatch:
         path = make_dspark(tmp_path / "model", random.randrange(1 << 30), agreeing=True, taps=(0, 1), **FIELDS)
     else:
         path = make_agreeing(tmp_path / "model", random.randrange(1 << 30), **FIELDS)
-    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
-    requests = [
-        Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
-        Scripted("r0", [*prefix, 7, 5], 4, 0, sampling=GREEDY),
-        Scripted("r1", [*prefix, 5], 2, 5, sampling=GREEDY),
-    ]
-    both = {"page_size": 8, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96} | FORMS[form]
-    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
-    replayed = [step for step in found.steps if step.cuda_graph]
-    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
+    requests = short_and_long(4, 2)
+    replayed = captured_steps(path, tmp_path, requests, form, {"page_size": 8} | FORMS[form])
     lens = {start + 1 for step in replayed for start in step.plan.starts}
     assert min(lens) < 8 < max(lens)
-    if "drafts" in form:
-        assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
     launched = set(kernels.launches)
     assert launched >= {"scores_kernel", "select_kernel", "latent_kernel", "compress_kernel", "rows_kernel"}
 
@@ -115,19 +127,11 @@ def test_steps_with_shared_entries_are_captured(form: str, tmp_path: Path, monke
         path = make_v41_dspark(tmp_path / "model", random.randrange(1 << 30), agreeing=True, **V41_FIELDS | fields)
     else:
         path = make_v41(tmp_path / "model", random.randrange(1 << 30), **V41_FIELDS | fields)
-    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
-    requests = [
-        Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
-        Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
-        Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
-    ]
+    requests = short_and_long()
     if form == "images":  # decodes whose n-grams would reach into an image, and beyond them
         image = picture(3, 2)
         requests = [with_image(request, place, image) for request, place in zip(requests, (1, 9, 9))]
-    both = {"page_size": 8, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96} | flags
-    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
-    replayed = [step for step in found.steps if step.cuda_graph]
-    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
+    replayed = captured_steps(path, tmp_path, requests, form, {"page_size": 8} | flags)
     lens = {sum(part) for step in replayed for part in zip(step.plan.starts, step.plan.counts)}
     assert min(lens) < 8 and max(lens) > 12
     launched = set(kernels.launches)
@@ -145,20 +149,10 @@ def test_steps_over_pools_are_captured(form: str, tmp_path: Path) -> None:
     """GLM-5.3-Flash: the tokens of the CPU, with contexts of no whole pool, of all pools and of selected ones; no
     waits."""
     path = agreeing_checkpoint(POOLED, tmp_path / "model", random.randrange(1 << 30), num_mtp_layers=1, **POOLED_FIELDS)
-    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
-    requests = [
-        Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
-        Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
-        Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
-    ]
-    both = {"page_size": 4, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96}
-    found = compared(path, tmp_path, requests, both | POOLED_FORMS[form], cuda_graph_bs_decode="2", **FEW)
-    replayed = [step for step in found.steps if step.cuda_graph]
-    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
+    requests = short_and_long()
+    replayed = captured_steps(path, tmp_path, requests, form, {"page_size": 4} | POOLED_FORMS[form])
     lens = {start + 1 for step in replayed for start in step.plan.starts}
     assert min(lens) < 4 and max(lens) > 12
-    if "drafts" in form:
-        assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
     wanted = {"scores_kernel", "select_kernel", "pool_keys_kernel", "count_pools_kernel", "place_pools_kernel"}
     assert set(kernels.launches) >= wanted
 
@@ -180,22 +174,12 @@ def test_steps_over_grouped_pools_are_captured(form: str, tmp_path: Path) -> Non
     image."""
     seed = random.randrange(1 << 30)
     path = make_qwen4(tmp_path / "model", seed, agreeing=True, num_mtp_layers=1, **GATED_FIELDS)
-    prefix = [*range(40, 44), 5, 6, random.randrange(250), 5, 8]
-    requests = [
-        Scripted("short", [9, 5], 3, 0, sampling=GREEDY),
-        Scripted("r0", [*prefix, 7, 5], 5, 0, sampling=GREEDY),
-        Scripted("r1", [*prefix, 5], 3, 5, sampling=GREEDY),
-    ]
+    requests = short_and_long()
     if "images" in form:
         image = random_pixels(3, 2, torch.Generator().manual_seed(seed))
         requests = [with_image(request, place, image) for request, place in zip(requests, (1, 9, 9))]
         requests = [replace(request, logprob=True) for request in requests]
-    both = {"page_size": 4, "context_length": 24, "max_running_requests": 3, "max_total_tokens": 96}
-    found = compared(path, tmp_path, requests, both | GATED_FORMS[form], cuda_graph_bs_decode="2", **FEW)
-    replayed = [step for step in found.steps if step.cuda_graph]
-    assert found.num_graphs and len(replayed) > 1 and not any(step.waits for step in replayed)
-    if "drafts" in form:
-        assert any(step.plan.speculation and step.plan.speculation.depth for step in replayed)
+    replayed = captured_steps(path, tmp_path, requests, form, {"page_size": 4} | GATED_FORMS[form])
     lens = {start + 1 for step in replayed for start in step.plan.starts}
     assert min(lens) < 10 and max(lens) > 12
     assert set(kernels.launches) >= {"scores_kernel", "select_kernel", "count_pools_kernel", "place_pools_kernel"}
