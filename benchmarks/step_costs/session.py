@@ -254,7 +254,7 @@ def _without_compiling() -> None:
     from moe_engine.models import dummy_weights
     from moe_engine.worker.startup import build_runner
 
-    guard.watch = lambda: None  # first launches after READY are no surprise
+    guard.ready = lambda: None  # first launches after it are no surprise
 
     reader = dummy_weights.DummyReader
     fill, most = reader._fill, dummy_weights._POOL
