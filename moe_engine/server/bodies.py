@@ -39,6 +39,8 @@ BODY_SECONDS = 300.0
 THREADS = 4
 MAX_WAITING = 64
 """Max large bodies that wait for a process; further ones are refused with 503."""
+DP_RANK = "X-Data-Parallel-Rank"
+"""Header of SGLang, vLLM and their routers; prevails over the body's routed_dp_rank."""
 
 
 @dataclass(slots=True)
@@ -72,6 +74,10 @@ class Bodies:
         """Raises InputError: the body is too large, not a JSON object, or invalid for the endpoint."""
         done = await self.plan_or_answer(request, name)
         assert isinstance(done, Plan)
+        if (rank := request.headers.get(DP_RANK)) is not None:
+            if not (rank.isascii() and rank.isdigit() and len(rank) <= 5):
+                raise InputError(f"{DP_RANK}: expected the number of a rank, got {rank!r:.40}", field=DP_RANK)
+            done.read.inp.routed_dp_rank = int(rank)
         return done
 
     async def answer(self, request: Request, name: str) -> Response:

@@ -103,6 +103,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
         Meta(description="sequences to generate; the n with the highest log-probability per token are answered"),
     ] = None
     suffix: Annotated[str | None, Meta(description="text behind the completion")] = None
+    prompt_embeds: OffOnly = None
 
 
 class ClassifyRequest(msgspec.Struct, kw_only=True):

@@ -187,6 +187,7 @@ OPENAI = [
     ("chat/completions", chat(top_logprobs=5), "top_logprobs", "top_logprobs: needs logprobs: true"),
     ("chat/completions", chat(functions=[{"name": "f"}]), "functions", "functions: not available"),
     ("chat/completions", chat(use_beam_search=True), "use_beam_search", "use_beam_search: not available"),
+    ("completions", {"prompt": "x", "prompt_embeds": "AA=="}, "prompt_embeds", "prompt_embeds: not available"),
     ("chat/completions", chat(prompt_logprobs=0), "prompt_logprobs", "prompt_logprobs: not available"),
     ("chat/completions", chat(truncate_prompt_tokens=9), "truncate_prompt_tokens", "with --allow-auto-truncate"),
     ("chat/completions", chat(chat_template="{{ 1 }}"), "chat_template", "start the server with --chat-template FILE"),
