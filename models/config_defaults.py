@@ -26,7 +26,7 @@ _VISUAL: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 _POSITIONS: Mapping[int, str] = {
     2048: "llama deepseek_v2 dots1 hunyuan_v1_dense hunyuan_v1_moe", 4096: "deepseek_v3 nemotron_h phi3",
-    32768: "qwen2 qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text",
+    32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
     131072: "longcat_flash mistral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe hy_v3 "
     "phimoe minimax",
@@ -93,6 +93,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {**_EPS, "rope_theta": 1000000.0, "num_experts_per_tok": 2},
     "phi3": _EPS,
     "phimoe": {**_EPS, "rope_theta": 1000000.0, "num_experts_per_tok": 2, "num_local_experts": 16},
+    "qwen2_moe": {"num_experts_per_tok": 4, "num_experts": 60, "shared_expert_intermediate_size": 5632},
     "qwen3_5_moe_text": {"num_experts_per_tok": 8, "linear_conv_kernel_dim": 4},
     "qwen3_5_text": {"linear_conv_kernel_dim": 4},
     "qwen3_moe": {"num_experts_per_tok": 8},

@@ -161,6 +161,22 @@ def parse_qwen3_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
     return parse_gqa(fields, generation, moe, qwen_moe_layers(fields))
 
 
+def parse_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen1.5-MoE and Qwen2-MoE: softmax over all experts, a gated shared expert; some layers may be dense."""
+    fields.check_served({"use_sliding_window": False})
+    moe = MoEConfig(
+        num_experts=fields.integer("num_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("moe_intermediate_size"),
+        shared_width=fields.integer("shared_expert_intermediate_size"),
+        score="softmax",
+        renormalize=fields.flag("norm_topk_prob"),
+        shared_gate=True,
+    )
+    check_moe(fields, moe)
+    return parse_gqa(fields, generation, moe, qwen_moe_layers(fields), qkv_bias=fields.flag("qkv_bias", True))
+
+
 def parse_mixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Mixtral: every layer MoE, softmax then renormalized over the top-k."""
     moe = MoEConfig(

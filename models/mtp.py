@@ -243,7 +243,7 @@ class MTPLayer(JoiningLayer):
 
     def level(self) -> DraftLevel | None:
         decoder, part = self._decoder, self._decoder.feed_forward
-        attention, experts = decoder.attention.fused, part.fused if isinstance(part, MoE) else None
+        attention, experts = decoder.attention.fused, part.in_one_call if isinstance(part, MoE) else None
         if attention is None or experts is None:
             return None
         return DraftLevel(

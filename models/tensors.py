@@ -120,6 +120,7 @@ _EXPERT_NAMES = {
     "LagunaForCausalLM": ExpertNames(router_bias="experts.e_score_correction_bias", shared="shared_expert"),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
+    "Qwen2MoeForCausalLM": ExpertNames(shared="shared_expert"),
     **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE, *QWEN4_EXP), ExpertNames(shared="shared_expert")),
     **dict.fromkeys(LLAMA4, ExpertNames("feed_forward", router="router.weight", shared="shared_expert")),
     "LongcatFlashForCausalLM": ExpertNames(

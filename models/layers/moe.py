@@ -261,6 +261,11 @@ class MoE:
         self._recorder = counter
 
     @property
+    def in_one_call(self) -> FusedMoE | None:
+        """`fused` if it is the whole part: a gated shared expert is added after it."""
+        return None if isinstance(self._shared, GatedMLP) else self.fused
+
+    @property
     def shared(self) -> MLP | None:
         """The shared expert."""
         return self._shared

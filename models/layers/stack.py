@@ -75,7 +75,7 @@ class LayerStack:
 def stacked(layer: Any) -> StackedLayer | None:
     """A layer as the backend's input, from the calls of its modules; None if one of them has none."""
     attention, part = layer.attention.in_stack, layer.feed_forward
-    experts = part.fused if isinstance(part, MoE) else None
+    experts = part.in_one_call if isinstance(part, MoE) else None
     mlp = part.weights if isinstance(part, MLP) and part.is_fused else None
     if attention is None or (experts is None and mlp is None):
         return None

@@ -32,6 +32,7 @@ KINDS = (
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen2_moe",
     "qwen3_moe",
     "mixtral",
     "minimax",
@@ -256,6 +257,12 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**_GQA, "sliding_window": None}),
     "qwen2": ("Qwen2", {**_GQA, "use_sliding_window": False, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_GQA, "head_dim": 24}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**_GQA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 56, "norm_topk_prob": False, "decoder_sparse_step": 1}
+        | {"mlp_only_layers": [1], "use_sliding_window": False},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {**_GQA, "head_dim": 24, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

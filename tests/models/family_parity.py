@@ -61,6 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"num_mtp_layers": 1},
     "deepseek_v41": {"dspark": True},
     "deepseek_v41_fp4": {"dspark": True},
+    "qwen2_moe": {},
     "qwen3_moe": {},
     "minimax": {},
     "minimax_m2": {},

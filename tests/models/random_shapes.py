@@ -31,6 +31,7 @@ EXPERTS = {
     "deepseek_v2": "n_routed_experts", "deepseek_v2_lite": "n_routed_experts", "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts", "glm4_moe_lite": "n_routed_experts", "mistral4": "n_routed_experts",
     "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
+    "qwen2_moe": "num_experts",
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
@@ -69,14 +70,15 @@ NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "lagu
              "longcat_flash", "llama4", "phimoe", "minimax")  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
-NO_HEAD_DIM = ("qwen2", "dots1", "ernie4_5_moe", "phi3")
+OF_THREE_LAYERS = ("glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mimo_v2_flash")
+NO_HEAD_DIM = ("qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
     "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_BIAS += ("nemotron_h", "phi3", "minimax")
+NO_BIAS += ("qwen2_moe", "nemotron_h", "phi3", "minimax")
 FACTORS = ("full_attn", "linear_attn", "mlp")
 """Of residuals of MiniMax-Text-01."""
 NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid", "step3p7", "nemotron_h")
@@ -115,7 +117,7 @@ class Shape:
 
 
 def draw(kind: str, rng: random.Random) -> Shape:
-    layers = rng.choice((1, 2, 3, 4)) if kind not in ("glm4_moe_lite", "gpt_oss", "qwen3_moe", "mimo_v2_flash") else 3
+    layers = rng.choice((1, 2, 3, 4)) if kind not in OF_THREE_LAYERS else 3
     fields: dict[str, Any] = {
         "num_hidden_layers": layers,
         "vocab_size": rng.choice((257, 263, 300, 331)),
@@ -354,7 +356,9 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
         if kind == "nemotron_h":
             fields |= {shared: 1, "moe_shared_expert_intermediate_size": rng.choice((12, 33, 64))}
             fields["moe_latent_size"] = rng.choice((None, 8, 22))
-    if kind in ("qwen3_moe", "qwen3_next"):
+    if kind == "qwen2_moe":
+        fields["shared_expert_intermediate_size"] = rng.choice((12, 33, 64))
+    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         fields["norm_topk_prob"] = rng.random() < 0.5
     if kind == "deepseek_v2":
         fields["topk_method"] = rng.choice(("greedy", "group_limited_greedy"))

@@ -410,6 +410,13 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         14.7e9, 14.1e9,
     ),
     (
+        {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 3584}
+        | {"intermediate_size": 18944, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480}
+        | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64}
+        | {"num_experts_per_tok": 8, "norm_topk_prob": False, "vocab_size": 151936},
+        57.4e9, 14.2e9,
+    ),
+    (
         {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "hidden_size": 4096, "intermediate_size": 6400}
         | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32064}
         | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}

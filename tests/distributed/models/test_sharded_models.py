@@ -53,6 +53,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_hidden_layers": 2, "vocab_size": 323},  # a tied head, biases
     "mistral": {"num_hidden_layers": 2},
     "llama": {"num_hidden_layers": 2, "mlp_bias": True},  # one KV head, repeated
+    "qwen2_moe": {},  # a gated shared expert, biases
     "qwen3_moe": {},  # a dense layer between MoE layers
     "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
     "mixtral": {"num_hidden_layers": 2},

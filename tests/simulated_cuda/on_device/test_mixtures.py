@@ -22,6 +22,7 @@ MADE: dict[str, Callable[[Path], Path]] = {
     "afmoe": lambda path: make_checkpoint("afmoe", path, 5, sliding_window=6),
     "llama4": lambda path: make_checkpoint("llama4", path, 5, attention_chunk_size=6),
     "phimoe": lambda path: make_checkpoint("phimoe", path, 5),
+    "qwen2_moe": lambda path: make_checkpoint("qwen2_moe", path, 5),
     "laguna": lambda path: make_checkpoint("laguna", path, 5, sliding_window=6),
     "step3p7": lambda path: make_checkpoint("step3p7", path, 5, sliding_window=6),
 }
