@@ -417,7 +417,9 @@ def _read(file: Path) -> str | None:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{file}: a link to a missing file; copy the whole checkpoint, or remove it") from None
-    except (OSError, UnicodeDecodeError) as exc:
+    except OSError as exc:
+        raise ConfigError(f"{file}: cannot be read ({exc.strerror}); check its permissions") from None
+    except UnicodeDecodeError as exc:
         raise ConfigError(f"{file}: cannot be read as text: {exc}") from None
 
 
