@@ -25,13 +25,13 @@ _VISUAL: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {"rope_theta": 5e5}, "qwen3_vl_moe": {"rope_theta": 5e5, "num_experts_per_tok": 4},
 }  # fmt: skip
 _POSITIONS: Mapping[int, str] = {
-    2048: "llama deepseek_v2 dots1 hunyuan_v1_dense hunyuan_v1_moe", 4096: "deepseek_v3 nemotron_h phi3",
+    2048: "llama deepseek_v2 dots1 hunyuan_v1_dense hunyuan_v1_moe", 4096: "deepseek_v3 nemotron_h phi3 olmoe",
     32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
     131072: "longcat_flash mistral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe hy_v3 "
     "phimoe minimax",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3",
-    1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
+    524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
 """`max_position_embeddings` by default, and the values of `model_type`."""
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
@@ -91,6 +91,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         | {"rope_theta": 10000.0},
     },
     "mixtral": {**_EPS, "rope_theta": 1000000.0, "num_experts_per_tok": 2},
+    "olmoe": {**_EPS, "num_experts_per_tok": 8, "num_experts": 64},
     "phi3": _EPS,
     "phimoe": {**_EPS, "rope_theta": 1000000.0, "num_experts_per_tok": 2, "num_local_experts": 16},
     "qwen2_moe": {"num_experts_per_tok": 4, "num_experts": 60, "shared_expert_intermediate_size": 5632},
@@ -98,6 +99,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": {"linear_conv_kernel_dim": 4},
     "qwen3_moe": {"num_experts_per_tok": 8},
     "qwen3_next": {"num_experts_per_tok": 10, "linear_conv_kernel_dim": 4},
+    "seed_oss": {"head_dim": 128},
     "solar_open": {
         **_EPS, "head_dim": 128, "rope_theta": 1000000.0, "intermediate_size": 1, "n_shared_experts": 1,
         "num_experts_per_tok": 8,

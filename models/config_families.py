@@ -134,6 +134,12 @@ def parse_dense(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     return parse_gqa(fields, generation, None, ())
 
 
+def parse_seed_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Seed-OSS: Llama with biases of q, k and v."""
+    biases = {"qkv_bias": fields.flag("attention_bias", True), "o_bias": fields.flag("attention_out_bias")}
+    return parse_gqa(fields, generation, None, (), **biases)
+
+
 def parse_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Phi-3 and Phi-4: Llama's layers, whose files have joined matrices (`joined_rows`)."""
     fields.check_served({"attention_bias": False})

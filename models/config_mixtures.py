@@ -45,6 +45,21 @@ def _refuse_other_minimax(fields: Fields) -> None:
         fields.fail("shared_intermediate_size", "is not 0: shared experts of MiniMax-Text-01 are not supported")
 
 
+def parse_olmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """OLMoE: Qwen3-MoE with norms of q and k over the whole projection; every layer is a mixture."""
+    fields.check_served({"clip_qkv": None})
+    moe = MoEConfig(
+        num_experts=fields.integer("num_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("intermediate_size"),
+        shared_width=0,
+        score="softmax",
+        renormalize=fields.flag("norm_topk_prob"),
+    )
+    check_moe(fields, moe)
+    return parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"), qk_norm="projection")
+
+
 def parse_phi_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Phi-3.5-MoE: Mixtral with LayerNorms, biases, and the router SparseMixer, which chooses two experts."""
     fields.check_served({"num_experts_per_tok": 2})

@@ -32,7 +32,6 @@ KINDS = (
     "mistral",
     "qwen2",
     "qwen3",
-    "qwen2_moe",
     "qwen3_moe",
     "mixtral",
     "minimax",
@@ -62,8 +61,11 @@ MORE_KINDS = (
     "llama4",
     "ministral3",
     "mistral4",
+    "olmoe",
     "phi3",
     "phimoe",
+    "qwen2_moe",
+    "seed_oss",
     "solar_open",
 )
 """Families that differ little from those of `KINDS`."""
@@ -257,6 +259,12 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**_GQA, "sliding_window": None}),
     "qwen2": ("Qwen2", {**_GQA, "use_sliding_window": False, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_GQA, "head_dim": 24}),
+    "olmoe": (
+        "Olmoe",
+        {**_GQA, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "norm_topk_prob": False}
+        | {"rms_norm_eps": 1e-5},
+    ),
+    "seed_oss": ("SeedOss", {**_GQA, "head_dim": 24, "attention_bias": True, "attention_out_bias": True}),
     "qwen2_moe": (
         "Qwen2Moe",
         {**_GQA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}

@@ -31,7 +31,7 @@ EXPERTS = {
     "deepseek_v2": "n_routed_experts", "deepseek_v2_lite": "n_routed_experts", "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts", "glm4_moe_lite": "n_routed_experts", "mistral4": "n_routed_experts",
     "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
-    "qwen2_moe": "num_experts",
+    "qwen2_moe": "num_experts", "olmoe": "num_experts",
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
@@ -45,7 +45,7 @@ CHOSEN = {
     "step3p7": "moe_top_k", "longcat_flash": "moe_topk",
 }  # fmt: skip
 WIDTHS = dict.fromkeys(
-    ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax"), "intermediate_size"
+    ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax", "olmoe"), "intermediate_size"
 )
 WIDTHS |= {"longcat_flash": "expert_ffn_hidden_size"}
 MLA = (
@@ -71,14 +71,14 @@ NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "lagu
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 OF_THREE_LAYERS = ("glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mimo_v2_flash")
-NO_HEAD_DIM = ("qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
+NO_HEAD_DIM = ("olmoe", "qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
     "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_BIAS += ("qwen2_moe", "nemotron_h", "phi3", "minimax")
+NO_BIAS += ("olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
 FACTORS = ("full_attn", "linear_attn", "mlp")
 """Of residuals of MiniMax-Text-01."""
 NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid", "step3p7", "nemotron_h")
@@ -358,7 +358,7 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
             fields["moe_latent_size"] = rng.choice((None, 8, 22))
     if kind == "qwen2_moe":
         fields["shared_expert_intermediate_size"] = rng.choice((12, 33, 64))
-    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
+    if kind in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"):
         fields["norm_topk_prob"] = rng.random() < 0.5
     if kind == "deepseek_v2":
         fields["topk_method"] = rng.choice(("greedy", "group_limited_greedy"))

@@ -410,6 +410,18 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         14.7e9, 14.1e9,
     ),
     (
+        {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024}
+        | {"num_hidden_layers": 16, "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"vocab_size": 50304, "norm_topk_prob": False},
+        6.9e9, 1.3e9,
+    ),
+    (
+        {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "hidden_size": 5120}
+        | {"intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80, "num_key_value_heads": 8}
+        | {"vocab_size": 155136, "rope_theta": 10000000.0, "attention_bias": True},
+        36.2e9, 35.4e9,
+    ),
+    (
         {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 3584}
         | {"intermediate_size": 18944, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480}
         | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64}

@@ -104,6 +104,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral_large4": {"kv_source_layers": [0, 1, 0, 3]},  # factors of heads, layers without rotary channels or latents
     "mistral_large3": {"num_hidden_layers": 2},  # names of its own files, without a tower
     "hy_v3": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shared MLP, an MTP layer with names of its own
+    "olmoe": {"num_hidden_layers": 2},  # norms over the heads of all ranks
+    "seed_oss": {"num_hidden_layers": 2},  # a bias of o_proj, which counts once
     "phi3": {"num_hidden_layers": 2},  # matrices joined in the files
     "minimax": {},  # lightning attention, norms whose results are the residual
     "phimoe": {"num_hidden_layers": 2, "vocab_size": 323},  # LayerNorms, a head with a bias
