@@ -119,7 +119,8 @@ static void flat(const char* a, int64_t lda, const uint32_t* b, int64_t panel, i
 
 static void gemm_tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
                        int64_t steps, float* c, int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr) {
-  if (ahead && m <= 2 * TILE) ahead = b + 4 * TILE * LANES;  // one pass over B, which prefetches itself
+  // One pass over B prefetches itself: the lines of a step occupy all fill buffers, a longer distance only delays them.
+  if (ahead && m <= 2 * TILE) ahead = b + TILE * LANES;
   const int64_t full = m / (2 * TILE) * (2 * TILE), rest = m - full;
   auto rows = [&](int64_t row, int64_t upper, int64_t lower) {
     const int64_t wide = lower > 0 ? 2 : 4;
