@@ -228,4 +228,6 @@ def test_large_scores_do_not_overflow(library: Library, dtype: torch.dtype) -> N
     queries, size = paged_queries([(2, 700)])
     cache = filled_cache(queries, size, 128, dtype=dtype)
     q = normal(2, 16, 128, dtype=dtype, scale=60.0)
-    close(mla.absorbed(q, cache, queries, 1.0, None), absorbed_attention(q, cache, queries, 1.0, 64), 4)
+    # scores of some hundreds have a rounding of up to 1e-4 in float32, by which weights of nearly equal keys differ
+    scale = 40 if dtype == torch.float32 else 4
+    close(mla.absorbed(q, cache, queries, 1.0, None), absorbed_attention(q, cache, queries, 1.0, 64), scale)

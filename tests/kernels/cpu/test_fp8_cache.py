@@ -136,7 +136,7 @@ def test_bits_do_not_depend_on_the_batch_and_trees_are_seen(
         assert torch.equal(alone, together[request])
     tree, _ = random_trees(queries)
     want = TorchMLA().absorbed(q, cache, tree, 0.2, None, latent)
-    close(mla.absorbed(q, cache, tree, 0.2, None, latent), want.double(), 2)
+    close(mla.absorbed(q, cache, tree, 0.2, None, latent), want.double(), 4)  # scores up to 20, of 576 products
 
 
 def test_rows_of_other_widths_are_refused(library: Library) -> None:

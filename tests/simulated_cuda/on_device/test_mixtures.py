@@ -47,6 +47,7 @@ def test_captured_steps_of_lightning_attention(tmp_path: Path, monkeypatch: pyte
     path = make_checkpoint("minimax", tmp_path / "model", 5, num_local_experts=4)
     requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
     both = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
+    kernels.launches.clear()
     found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
     assert found.num_graphs and found.waits == []
     launched = set(kernels.launches)
