@@ -90,7 +90,7 @@ def assert_same(ours: Outcome, theirs: Outcome) -> None:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.busy_seconds == pytest.approx(theirs.busy_seconds)
     assert ours.samples == theirs.samples and ours.recorder.steps == theirs.recorder.steps
-    assert ours.recorder.ended_at == theirs.recorder.ended_at
+    assert ours.recorder.ended_at == pytest.approx(theirs.recorder.ended_at, rel=1e-12)
     assert sorted(ours.recorder.refused) == sorted(theirs.recorder.refused)
     gaps = [outcome.recorder.gaps.distribution("x") for outcome in (ours, theirs)]
     assert (
