@@ -129,6 +129,24 @@ def check_moe(fields: Fields, moe: MoEConfig) -> None:
         fields.fail("num_experts_per_tok", f"{moe.top_k} is more than the {allowed} experts the router may choose from")
 
 
+def plain_experts(
+    fields: Fields, count: str, width: str, *, shared_width: int = 0, score: str = "softmax", **more: Any
+) -> MoEConfig:
+    """Experts whose router has no groups.
+
+    Args:
+        count, width: names of the fields with the number of experts and the width of one.
+        more: further fields of `MoEConfig`.
+
+    Raises:
+        ConfigError: as `check_moe`.
+    """
+    sizes = fields.integer(count), fields.integer("num_experts_per_tok"), fields.integer(width)
+    moe = MoEConfig(*sizes, shared_width=shared_width, score=score, **more)
+    check_moe(fields, moe)
+    return moe
+
+
 def parse_dense(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Llama, Mistral, Qwen2 and Qwen3."""
     return parse_gqa(fields, generation, None, ())
@@ -155,45 +173,24 @@ def parse_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 
 def parse_qwen3_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3-MoE: softmax over all experts, no shared expert; some layers may be dense."""
-    moe = MoEConfig(
-        num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        width=fields.integer("moe_intermediate_size"),
-        shared_width=0,
-        score="softmax",
-        renormalize=fields.flag("norm_topk_prob"),
-    )
-    check_moe(fields, moe)
+    count = "num_local_experts" if fields.integer("num_experts", None) is None else "num_experts"
+    moe = plain_experts(fields, count, "moe_intermediate_size", renormalize=fields.flag("norm_topk_prob"))
     return parse_gqa(fields, generation, moe, qwen_moe_layers(fields))
 
 
 def parse_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen1.5-MoE and Qwen2-MoE: softmax over all experts, a gated shared expert; some layers may be dense."""
     fields.check_served({"use_sliding_window": False})
-    moe = MoEConfig(
-        num_experts=fields.integer("num_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        width=fields.integer("moe_intermediate_size"),
-        shared_width=fields.integer("shared_expert_intermediate_size"),
-        score="softmax",
-        renormalize=fields.flag("norm_topk_prob"),
-        shared_gate=True,
-    )
-    check_moe(fields, moe)
+    moe = plain_experts(
+        fields, "num_experts", "moe_intermediate_size", shared_width=fields.integer("shared_expert_intermediate_size"),
+        renormalize=fields.flag("norm_topk_prob"), shared_gate=True,
+    )  # fmt: skip
     return parse_gqa(fields, generation, moe, qwen_moe_layers(fields), qkv_bias=fields.flag("qkv_bias", True))
 
 
 def parse_mixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Mixtral: every layer MoE, softmax then renormalized over the top-k."""
-    moe = MoEConfig(
-        num_experts=fields.integer("num_local_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        width=fields.integer("intermediate_size"),
-        shared_width=0,
-        score="softmax",
-        renormalize=True,
-    )
-    check_moe(fields, moe)
+    moe = plain_experts(fields, "num_local_experts", "intermediate_size", renormalize=True)
     return parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"))
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_families import check_moe, parse_gqa, qwen_moe_layers
+from moe_engine.models.config_families import parse_gqa, plain_experts, qwen_moe_layers
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_vision import with_qwen3_tower
 from moe_engine.models.formats.fused_blocks import with_fused_experts
@@ -59,17 +59,10 @@ def _qwen3_5(
 
 
 def _experts(fields: Fields) -> MoEConfig:
-    moe = MoEConfig(
-        num_experts=fields.integer("num_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        width=fields.integer("moe_intermediate_size"),
-        shared_width=fields.integer("shared_expert_intermediate_size", 0, minimum=0),
-        score="softmax",
-        renormalize=fields.flag("norm_topk_prob", True),
-        shared_gate=True,
-    )
-    check_moe(fields, moe)
-    return moe
+    return plain_experts(
+        fields, "num_experts", "moe_intermediate_size", renormalize=fields.flag("norm_topk_prob", True),
+        shared_width=fields.integer("shared_expert_intermediate_size", 0, minimum=0), shared_gate=True,
+    )  # fmt: skip
 
 
 def _hybrid(

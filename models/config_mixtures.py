@@ -10,7 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_deepseek_moe, parse_gqa
+from moe_engine.models.config_families import (
+    check_moe,
+    deepseek_moe_layers,
+    parse_deepseek_moe,
+    parse_gqa,
+    plain_experts,
+)
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 from moe_engine.models.formats.gguf import METHOD as GGUF
@@ -22,16 +28,10 @@ def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     """MiniMax-M2, M2.1, M2.5: q and k are normed over the whole projection, every layer is a mixture, the router has a
     bias that affects the choice only."""
     _refuse_other_minimax(fields)
-    moe = MoEConfig(
-        num_experts=fields.integer("num_local_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        width=fields.integer("intermediate_size"),
-        shared_width=0,
-        score="sigmoid",
-        has_bias=fields.flag("use_routing_bias", True),
-        renormalize=True,
-    )
-    check_moe(fields, moe)
+    moe = plain_experts(
+        fields, "num_local_experts", "intermediate_size", score="sigmoid",
+        has_bias=fields.flag("use_routing_bias", True), renormalize=True,
+    )  # fmt: skip
     layers = (True,) * fields.integer("num_hidden_layers")
     return parse_gqa(fields, generation, moe, layers, qk_norm="projection" if fields.flag("use_qk_norm", True) else "")
 
@@ -48,50 +48,26 @@ def _refuse_other_minimax(fields: Fields) -> None:
 def parse_olmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """OLMoE: Qwen3-MoE with norms of q and k over the whole projection; every layer is a mixture."""
     fields.check_served({"clip_qkv": None})
-    moe = MoEConfig(
-        num_experts=fields.integer("num_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        width=fields.integer("intermediate_size"),
-        shared_width=0,
-        score="softmax",
-        renormalize=fields.flag("norm_topk_prob"),
-    )
-    check_moe(fields, moe)
+    moe = plain_experts(fields, "num_experts", "intermediate_size", renormalize=fields.flag("norm_topk_prob"))
     return parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"), qk_norm="projection")
 
 
 def parse_phi_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Phi-3.5-MoE: Mixtral with LayerNorms, biases, and the router SparseMixer, which chooses two experts."""
     fields.check_served({"num_experts_per_tok": 2})
-    moe = MoEConfig(
-        num_experts=fields.integer("num_local_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        width=fields.integer("intermediate_size"),
-        shared_width=0,
-        score="sparsemixer",
-        jitter=fields.number("router_jitter_noise", 0.01),
-    )
-    check_moe(fields, moe)
+    jitter = fields.number("router_jitter_noise", 0.01)
+    moe = plain_experts(fields, "num_local_experts", "intermediate_size", score="sparsemixer", jitter=jitter)
     config = parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"))
     return replace(config, layer_norm=True, head_bias=fields.flag("lm_head_bias"))
 
 
 def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """gpt-oss: sinks, windows in every second layer, biases everywhere, a softmax over the chosen experts' logits."""
-    moe = MoEConfig(
-        num_experts=fields.integer("num_local_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        width=fields.integer("intermediate_size"),
-        shared_width=0,
-        score="softmax",
-        has_bias=True,
-        renormalize=True,
-        bias_on_logits=True,
-        biased=True,
-        alpha=fields.number("swiglu_alpha", 1.702, above=0),
+    moe = plain_experts(
+        fields, "num_local_experts", "intermediate_size", has_bias=True, renormalize=True, bias_on_logits=True,
+        biased=True, alpha=fields.number("swiglu_alpha", 1.702, above=0),
         limit=fields.number("swiglu_limit", 7.0, above=0),
-    )
-    check_moe(fields, moe)
+    )  # fmt: skip
     raw = {"attention_bias": True, "use_sliding_window": True} | dict(gpt_oss_fields(fields).raw)
     quantization = fields.section("quantization_config")
     method = "" if quantization is None else quantization.text("quant_method")

@@ -1,5 +1,5 @@
 """Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, the indexer, pools of
-GLM-5.3-Flash, entries and streams of DeepSeek V4, blocks of MiniMax-M3.
+GLM-5.3-Flash, entries and streams of DeepSeek V4, blocks of MiniMax-M3, norms and router of Phi-3.5-MoE.
 
 Legend: a argument namespace, s setting.
 """
@@ -358,3 +358,13 @@ def select_blocks(a: Any, s: Setting) -> Cost:
     """Scores of blocks, and the slots of the selected ones."""
     rows, chosen = a.grid[0], min(a.TOP_K * a.SIZE, s.context)
     return Cost(rows * (-(-s.context // a.SIZE) + chosen) * FP32, rows * a.width * a.SIZE * FP32)
+
+
+@cost_of("layer_norm_kernel")
+def layer_norm(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.residual, a.weight, a.bias) + a.ADD * size(a.x), (1 + a.ADD) * size(a.out))
+
+
+@cost_of("sparse_mixer_kernel")
+def sparse_mixer(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.logits), size(a.weights, a.ids))

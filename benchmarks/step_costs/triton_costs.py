@@ -60,16 +60,6 @@ def lookup(a: Any, s: Setting) -> Cost:
     return Cost(size(a.ids, a.out), size(a.out))
 
 
-@cost_of("layer_norm_kernel")
-def layer_norm(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.residual, a.weight, a.bias) + a.ADD * size(a.x), (1 + a.ADD) * size(a.out))
-
-
-@cost_of("sparse_mixer_kernel")
-def sparse_mixer(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.logits), size(a.weights, a.ids))
-
-
 @cost_of("add_input_kernel")
 def add_input(a: Any, s: Setting) -> Cost:
     return Cost(size(a.x, a.weights, a.ids) + size(given(a.add)), size(a.out))

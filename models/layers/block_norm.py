@@ -14,6 +14,7 @@ from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.ops.residual_blocks import BlockWeights, mix_blocks
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.norm import summed
 from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
@@ -73,8 +74,7 @@ class BlockNorm(ResidualNorm):
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
         """Adds x [T, D] to the row of its block, in place; then as `__call__`."""
         assert other is None
-        if len(residual) and self._all_reduce is not None:
-            x = self._all_reduce.sum(x)
+        x = summed(self._all_reduce, x, residual)
         return self._read(x, residual)
 
     def stream(self, residual: Tensor) -> Tensor:

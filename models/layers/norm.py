@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.protocol import NormedSum
 
 
+def summed(all_reduce: CustomAllReduce | None, x: Tensor, residual: Tensor) -> Tensor:
+    """x, or the sum of the ranks' x; an idle attention group sums nothing."""
+    return x if all_reduce is None or not len(residual) else all_reduce.sum(x)
+
+
 class RMSNorm:
     """x * rsqrt(mean(x^2) + eps) * weight. plus: added to the stored weights; they are multiplied by `factor` then."""
 
@@ -152,6 +157,4 @@ class LayerNorm(RMSNorm):
 
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
         assert other is None
-        if len(residual) and self._all_reduce is not None:
-            x = self._all_reduce.sum(x)
-        return self._run(x, residual, self.weight, self.bias, self.eps)
+        return self._run(summed(self._all_reduce, x, residual), residual, self.weight, self.bias, self.eps)

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.norm import summed
 from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
@@ -43,8 +44,7 @@ class PostNorm(ResidualNorm):
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
         """residual [T, D] += beta x, in place; then as `__call__`."""
         assert other is None
-        if len(residual) and self._all_reduce is not None:
-            x = self._all_reduce.sum(x)
+        x = summed(self._all_reduce, x, residual)
         return self._kept(self._norm.add(x if self._beta == 1.0 else x * self._beta, residual), residual)
 
     def _kept(self, normed: Tensor, residual: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.norm import RMSNorm, summed
 from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
@@ -47,8 +47,7 @@ class ResultNorm(ResidualNorm):
     def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
         """residual [T, D] += the norm of x, in place; then as `__call__`."""
         assert other is None
-        if len(residual) and self._all_reduce is not None:
-            x = self._all_reduce.sum(x)
+        x = summed(self._all_reduce, x, residual)
         return self._norm.add(self._of_result(x), residual)
 
     def stream(self, residual: Tensor) -> Tensor:
