@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.random_seed import SEED
+from tests.random_seed import seed
 
 FACTOR = int(os.environ.get("MOE_TEST_EXAMPLES", "1"))
 
@@ -35,7 +35,7 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
         if item not in found and item.get_closest_marker("each_value"):
             functions[item.path, getattr(item, "originalname", item.name)].append(item)
     for (_, name), cases in functions.items():
-        found |= set(cases) - covering(random.Random(f"{SEED} {name}").sample(cases, len(cases)))
+        found |= set(cases) - covering(random.Random(f"{seed()} {name}").sample(cases, len(cases)))
     groups: dict[Any, list[pytest.Item]] = defaultdict(list)
     counts = {}
     for item in items:
@@ -44,7 +44,7 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
             groups[group].append(item)
             counts[group] = mark.args[0]
     for group, tests in groups.items():
-        draws = random.Random(f"{SEED} {getattr(group, 'name', group)}")
+        draws = random.Random(f"{seed()} {getattr(group, 'name', group)}")
         found |= set(draws.sample(tests, max(0, len(tests) - counts[group])))
     return found
 
@@ -58,7 +58,7 @@ def _others(items: list[pytest.Item]) -> set[pytest.Item]:
             groups[group][value].add(item)
     found = set[pytest.Item]()
     for group, values in groups.items():
-        values.pop(random.Random(f"{SEED} {group}").choice(sorted(values)))
+        values.pop(random.Random(f"{seed()} {group}").choice(sorted(values)))
         found |= set().union(*values.values())
     return found
 

@@ -17,8 +17,12 @@ import pytest
 from hypothesis.internal.conjecture import providers
 
 NAME = "MOE_TEST_SEED"
-SEED = os.environ.setdefault(NAME, str(random.SystemRandom().randrange(1 << 32)))
-"""The workers of pytest-xdist inherit it."""
+os.environ.setdefault(NAME, str(random.SystemRandom().randrange(1 << 32)))
+
+
+def seed() -> str:
+    """Of this process. Worker processes inherit it; a forked process may have another one than its fork server."""
+    return os.environ[NAME]
 
 
 # Hypothesis would also draw constants of the modules that are imported at the time: others in the whole suite than in
@@ -27,28 +31,28 @@ providers.is_local_module_file = lambda path: False
 
 
 def pytest_report_header() -> str:
-    return f"{NAME}={SEED}"
+    return f"{NAME}={seed()}"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
     name = f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}"
-    _start(f"{SEED} {name}{_attempt(request._pyfuncitem)}")
+    _start(f"{seed()} {name}{_attempt(request._pyfuncitem)}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    seed = f"{SEED} {item.nodeid}{_attempt(item)}"
-    _start(seed)
+    of_test = f"{seed()} {item.nodeid}{_attempt(item)}"
+    _start(of_test)
     if isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.function):
-        hypothesis.seed(seed)(item.function)
+        hypothesis.seed(of_test)(item.function)
 
 
-def _start(seed: str) -> None:
+def _start(of_test: str) -> None:
     """Starts the sequences of the module `random` and of torch's default generator, if the process has torch."""
-    random.seed(seed)
+    random.seed(of_test)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(random.Random(seed).getrandbits(63))
+        torch.manual_seed(random.Random(of_test).getrandbits(63))
 
 
 def _attempt(item: pytest.Item) -> str:
@@ -61,7 +65,7 @@ def _attempt(item: pytest.Item) -> str:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
     report = yield
     if report.failed:
-        report.sections.append(("random seed", f"{NAME}={SEED} repeats it"))
+        report.sections.append(("random seed", f"{NAME}={seed()} repeats it"))
     return report
 
 
@@ -69,4 +73,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.getreports("rerun"):
         crash = getattr(report.longrepr, "reprcrash", None)
         words = "" if crash is None else crash.message.splitlines()[0]
-        terminalreporter.write_line(f"RERUN {report.nodeid} ({NAME}={SEED} repeats it): {words:.300}")
+        terminalreporter.write_line(f"RERUN {report.nodeid} ({NAME}={seed()} repeats it): {words:.300}")

@@ -37,7 +37,7 @@ def test_every_value_runs_and_everything_on_demand(monkeypatch: pytest.MonkeyPat
     assert left & set(others) == {others[1]}
     draws = set()
     for seed in range(50):
-        monkeypatch.setattr(examples, "SEED", seed)
+        monkeypatch.setenv("MOE_TEST_SEED", str(seed))
         left = examples.left_out(items)
         assert left == examples.left_out(items)
         kept = [item for item in items if item not in left]
@@ -53,7 +53,7 @@ def test_other_tests_are_drawn_in_each_run(monkeypatch: pytest.MonkeyPatch) -> N
     items = [made(i, mark="drawn", count=3, file=file) for file in ("a", "b") for i in range(8)]
     draws = set()
     for seed in range(30):
-        monkeypatch.setattr(examples, "SEED", seed)
+        monkeypatch.setenv("MOE_TEST_SEED", str(seed))
         left = examples.left_out(items)
         assert left == examples.left_out(items)
         assert [sum(item.path == Path(file) for item in left) for file in ("a", "b")] == [5, 5]
@@ -69,7 +69,7 @@ def test_one_value_is_drawn_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None
     places = {value: [made(i, mark="one_of", group=("machines", value)) for i in range(3)] for value in "abc"}
     items, draws = [item for tests in places.values() for item in tests], set[str]()
     for seed in range(30):
-        monkeypatch.setattr(examples, "SEED", seed)
+        monkeypatch.setenv("MOE_TEST_SEED", str(seed))
         kept = set(items) - examples.left_out(items)
         draws |= {value for value, tests in places.items() if kept == set(tests)}
         assert len(kept) == 3
