@@ -23,7 +23,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.drawn(2)]
 
-SEED = int(random_seed.SEED) % 1_000_003
+SEED = int(random_seed.seed()) % 1_000_003
 NUM_EXPERTS, TOP_K = 16, 4
 LONG = 90
 """Tokens of a request whose rank is lost while it runs."""
