@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.gate_form import SILU, GatedActivation
@@ -122,6 +122,16 @@ class OtherLayers:
     rope: RopeConfig
 
 
+class ResultNorms(NamedTuple):
+    """Names of a layer's norms, if results of attention and feed-forward are normed before they are added to the
+    residual (the defaults: Trinity). An empty one of `before_*`: the part reads the residual itself (OLMo 2)."""
+
+    before_attention: str = "input_layernorm"
+    of_attention: str = "post_attention_layernorm"
+    before_feed_forward: str = "pre_mlp_layernorm"
+    of_feed_forward: str = "post_mlp_layernorm"
+
+
 @dataclass(frozen=True)
 class ResidualScales:
     """The result of each norm is the residual too, and the next norm reads alpha * residual + beta * x, with x the
@@ -189,8 +199,8 @@ class ModelConfig:
     shortcut: bool = False
     """Experts run in parallel to the dense layers: layers are pairs, and the experts of a pair read the input of the
     first layer's MLP and are added to the result of the second's (LongCat-Flash)."""
-    norms_results: bool = False
-    """Results of attention and feed-forward are normed before they are added to the residual (Trinity)."""
+    result_norms: ResultNorms | None = None
+    """None: results of attention and feed-forward are added to the residual as they are."""
     embed_scale: float = 1.0
     """Factor of embeddings (Trinity)."""
     logit_cap: float = 0.0
@@ -309,6 +319,11 @@ class ModelConfig:
         """Each layer with attention or a state, and the layer of the feed-forward that follows it."""
         layers = (i for i in range(self.num_layers) if self.has_attention(i))
         return tuple((i, self.feed_forward_of(i)) for i in layers)
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        """Names of a layer's norms of D channels; the first of a layer without a norm of results is its input's."""
+        return ("input_layernorm", "post_attention_layernorm") if self.result_norms is None else self.result_norms
 
     @property
     def has_dense(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
+from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers, ResultNorms
 from moe_engine.models.config_families import deepseek_moe_layers, parse_deepseek_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.rope_config import RopeConfig
@@ -39,7 +39,8 @@ def parse_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     others = OtherLayers(config.windowed_layers, config.attention, config.rope)
     still = RopeConfig(config.rope.theta, min(_STILL, head), config.rope.interleaved, "zero")
     scale = config.hidden_size**0.5 if fields.flag("mup_enabled") else 1.0
-    return replace(config, rope=still, other_layers=others, norms_results=True, embed_scale=scale, raw=fields.raw)
+    normed = replace(config, result_norms=ResultNorms(), embed_scale=scale)
+    return replace(normed, rope=still, other_layers=others, raw=fields.raw)
 
 
 def afmoe_fields(fields: Fields) -> Fields:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, OtherLayers
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, OtherLayers, ResultNorms
 from moe_engine.models.config_fields import Fields, parse_context_length, parse_eos, parse_rope, rope_section
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
@@ -158,13 +158,32 @@ def parse_seed_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
     return parse_gqa(fields, generation, None, (), **biases)
 
 
-def parse_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """Phi-3 and Phi-4: Llama's layers, whose files have joined matrices (`joined_rows`)."""
-    fields.check_served({"attention_bias": False})
+def parse_glm(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """GLM-4: half of each head rotated, in pairs (2j, 2j+1), biases of q, k and v, joined matrices of gate and up; the
+    models of 0414 (`glm4`) norm results."""
+    _check_joined(fields)
+    bias = fields.flag("attention_bias", True)
+    config = parse_gqa(
+        fields, generation, None, (), partial_rotary=0.5, interleaved=True, qkv_bias=bias, o_bias=False
+    )  # fmt: skip
+    if config.model_type == "glm":
+        return config
+    norms = ResultNorms(of_attention="post_self_attn_layernorm", before_feed_forward="post_attention_layernorm")
+    return dataclasses.replace(config, result_norms=norms)
+
+
+def _check_joined(fields: Fields) -> None:
+    """Raises ConfigError for quantized matrices that `joined_rows` does not cut."""
     quantized = fields.section("quantization_config")
     served = *ROWS_FIRST, *COLUMNS_FIRST
     if quantized is not None and quantized.text("quant_method", None) not in served:
         quantized.fail("quant_method", f"is not supported with joined matrices; supported: {', '.join(served)}")
+
+
+def parse_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Phi-3 and Phi-4: Llama's layers, whose files have joined matrices (`joined_rows`)."""
+    fields.check_served({"attention_bias": False})
+    _check_joined(fields)
     section = rope_section(fields)
     if section is not None and "su" in (section.raw.get("type"), section.raw.get("rope_type")):  # an older name
         fields = Fields({**fields.raw, "rope_scaling": {**section.raw, "rope_type": "longrope"}}, fields.source)

@@ -1,4 +1,5 @@
-"""Step 3.5, the text model of Step 3.7, and Laguna: windows in some layers, and a gate for each head's result."""
+"""Step 3.5, the text model of Step 3.7, Laguna and Trinity: windows in some layers, and a gate for each head's result,
+or each channel of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Matrices whose rows are joined in a checkpoint: q, k and v; gate and up (Phi-3, Phi-4). Imports no torch.
+"""Matrices whose rows are joined in a checkpoint: q, k and v; gate and up (Phi-3, Phi-4; GLM-4: the latter). Imports
+no torch.
 
 Rows are consecutive bytes, so each matrix is a tensor of its own at its place in the file. Of quantized matrices that
 holds for numbers and scales whose first dimension is the rows'; the others (one scale of a matrix, its shape) belong
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 
 from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
 
-JOINED = ("Phi3ForCausalLM",)
+JOINED = ("Phi3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
 """Architectures with such files."""
 ROWS_FIRST = ("compressed-tensors", "fp8", "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "modelopt", "mxfp8")
 """Formats (`quant_method`) whose tensors have rows first."""

@@ -48,7 +48,6 @@ _MINIMAX_TEXT = "moe_engine.models.minimax_text:MiniMaxTextModel"
 _NEMOTRON_H = "moe_engine.models.nemotron_h:NemotronHModel"
 _QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
 _QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
-_TRINITY = "moe_engine.models.trinity:TrinityModel"
 _GATED_HEADS = "moe_engine.models.gated_heads:GatedHeadsModel"
 _QWEN4_EXP = "moe_engine.models.qwen4_exp:Qwen4ExpModel"
 
@@ -118,6 +117,8 @@ for _name, _target, _parser in (
     ("Llama4ForCausalLM", _DENSE, "moe_engine.models.config_llama4:parse_llama4"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Phi3ForCausalLM", _DENSE, "parse_phi3"),
+    ("GlmForCausalLM", _DENSE, "parse_glm"),
+    ("Glm4ForCausalLM", _DENSE, "parse_glm"),
     ("OlmoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_olmoe"),
     ("SeedOssForCausalLM", _DENSE, "parse_seed_oss"),
     ("PhiMoEForCausalLM", _DENSE, f"{_MIXTURES}:parse_phi_moe"),
@@ -139,7 +140,7 @@ for _name, _target, _parser in (
     ("MiMoV2FlashForCausalLM", _DENSE, "moe_engine.models.config_mimo:parse_mimo_v2_flash"),
     ("Step3p5ForCausalLM", _GATED_HEADS, "moe_engine.models.config_step:parse_step"),
     ("Step3p7ForConditionalGeneration", _GATED_HEADS, "moe_engine.models.config_step:parse_step"),
-    ("AfmoeForCausalLM", _TRINITY, "moe_engine.models.config_afmoe:parse_afmoe"),
+    ("AfmoeForCausalLM", _GATED_HEADS, "moe_engine.models.config_afmoe:parse_afmoe"),
     ("LagunaForCausalLM", _GATED_HEADS, "moe_engine.models.config_laguna:parse_laguna"),
     ("Dots1ForCausalLM", _DENSE, f"{_MIXTURES}:parse_dots1"),
     ("SolarOpenForCausalLM", _DENSE, f"{_MIXTURES}:parse_solar_open"),
@@ -209,6 +210,8 @@ _BY_MODEL_TYPE = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "minimax": "MiniMaxForCausalLM",

@@ -186,16 +186,16 @@ def _score_head(config: ModelConfig) -> Iterator[TensorSpec]:
 def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
     """Tensors of one decoder layer, with names relative to the layer. layer: its index; None: of an MTP layer."""
     streams = config.draft_streams if layer is None else config.streams
-    yield from _input_norm(config, "input_layernorm", streams)
+    first, *others = filter(None, config.norm_names)
+    yield from _input_norm(config, first, streams)
     if layer is not None and config.lone_feed_forwards is not None:
         has_attention = config.has_attention(layer)
         yield from attention_tensors(config, layer) if has_attention else feed_forward_tensors(config, is_moe, layer)
         return
     yield from attention_tensors(config, layer)
-    yield from _input_norm(config, "post_attention_layernorm", streams)
+    for name in others:
+        yield from _input_norm(config, name, streams)
     yield from feed_forward_tensors(config, is_moe, layer)
-    if config.norms_results:
-        yield from (_norm(f"{name}_mlp_layernorm", config.hidden_size) for name in ("pre", "post"))
     if streams is not None and streams.rank:
         if streams.engram is not None and layer in streams.engram.layers:
             yield from (spec.within("ple") for spec in ngram_tensors(streams.engram, streams.count, config.hidden_size))

@@ -29,6 +29,7 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import LayerNorm, RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
 from moe_engine.models.layers.pooler import Pooler
+from moe_engine.models.layers.result_norm import ResultNorm, norm_names
 from moe_engine.models.layers.rope import StoredFactors, make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
@@ -129,8 +130,10 @@ class Decoder:
             return Pooler(self.config, reader)
         return Head(self.config, reader, self.backends.linear, embedding, self.parallel)
 
-    def make_norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
+    def make_norm(self, reader: WeightSource, prefix: str) -> Any:
         config, ops = self.config, self.backends.ops
+        if config.result_norms is not None:
+            return ResultNorm(ops, reader, norm_names(prefix, config), config)
         if config.layer_norm:
             return LayerNorm(ops, reader, prefix, config.hidden_size, config.norm_eps)
         return RMSNorm(ops, reader, prefix, config.hidden_size, config.norm_eps, config.norm_plus)
@@ -198,7 +201,8 @@ class Decoder:
 
     def norm_prefixes(self, prefix: str) -> tuple[str, ...]:
         """The beginnings of the names of the tensors that `make_norm` reads."""
-        return (f"{prefix}.",)
+        names = (prefix,) if self.config.result_norms is None else norm_names(prefix, self.config)
+        return tuple(f"{name}." for name in names if name)
 
     def _make_embedding(self, reader: WeightSource) -> Embedding:
         return Embedding(self.config, reader, self.backends.ops, self.parallel)
@@ -233,7 +237,8 @@ class Decoder:
 
     def stack_of_layers(self, first_norm: RMSNorm) -> LayerStack | None:
         """`make_stack` of families whose layers and embedding are those of this package."""
-        if self.parallel.world_size > 1 or self.config.state_groups or self.config.layer_norm:
+        config, scaled = self.config, self.config.embed_scale != 1.0
+        if self.parallel.world_size > 1 or config.state_groups or config.layer_norm or config.result_norms or scaled:
             return None
         decoder = self.backends.attention.capabilities.decoder
         return LayerStack.of(decoder, self.embedding.weight, first_norm, self.layers)
@@ -291,7 +296,8 @@ class Decoder:
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """The residual stream before the first layer, [T, D], new memory."""
-        return self.embedding(batch.input_ids)
+        embedded, scale = self.embedding(batch.input_ids), self.config.embed_scale
+        return embedded if scale == 1.0 else embedded.mul_(scale)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""

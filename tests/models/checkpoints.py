@@ -53,6 +53,8 @@ MORE_KINDS = (
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
+    "glm",
+    "glm4",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
@@ -357,6 +359,8 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"swiglu_limits": [0.0, 0.0, 0.4], "swiglu_limits_shared": [0.0, 0.0, 0.6]}
         | {"rope_scaling": LLAMA3_ROPE, "yarn_only_types": ["full_attention"], "pad_token_id": 1},
     ),
+    "glm": ("Glm", {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True}),
+    "glm4": ("Glm4", {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4_moe": (
         "Glm4Moe",
         {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}

@@ -61,6 +61,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"num_mtp_layers": 1},
     "deepseek_v41": {"dspark": True},
     "deepseek_v41_fp4": {"dspark": True},
+    "glm": {},
+    "glm4": {},
     "olmoe": {},
     "seed_oss": {},
     "qwen2_moe": {},
@@ -111,7 +113,7 @@ KINDS: dict[str, dict[str, Any]] = {
 IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
-    "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss",
+    "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4",
     "pixtral",
 )  # fmt: skip
 """Families without experts."""

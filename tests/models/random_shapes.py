@@ -78,7 +78,9 @@ OWN_ROPE = (
     "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_BIAS += ("olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
+NO_BIAS += ("glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
+PARTIAL = ("glm", "glm4", "glm4_moe")
+"""Families that rotate a part of each head."""
 FACTORS = ("full_attn", "linear_attn", "mlp")
 """Of residuals of MiniMax-Text-01."""
 NO_TIE = ("qwen3_next", "kimi_linear", "bailing_hybrid", "step3p7", "nemotron_h")
@@ -224,10 +226,11 @@ def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
         fields["rope_parameters"] = {"full_attention": rope, "sliding_attention": rope | {"rope_theta": 5e5}}
     if kind == "minimax_m2":
         fields["rotary_dim"] = rng.choice((4, width // 2 // 2 * 2, width))
-    if kind == "glm4_moe":
+    if kind in PARTIAL:
         fields["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
         if int(width * fields["partial_rotary_factor"]) % 2:
             fields["partial_rotary_factor"] = 0.5
+    if kind == "glm4_moe":
         fields["use_qk_norm"] = rng.random() < 0.5
     if kind not in NO_BIAS:
         fields["attention_bias"] = rng.random() < 0.5
@@ -374,7 +377,7 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
 def _second_rope(rng: random.Random, kind: str, dialect: str) -> dict[str, Any]:
     """Rotary settings of the other dialect, or the length before scaling beside them."""
     other = _rope(rng, kind)
-    part = {"partial_rotary_factor": 0.5} if kind == "glm4_moe" and rng.random() < 0.5 else {}
+    part = {"partial_rotary_factor": 0.5} if kind in PARTIAL and rng.random() < 0.5 else {}
     if dialect == "hub" and other is not None:
         other = other | rng.choice(({}, {"rope_theta": 5e4})) | part
     both = {"rope_parameters" if dialect == "hub" else "rope_scaling": other or {}}

@@ -410,6 +410,18 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         14.7e9, 14.1e9,
     ),
     (
+        {"architectures": ["GlmForCausalLM"], "model_type": "glm", "hidden_size": 4096, "intermediate_size": 13696}
+        | {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "vocab_size": 151552}
+        | {"attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128},
+        9.4e9, 8.8e9,
+    ),
+    (
+        {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "hidden_size": 6144, "intermediate_size": 23040}
+        | {"num_hidden_layers": 61, "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 151552}
+        | {"attention_bias": False, "partial_rotary_factor": 0.5, "head_dim": 128},
+        33.1e9, 32.2e9,
+    ),
+    (
         {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024}
         | {"num_hidden_layers": 16, "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}
         | {"vocab_size": 50304, "norm_topk_prob": False},
