@@ -110,21 +110,28 @@ class NativeApi:
         add_special = asked.add_special_tokens is not False
         if (asked.prompt is None) == (asked.messages is None):
             raise InputError("prompt: give exactly one of prompt and messages", field="prompt")
-        many, counts, last = isinstance(asked.prompt, list), list[int](), -1
+        many, counts, strings = isinstance(asked.prompt, list), list[int](), list[list[str]]()
         texts = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt or ""]
         if asked.messages is not None:
             messages, _ = take_images(self._state, whole["messages"])
             texts, add_special = [render_prompt(self._state, messages, asked)], False
         yield b'{"tokens":' + (b"[" if many else b"")
         for index, ids in tokenizer.encode_parts(texts, add_special):
-            if index != last:
-                yield b"[" if last < 0 else b"],["
+            if index == len(counts):
+                yield b"],[" if counts else b"["
                 counts.append(0)
-                last = index
+                strings.append([])
             if ids:
                 yield (b"," if counts[-1] else b"") + encode_json(ids)[1:-1]
                 counts[-1] += len(ids)
-        rest = {"count": counts if many else counts[0], "max_model_len": self._state.client.info.context_len}
+                if asked.return_token_strs:
+                    strings[-1] += map(tokenizer.token_string, ids)
+        rest: dict[str, Any] = {
+            "count": counts if many else counts[0],
+            "max_model_len": self._state.client.info.context_len,
+        }
+        if asked.return_token_strs:
+            rest["token_strs"] = strings if many else strings[0]
         yield (b"]]," if many else b"],") + encode_json(rest)[1:]
 
     async def detokenize(self, request: Request) -> Response:

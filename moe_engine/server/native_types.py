@@ -177,6 +177,7 @@ class TokenizeRequest(Struct):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = False
     add_generation_prompt: bool | None = None
+    return_token_strs: Annotated[bool | None, Meta(description="`token_strs` in the answer, as in vLLM")] = False
 
 
 class DetokenizeRequest(Struct):
@@ -331,6 +332,7 @@ class Tokens(TypedDict):
     tokens: list[int | list[int]]
     count: int | list[int]
     max_model_len: int
+    token_strs: NotRequired[list[str | list[str]]]
 
 
 class Texts(TypedDict):

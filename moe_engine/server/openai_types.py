@@ -51,6 +51,7 @@ class CommonRequest(SamplingFields, kw_only=True):
     seed: int | None = None
     user: Any = None
     rid: Rid | list[Rid] | None = None
+    request_id: Annotated[Rid, Meta(description="vLLM's name of rid")] | None = None
     priority: Priority | None = None
     extra_key: str | None = None
     routed_dp_rank: DpRank | None = None
@@ -92,6 +93,8 @@ class CommonRequest(SamplingFields, kw_only=True):
     def __post_init__(self) -> None:
         if self.no_stop_trim is None:
             self.no_stop_trim = self.include_stop_str_in_output
+        if self.rid is None:
+            self.rid = self.request_id
 
 
 class CompletionRequest(CommonRequest, kw_only=True):

@@ -316,6 +316,10 @@ class Tokenizer:
         """The id of exactly this token, or None."""
         return self._backend.id(token)
 
+    def token_string(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for an id without a token."""
+        return self._backend.token(token_id) or ""
+
     def beginnings(self, text: str) -> frozenset[str]:
         """The proper beginnings of a text that end with one of its tokens."""
         if text not in self._beginnings:

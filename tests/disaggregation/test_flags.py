@@ -42,7 +42,18 @@ def test_absent_libraries_are_named(name: str, extra: str, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=re.escape(f"{name}: {extra} is not installed; pip install '.[{extra}]'")):
         check(EngineArgs.from_cli(words))
     monkeypatch.setattr(validate, "installed", lambda module: True)
+    monkeypatch.setattr(validate, "loadable", lambda library: True)
     check(EngineArgs.from_cli(words))
+    monkeypatch.setattr(validate, "loadable", lambda library: False)
+    if extra == "mooncake":
+        with pytest.raises(ConfigError, match=f"{name}: mooncake needs the system's libibverbs"):
+            check(EngineArgs.from_cli(words))
+
+
+def test_the_delayer_of_prompts_is_refused_on_decode_servers() -> None:
+    with pytest.raises(ConfigError, match="belongs to the prefill server"):
+        check(EngineArgs.from_cli(["--disaggregation-mode", "decode", "--enable-prefill-delayer"]))
+    check(EngineArgs.from_cli(["--disaggregation-mode", "prefill", "--enable-prefill-delayer"]))
 
 
 def test_names_of_rdma_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +79,7 @@ def test_names_of_rdma_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         notes = [note for note in flags_without_effect(args, "cpu", plan) if "ib-device mlx5_0: no effect" in note]
         assert bool(notes) == noted
     monkeypatch.setattr(validate, "installed", lambda module: True)
+    monkeypatch.setattr(validate, "loadable", lambda library: True)
     for value in ('{"0": "mlx5_0"}', "devices.json"):
         words = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake"]
         with pytest.raises(ConfigError, match="devices by GPU are not supported; give names"):

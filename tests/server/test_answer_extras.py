@@ -165,6 +165,15 @@ def test_earlier_reasoning_in_the_forms_of_clients():
     assert (refused.status_code, refused.json()["param"]) == (400, "messages[0].content[0].type")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [CHAT, {"prompt": "hi"}], ids=["chat", "completion"])
+def test_request_id_is_vllms_name_of_rid(body: dict[str, Any], stream: bool):
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    asked = {**body, "request_id": "of-the-client", "stream": stream}
+    assert '"id":"of-the-client"' in post(FakeClient(), path, asked).text
+    assert '"id":"first"' in post(FakeClient(), path, {**asked, "rid": "first"}).text
+
+
 def test_request_log_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = tmp_path / "requests"
     flags = {"log_requests": True, "log_requests_format": "json", "log_requests_target": f"stdout {folder}"}

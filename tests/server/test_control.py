@@ -352,6 +352,11 @@ def test_tokenize_and_back():
     many = post(client, "/v1/tokenize", {"prompt": ["a", "b c"], "add_special_tokens": False}).json()
     assert many["count"] == [len(ids) for ids in many["tokens"]]
     assert post(client, "/detokenize", {"tokens": many["tokens"]}).json() == {"text": ["a", "b c"]}
+    asked = {"prompt": ["Hello world", "b c"], "return_token_strs": True}
+    named = post(client, "/tokenize", asked).json()
+    for strings, ids in zip(named["token_strs"], named["tokens"], strict=True):
+        assert strings and [client.tokenizer.token_id(token) for token in strings] == ids
+    assert post(client, "/tokenize", {**asked, "prompt": "b c"}).json()["token_strs"] == named["token_strs"][1]
     chat = post(client, "/tokenize", CHAT).json()
     assert client.tokenizer.decode(chat["tokens"], False).endswith("<｜User｜>hi<｜Assistant｜>")
     assert post(client, "/tokenize", {}).status_code == 400

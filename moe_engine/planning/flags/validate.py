@@ -17,7 +17,7 @@ from moe_engine.kv_connectors import connector_class
 from moe_engine.planning.flags.image_flags import image_problems
 from moe_engine.planning.flags.resolve_loading import EXTRA_CONFIG, loader_threads
 from moe_engine.planning.flags.resolve_storage import storage_problems
-from moe_engine.planning.flags.validate_server import installed, server_problems
+from moe_engine.planning.flags.validate_server import installed, loadable, server_problems
 from moe_engine.scheduler.eviction_policy import eviction_policy
 
 # field -> least value
@@ -178,7 +178,10 @@ def _prefill_delays(args: EngineArgs) -> Iterator[str]:
     if share is not None and share > 1:
         yield f"--prefill-delayer-token-usage-low-watermark {share:g}: must be a share of the KV pool, from 0 to 1"
     if scheduling.enable_prefill_delayer and args.disaggregation.disaggregation_mode == "decode":
-        yield "--enable-prefill-delayer delays prompts, which a decode server does not compute; drop it"
+        yield (
+            "--enable-prefill-delayer: belongs to the prefill server; on a decode server it would delay the last token "
+            "of prompts whose KV has arrived; drop it"
+        )
 
 
 def _host_tier(args: EngineArgs) -> Iterator[str]:
@@ -211,6 +214,11 @@ def _transfers(args: EngineArgs) -> Iterator[str]:
         yield (
             f"--disaggregation-transfer-backend {backend}: {module} is not installed; pip install '.[{extra}]', or "
             "use tcp"
+        )
+    elif module == "mooncake" and not loadable("libibverbs.so.1"):  # its import fails, behind the load of the weights
+        yield (
+            f"--disaggregation-transfer-backend {backend}: mooncake needs the system's libibverbs, which is absent "
+            "(Debian, Ubuntu: apt-get install libibverbs1); install it, or use tcp"
         )
     if (devices := args.disaggregation.disaggregation_ib_device or "").endswith((".json", "}")):
         yield f"--disaggregation-ib-device {devices}: devices by GPU are not supported; give names, as mlx5_0,mlx5_1"

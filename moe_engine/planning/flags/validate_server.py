@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -156,6 +157,14 @@ def _tokenizer(args: EngineArgs) -> Iterator[str]:
             f"--chat-template {template:.200}: no such file; give a .jinja file, or a built-in name: "
             f"{', '.join(BUILT_IN_TEMPLATES)}"
         )
+
+
+def loadable(library: str) -> bool:
+    """Whether the system has a shared library, by its file name."""
+    try:
+        return bool(ctypes.CDLL(library))
+    except OSError:
+        return False
 
 
 def installed(module: str) -> bool:
