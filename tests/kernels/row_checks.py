@@ -201,7 +201,7 @@ def check_zero_experts(ops: Ops, dtype: torch.dtype, tokens: int, width: int) ->
         weights, ids = ops.route(x, gate, bias, replace(spec, held=19), mask)
         assert torch.equal(ids, torch.where(chosen < 19, chosen, -1)) and torch.equal(weights, want_weights)
         if mask is None:
-            assert (ids < 0).any() and (tokens < 9 or (ids >= 0).any())
+            assert tokens < 9 or ((ids < 0).any() and (ids >= 0).any())  # one token has no zero expert in 5 % of draws
     own = torch.where(ids < 0, weights, 0.0).double().sum(1, keepdim=True)
     add = ops.capabilities.add_input or add_input
     for addend in (None, normal(tokens, width + 24, dtype=dtype)[:, :width]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 
 from moe_engine import Engine
 from moe_engine.errors import ConfigError, InputError
+from tests.distributed.engine.near_ties import possible_tokens
 from tests.engine.harness import Answer, Scripted
 from tests.engine.test_lora import DENSE, MLA, NUM_TOKENS, Served
-from tests.models.lora import make_adapter
+from tests.models.lora import make_adapter, merge
 from tests.speculation.agreeing import agreeing_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -69,9 +71,11 @@ def test_forms(served: Served, form: str) -> None:
 
 @pytest.mark.parametrize(("kind", "targets"), [("deepseek_v3", MLA), ("glm4_moe", DENSE)])
 def test_accepted_drafts(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
-    """Tokens of a batch of the base model and two adapters, greedy and sampled, are those without drafts."""
+    """Tokens of a batch of the base model and two adapters, greedy and sampled, are those without drafts, up to a token
+    that rounding decides."""
     path = agreeing_checkpoint(kind, tmp_path / "base", random.randrange(1 << 20), num_mtp_layers=1)
     adapters = [make_adapter(tmp_path / name, path, targets, 4, seed) for seed, name in enumerate("ab", 1)]
+    merged = cache(lambda name: merge(path, tmp_path / name, tmp_path / f"merged {name}"))
     names, asked = [None, "a", "b"] * 4, prompts(1) * 12
     sampling = [
         {"temperature": 0.7 * (i % 2), "sampling_seed": i // 6, "ignore_eos": True, "max_new_tokens": 24}
@@ -87,7 +91,11 @@ def test_accepted_drafts(kind: str, targets: tuple[str, ...], tmp_path: Path) ->
             wanted = found
             assert len({tuple(tokens) for tokens in wanted[:3]}) == 3, "adapters change the answers"
             continue
-        assert found == wanted
+        for ours, theirs, own, name in zip(found, wanted, sampling, names, strict=True):
+            if ours != theirs:
+                at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+                model = merged(name) if name else path
+                assert {ours[at], theirs[at]} <= possible_tokens(model, asked[0] + theirs[:at], own)
         lengths = [output["meta_info"]["spec_accept_length"] for output, name in zip(outputs, names) if name]
         assert max(lengths) > 1, "drafts of the base model are accepted with adapters"
 

@@ -151,6 +151,7 @@ def test_a_run_does_not_depend_on_others_or_on_its_cut(name: str, shape: DeltaSh
         part = DeltaInputs(*(x[begin:end] for x in inputs))
         runs = StateRuns.plain([end - begin], torch.tensor([row]))
         pieces.append(kernel(name).run(part, weights, states, runs, shape))
-    torch.testing.assert_close(torch.cat(pieces), together, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(states.memory, whole.memory, rtol=1e-4, atol=1e-5)
+    # sums of up to 70 tokens in another order: a rounding of 2^-24 of the largest value each, and of others that cancel
+    for found, want in ((torch.cat(pieces), together), (states.memory, whole.memory)):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-5 * float(want.abs().max()))
     assert torch.equal(states.tail, whole.tail)

@@ -23,8 +23,8 @@ S = 8192
 SHARPNESS = 2.0
 """Standard deviation of the scores: a few hundred tokens have weight, so that errors do not average out."""
 
-# Relative errors of the whole output. Measured over ten seeds and these tests: 0.017 to 0.036, 0.015 to 0.071, 0.038 to
-# 0.194; bfloat16 has 0.003 to 0.007.
+# Relative errors of the whole output, of 24 tokens (three had up to 0.127 in E4M3). Measured over 100 seeds and these
+# tests: 0.018 to 0.030, 0.017 to 0.075, 0.039 to 0.202; bfloat16 has 0.003 to 0.007.
 GROUPS, BOUND = 0.06, {E4M3: 0.11, E5M2: 0.28}
 
 
@@ -46,7 +46,7 @@ def _error(got: Tensor, want: Tensor) -> float:
 def test_mla(kv_dtype: str, latent: int, bound: float, magnitude: float) -> None:
     """`magnitude`: scale of the latent, as with a small or large norm weight. A tensor has a random scale with room for
     its largest number."""
-    rotary, heads, tokens = 32, 4, 3
+    rotary, heads, tokens = 32, 4, 24
     queries = _one_request(tokens)
     weight = (torch.rand(latent) + 0.5) * magnitude
     kv_a = torch.randn(S, latent + rotary)
@@ -73,7 +73,7 @@ def test_mla(kv_dtype: str, latent: int, bound: float, magnitude: float) -> None
 @pytest.mark.parametrize("magnitude", [1.0, 0.01, 50.0])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 def test_gqa(kv_dtype: str, magnitude: float) -> None:
-    groups, width, tokens = 2, 64, 3
+    groups, width, tokens = 2, 64, 24
     queries = _one_request(tokens)
     k, v = torch.randn(S, groups, width), torch.randn(S, groups, width) * magnitude
     shape, stored = (S, groups, head_width(kv_dtype, width)), getattr(torch, STORED[kv_dtype][0])
