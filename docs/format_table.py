@@ -188,7 +188,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
     if "kimi_linear:" in target:
         return "Kimi Delta Attention, MLA (Kimi K3: with a gate)", ("mla", "delta"), ""
     if "ling:" in target:
-        return "Kimi Delta Attention, MLA with a gate", ("mla", "delta"), ""
+        kind = "lightning attention, MLA" if "v2_5" in parser else "Kimi Delta Attention, MLA with a gate"
+        return kind, ("mla", "delta"), ""
     if "deepseek:" in target or "longcat_flash:" in target:
         return "MLA", ("mla",), ""
     if "minimax_text:" in target:

@@ -237,6 +237,8 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The layer's rotary embedding."""
+        if self.delta is not None and self.delta.rope is not None and layer in self.state_layers:
+            return self.delta.rope
         other = self.other_layers
         return self.rope if other is None or self._like(layer) not in other.layers else other.rope
 
@@ -269,7 +271,8 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings of all layers, each once."""
-        return tuple(dict.fromkeys((self.rope, *(() if self.other_layers is None else (self.other_layers.rope,)))))
+        others = [part.rope for part in (self.other_layers, self.delta) if part is not None and part.rope is not None]
+        return tuple(dict.fromkeys((self.rope, *others)))
 
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -1,4 +1,4 @@
-"""config.json of Ling 3.0 (`bailing_hybrid`) -> ModelConfig. Imports no torch.
+"""config.json of Ling 3.0 and of Ling 2.6 and Ring 2.5 (all `bailing_hybrid`) -> ModelConfig. Imports no torch.
 
 Published files and those that transformers saves name fields differently: both are read.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 from moe_engine.models.checkpoint_names import renamed_modules
 from moe_engine.models.config import MLAConfig, ModelConfig
-from moe_engine.models.config_families import layer_limits, parse_deepseek
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_families import layer_limits, parse_deepseek, rotary_width
+from moe_engine.models.config_fields import Fields, parse_rope
 from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds, decay_bound, renamed
 from moe_engine.models.ling_names import inner_name
 from moe_engine.models.state_config import DeltaConfig
@@ -24,9 +24,14 @@ _UNSUPPORTED = (
 )  # fmt: skip
 """Switches of published files that no released model sets."""
 _HEAD_WISE = "head_wise"
-_SERVED = {
-    "gated_attention_proj_granularity_type": _HEAD_WISE, "scoring_func": "sigmoid", "score_function": "sigmoid",
+_SCORES = {"scoring_func": "sigmoid", "score_function": "sigmoid"}
+_SERVED = {"gated_attention_proj_granularity_type": _HEAD_WISE} | _SCORES
+_SERVED_V2_5 = _SCORES | {
+    "use_qk_norm": True, "linear_silu": False, "use_linear_silu": False, "linear_rope": True, "attention_bias": False,
+    "topk_method": "noaux_tc",
 }  # fmt: skip
+"""Readers of Ling 2.6 differ in what `linear_silu` applies to."""
+_V2_5 = "BailingMoeV2_5ForCausalLM"
 
 
 def bailing_fields(fields: Fields) -> Fields:
@@ -36,11 +41,14 @@ def bailing_fields(fields: Fields) -> Fields:
     heads = fields.integer("linear_num_heads", None) or fields.integer("num_attention_heads")
     # transformers saves the rotary width as head_dim
     width = fields.integer("linear_head_dim", None) or fields.integer("head_dim", 128)
-    taps = fields.integer("short_conv_kernel_size", None, minimum=2)
     raw |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
     raw |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width)
-    raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
-    raw = {"no_kda_lora": True, "gated_attention_proj_granularity_type": _HEAD_WISE} | raw
+    if _V2_5 in (fields.raw.get("architectures") or ()):
+        raw["linear_gates"] = 0
+    else:
+        taps = fields.integer("short_conv_kernel_size", None, minimum=2)
+        raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
+        raw = {"no_kda_lora": True, "gated_attention_proj_granularity_type": _HEAD_WISE} | raw
     raw["layer_types"] = _kinds(fields, fields.integer("num_hidden_layers"))
     if (stored := fields.section("quantization_config")) is not None:
         raw["quantization_config"] = renamed_modules(stored.raw, inner_name)
@@ -52,31 +60,56 @@ def bailing_fields(fields: Fields) -> Fields:
 def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Ling-3.0: Kimi Delta Attention with gates from whole matrices, MLA with an output gate for each head, a grouped
     sigmoid router with a bias, an MTP layer, activations bounded in some layers."""
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, _SERVED)
+    if not fields.flag("no_kda_lora", True):
+        fields.fail("no_kda_lora", "is false: gates from products of low rank are not supported in this family")
     read = bailing_fields(fields)
-    read = Fields({"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | dict(read.raw), fields.source)
-    config = parse_deepseek(read, generation)
+    config = _latent(read, generation)
     assert isinstance(config.attention, MLAConfig)
     moe = config.moe
     if moe is not None:
-        shared = read.integer("shared_expert_intermediate_size", moe.shared_width, minimum=0)
         routed, own = (layer_limits(fields, name, config.moe_layers) for name in _LIMITS)
-        moe = replace(moe, shared_width=shared, layer_limits=routed, shared_limits=own)
+        moe = replace(moe, layer_limits=routed, shared_limits=own)
     heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
     bound = decay_bound(fields, "kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else 0.0
     delta = DeltaConfig(
         heads, heads, width, width, read.integer("linear_conv_kernel_dim"), joined=False, by_channel=True,
         low_rank="", bound=bound,
     )  # fmt: skip
+    config = replace(config, attention=replace(config.attention, gate_width=1), moe=moe, raw=fields.raw)
+    return _with_states(config, delta, read)
+
+
+def parse_bailing_v2_5(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Ling 2.5 and 2.6, Ring 2.5: lightning attention with norms and rotation of q and k and a norm of groups of heads,
+    MLA, a grouped sigmoid router with a bias, an MTP layer."""
+    _refuse_unsupported(fields, _SERVED_V2_5)
+    read = bailing_fields(Fields({"architectures": [_V2_5], **fields.raw}, fields.source))
+    heads, width = read.integer("linear_num_key_heads"), read.integer("linear_key_head_dim")
+    groups = fields.integer("group_norm_size", 1)
+    if heads % groups:
+        fields.fail("group_norm_size", f"{groups} groups do not divide the {heads} heads")
+    rope = parse_rope(fields, rotary_width(fields, width, 1.0), interleaved=False, scales_softmax=False)
+    delta = DeltaConfig(
+        heads, heads, width, width, 0, joined=False, additive=True, step_limits=(1.0, 1.0), rope=rope,
+        norm_groups=groups,
+    )  # fmt: skip
+    return _with_states(replace(_latent(read, generation), raw=fields.raw), delta, read)
+
+
+def _latent(read: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """The model with MLA in all layers."""
+    raw = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | dict(read.raw)
+    config = parse_deepseek(Fields(raw, read.source), generation)
+    if config.moe is None:
+        return config
+    shared = read.integer("shared_expert_intermediate_size", config.moe.shared_width, minimum=0)
+    return replace(config, moe=replace(config.moe, shared_width=shared))
+
+
+def _with_states(config: ModelConfig, delta: DeltaConfig, read: Fields) -> ModelConfig:
     states = tuple(i for i, kind in enumerate(read.raw["layer_types"]) if kind == LINEAR)
-    return replace(
-        config,
-        attention=replace(config.attention, gate_width=1),
-        moe=moe,
-        delta=delta,
-        state_groups=delta.state_groups(states),
-        raw=fields.raw,
-    )
+    return replace(config, delta=delta, state_groups=delta.state_groups(states))
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:
@@ -90,15 +123,13 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
     return checked_kinds(fields, kinds, layers, "layer_types")
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, served: Mapping[str, Any]) -> None:
     for name in _UNSUPPORTED:
         if fields.raw.get(name):
             fields.fail(name, "is set; it is not supported in this family")
-    if not fields.flag("no_kda_lora", True):
-        fields.fail("no_kda_lora", "is false: gates from products of low rank are not supported in this family")
     if not fields.flag("moe_router_enable_expert_bias", True):
         fields.fail("moe_router_enable_expert_bias", "is false: a router without a bias is not supported")
-    fields.check_served(_SERVED)
+    fields.check_served(served)
     keys = fields.integer("num_kv_heads_for_linear_attn", 0, minimum=0)
     if keys not in (0, fields.integer("num_attention_heads")):
         fields.fail("num_kv_heads_for_linear_attn", f"{keys} is not supported: keys need as many heads as values")

@@ -15,7 +15,7 @@ from moe_engine.models.tensor_spec import Kind, TensorSpec, linear, norm
 def delta_tensors(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
     """All tensors of a layer's block."""
     if d.additive:
-        return (_mamba if d.taps else _lightning)(d, hidden)
+        return (_mamba if d.taps else _lightning if d.rope is None else _rotated_lightning)(d, hidden)
     return (_channel_delta if d.by_channel else _delta)(d, hidden)
 
 
@@ -71,3 +71,14 @@ def _lightning(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
     yield from linear("output_gate", width, hidden)
     yield norm("norm", width)
     yield from linear("out_proj", hidden, width)
+
+
+def _rotated_lightning(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
+    """The input projection has the rows of q, then those of k and of v."""
+    width = d.value_heads * d.value
+    yield from linear("query_key_value", 3 * width, hidden)
+    yield from linear("g_proj", width, hidden)
+    yield norm("query_layernorm", d.key)
+    yield norm("key_layernorm", d.key)
+    yield norm("g_norm", width)
+    yield from linear("o_proj", hidden, width)

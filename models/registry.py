@@ -111,6 +111,7 @@ for _name, _target, _parser in (
     ("KimiK3ForConditionalGeneration", _KIMI_K3, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
     ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
+    ("BailingMoeV2_5ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_v2_5"),
     ("LongcatFlashForCausalLM", _LONGCAT, "moe_engine.models.config_longcat:parse_longcat_flash"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("Llama4ForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_llama4:parse_llama4"),

@@ -39,7 +39,8 @@ _KV_B, _LAYER = ".kv_b_proj.weight", "model.layers."
 _BY_HEAD = (_KV_B, ".o_a_proj.weight")
 """Projections by head or by group of heads, which kernels hold in the activation dtype."""
 _WHOLE_OF_DELTA = (".norm.weight", ".o_norm.weight", ".f_a_proj.weight", ".g_a_proj.weight")
-"""Tensors of a delta net that each rank has: the others are divided by heads."""
+_WHOLE_OF_ADDITIVE = (".query_layernorm.weight", ".key_layernorm.weight")
+"""Tensors of a delta net, or of an additive state, that each rank has: the others are divided by heads."""
 _ROW_PARALLEL = (".o_proj.weight", ".o_b_proj.weight", ".down_proj.weight", ".out_proj.weight")
 
 
@@ -269,8 +270,9 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         shared = moe is not None and moe.num_shared_slots(topology.ep_size)
         return topology.moe_tp_size if shared else topology.tp_size
     if is_delta(config, name):
-        whole = name.endswith(_WHOLE_OF_DELTA) and not (config.delta is not None and config.delta.additive)
-        return 1 if whole else topology.attn_tp_size
+        assert config.delta is not None
+        whole = _WHOLE_OF_ADDITIVE if config.delta.additive else _WHOLE_OF_DELTA
+        return 1 if name.endswith(whole) else topology.attn_tp_size
     if name.endswith(".routed_expert_up_proj.weight"):
         return 1 if topology.travels else topology.tp_size
     if ".self_attn." in name:

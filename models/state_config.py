@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moe_engine.models.rope_config import RopeConfig
+
 STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Data types of `StatePart`, with the bytes of a number."""
 
@@ -50,7 +52,9 @@ class DeltaConfig:
     vector in the checkpoint, whatever `low_rank` is (GLM-5.3-Flash). `sigmoid`: so is the output gate of a net whose
     decays are those of heads (Qwen3.8-Flash-Next); else SiLU. `additive`: Mamba2, whose groups are the key heads
     (Nemotron-H): one input projection; a convolution with a bias if `conv_bias`; step widths within `step_limits`.
-    `taps` 0: lightning attention (MiniMax-Text-01), without convolution, as many key heads as value heads."""
+    `taps` 0: lightning attention (MiniMax-Text-01), without convolution, as many key heads as value heads. `rope`: its
+    q and k are normed by head and rotated, without SiLU (Ling 2.6). `norm_groups`: its results are normed in this many
+    groups of adjacent heads."""
 
     key_heads: int
     value_heads: int
@@ -66,6 +70,8 @@ class DeltaConfig:
     additive: bool = False
     conv_bias: bool = False
     step_limits: tuple[float, float] | None = None
+    rope: RopeConfig | None = None
+    norm_groups: int = 1
 
     @property
     def decays(self) -> int:

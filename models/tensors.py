@@ -30,7 +30,7 @@ HEAD_BIAS = "lm_head.bias"
 ROTATED_NORMS = ("query_layernorm", "key_layernorm")
 """Norms of q and k after the rotation."""
 _ROTARY = "rotary_emb.inv_freq"
-_DECAYS = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
+_DECAYS = (".slope", ".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 ROTARY_FACTORS = "model.rotary_emb.alpha"
 """See `RopeConfig.stored_factors`."""
 _FIRST_SCORES = "model.layers.0.self_attention_res_"

@@ -17,11 +17,10 @@ from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStat
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.cut import Cut
 from moe_engine.models.layers.gated_gqa import opened
-from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.layers.head_group_norm import HeadGroupNorm
+from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.projection_norm import scaled
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share
@@ -35,6 +34,8 @@ class LightningAttention:
     several ranks each has some heads, and the result is a partial sum."""
 
     fused = in_stack = None
+    norm, out = "norm", "out_proj"
+    """Names of tensors."""
 
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, parallel: ParallelContext
@@ -43,20 +44,30 @@ class LightningAttention:
         whole, share, prefix = config.delta, Share.of(parallel.attn_tp), f"model.layers.{layer_index}.self_attn"
         heads, width, hidden = share.width(whole.value_heads), whole.value, config.hidden_size
         self._layer_index, self._kernel, self._ops = layer_index, backends.delta, backends.ops
-        self._group, self._heads, self._channels = parallel.attn_tp, heads, whole.value_heads * width
-        rows = [3 * self._channels, self._channels]
-        names = [f"{prefix}.{name}" for name in ("qkv_proj", "output_gate")]
-        self._inputs = load_linear(backends.linear, reader, names, rows, hidden, out_shares=[share, share])
+        self._channels = whole.value_heads * width
+        self._shape = DeltaShape(heads, heads, width, width, 0, additive=True, shortest=1.0, longest=1.0)
+        self._inputs = self._load_inputs(reader, backends, prefix, share, hidden)
         self._out = load_linear(
-            backends.linear, reader, [f"{prefix}.out_proj"], [hidden], self._channels, in_share=share
+            backends.linear, reader, [f"{prefix}.{self.out}"], [hidden], self._channels, in_share=share
         )
-        cut = Cut(share.cut(self._channels))
-        self._norm = reader.tensor(f"{prefix}.norm.weight", (self._channels,), cut, dtype=torch.float32)
-        rates = decay_rates(layer_index, config.num_layers, whole.value_heads)[share.cut(whole.value_heads)]
+        eps = EPS if whole.rope is None else config.norm_eps * width
+        self._norm = HeadGroupNorm(
+            backends.ops, reader, f"{prefix}.{self.norm}.weight", self._channels, whole.norm_groups, eps,
+            parallel.attn_tp,
+        )  # fmt: skip
+        rates = self._rates(layer_index, config.num_layers, whole.value_heads)[share.cut(whole.value_heads)]
         a_log = torch.zeros_like(rates) if reader.made_up else rates.log()
         a_log, none = a_log.to(reader.device), torch.zeros(heads, device=reader.device)
-        self._shape = DeltaShape(heads, heads, width, width, 0, additive=True, shortest=1.0, longest=1.0)
-        self._weights = DeltaWeights(none, a_log, none, none, EPS)
+        self._weights = DeltaWeights(none, a_log, none, none, eps)
+
+    def _load_inputs(self, reader: WeightSource, backends: Backends, prefix: str, share: Share, hidden: int) -> Linear:
+        """The projections of the hidden states: q, k, v and gates."""
+        rows, names = [3 * self._channels, self._channels], [f"{prefix}.{name}" for name in ("qkv_proj", "output_gate")]
+        return load_linear(backends.linear, reader, names, rows, hidden, out_shares=[share, share])
+
+    def _rates(self, layer_index: int, num_layers: int, heads: int) -> Tensor:
+        """Log decays of all ranks' heads, negated, float32."""
+        return decay_rates(layer_index, num_layers, heads)
 
     @property
     def inner_norms(self) -> list[RMSNorm]:
@@ -70,25 +81,20 @@ class LightningAttention:
 
     def forward(self, hidden: Activation, batch: ForwardBatch, *_: Any) -> Tensor:
         (memory,) = batch.kv[self._layer_index]
-        qkv, gate = self._inputs(hidden).split(
-            (3 * self._heads * self._shape.value, self._heads * self._shape.value), 1
-        )
-        mixed = silu(qkv).unflatten(1, (self._heads, -1))  # [T, H, 3 Dh]
+        mixed, gate = self._mixed(hidden, batch)
         one = mixed[..., :1]  # of gates, which step widths of 1 leave without effect
         states = DeltaStates(memory, memory)
         found = self._kernel.run(
             DeltaInputs(mixed, mixed, one, one), self._weights, states, batch.state_runs, self._shape
         )
-        normed, heads = self._normed(found).unflatten(1, (self._heads, -1)), gate.unflatten(1, (self._heads, -1))
-        return self._out(opened(self._ops, normed, heads).flatten(1))
+        normed = self._norm(found).unflatten(1, (self._shape.value_heads, -1))
+        return self._out(opened(self._ops, normed, gate).flatten(1))
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """x [T, H Dh] * rsqrt(mean of x^2 over all ranks' heads + eps) * weight."""
-        if self._group.size == 1:
-            return self._ops.rms_norm(x, self._norm, EPS)
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        scale = self._group.all_reduce(squares).div_(self._channels).add_(EPS).rsqrt_()
-        return scaled(x, scale, self._norm)
+    def _mixed(self, hidden: Activation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """q, k and v [T, H, 3 Dh], and the gates [T, H, Dh]."""
+        heads, width = self._shape.value_heads, self._shape.value
+        qkv, gate = self._inputs(hidden).split((3 * heads * width, heads * width), 1)
+        return silu(qkv).unflatten(1, (heads, -1)), gate.unflatten(1, (heads, -1))
 
 
 def decay_rates(layer_index: int, num_layers: int, heads: int) -> Tensor:

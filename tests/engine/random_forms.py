@@ -22,6 +22,7 @@ from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.models import random_reference_shapes, random_shapes, random_sparse_shapes
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint
 from tests.models.kimi_k3 import make_k3
+from tests.models.ling_v2_5 import make_ling
 from tests.models.lora import make_adapter
 from tests.models.random_shapes import Refused, run_draws
 from tests.models.v4_checkpoints import make_v4
@@ -33,7 +34,7 @@ MTP_KINDS = (
     "deepseek_v3", "glm4_moe", "hy_v3", "ernie4_5_moe", "bailing_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe",
     "deepseek_v32", "glm5_next", "minimax_m3",
 )  # fmt: skip
-FORMULAS = ("deepseek_v41", "kimi_k3")
+FORMULAS = ("deepseek_v41", "kimi_k3", "ling_v2_5")
 REGEX = r"[a-d]{3,9}(xy|zab)[0-9]{2,30}"
 EXACT = {"max_running_requests": 1, "disable_radix_cache": True, "max_total_tokens": 1024, "context_length": 256}
 TOLERANCE = 3e-4
@@ -87,6 +88,9 @@ def draw(kind: str, rng: random.Random) -> Form:
         steps, topk = rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
         own = {"speculative_algorithm": "NEXTN", "speculative_num_steps": steps, "speculative_eagle_topk": topk}
         drafts += [own | {"speculative_num_draft_tokens": 1 + topk + (steps - 1) * topk**2}] * 2
+    if kind == "ling_v2_5":
+        own = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 1}
+        drafts += [own | {"speculative_num_draft_tokens": 3}] * 2
     if kind == "deepseek_v41":
         drafts += [{"speculative_algorithm": "DSPARK"}] * 2
     form.flags |= rng.choice(drafts)
@@ -168,6 +172,9 @@ def _checkpoint(form: Form, path: Path, rng: random.Random) -> Path:
             layers = form.fields["num_hidden_layers"]
             if form.kind == "kimi_k3":
                 return make_k3(path, seed, **form.fields)
+            if form.kind == "ling_v2_5":
+                mtp = int(form.flags.get("speculative_algorithm") == "NEXTN")
+                return make_ling(path, seed, num_mtp_layers=mtp, **form.fields)
             own = {"dspark_target_layer_ids": [rng.randrange(layers)]}
             return make_v41_dspark(path, seed, agreeing=True, **form.fields, **own)
         mtp = int(form.flags.get("speculative_algorithm") == "NEXTN")

@@ -14,6 +14,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.engine.test_storage_tier import round_trip
+from tests.models import ling_v2_5
 from tests.models.checkpoints import _FAMILY, BLOCK_SPARSE, KINDS, LARGE4, SPARSE_KINDS, hub_fields
 
 FORMATS = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -21,7 +22,10 @@ FORMATS = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 def config_of(kind: str, folder: Path) -> ModelConfig:
     """The config of the family's tiny checkpoint; no weights are written."""
-    fields = hub_fields(kind) | {"architectures": [f"{_FAMILY[kind][0]}ForCausalLM"], "model_type": kind}
+    if kind == "ling_v2_5":
+        fields = ling_v2_5.FIELDS
+    else:
+        fields = hub_fields(kind) | {"architectures": [f"{_FAMILY[kind][0]}ForCausalLM"], "model_type": kind}
     if kind == BLOCK_SPARSE:  # the text model of its architecture
         fields["architectures"] = ["MiniMaxM3SparseForCausalLM"]
     if kind == "step3p7":
@@ -36,7 +40,7 @@ def config_of(kind: str, folder: Path) -> ModelConfig:
     return load_model_config(folder)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS, BLOCK_SPARSE, "llama4", "phimoe"])
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS, BLOCK_SPARSE, "llama4", "phimoe", "ling_v2_5"])
 def test_every_tensor_of_every_family_comes_back(kind: str, tmp_path: Path) -> None:
     config = config_of(kind, tmp_path)
     assert set(FORMATS) <= STORED.keys()

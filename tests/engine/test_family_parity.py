@@ -51,6 +51,8 @@ from tests.models.parity_families import Family, Pixels, Prompt
         ("nemotron_h", "n-gram drafts"),
         ("bailing_hybrid", "cached"),
         ("bailing_hybrid", "MTP drafts"),
+        ("ling_v2_5", "cached"),
+        ("ling_v2_5", "MTP drafts"),
         ("glm4_moe_lite", "MTP drafts"),
         ("kimi_k25", "chunked"),
         ("qwen3_5", "chunked"),

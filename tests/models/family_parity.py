@@ -86,6 +86,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "kimi_linear": {},
     "kimi_k3": {},
     "bailing_hybrid": {"num_mtp_layers": 1},
+    "ling_v2_5": {"num_mtp_layers": 1},
     "nemotron_h": {"num_mtp_layers": 1, "num_hidden_layers": 6},
     "longcat_flash": {"num_mtp_layers": 1, "num_hidden_layers": 4},
     "qwen2_vl": {},

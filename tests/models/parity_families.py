@@ -22,6 +22,7 @@ from tests.models import (
     deepseek_v41,
     kimi_checkpoints,
     kimi_k3,
+    ling_v2_5,
     llama4_images,
     minimax_m3_images,
     mistral3_checkpoints,
@@ -273,6 +274,13 @@ def k3_family(kind: str, path: Path, seed: int, **fields: Any) -> Family:
     return Family(path, lambda ids, images: reference.logits(ids), text_prompts, reference.embeddings)
 
 
+def ling_family(kind: str, path: Path, seed: int, **fields: Any) -> Family:
+    """The formulas in float64: transformers has no such model."""
+    fields = {"max_position_embeddings": 1024, "num_mtp_layers": 1} | fields
+    reference = ling_v2_5.LingReference(ling_v2_5.make_ling(path, seed, **fields))
+    return Family(path, lambda ids, images: reference.logits(ids), text_prompts, reference.embeddings)
+
+
 def v41_family(kind: str, path: Path, seed: int, tower: dict[str, Any] | None = None, **fields: Any) -> Family:
     """The formulas in float64: no released transformers has such a model. With DSpark layers, and images. Prompts
     without near ties between entries or experts, as `_clear`."""
@@ -310,7 +318,7 @@ def v41_fp4_family(kind: str, path: Path, seed: int, **more: Any) -> Family:
 OWN_FAMILIES: dict[str, Callable[..., Family]] = {
     "kimi_k25": kimi_family, "llama4": llama4_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "mistral_large3": mistral_large3_family, LARGE4: mistral_large4_family,
-    "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family,
+    "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family, "ling_v2_5": ling_family,
     "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
     "glm5_next": pooled_family, "qwen4_exp": qwen4_family,
 }  # fmt: skip

@@ -248,6 +248,28 @@ LING_FLASH: dict[str, Any] = {
     "eos_token_id": 156895, "pad_token_id": 156892, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16",
 }  # fmt: skip
 """Without its limits of activations."""
+LING_2_6_FLASH: dict[str, Any] = {
+    "architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 4096,
+    "intermediate_size": 9216, "moe_intermediate_size": 1024, "moe_shared_expert_intermediate_size": 1024,
+    "num_hidden_layers": 32, "layer_group_size": 8, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "qk_head_dim": 192, "v_head_dim": 128, "partial_rotary_factor": 0.5, "rope_interleave": True,
+    "rope_theta": 6000000, "rope_scaling": None, "num_experts": 256, "num_experts_per_tok": 8, "num_shared_experts": 1,
+    "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+    "score_function": "sigmoid", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True, "group_norm_size": 4, "linear_silu": False, "use_qk_norm": True,
+    "num_kv_heads_for_linear_attn": 32, "num_nextn_predict_layers": 1, "use_bias": False, "use_qkv_bias": False,
+    "tie_word_embeddings": False, "max_position_embeddings": 131072, "vocab_size": 157184, "eos_token_id": 156895,
+    "pad_token_id": 156892, "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""Widths from descriptions of the published files and the published class's fields."""
+RING_2_5 = LING_2_6_FLASH | {
+    "hidden_size": 8192, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "num_kv_heads_for_linear_attn": 64, "group_norm_size": 8, "first_k_dense_replace": 4,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+"""Sizes of Ring-2.5-1T and Ling-2.5-1T: the defaults of transformers' class for them."""
 LONGCAT_FLASH: dict[str, Any] = {
     "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "attention_bias": False,
     "vocab_size": 131072, "hidden_size": 6144, "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048,

@@ -1,8 +1,9 @@
 """Random shapes of families whose oracle is not transformers' model of the checkpoint itself:
 ``python -m tests.models.random_reference_shapes --count 50``.
 
-DeepSeek V4.1 and Kimi K3, whose formulas are in float64; DeepSeek V4 and V4.1 and Kimi K2.5 with quantized weights as
-published, whose values the definition gives. As `random_sparse_shapes`; a prompt is cut into drawn chunks and decodes.
+DeepSeek V4.1, Kimi K3 and Ling 2.6, whose formulas are in float64; DeepSeek V4 and V4.1 and Kimi K2.5 with quantized
+weights as published, whose values the definition gives. As `random_sparse_shapes`; a prompt is cut into drawn chunks
+and decodes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.engram_config import EngramConfig
-from tests.models import kimi_checkpoints, kimi_k3, random_sparse_shapes, stepper, v4_checkpoints
+from tests.models import kimi_checkpoints, kimi_k3, ling_v2_5, random_sparse_shapes, stepper, v4_checkpoints
 from tests.models.deepseek_v41 import V41Reference, make_v41
 from tests.models.parity_families import Family, text_prompts
 from tests.models.random_shapes import Refused, run_draws
@@ -25,7 +26,9 @@ from tests.models.stepper import Chunk
 from tests.models.v4_quantized import quantized_copy
 from tests.models.v41_quantized import quantized_v41
 
-KINDS = ("deepseek_v41", "deepseek_v41_fp4", "deepseek_v4_fp4", "deepseek_v4_fp8", "kimi_k3", "kimi_k25_int4")
+KINDS = (
+    "deepseek_v41", "deepseek_v41_fp4", "deepseek_v4_fp4", "deepseek_v4_fp8", "kimi_k3", "kimi_k25_int4", "ling_v2_5",
+)  # fmt: skip
 LENGTH, TOLERANCE, MOVED = 90, 3e-4, 3e-4
 """Tokens of a prompt; an error of a token's logits, of their norm; a log-probability that rounding decides."""
 
@@ -42,6 +45,7 @@ class Shape:
 
 def draw(kind: str, rng: random.Random) -> Shape:
     own = {"deepseek_v41": v41_fields, "deepseek_v41_fp4": v41_fp4_fields, "kimi_k3": k3_fields}
+    own["ling_v2_5"] = ling_fields
     fields = own.get(kind, _v4_fields if kind.startswith("deepseek_v4") else _k25_fields)(rng)
     return Shape(kind, rng.choice(("torch", "cpu")), fields, rng.choice((1, 1, 2, 4)))
 
@@ -129,6 +133,26 @@ def k3_fields(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ling_fields(rng: random.Random) -> dict[str, Any]:
+    group, heads, groups = rng.choice((1, 2, 3)), rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
+    experts, width = rng.choice((2, 4, 6)), rng.choice((8, 16, 24))
+    yarn = {"rope_type": "yarn", "factor": rng.choice((2.0, 4.0)), "original_max_position_embeddings": 64}
+    return {
+        "vocab_size": rng.choice((280, 300, 331)), "hidden_size": rng.choice((48, 60, 84, 120)),
+        "intermediate_size": rng.choice((37, 96)), "layer_group_size": group,
+        "num_hidden_layers": group * rng.choice((1, 2)) if group > 1 else 2, "num_attention_heads": heads * groups,
+        "num_kv_heads_for_linear_attn": rng.choice((0, heads * groups)), "group_norm_size": groups, "head_dim": width,
+        "partial_rotary_factor": rng.choice((0.5, 1.0)), "rope_theta": rng.choice((1e4, 6e6)),
+        "rope_scaling": rng.choice((None, yarn)), "q_lora_rank": rng.choice((None, 12, 33)),
+        "kv_lora_rank": rng.choice((16, 32, 36)), "qk_nope_head_dim": rng.choice((8, 16, 24)),
+        "qk_rope_head_dim": rng.choice((4, 8, 12)), "v_head_dim": rng.choice((8, 12, 28)),
+        "num_experts": 2 * experts, "num_experts_per_tok": rng.randint(1, experts), "n_group": 2,
+        "topk_group": rng.choice((1, 2)), "moe_intermediate_size": rng.choice((12, 32, 37)),
+        "moe_shared_expert_intermediate_size": rng.choice((20, 32)), "first_k_dense_replace": rng.choice((0, 1)),
+        "routed_scaling_factor": rng.choice((1.0, 2.5)), "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-3)),
+    }  # fmt: skip
+
+
 def _k25_fields(rng: random.Random) -> dict[str, Any]:
     heads, experts = rng.choice((1, 2, 3, 5)), rng.choice((4, 8, 9))
     return {
@@ -156,6 +180,10 @@ def make(shape: Shape, folder: Path, seed: int) -> Family:
         path = kimi_k3.make_k3(folder / "k3", seed, **shape.fields)
         formulas = kimi_k3.K3Reference(path)
         return Family(path, lambda ids, images: formulas.logits(ids), text_prompts, formulas.embeddings)
+    if shape.kind == "ling_v2_5":
+        path = ling_v2_5.make_ling(folder / "ling", seed, **shape.fields)
+        own = ling_v2_5.LingReference(path)
+        return Family(path, lambda ids, images: own.logits(ids), text_prompts, own.embeddings)
     if shape.kind == "kimi_k25_int4":
         made = kimi_checkpoints.make_kimi(folder / "k25", seed, int4=True, **shape.fields)
         return Family(made.path, made.logits, text_prompts, made.model.get_input_embeddings().weight)

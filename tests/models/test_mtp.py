@@ -16,18 +16,20 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_mtp
 from tests.models import stepper
 from tests.models.checkpoints import dequantized_copy, make_checkpoint
+from tests.models.ling_v2_5 import LingReference, make_ling
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk, make_kv
 from tests.models.test_parity import FP8_DIMS, assert_close
 
 PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
 every_row = pytest.mark.parametrize("row", all_rows())
-MakeOracle = Callable[..., "Oracle"]
+MakeOracle = Callable[..., "Oracle | Formulas"]
 FAMILIES = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "hy_v3": "HYV3", "ernie4_5_moe": "Ernie4_5_Moe"}
 FAMILIES |= {"bailing_hybrid": "BailingHybrid"}
 OWN_NAMES = ("hy_v3", "ernie4_5_moe", "bailing_hybrid")
 """Their MTP layers have names that transformers does not know."""
-every_family = pytest.mark.parametrize("kind", FAMILIES)
+LING_V2_5 = "ling_v2_5"
+every_family = pytest.mark.parametrize("kind", [*FAMILIES, LING_V2_5])
 
 
 class Oracle:
@@ -65,13 +67,32 @@ class Oracle:
         return self._model.lm_head(v)
 
 
+class Formulas:
+    """The same in float64, of a model that transformers does not have."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.path = make_ling(path, seed, tokenizer=False, num_mtp_layers=1)
+        self._reference = LingReference(path)
+        generator = torch.Generator().manual_seed(seed + 7)
+        self.tokens = torch.randint(0, 256, (PROMPT_LENGTH + 1,), generator=generator).tolist()
+        self.hidden = self._reference.hidden(self.tokens[:-1])  # [T, D]
+
+    def layer(self, index: int, next_ids: list[int], hidden: Tensor) -> Tensor:
+        return self._reference.mtp(index, next_ids, hidden)
+
+    def logits(self, v: Tensor, sizes: object = None) -> Tensor:
+        return self._reference.head(v)
+
+
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
     """oracle(num_mtp_layers=1, kind=..., **checkpoint options) -> Oracle, cached by its arguments."""
-    made: dict[str, Oracle] = {}
+    made: dict[str, Oracle | Formulas] = {}
 
-    def make(num_mtp_layers: int = 1, kind: str = "deepseek_v3", **options: Any) -> Oracle:
+    def make(num_mtp_layers: int = 1, kind: str = "deepseek_v3", **options: Any) -> Oracle | Formulas:
         key = repr((num_mtp_layers, kind, sorted(options.items())))
+        if key not in made and kind == LING_V2_5:
+            made[key] = Formulas(tmp_path_factory.mktemp("mtp"), len(made))
         if key not in made:
             folder = tmp_path_factory.mktemp("mtp")
             path = make_checkpoint(kind, folder / "own", 3, num_mtp_layers=num_mtp_layers, **options)
@@ -113,7 +134,7 @@ class Drafter:
         return v
 
 
-def check(drafter: Drafter, want: Oracle, v: Tensor, expected: Tensor) -> None:
+def check(drafter: Drafter, want: Oracle | Formulas, v: Tensor, expected: Tensor) -> None:
     assert_close(v, expected)
     assert_close(drafter.mtp.logits(v), want.logits(expected))
 

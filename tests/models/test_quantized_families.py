@@ -33,6 +33,7 @@ from moe_engine.planning.model.quantization import with_quantization
 from tests.models import stepper
 from tests.models.checkpoints import BLOCK_SPARSE, KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
 from tests.models.format_checks import step_logits
+from tests.models.ling_v2_5 import make_ling
 from tests.models.v4_checkpoints import make_v4
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
@@ -44,11 +45,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "longcat_flash": dict.fromkeys(("intermediate_size", "moe_intermediate_size"))
     | dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), 128),
     "deepseek_v4": {"intermediate_size": None, "q_lora_rank": 128},
+    "ling_v2_5": {"moe_shared_expert_intermediate_size": 128},
     "kimi_linear": {"linear_attn_config": hub_fields("kimi_linear")["linear_attn_config"] | {"head_dim": 32}},
 }  # fmt: skip
 """The `cpu` row computes several shared experts apart, each with scales of its own columns, so there is one. Kimi
 Linear's `q_proj` and DeepSeek V4's `wq_a` have whole FP8 blocks, unlike projections that vLLM joins with them."""
-FAMILIES = (*KINDS, *MORE_KINDS, *SPARSE_KINDS, BLOCK_SPARSE, "deepseek_v4")
+FAMILIES = (*KINDS, *MORE_KINDS, *SPARSE_KINDS, BLOCK_SPARSE, "deepseek_v4", "ling_v2_5")
 ERRORS = {"fp8": (0.015, 0.04), "int8": (0.002, 0.015), "int4": (0.05, 0.15)}
 """Least and largest relative error of a quantized weight, which is normally distributed."""
 JOINED = (
@@ -68,6 +70,8 @@ def make(kind: str, path: Path) -> Path:
     sizes = {k: v for k, v in (SIZES | OWN_SIZES.get(kind, {})).items() if v is not None}
     if kind == "deepseek_v4":
         return make_v4(path, seed, tokenizer=False, **sizes)
+    if kind == "ling_v2_5":
+        return make_ling(path, seed, tokenizer=False, **sizes)
     return make_checkpoint(kind, path, seed, tokenizer=False, **sizes)
 
 

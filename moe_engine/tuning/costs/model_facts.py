@@ -276,7 +276,8 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     if fields.has("kv_lora_rank"):
         states = _kinds(fields, layers).count("linear_attention") if fields.has("linear_num_value_heads") else 0
         latent = (_latent(fields, hidden, layers - states),)
-        return (*latent, _by_channel(fields, hidden, states)) if states else latent
+        state = _linear if fields.raw.get("linear_gates") == 0 else _by_channel
+        return (*latent, state(fields, hidden, states)) if states else latent
     if fields.has("o_lora_rank"):
         return _compressed(fields, hidden, layers)
     kinds = _kinds(fields, layers)

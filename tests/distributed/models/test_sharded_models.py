@@ -29,6 +29,7 @@ from tests.examples import examples
 from tests.models.checkpoints import make_checkpoint
 from tests.models.deepseek_v41 import make_v41
 from tests.models.kimi_k3 import make_k3
+from tests.models.ling_v2_5 import make_ling
 from tests.models.mistral_native import make_mistral_large3_text
 from tests.models.mxfp4 import mxfp4_copy
 from tests.models.v4_checkpoints import make_v4
@@ -81,6 +82,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 1,
         "expert_swiglu_limit_list": [0, 0.3],
     },  # gates, grouped experts, one layer's bounded
+    # lightning attention: norms of groups of heads on several ranks, and of whole groups on each
+    "ling_v2_5": {"num_attention_heads": 12, "num_kv_heads_for_linear_attn": 12, "num_mtp_layers": 1},
+    "ling_v2_5-groups": {"num_attention_heads": 8, "num_kv_heads_for_linear_attn": 8, "group_norm_size": 4},
     # additive states, experts without gates, mixers without a feed-forward after them
     "nemotron_h": {"n_groups": 4, "num_mtp_layers": 1},
     "longcat_flash": {
@@ -126,6 +130,7 @@ OWN: dict[str, Callable[..., Path]] = {
     "deepseek_v4": make_v4,
     "deepseek_v41": lambda path, seed, tokenizer: make_v41(path, seed),
     "kimi_k3": make_k3,
+    "ling_v2_5": make_ling,
     "mistral_large3": make_mistral_large3_text,
 }
 Checkpoint = Callable[[str], Path]

@@ -11,6 +11,7 @@ import torch
 from moe_engine.kernels.delta import triton_delta
 from tests.engine.harness import Scripted
 from tests.models.checkpoints import make_checkpoint
+from tests.models.ling_v2_5 import make_ling
 from tests.models.llama4_images import make_llama4, picture
 from tests.models.mistral_native import make_mistral_large3_text
 from tests.simulated_cuda.on_device.test_compressed_engines import with_image
@@ -40,19 +41,27 @@ def test_decodes_are_captured(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert any(step.cuda_graph for step in found.steps)
 
 
-def test_captured_steps_of_lightning_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MiniMax-Text-01: states in chunks and in replayed decodes, without convolution and norm."""
+@pytest.mark.parametrize("kind", ["minimax", "ling_v2_5"])
+def test_captured_steps_of_lightning_attention(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniMax-Text-01: states in chunks and in replayed decodes, without convolution and norm. Ling 2.6: with norms and
+    rotation of q and k, and norms of groups of heads."""
     sometimes_warm(monkeypatch)
     monkeypatch.setattr(triton_delta, "SHORT", 3)
-    path = make_checkpoint("minimax", tmp_path / "model", 5, num_local_experts=4)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_hidden_layers": 3}
+    if kind == "minimax":
+        path = make_checkpoint(kind, tmp_path / "model", 5, num_local_experts=4)
+    else:
+        path = make_ling(tmp_path / "model", 5, **sizes)
     requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
     both = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
     kernels.launches.clear()
-    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW)
+    more = FEW if kind == "minimax" else FEW | {"ops_backend": "triton"}
+    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **more)
     assert found.num_graphs and found.waits == []
     launched = set(kernels.launches)
     assert launched >= {"delta_kernel", "additive_kernel", "states_kernel"}
     assert not launched & {"conv_update_kernel", "conv_kernel", "group_norm_kernel"}
+    assert kind == "minimax" or {"grouped_rows_kernel", "gate_heads_kernel"} <= launched
 
 
 @pytest.mark.drawn(1)
