@@ -232,7 +232,7 @@ def load_experts(kernel: Any, count: int, model: ExpertModel, device: str) -> Ex
     able, form = kernel.capabilities, model.activation
     if not able.biases and (model.biased or not form.is_silu):
         raise NotServed("has no experts with this activation")
-    if form.clamps and not able.clamps:
+    if form.clamp and not able.clamps:
         raise NotServed("has no limit of the activation")
     weights = _filled_experts(kernel, count, model, device)
     weights.activation = form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -11,7 +12,8 @@ class GatedActivation:
 
     Attributes:
         limit: gate is at most `limit` and up within +-limit, before silu(gate) * up (DeepSeek V4). A negative one:
-            silu(gate) is at most -limit instead (Ling). 0: no limit.
+            silu(gate) is at most -limit instead (Ling). 0: no limit. `GELU_LIMIT`: gelu(gate) * up, with the
+            approximation by tanh, and no limit (Gemma).
         alpha: gate * sigmoid(alpha * gate) * (up + 1), after the limit (gpt-oss, MiniMax-M3).
         beta: SiTU (Kimi K3): beta * tanh(gate / beta) * sigmoid(gate) * up, with limit * tanh(up / limit) for up if
             there is a limit.
@@ -26,14 +28,21 @@ class GatedActivation:
 
     @property
     def is_silu(self) -> bool:
-        """True if silu(gate) is a factor; then there may be a limit."""
+        """True if silu(gate) or gelu(gate) is a factor; then `limit` says which, and calls may take it alone."""
         return not self.alpha and not self.beta and not self.squared
 
     @property
-    def clamps(self) -> bool:
-        """True if values are cut at the limit."""
-        return self.limit != 0 and not self.beta
+    def clamp(self) -> bool | str:
+        """`clamp_of` the limit; False if it cuts no values."""
+        return False if self.beta else clamp_of(self.limit)
 
 
+def clamp_of(limit: float) -> bool | str:
+    """Constant of a kernel that takes the limit: whether it cuts values, or ``gelu``."""
+    return "gelu" if limit == GELU_LIMIT else limit != 0
+
+
+GELU_LIMIT = -math.inf
 SILU = GatedActivation()
+GELU = GatedActivation(GELU_LIMIT)
 SQUARED = GatedActivation(squared=True)

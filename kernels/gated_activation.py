@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.gate_form import SILU, GatedActivation
+from moe_engine.kernels.gate_form import GELU_LIMIT, SILU, GatedActivation
 
 
 def activate(gate: Tensor, up: Tensor, form: GatedActivation = SILU) -> Tensor:
@@ -16,6 +16,8 @@ def activate(gate: Tensor, up: Tensor, form: GatedActivation = SILU) -> Tensor:
         return F.relu(torch.cat((gate, up), -1)).square_()
     if form.beta:
         return _situ(gate.float(), up.float(), form).to(gate.dtype)
+    if limit == GELU_LIMIT:
+        return F.gelu(gate, approximate="tanh").mul_(up)
     if limit < 0:
         return F.silu(gate).clamp_(max=-limit).mul_(up.clamp(limit, -limit))
     if limit:

@@ -202,7 +202,7 @@ class ModelConfig:
     result_norms: ResultNorms | None = None
     """None: results of attention and feed-forward are added to the residual as they are."""
     embed_scale: float = 1.0
-    """Factor of embeddings (Trinity)."""
+    """Factor of embeddings (Trinity, Gemma)."""
     logit_cap: float = 0.0
     """Logits are cap * tanh(logits / cap) (Mistral Large 4); 0: as they are."""
     mtp: MTPForm = DEEPSEEK
@@ -213,6 +213,8 @@ class ModelConfig:
     """The LM head has a bias (Phi-3.5-MoE)."""
     residual_scales: ResidualScales | None = None
     """None: norms leave the residual as it is."""
+    rounds_scale: bool = False
+    """`embed_scale` is rounded to the dtype of activations (Gemma)."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:

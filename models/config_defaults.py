@@ -21,6 +21,12 @@ _INDEXED: Mapping[str, Any] = {
 }  # fmt: skip
 _ERNIE: Mapping[str, Any] = {**_EPS, "rope_theta": 500000.0, "tie_word_embeddings": True}
 _GLM: Mapping[str, Any] = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2}
+_GEMMA: Mapping[str, Any] = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+    "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Published files of Gemma 3 state little more than what differs from this."""
 _VISUAL: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {**_EPS, "rope_theta": 1e6}, "qwen2_5_vl": {**_EPS, "rope_theta": 1e6},
     "qwen3_vl": {"rope_theta": 5e5}, "qwen3_vl_moe": {"rope_theta": 5e5, "num_experts_per_tok": 4},
@@ -30,7 +36,7 @@ _POSITIONS: Mapping[int, str] = {
     32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
     131072: "longcat_flash mistral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe hy_v3 "
-    "phimoe minimax glm glm4",
+    "phimoe minimax glm glm4 gemma3_text",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3",
     524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
@@ -48,6 +54,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"n_shared_experts": 2},
     "glm": _GLM,
     "glm4": _GLM,
+    "gemma3_text": _GEMMA,
     "glm4_moe": {**_EPS, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_experts_per_tok": 8},
     "glm4_moe_lite": {**_EPS, "routed_scaling_factor": 1.8, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "glm5_next_text": _INDEXED,

@@ -69,7 +69,7 @@ class MoEConfig:
     @property
     def clamped(self) -> bool:
         """True if `limit` clamps an activation without the other terms of `biased`."""
-        own = self.limit > 0 and not self.biased and self.of_all is None
+        own = self.limit != 0 and not self.biased and self.of_all is None
         return own or any(self.layer_limits + self.shared_limits)
 
     def activation(self, layer: int, shared: bool = False) -> GatedActivation:

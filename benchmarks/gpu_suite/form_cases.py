@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu_suite.launched import counted
 from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, normal, rotary_table
 from benchmarks.step_costs.costs import Routing
-from moe_engine.kernels.gate_form import SQUARED, GatedActivation
+from moe_engine.kernels.gate_form import GELU, SQUARED, GatedActivation
 from moe_engine.kernels.ops import gated_streams, ngram_rows
 from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, round_rows
 from moe_engine.kernels.ops.protocol import CacheRows, HeadNorms, RotaryTable, RouterSpec
@@ -66,12 +66,12 @@ def _case(family: str, name: str, make: Callable[[str], Run], **more: Any) -> Ke
 
 ACTIVATIONS = {
     "clamped": GatedActivation(10.0), "shifted": GatedActivation(7.0, 1.702), "squared": SQUARED,
-    "situ": GatedActivation(25.0, beta=4.0),
+    "situ": GatedActivation(25.0, beta=4.0), "gelu": GELU,
 }  # fmt: skip
 
 
 def activations(tokens: int, width: int) -> Iterator[KernelCase]:
-    """Activations of MLPs: of GLM-5.3-Flash, MiniMax-M3, Nemotron-H and Kimi K3."""
+    """Activations of MLPs: of GLM-5.3-Flash, MiniMax-M3, Nemotron-H, Kimi K3 and Gemma."""
     for name, form in ACTIVATIONS.items():
 
         def make(device: str, form: GatedActivation = form) -> Run:

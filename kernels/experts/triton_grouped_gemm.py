@@ -469,5 +469,5 @@ def constants_of(
 
 def gathering_constants(top_k: int, gathers: bool, power_of_two: bool, form: GatedActivation = SILU) -> dict[str, Any]:
     """Extra constants of the first product."""
-    forms = {"CLAMP": form.clamps, "SITU": form.beta > 0, "SQUARED": form.squared}
+    forms = {"CLAMP": form.clamp, "SITU": form.beta > 0, "SQUARED": form.squared}
     return {"TOP_K": top_k, "GATHER": gathers, "POWER_OF_TWO": power_of_two, **forms}

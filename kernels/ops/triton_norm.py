@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.gate_form import SILU, SQUARED, GatedActivation
+from moe_engine.kernels.gate_form import GELU, SILU, SQUARED, GatedActivation
 from moe_engine.kernels.triton.aot import AotCase
-from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up, situ, squared_relu
+from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up, gelu, situ, squared_relu
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
 
@@ -69,13 +69,15 @@ def silu_and_mul_kernel(
     up = gate
     if not SQUARED:
         up = tl.load(gate_up + row * stride + WIDTH + column, live, 0.0).to(tl.float32)
-    if CLAMP:
+    if CLAMP and CLAMP != "gelu":
         gate, up = clamp_gate_up(gate, up, limit)
     kind = out.dtype.element_ty
     if SQUARED:
         mixed = squared_relu(up)
     elif SITU:
         mixed = situ(gate, up, limit, slope)
+    elif CLAMP == "gelu":
+        mixed = gelu(gate).to(kind).to(tl.float32) * up
     else:
         if SHIFT:
             up += 1.0
@@ -157,15 +159,16 @@ def norm_case(
     return AotCase(name, rms_norm_kernel, signature, constants, warps, 3, False)
 
 
-def _constants_of(form: GatedActivation) -> dict[str, bool]:
-    return {"CLAMP": form.clamps, "SHIFT": form.alpha > 0, "SITU": form.beta > 0, "SQUARED": form.squared}
+def _constants_of(form: GatedActivation) -> dict[str, bool | str]:
+    return {"CLAMP": form.clamp, "SHIFT": form.alpha > 0, "SITU": form.beta > 0, "SQUARED": form.squared}
 
 
 def silu_case(label: str, width: int, form: GatedActivation = SILU) -> AotCase:
     """The specialization launched by `silu_and_mul` for I = `width`."""
     signature = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16", "limit": "fp32", "slope": "fp32"}
     constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK, **_constants_of(form)}
-    suffix = f"{'_clamped' * form.clamps}{'_shifted' * (form.alpha > 0)}{'_situ' * (form.beta > 0)}"
+    clamp = "_gelu" if form == GELU else "_clamped" * bool(form.clamp)
+    suffix = f"{clamp}{'_shifted' * (form.alpha > 0)}{'_situ' * (form.beta > 0)}"
     suffix += "_squared" * form.squared
     return AotCase(
         f"silu_and_mul_{label}{suffix}_bf16",
@@ -190,5 +193,6 @@ def aot_cases() -> list[AotCase]:
     others = [
         silu_case("v4_shared", 2048, GatedActivation(10.0)), silu_case("m3", 3072, GatedActivation(7.0, 1.702)),
         silu_case("k3_shared", 6144, GatedActivation(25.0, beta=4.0)), silu_case("nemotron3_shared", 3712, SQUARED),
+        silu_case("gemma3_12b", 15360, GELU),
     ]  # fmt: skip
     return [*norms, *silu, *others]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import clamp_of
 from moe_engine.kernels.quantization.groups import RowGroups, empty_exponents, empty_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile, store_scale
@@ -129,7 +130,7 @@ def silu_mul_quantize_groups(
     """See `groups.silu_mul_quantize_groups`."""
     width = gate_up.shape[-1] // 2
     rows = empty_rows(gate_up, width, exponents)
-    constants = _constants(groups, width, gated=True, power_of_two=power_of_two, clamps=limit != 0)
+    constants = _constants(groups, width, gated=True, power_of_two=power_of_two, clamp=clamp_of(limit))
     _launch(gate_up, groups, rows, constants, limit=limit)
     return rows
 
@@ -138,7 +139,8 @@ def silu_mul_groups(gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> T
     """See `groups.silu_mul_groups`."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _launch(gate_up, groups, out, _constants(groups, width, gated=True, quantize=False, clamps=limit != 0), limit=limit)
+    constants = _constants(groups, width, gated=True, quantize=False, clamp=clamp_of(limit))
+    _launch(gate_up, groups, out, constants, limit=limit)
     return out
 
 
@@ -175,11 +177,11 @@ def programs_per_group(count: int, blocks: int, most: int) -> int:
 
 def _constants(
     groups: RowGroups, width: int, gated: bool = False, quantize: bool = True, power_of_two: bool = False,
-    weighted: bool = False, clamps: bool = False,
+    weighted: bool = False, clamp: bool | str = False,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "WIDTH": width, "ROWS": TILE_ROWS, "ALIGN": groups.alignment, "GATED": gated, "QUANTIZE": quantize,
-        "POWER_OF_TWO": power_of_two, "WEIGHTED": weighted, "CLAMP": clamps,
+        "POWER_OF_TWO": power_of_two, "WEIGHTED": weighted, "CLAMP": clamp,
     }  # fmt: skip
 
 
@@ -193,7 +195,7 @@ def aot_cases() -> list[AotCase]:
         ("silu_mul_padded_2048", padded, 2048, {"gated": True}),
         ("silu_mul_padded_2048_exponents", padded, 2048, {"gated": True, "power_of_two": True}),
         ("silu_mul_aligned_2048", aligned, 2048, {"gated": True, "power_of_two": True}),
-        ("silu_mul_clamped_2048", padded, 2048, {"gated": True, "power_of_two": True, "clamps": True}),
+        ("silu_mul_clamped_2048", padded, 2048, {"gated": True, "power_of_two": True, "clamp": True}),
         ("silu_mul_bf16_1408", padded, 1408, {"gated": True, "quantize": False}),
         ("weighted_aligned_7168", aligned, 7168, {"quantize": False, "weighted": True}),
     ):

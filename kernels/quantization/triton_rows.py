@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import clamp_of
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, QuantizedRows
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.clamped_gate import silu_mul
@@ -172,7 +173,7 @@ def silu_mul_quantize(
     if m:
         silu_mul_quantize_kernel[_tiles(m, width)](
             gate_up, rows.data, rows.scales, m, rows.scale_stride, limit, WIDTH=width, X_STRIDE=_stride(gate_up),
-            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, CLAMP=limit != 0, num_warps=4,
+            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, CLAMP=clamp_of(limit), num_warps=4,
         )  # fmt: skip
     return rows
 
@@ -230,13 +231,12 @@ def aot_cases() -> list[AotCase]:
         cases.append(AotCase(f"fp8_quantize_{width}", quantize_kernel, signature, constants, 4, 3, False))
     constants, signature = constants | {"POWER_OF_TWO": True}, signature | {"scales": "*i32"}
     cases.append(AotCase("fp8_quantize_18432_exponents", quantize_kernel, signature, constants, 4, 3, False))
-    for width, clamp in ((2048, False), (18432, False), (2048, True)):
+    for width, clamp in ((2048, False), (18432, False), (2048, True), (15360, "gelu")):
         constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True, "CLAMP": clamp}
+        suffix = "_gelu" if clamp == "gelu" else "_clamped" * bool(clamp)
         signature = {"gate_up": "*bf16", "num_rows": "i32", "limit": "fp32", **pointers}
         cases.append(
-            AotCase(
-                f"fp8_silu_mul_{width}{'_clamped' * clamp}", silu_mul_quantize_kernel, signature, constants, 4, 3, False
-            )
+            AotCase(f"fp8_silu_mul_{width}{suffix}", silu_mul_quantize_kernel, signature, constants, 4, 3, False)
         )
     norms = (
         (1536, False, False, False),

@@ -22,13 +22,22 @@ def bound_silu(active, limit):
 
 
 @triton.jit
+def gelu(x):
+    """x * (1 + tanh(y)) / 2 = x * sigmoid(2 y), y = sqrt(2 / pi) * (x + 0.044715 x^3)."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
 def silu_mul(gate, up, limit, CLAMP: tl.constexpr):
-    """silu(gate) * up. CLAMP: with `limit` as in `Ops.silu_and_mul`."""
-    if CLAMP:
-        gate, up = clamp_gate_up(gate, up, limit)
-    active = gate * tl.sigmoid(gate)
-    if CLAMP:
-        active = bound_silu(active, limit)
+    """silu(gate) * up. CLAMP (`clamp_of`): with `limit` as in `Ops.silu_and_mul`."""
+    if CLAMP == "gelu":
+        active = gelu(gate)
+    else:
+        if CLAMP:
+            gate, up = clamp_gate_up(gate, up, limit)
+        active = gate * tl.sigmoid(gate)
+        if CLAMP:
+            active = bound_silu(active, limit)
     return active * up
 
 

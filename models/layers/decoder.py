@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.renewable import InPlacePlanner
@@ -93,6 +94,8 @@ class Decoder:
             self._rotary_factors = Reloadable((ROTARY_FACTORS,), make(reader), make)
             self.rotary_tables[config.rope] = self._rotary_factors.module.table
         self.embedding = Embedding(config, reader, backends.ops, parallel)
+        scale = config.embed_scale
+        self._embed_scale = float(torch.tensor(scale, dtype=reader.dtype)) if config.rounds_scale else scale
         norms = [self.make_norm(reader, f"model.layers.{i}.input_layernorm") for i, _ in config.blocks]
         norms.append(self.make_norm(reader, "model.norm"))
         self._first_norm = norms[0]
@@ -296,8 +299,8 @@ class Decoder:
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """The residual stream before the first layer, [T, D], new memory."""
-        embedded, scale = self.embedding(batch.input_ids), self.config.embed_scale
-        return embedded if scale == 1.0 else embedded.mul_(scale)
+        embedded = self.embedding(batch.input_ids)
+        return embedded if self._embed_scale == 1.0 else embedded.mul_(self._embed_scale)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""

@@ -50,7 +50,7 @@ class MLP:
         both = len(names)
         self._gate_up = load_linear(kernel, reader, names, [width] * both, hidden, bias, [share] * both)
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
-        self._silu_and_mul, self._activation = backends.ops.silu_and_mul, activation
+        self._silu_and_mul, self.activation = backends.ops.silu_and_mul, activation
         self.input_format = self._gate_up.input_format
         """Activation format of x."""
         weights = self._gate_up.weight, self._down.weight
@@ -89,4 +89,4 @@ class MLP:
     def forward(self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None) -> Tensor:
         if self._fused is not None and (self.adapters is None or not self.adapters.active):
             return self._fused(as_format(x, self.input_format))
-        return self._down(self._silu_and_mul(self._gate_up(x), self._activation))
+        return self._down(self._silu_and_mul(self._gate_up(x), self.activation))

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_engine.kernels.decoder.calls import DecoderCalls
 from moe_engine.kernels.decoder.layers import MAX_TOKENS
 from moe_engine.kernels.decoder.stack import FusedStack, StackedLayer
+from moe_engine.kernels.gate_form import SILU
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.gqa import GroupInputs
 from moe_engine.models.layers.mla_chunks import AttentionChunk
@@ -76,7 +77,7 @@ def stacked(layer: Any) -> StackedLayer | None:
     """A layer as the backend's input, from the calls of its modules; None if one of them has none."""
     attention, part = layer.attention.in_stack, layer.feed_forward
     experts = part.in_one_call if isinstance(part, MoE) else None
-    mlp = part.weights if isinstance(part, MLP) and part.is_fused else None
+    mlp = part.weights if isinstance(part, MLP) and part.is_fused and part.activation == SILU else None
     if attention is None or (experts is None and mlp is None):
         return None
     norms = layer.post_norm, layer.next_norm

@@ -11,7 +11,7 @@ import torch
 
 from moe_engine.kernels.attention.protocol import MLABackend
 from moe_engine.kernels.attention.selected import Selected
-from moe_engine.kernels.gate_form import SQUARED, GatedActivation
+from moe_engine.kernels.gate_form import GELU, GELU_LIMIT, SILU, SQUARED, GatedActivation
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.ops.layer_norm import add_layer_norm
@@ -129,15 +129,16 @@ def check_route(ops: Ops, dtype: torch.dtype, spec: RouterSpec, tokens: int, wid
 
 def check_silu_of_extreme_values(ops: Ops) -> None:
     x = torch.tensor([[-1e4, -88.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    close(ops.silu_and_mul(x), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
+    for form in (SILU, GELU):
+        close(ops.silu_and_mul(x, form), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
 
 
 def check_clamped_silu(ops: Ops, dtype: torch.dtype) -> None:
-    """gate is at most the limit, or silu(gate) is, up within both; NaN stays."""
+    """gate is at most the limit, or silu(gate) is, up within both; or GELU; NaN stays."""
     x = normal(5, 90, dtype=dtype, scale=4.0)
     x[1, 0] = x[2, 45] = NAN
     gate, up = x.double().chunk(2, -1)
-    for limit in (1.5, -1.5):
+    for limit in (1.5, -1.5, GELU_LIMIT):
         want = bounded_silu(gate, up, limit)
         got = ops.silu_and_mul(x, GatedActivation(limit))
         assert torch.equal(got.isnan(), want.isnan()) and want.isnan().sum() == 2

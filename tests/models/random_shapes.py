@@ -75,7 +75,7 @@ NO_HEAD_DIM = ("olmoe", "qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4",
+    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4", "gemma3",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
 NO_BIAS += ("glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
@@ -97,7 +97,7 @@ DROPPED = (
 
 NULLED = ("rope_scaling", "layer_types", "norm_topk_prob", "rope_interleave", "partial_rotary_factor", "sliding_window")
 DTYPES = ("float32", "float32", "float16", "bfloat16")
-NO_ODD_HIDDEN = ("llama", *MLA)
+NO_ODD_HIDDEN = ("llama", "gemma3", *MLA)
 """Families whose hidden size transformers wants to be a multiple of the heads."""
 
 
@@ -151,6 +151,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         fields["block_size"] = rng.choice((8, 32))
     if kind == "llama4":
         _draw_llama4(rng, fields)
+    if kind == "gemma3":
+        _draw_gemma(rng, fields)
     if kind == "afmoe":
         fields |= {
             "num_dense_layers": rng.choice((0, 1, layers)), "num_shared_experts": rng.choice((1, 2)),
@@ -194,7 +196,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
-    if fields.get("tie_word_embeddings", False) != kind.startswith("ernie"):
+    if fields.get("tie_word_embeddings", False) != kind.startswith(("ernie", "gemma")):
         shaping.append("tie_word_embeddings")
     if kind == "laguna":  # heads are those of a kind of layer
         shaping.append("layer_types")
@@ -313,6 +315,19 @@ def _draw_phimoe(rng: random.Random, fields: dict[str, Any]) -> None:
         "num_local_experts": rng.choice((2, 5, 16)), "num_experts_per_tok": 2, "lm_head_bias": rng.random() < 0.7,
         "router_jitter_noise": rng.choice((0.01, 0.1, 0.5)), "sliding_window": rng.choice((None, 20)),
         "rope_scaling": rng.choice((None, scaling)), "original_max_position_embeddings": original,
+    }  # fmt: skip
+
+
+def _draw_gemma(rng: random.Random, fields: dict[str, Any]) -> None:
+    """Windows in some, all or no layers, with rotary settings of their own; another scale of scores than the heads'."""
+    layers, known = fields["num_hidden_layers"], ("full_attention", "sliding_attention")
+    fields |= {
+        "sliding_window": rng.choice((7, 20)), "query_pre_attn_scalar": rng.choice((fields["head_dim"], 5, 30)),
+        "rope_theta": rng.choice((1e4, 1e6)), "rope_local_base_freq": rng.choice((1e4, 500.0)),
+        "rope_scaling": rng.choice((None, {"rope_type": "linear", "factor": rng.choice((2.0, 8.0))})),
+        "final_logit_softcapping": rng.choice((None, 3.0)),
+        "layer_types": rng.choice((None, [rng.choice(known) for _ in range(layers)])),
+        "sliding_window_pattern": rng.choice((1, 2, 3)),
     }  # fmt: skip
 
 

@@ -434,6 +434,23 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         36.2e9, 35.4e9,
     ),
     (
+        {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152}
+        | {"intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1}
+        | {"head_dim": 256, "vocab_size": 262144, "sliding_window": 512, "sliding_window_pattern": 6},
+        1.0e9, 1.0e9,
+    ),
+    (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 256}
+        | {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152}}
+        | {
+            "text_config": {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504}
+            | {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
+            | {"query_pre_attn_scalar": 168, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+            | {"sliding_window": 1024}
+        },
+        27.0e9, 27.0e9,
+    ),
+    (
         {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 3584}
         | {"intermediate_size": 18944, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480}
         | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64}

@@ -370,8 +370,15 @@ INLINE void clamp(F16& gate, F16& up, float limit) {
   up = max(set1(-limit), min(set1(limit), up));
 }
 
+// x * (1 + tanh(y)) / 2 = x * sigmoid(2 y), y = sqrt(2 / pi) * (x + 0.044715 x^3).
+INLINE F16 gelu(const F16& x) {
+  return x * sigmoid(set1(1.5957691216f) * x * fma(set1(0.044715f) * x, x, set1(1.f)));
+}
+
 // silu(gate) * up, clamped by a positive limit. By a negative one silu(gate) is at most -limit, not gate. 0: no clamp.
+// -infinity: gelu(gate) * up.
 INLINE F16 clamped_silu(F16 gate, float limit, F16 up) {
+  if (limit == -INFINITY) return gelu(gate) * up;
   if (limit > 0) clamp(gate, up, limit);
   const F16 active = silu(gate);
   if (limit >= 0) return active * up;

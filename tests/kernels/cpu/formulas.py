@@ -82,7 +82,10 @@ def activated(gate: Tensor, up: Tensor, form: GatedActivation) -> Tensor:
 
 
 def bounded_silu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """silu(gate) * up, up within +-limit and gate at most the limit, or silu(gate) if it is negative; 0: no limit."""
+    """silu(gate) * up, up within +-limit and gate at most the limit, or silu(gate) if it is negative; 0: no limit.
+    -infinity: gelu(gate) * up."""
+    if limit == -torch.inf:
+        return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     bound = abs(limit) or torch.inf
     active = silu(gate).clamp(max=bound) if limit < 0 else silu(gate.clamp(max=bound))
     return active * up.clamp(-bound, bound)

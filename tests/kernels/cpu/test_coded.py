@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_engine.kernels.cpu.library import PATHS, Library
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.cpu import CpuExperts
-from moe_engine.kernels.gate_form import GatedActivation
+from moe_engine.kernels.gate_form import GELU, GatedActivation
 from moe_engine.kernels.linear.cpu import CpuLinear
 from moe_engine.kernels.quantization.codes import FP4, IQ4, Coded, CodedWeight, GroupCodes, PlainCodes, PlainWeight
 from tests.kernels.cpu.conftest import without_tiles
@@ -191,7 +191,8 @@ def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype, s
         kernel.load_expert(plain, expert, *(part.dequantized().to(dtype) for part in parts))
     assert stored.num_bytes == experts * (2 * format.num_bytes(first, hidden) + format.num_bytes(hidden, width))
     if not squared:
-        stored.activation = plain.activation = random.choice((GatedActivation(1.0), GatedActivation(2.0, beta=0.7)))
+        forms = GatedActivation(1.0), GELU, GatedActivation(2.0, beta=0.7)
+        stored.activation = plain.activation = random.choice(forms)
     x, ids = torch.randn(9, hidden, dtype=dtype), torch.randint(0, experts, (9, 3), dtype=torch.int32)
     weights = torch.rand(9, 3)
     want = kernel.run_routed(x, weights, ids, plain)

@@ -10,12 +10,12 @@ from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
-from moe_engine.kernels.gate_form import SILU, SQUARED, GatedActivation
+from moe_engine.kernels.gate_form import GELU, SILU, SQUARED, GatedActivation
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import NAN, biased, close, gated, normal
 
 Parts = list[tuple[Tensor, Tensor, Tensor]]
-FORMS = (SILU, GatedActivation(0.9), GatedActivation(-0.4), GatedActivation(1.5, beta=0.8), SQUARED)
+FORMS = (SILU, GELU, GatedActivation(0.9), GatedActivation(-0.4), GatedActivation(1.5, beta=0.8), SQUARED)
 
 
 def _experts(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.gate_form import GatedActivation
+from moe_engine.kernels.gate_form import GELU_LIMIT, GatedActivation
 from moe_engine.kernels.linear.cpu import CpuLinear
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import NAN, close, gated, normal
@@ -58,7 +58,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(any_library: Library, dtype: t
 
 
 @pytest.mark.parametrize("tokens", [1, 13, 210])
-@pytest.mark.parametrize("limit", [0.0, 0.7, -0.4])
+@pytest.mark.parametrize("limit", [0.0, 0.7, -0.4, GELU_LIMIT])
 def test_mlp(any_library: Library, dtype: torch.dtype, tokens: int, limit: float) -> None:
     linear = CpuLinear(any_library)
     hidden, width = 72, 112

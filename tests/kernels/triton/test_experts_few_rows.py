@@ -7,7 +7,7 @@ import torch
 
 from moe_engine.kernels.experts import deep_gemm
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
-from moe_engine.kernels.gate_form import GatedActivation
+from moe_engine.kernels.gate_form import GELU_LIMIT, GatedActivation
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.quantization import reference, triton_rows
 from tests.kernels.triton.launches import launches
@@ -21,7 +21,7 @@ def experts(arch: int) -> DeepGemmExperts:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("limit", [0.0, 0.4, -0.3])
+@pytest.mark.parametrize("limit", [0.0, 0.4, -0.3, GELU_LIMIT])
 def test_results_equal_those_of_deep_gemm(fp8: bool, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds also after an expert moved, because both kernels read the same memory."""
     kernel = experts(9)

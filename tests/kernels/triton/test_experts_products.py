@@ -14,12 +14,14 @@ from moe_engine.kernels.experts.group_tiles import num_programs, programs_per_sm
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertShape, named_shapes
 from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
-from moe_engine.kernels.gate_form import SQUARED, GatedActivation
+from moe_engine.kernels.gate_form import GELU, SQUARED, GatedActivation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight, RowWeight
 from tests.kernels.cpu.formulas import NAN, activated, biased, block_product, by_row, gated
 
-BOUNDED = (GatedActivation(0.6), GatedActivation(-0.3), GatedActivation(0.8, beta=0.6), GatedActivation(beta=0.9))
+BOUNDED = (
+    GatedActivation(0.6), GatedActivation(-0.3), GatedActivation(0.8, beta=0.6), GatedActivation(beta=0.9), GELU,
+)  # fmt: skip
 KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0", "fp8_rows"]
 # of the largest result: sums in float32; a bf16 inner value and result; rounding ties of the inner FP8 cast
 BOUND = {"fp32": 3e-6, "bf16": 1.5e-2, "fp8": 1e-2, "fp8_ue8m0": 1e-2, "fp8_rows": 1e-2}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+from moe_engine.kernels.gate_form import GELU_LIMIT
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.quantization import groups as reference
 from moe_engine.kernels.quantization import reference as rows_reference
@@ -50,6 +51,7 @@ def test_quantized_groups(layout: str, power_of_two: bool, exponents: bool) -> N
         ("silu_mul_quantize_groups", 136, 2, {}),
         ("silu_mul_quantize_groups", 136, 2, {"limit": 0.8}),
         ("silu_mul_quantize_groups", 136, 2, {"limit": -0.5}),
+        ("silu_mul_quantize_groups", 136, 2, {"limit": GELU_LIMIT}),
     ]
     for name, width, factor, more in cases:
         x, groups, valid = batch(layout, width * factor)
@@ -83,7 +85,7 @@ def test_packed_scales(layout: str, by_columns: bool) -> None:
 def test_unquantized_groups(layout: str) -> None:
     x, groups, valid = batch(layout, 2 * 136)
     with poisoned_memory():
-        for limit in (0.0, 0.8, -0.5):
+        for limit in (0.0, 0.8, -0.5, GELU_LIMIT):
             got = triton_groups.silu_mul_groups(x, groups, limit)
             close(got[valid], reference.silu_mul_groups(x, groups, limit)[valid].double(), 2)
             assert got[~valid].isnan().all()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.gate_form import GELU_LIMIT
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, named_shapes
 from moe_engine.kernels.linear.tiles import (
@@ -196,7 +197,7 @@ def test_linear_and_mlp(power_of_two: bool) -> None:
     check(got, rows, gate_up, first.bias)
     assert linear.fuse_mlp(first, linear.prepare(torch.randn(4, 192))) is None
     gate, up = (block_product(rows, gate_up) + first.bias.double()).chunk(2, 1)
-    for limit in (0.0, 0.6, -0.3):
+    for limit in (0.0, 0.6, -0.3, GELU_LIMIT):
         mlp = linear.fuse_mlp(first, second, limit)
         assert mlp is not None
         active = bounded_silu(gate, up, limit)

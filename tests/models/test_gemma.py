@@ -1,0 +1,109 @@
+"""Gemma: published files, text of a checkpoint with a tower, refusals. `test_parity.py` compares logits."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.tensors import model_tensors
+from moe_engine.tuning.costs.model_facts import model_facts
+from tests.models import stepper
+from tests.models.byte_tokenizer import VOCAB_SIZE
+from tests.models.checkpoints import hub_fields, make_checkpoint
+from tests.models.stepper import Chunk
+
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 256,
+    "eos_token_id": [1, 106], "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+
+
+def parse(folder: Path, fields: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return load_model_config(folder)
+
+
+def test_the_published_file_of_gemma_3_4b(tmp_path: Path) -> None:
+    """It states little more than what differs from the class's defaults. The context has the factor already."""
+    config = parse(tmp_path, GEMMA3_4B)
+    attention = config.attention
+    assert isinstance(attention, GQAConfig) and config.vision is None
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (8, 4, 256)
+    full, windowed = config.cache_groups
+    assert full.layers == (5, 11, 17, 23, 29) and windowed.window == 1024
+    assert [(rope.theta, rope.factor) for rope in config.ropes] == [(1e6, 8.0), (1e4, 1.0)]
+    assert config.context_length == config.longest_context == 131072 and config.vocab_size == 262208
+    assert config.tie_word_embeddings and config.eos_token_ids == (1, 106)
+    facts = model_facts(GEMMA3_4B)
+    assert [(kind.layers, kind.keeps) for kind in facts.attention] == [(5, 0), (29, 1024)]
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("row", ["torch", "cpu"])
+def test_text_of_a_checkpoint_with_a_tower(row: str, tmp_path: Path) -> None:
+    """As transformers saves it; the tower is not read."""
+    import transformers
+
+    seed = random.randrange(2**31)
+    torch.manual_seed(seed)
+    text = {name: value for name, value in hub_fields("gemma3").items() if name != "pad_token_id"}
+    tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower |= {"image_size": 16, "patch_size": 4}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=tower, image_token_index=VOCAB_SIZE - 1, mm_tokens_per_image=4
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(1, 200, (1, 50))
+    with torch.no_grad():
+        want = model(ids).logits[0]
+    loaded = stepper.load(tmp_path, row, seed=seed)
+    got = torch.cat([loaded.step([Chunk(0, part, False)])[0] for part in (ids[0, :30].tolist(), ids[0, 30:].tolist())])
+    assert float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()) < 2e-4
+
+
+def test_the_scale_of_embeddings_is_rounded(tmp_path: Path) -> None:
+    """To the dtype of activations, as in transformers: sqrt(72) = 8.485 is 8.5 in bfloat16."""
+    path = make_checkpoint("gemma3", tmp_path, dtype="bfloat16", hidden_size=72, num_attention_heads=4)
+    model = stepper.load(path, "torch", "bfloat16").model
+    assert model._embed_scale == float(torch.tensor(72**0.5).bfloat16()) != 72**0.5
+
+
+def test_modules_name_all_tensors(tmp_path: Path) -> None:
+    """Each tensor belongs to one module, so that a weight update builds it again."""
+    loaded = stepper.load(make_checkpoint("gemma3", tmp_path, tokenizer=False, tie_word_embeddings=False), "torch")
+    modules = [module.prefixes for module in loaded.model.modules()]
+    for spec in model_tensors(loaded.config):
+        assert sum(spec.name.startswith(prefixes) for prefixes in modules) == 1, spec.name
+
+
+def test_refusals(tmp_path: Path) -> None:
+    text = GEMMA3_4B["text_config"]
+    for wrong, message in (
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported; supported: null"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; supported: gelu_pytorch_tanh"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported; supported: False"),
+        ({"layer_types": ["full_attention"]}, "layer_types needs 34 of full_attention, sliding_attention"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parse(tmp_path, GEMMA3_4B | {"text_config": text | wrong})
