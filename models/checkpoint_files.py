@@ -54,7 +54,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
     if not files and load_format != "safetensors":
         index = directory / TORCH_INDEX_FILE
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
-    return with_model_names(with_parts(files), num_layers)
+    return with_parts(with_model_names(files, num_layers))
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:

@@ -202,7 +202,7 @@ class ModelConfig:
     result_norms: ResultNorms | None = None
     """None: results of attention and feed-forward are added to the residual as they are."""
     embed_scale: float = 1.0
-    """Factor of embeddings (Trinity, Gemma)."""
+    """Factor of embeddings (Trinity, Gemma, Granite)."""
     logit_cap: float = 0.0
     """Logits are cap * tanh(logits / cap) (Mistral Large 4); 0: as they are."""
     mtp: MTPForm = DEEPSEEK
@@ -215,6 +215,10 @@ class ModelConfig:
     """None: norms leave the residual as it is."""
     rounds_scale: bool = False
     """`embed_scale` is rounded to the dtype of activations (Gemma)."""
+    residual_scale: float = 1.0
+    """The published model's residual is this times the one here (Granite)."""
+    logit_scale: float = 1.0
+    """Factor of logits (Granite)."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:

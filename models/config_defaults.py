@@ -32,11 +32,14 @@ _VISUAL: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {"rope_theta": 5e5}, "qwen3_vl_moe": {"rope_theta": 5e5, "num_experts_per_tok": 4},
 }  # fmt: skip
 _POSITIONS: Mapping[int, str] = {
-    2048: "llama deepseek_v2 dots1 hunyuan_v1_dense hunyuan_v1_moe", 4096: "deepseek_v3 nemotron_h phi3 olmoe",
-    32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text",
+    2048: "llama deepseek_v2 dots1 exaone4 granite granitemoe granitemoeshared hunyuan_v1_dense hunyuan_v1_moe olmo2 "
+    "olmo3",
+    4096: "deepseek_v3 nemotron_h phi3 olmoe",
+    32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
+    "smollm3",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
-    131072: "longcat_flash mistral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe hy_v3 "
-    "phimoe minimax glm glm4 gemma3_text",
+    131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe "
+    "hy_v3 phimoe minimax glm glm4 gemma3_text",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3",
     524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
@@ -59,6 +62,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {**_EPS, "routed_scaling_factor": 1.8, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "glm5_next_text": _INDEXED,
     "glm_moe_dsa": {**_INDEXED, "first_k_dense_replace": 3},
+    **{f"granitemoe{part}": {"num_experts_per_tok": 2, "num_local_experts": 8} for part in ("", "shared")},
     "gpt_oss": {
         **_EPS, "sliding_window": 128, "rope_theta": 150000.0, "num_experts_per_tok": 4,
         "rope_scaling": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
@@ -90,6 +94,11 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         | {"rope_theta": 1000000.0},
     },
     "mistral": {"sliding_window": 4096},
+    "ministral": {"sliding_window": 4096},
+    "exaone4": {**_EPS, "sliding_window": 4096},
+    "olmo2": _EPS,
+    "olmo3": {**_EPS, "rope_theta": 500000.0, "sliding_window": 4096},
+    "smollm3": {"rope_theta": 2000000.0, "tie_word_embeddings": True, "num_key_value_heads": 4},
     "mistral4": {
         "norm_topk_prob": True, "n_shared_experts": 1, "num_experts_per_tok": 4,
         "rope_scaling": {**_SCALED, "factor": 128.0, "original_max_position_embeddings": 8192}

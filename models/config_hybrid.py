@@ -13,8 +13,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_gqa, plain_experts, qwen_moe_layers
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_vision import with_qwen3_tower
-from moe_engine.models.formats.fused_blocks import with_fused_experts
-from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.formats.fused_blocks import common_experts
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.state_config import DeltaConfig
 
@@ -40,11 +39,7 @@ def parse_qwen3_5_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     moe, layers = _experts(fields), fields.integer("num_hidden_layers")
     raw = {**fields.raw, "intermediate_size": moe.width}  # no layer is dense
     config = _qwen3_5(Fields(raw, fields.source), generation, moe, (True,) * layers)
-    if config.weight_format.name:
-        blocks = with_fused_experts(config.weight_format, moe.num_experts, transposed=False)
-        return replace(config, weight_format=blocks, raw=fields.raw)
-    fused = FusedExpertsFormat(moe.num_experts, alternating=False, transposed=False, optional=True)
-    return replace(config, weight_format=fused, raw=fields.raw)
+    return replace(config, weight_format=common_experts(config.weight_format, moe.num_experts), raw=fields.raw)
 
 
 def _qwen3_5(

@@ -1,5 +1,5 @@
-"""Matrices whose rows are joined in a checkpoint: q, k and v; gate and up (Phi-3, Phi-4; GLM-4: the latter). Imports
-no torch.
+"""Matrices whose rows are joined in a checkpoint: q, k and v; gate and up (Phi-3, Phi-4; gate and up alone: GLM-4,
+Granite's shared expert). Imports no torch.
 
 Rows are consecutive bytes, so each matrix is a tensor of its own at its place in the file. Of quantized matrices that
 holds for numbers and scales whose first dimension is the rows'; the others (one scale of a matrix, its shape) belong
@@ -14,12 +14,14 @@ from collections.abc import Mapping
 
 from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
 
-JOINED = ("Phi3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
-"""Architectures with such files."""
+JOINED = (
+    "Phi3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM",
+)  # fmt: skip
+"""Architectures with such files; Granite's experts are joined in common tensors."""
 ROWS_FIRST = ("compressed-tensors", "fp8", "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "modelopt", "mxfp8")
 """Formats (`quant_method`) whose tensors have rows first."""
 COLUMNS_FIRST = ("awq", "gptq", "auto-round")
-_JOINED = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv|mlp\.gate_up)_proj\.(.+)")
+_JOINED = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv|(?:block_sparse_moe\.shared_)?mlp\.gate_up)_proj\.(.+)")
 _MATRICES = ("weight_packed", "weight")
 _TRANSPOSED = ".qweight"
 _OUTPUT = "self_attn.o_proj"
@@ -56,8 +58,9 @@ def _rows_of(name: str, files: Mapping[str, WeightFile]) -> dict[str, int]:
     if found is None or joined is None:
         return {}
     (layer, block, end), rows = found.groups(), joined[0]
-    if block == "mlp.gate_up":
-        return {f"{layer}mlp.{part}_proj.{end}": rows // 2 for part in ("gate", "up")} if rows % 2 == 0 else {}
+    if block.endswith("mlp.gate_up"):
+        mlp = layer + block.removesuffix("gate_up")
+        return {f"{mlp}{part}_proj.{end}": rows // 2 for part in ("gate", "up")} if rows % 2 == 0 else {}
     output = _matrix(f"{layer}{_OUTPUT}", files)
     query = 0 if output is None else output[1] * (output[0] // joined[1])  # several numbers may be one element
     if not 0 < query < rows or (rows - query) % 2:

@@ -28,6 +28,8 @@ ConfigParser = Callable[[Fields, Mapping[str, Any]], ModelConfig]
 ENTRY_POINT_GROUP = "moe_engine.models"
 
 _FAMILIES = "moe_engine.models.config_families"
+_OTHER_DENSE = "moe_engine.models.config_dense"
+_GRANITE = "moe_engine.models.config_granite"
 _MIXTURES = "moe_engine.models.config_mixtures"
 _DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
 _DENSE = "moe_engine.models.dense:DenseModel"
@@ -118,6 +120,14 @@ for _name, _target, _parser in (
     ("Llama4ForCausalLM", _DENSE, "moe_engine.models.config_llama4:parse_llama4"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Phi3ForCausalLM", _DENSE, "parse_phi3"),
+    ("MinistralForCausalLM", _DENSE, "parse_dense"),
+    ("Olmo2ForCausalLM", _DENSE, f"{_OTHER_DENSE}:parse_olmo2"),
+    ("Olmo3ForCausalLM", _DENSE, f"{_OTHER_DENSE}:parse_olmo3"),
+    ("SmolLM3ForCausalLM", _DENSE, f"{_OTHER_DENSE}:parse_smollm3"),
+    ("Exaone4ForCausalLM", _DENSE, f"{_OTHER_DENSE}:parse_exaone4"),
+    ("GraniteForCausalLM", _DENSE, f"{_GRANITE}:parse_granite"),
+    ("GraniteMoeForCausalLM", _DENSE, f"{_GRANITE}:parse_granite_moe"),
+    ("GraniteMoeSharedForCausalLM", _DENSE, f"{_GRANITE}:parse_granite_moe"),
     ("GlmForCausalLM", _DENSE, "parse_glm"),
     ("Glm4ForCausalLM", _DENSE, "parse_glm"),
     ("OlmoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_olmoe"),
@@ -215,6 +225,14 @@ _BY_MODEL_TYPE = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",

@@ -12,7 +12,7 @@ class RopeConfig:
     kind: ``default``, ``linear`` (positions divided by factor), ``yarn``, ``llama3``, ``longrope``, ``zero``: angles
     are 0 at all positions; or ``none``: nothing is rotated, and the table has one row, for a model that gives all
     tokens position 0. `attention_factor` multiplies cosines and sines; `softmax_factor` multiplies the softmax scale
-    (DeepSeek's mscale_all_dim, squared, and LongCat-Flash's scale of queries).
+    (DeepSeek's mscale_all_dim, squared; LongCat-Flash's scale of queries; Granite's of scores).
     """
 
     theta: float

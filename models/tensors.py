@@ -43,6 +43,7 @@ MINIMAX_TEXT = ("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForC
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
+GRANITE_MOE = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 LLAMA4 = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
 STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
@@ -109,10 +110,8 @@ class ExpertNames:
 
 _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias")
 _EXPERT_NAMES = {
-    "MixtralForCausalLM": _W,
-    "MiniMaxM2ForCausalLM": _W,
-    **dict.fromkeys(("PhiMoEForCausalLM", "PhimoeForCausalLM", *MINIMAX_TEXT), _W),
-    **dict.fromkeys(MINIMAX_M3, _W),
+    **dict.fromkeys(("MixtralForCausalLM", "MiniMaxM2ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"), _W),
+    **dict.fromkeys((*MINIMAX_TEXT, *MINIMAX_M3), _W),
     **dict.fromkeys(KIMI_LINEAR, ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
@@ -120,6 +119,7 @@ _EXPERT_NAMES = {
     "LagunaForCausalLM": ExpertNames(router_bias="experts.e_score_correction_bias", shared="shared_expert"),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
+    **dict.fromkeys(GRANITE_MOE, ExpertNames("block_sparse_moe", router="router.weight", shared="shared_mlp")),
     "Qwen2MoeForCausalLM": ExpertNames(shared="shared_expert"),
     **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE, *QWEN4_EXP), ExpertNames(shared="shared_expert")),
     **dict.fromkeys(LLAMA4, ExpertNames("feed_forward", router="router.weight", shared="shared_expert")),

@@ -101,6 +101,13 @@ def with_fused_experts(format: WeightFormat, num_experts: int, transposed: bool,
     return FusedBlockFP8(**known, num_experts=num_experts, transposed=transposed, joined=joined)
 
 
+def common_experts(format: WeightFormat, num_experts: int) -> WeightFormat:
+    """The format of a checkpoint with experts in common tensors [E, 2I, D] and [E, D, I], or with a matrix each."""
+    if format.name:
+        return with_fused_experts(format, num_experts, transposed=False)
+    return FusedExpertsFormat(num_experts, alternating=False, transposed=False, optional=True)
+
+
 def _fused(prefix: str, names: Collection[str], joined: bool) -> Place | None:
     """None: not a matrix of an expert, or one of its own."""
     place = place_of(prefix, joined)

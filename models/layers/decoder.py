@@ -248,7 +248,8 @@ class Decoder:
 
     def decode_step(self, tables: DecodeTables) -> FusedDecodeStep | None:
         """Whole decode steps as one call; None if it is not supported."""
-        if self.stack is None or not isinstance(self.head, Head) or self.config.logit_cap:
+        changed = self.config.logit_cap or self.config.logit_scale != 1.0
+        if self.stack is None or not isinstance(self.head, Head) or changed:
             return None
         return fuse_decode_step(self.stack.fused, self.head.weight, tables)
 

@@ -61,7 +61,7 @@ class Head:
 
     `name` is its tensor's, without ``.weight``. The vocabulary is sharded over all ranks, or inside an attention group
     (`enable_dp_lm_head`). Over all ranks, each rank multiplies the rows of all groups by its part, and each group gets
-    its own rows back. With `ModelConfig.logit_cap` logits are bounded.
+    its own rows back. Logits have the factor and the bound of `ModelConfig`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Head:
         self._spans = parallel.attn_dp_size > 1 and not parallel.topology.enable_dp_lm_head
         self._group = parallel.world if self._spans else parallel.attn_tp
         self._repeats = parallel.attn_tp_size
-        self._vocab_size, self._cap = config.vocab_size, config.logit_cap
+        self._vocab_size, self._scale, self._cap = config.vocab_size, config.logit_scale, config.logit_cap
         self._has_bias = config.head_bias and name == LM_HEAD
         self._linear = self._as_stored(config, reader, kernel) or head_linear(
             kernel,
@@ -118,6 +118,8 @@ class Head:
     def __call__(self, hidden: Tensor, step: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
         """`out`: memory for the result, contiguous; None: new memory."""
         logits = self._logits(hidden, step, out)
+        if self._scale != 1.0:
+            logits.mul_(self._scale)
         return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
 
     def _logits(self, hidden: Tensor, step: StepSizes | None, out: Tensor | None) -> Tensor:

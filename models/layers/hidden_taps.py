@@ -22,13 +22,14 @@ class HiddenTaps:
     Args:
         after: the numbers of layers after which the stream is copied, ascending; 0: the embedding.
         num_streams: of a residual of several streams of `width` channels the mean is copied; 0: the residual itself is.
+        scale: see `ModelConfig.residual_scale`.
 
     Attributes:
         active: whether a forward copies.
     """
 
-    def __init__(self, after: Sequence[int], num_streams: int = 0, width: int = 0) -> None:
-        self._num_streams, self._width = num_streams, width
+    def __init__(self, after: Sequence[int], num_streams: int = 0, width: int = 0, scale: float = 1.0) -> None:
+        self._num_streams, self._width, self._scale = num_streams, width, scale
         self._places = {count: place for place, count in enumerate(after)}
         self.active = False
         self._states: Tensor | None = None
@@ -57,7 +58,7 @@ class HiddenTaps:
         if self._num_streams:
             whole = whole[:, : self._num_streams * self._width].unflatten(1, (self._num_streams, -1)).mean(1)
         width = whole.shape[1]
-        self._states[:, place * width : (place + 1) * width].copy_(whole)
+        self._states[:, place * width : (place + 1) * width].copy_(whole if self._scale == 1.0 else whole * self._scale)
 
     def take(self) -> Tensor:
         """The states [T, K * D] of the last forward, side by side in the order of the layers; once."""

@@ -53,6 +53,10 @@ MORE_KINDS = (
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
+    "exaone4",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
     "glm",
     "glm4",
     "hunyuan_v1_dense",
@@ -62,13 +66,17 @@ MORE_KINDS = (
     "gemma3",
     "laguna",
     "llama4",
+    "ministral",
     "ministral3",
     "mistral4",
+    "olmo2",
+    "olmo3",
     "olmoe",
     "phi3",
     "phimoe",
     "qwen2_moe",
     "seed_oss",
+    "smollm3",
     "solar_open",
 )
 """Families that differ little from those of `KINDS`."""
@@ -145,6 +153,14 @@ _GQA: dict[str, Any] = {
     "intermediate_size": 96,
     "rope_theta": 10000.0,
 }
+_GRANITE: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.11,
+    "logits_scaling": 8.0,
+}
+_GRANITE_MOE = {**_GQA, **_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
 _DEEPSEEK_MOE: dict[str, Any] = {
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
@@ -366,6 +382,27 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"swiglu_limits": [0.0, 0.0, 0.4], "swiglu_limits_shared": [0.0, 0.0, 0.6]}
         | {"rope_scaling": LLAMA3_ROPE, "yarn_only_types": ["full_attention"], "pad_token_id": 1},
     ),
+    "ministral": ("Ministral", {**_GQA, "head_dim": 24, "sliding_window": 20}),
+    "olmo2": ("Olmo2", {**_GQA, "rms_norm_eps": 1e-5}),
+    "olmo3": (
+        "Olmo3",
+        {**_GQA, "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "sliding_window": 20}
+        | {
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500000.0, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            }
+        },
+    ),
+    "smollm3": ("SmolLM3", {**_GQA, "tie_word_embeddings": True, "no_rope_layer_interval": 2}),
+    "exaone4": (
+        "Exaone4",
+        {**_GQA, "head_dim": 24, "rms_norm_eps": 1e-5, "rope_scaling": LLAMA3_ROPE, "sliding_window": 20}
+        | {"sliding_window_pattern": 2},
+    ),
+    "granite": ("Granite", {**_GQA, **_GRANITE}),
+    "granitemoe": ("GraniteMoe", {**_GRANITE_MOE, "attention_bias": True}),
+    "granitemoeshared": ("GraniteMoeShared", {**_GRANITE_MOE, "shared_intermediate_size": 48}),
     "glm": ("Glm", {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4": ("Glm4", {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4_moe": (

@@ -61,6 +61,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"num_mtp_layers": 1},
     "deepseek_v41": {"dspark": True},
     "deepseek_v41_fp4": {"dspark": True},
+    "ministral": {},
+    "olmo2": {},
+    "olmo3": {},
+    "smollm3": {},
+    "exaone4": {},
+    "granite": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
     "glm": {},
     "glm4": {},
     "olmoe": {},
@@ -116,6 +124,7 @@ IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
     "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma3",
+    "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite",
     "pixtral",
 )  # fmt: skip
 """Families without experts."""

@@ -36,7 +36,8 @@ EXPERTS = {
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
     "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts", "afmoe": "num_experts",
-    "llama4": "num_local_experts", "phimoe": "num_local_experts",
+    "llama4": "num_local_experts", "phimoe": "num_local_experts", "granitemoe": "num_local_experts",
+    "granitemoeshared": "num_local_experts",
     "minimax": "num_local_experts",
     "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
@@ -44,8 +45,10 @@ CHOSEN = {
     "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
     "step3p7": "moe_top_k", "longcat_flash": "moe_topk",
 }  # fmt: skip
+GRANITE_MOE = ("granitemoe", "granitemoeshared")
 WIDTHS = dict.fromkeys(
-    ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax", "olmoe"), "intermediate_size"
+    ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax", "olmoe", *GRANITE_MOE),
+    "intermediate_size",
 )
 WIDTHS |= {"longcat_flash": "expert_ffn_hidden_size"}
 MLA = (
@@ -67,18 +70,19 @@ GROUPED = (
 )
 """Routers that choose groups of experts."""
 NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "afmoe", "nemotron_h",
-             "longcat_flash", "llama4", "phimoe", "minimax")  # fmt: skip
+             "longcat_flash", "llama4", "phimoe", "minimax", *GRANITE_MOE)  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 OF_THREE_LAYERS = ("glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mimo_v2_flash")
 NO_HEAD_DIM = ("olmoe", "qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
+NO_HEAD_DIM += ("granite", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4", "gemma3",
+    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4", "gemma3", "olmo3",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_BIAS += ("glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
+NO_BIAS += ("exaone4", "ministral", "glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
 PARTIAL = ("glm", "glm4", "glm4_moe")
 """Families that rotate a part of each head."""
 FACTORS = ("full_attn", "linear_attn", "mlp")
@@ -144,6 +148,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         _draw_phi3(rng, fields)
     if kind == "phimoe":
         _draw_phimoe(rng, fields)
+    if kind in ("olmo3", "exaone4", "smollm3", "granite", *GRANITE_MOE):
+        _draw_dense(kind, rng, fields)
     if kind == "minimax":
         known = ("full_attention", "linear_attention")
         fields["layer_types"] = [known[0], *(rng.choice(known) for _ in range(layers - 1))]
@@ -191,12 +197,12 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if kind not in OWN_ROPE and kind not in HYBRID:
         fields["rope_scaling"] = _rope(rng, kind)
         fields["rope_theta"] = rng.choice((1e4, 1e6, 500000.0))
-    if kind in ("mistral", "mixtral", "dots1", "ministral3", "phi3"):
+    if kind in ("mistral", "mixtral", "dots1", "ministral", "ministral3", "phi3"):
         fields["sliding_window"] = rng.choice((None, 7, 20))
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
-    if fields.get("tie_word_embeddings", False) != kind.startswith(("ernie", "gemma")):
+    if fields.get("tie_word_embeddings", False) != kind.startswith(("ernie", "gemma", "smollm3")):
         shaping.append("tie_word_embeddings")
     if kind == "laguna":  # heads are those of a kind of layer
         shaping.append("layer_types")
@@ -231,12 +237,12 @@ def _draw_heads(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
     if kind in PARTIAL:
         fields["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
         if int(width * fields["partial_rotary_factor"]) % 2:
-            fields["partial_rotary_factor"] = 0.5
+            fields["partial_rotary_factor"] = 0.5 if width % 4 == 0 else 1.0
     if kind == "glm4_moe":
         fields["use_qk_norm"] = rng.random() < 0.5
     if kind not in NO_BIAS:
         fields["attention_bias"] = rng.random() < 0.5
-    if kind == "llama":
+    if kind in ("llama", "smollm3", "granite"):
         fields["mlp_bias"] = rng.random() < 0.5
 
 
@@ -304,6 +310,32 @@ def _draw_phi3(rng: random.Random, fields: dict[str, Any]) -> None:
     lists = {f"{name}_factor": [rng.uniform(1, 8) for _ in range(int(width * part) // 2)] for name in ("long", "short")}
     fields |= {"partial_rotary_factor": part, "rope_scaling": rng.choice((None, {"type": "longrope", **lists}))}
     fields |= {"rope_theta": rng.choice((1e4, 5e5)), "original_max_position_embeddings": rng.choice((32, 512))}
+
+
+def _draw_dense(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
+    """Layers with windows or without positions in any order; Granite's factors."""
+    layers = fields["num_hidden_layers"]
+    if kind.startswith("granite"):
+        names = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        fields |= {name: rng.choice((0.22, 1.0, 6.5)) for name in names}
+        width = fields["hidden_size"] // fields["num_attention_heads"]
+        fields["attention_multiplier"] = rng.choice((0.3, 0.7, 1.1)) * width**-0.5  # scores magnify rounding
+        fields |= {"shared_intermediate_size": rng.choice((0, 12, 33))} if kind == "granitemoeshared" else {}
+    elif kind == "smollm3":
+        fields |= {"no_rope_layers": rng.choice((None, [rng.choice((0, 1)) for _ in range(layers)]))}
+        fields |= {"no_rope_layer_interval": rng.choice((1, 2, 3)), "use_sliding_window": rng.random() < 0.5}
+        fields |= {"sliding_window": rng.choice((None, 7, 20))}
+    else:
+        kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+        fields |= {"sliding_window": rng.choice((7, 20)), "layer_types": rng.choice((None, kinds))}
+    if kind == "exaone4":
+        fields |= {"sliding_window_pattern": rng.choice((1, 2, 3, 4))}
+        if rng.random() < 0.3:
+            fields |= {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    if kind == "olmo3":
+        scaled = rng.choice(({"rope_type": "default"}, YARN | {"attention_factor": 1.3}))
+        ropes = {"full_attention": scaled, "sliding_attention": {"rope_type": "default"}}
+        fields["rope_parameters"] = {name: {"rope_theta": 5e5, **rope} for name, rope in ropes.items()}
 
 
 def _draw_phimoe(rng: random.Random, fields: dict[str, Any]) -> None:

@@ -410,6 +410,49 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         14.7e9, 14.1e9,
     ),
     (
+        {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "hidden_size": 4096, "head_dim": 128}
+        | {"intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"vocab_size": 131072, "sliding_window": 32768},
+        8.02e9, 7.48e9,
+    ),
+    (
+        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 5120, "intermediate_size": 27648}
+        | {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 100352},
+        32.2e9, 31.7e9,
+    ),
+    (
+        {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008}
+        | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100278}
+        | {"sliding_window": 4096, "rope_theta": 500000},
+        7.3e9, 6.89e9,
+    ),
+    (
+        {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_size": 2048, "num_hidden_layers": 36}
+        | {"intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256}
+        | {"no_rope_layer_interval": 4, "use_sliding_window": False},
+        3.08e9, 3.08e9,
+    ),
+    (
+        {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "hidden_size": 5120, "head_dim": 128}
+        | {"intermediate_size": 27392, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8}
+        | {"vocab_size": 102400, "sliding_window": 4096, "sliding_window_pattern": "LLLG"}
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16},
+        32.0e9, 31.5e9,
+    ),
+    (
+        {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "hidden_size": 4096, "vocab_size": 49155}
+        | {"intermediate_size": 12800, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"tie_word_embeddings": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0},
+        8.17e9, 8.17e9,
+    ),
+    (
+        {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "hidden_size": 1536}
+        | {"intermediate_size": 512, "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8}
+        | {"num_local_experts": 40, "num_experts_per_tok": 8, "vocab_size": 49155, "tie_word_embeddings": True},
+        3.3e9, 0.88e9,
+    ),
+    (
         {"architectures": ["GlmForCausalLM"], "model_type": "glm", "hidden_size": 4096, "intermediate_size": 13696}
         | {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "vocab_size": 151552}
         | {"attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128},

@@ -140,6 +140,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False}),
     ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2], "rope_scaling": None, "attention_bias": True}),
     ("ministral3", {"sliding_window": 20}),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {**YARN, "rope_type": "yarn"}}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    ("smollm3", {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
 ]
 
 

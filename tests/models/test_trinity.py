@@ -54,9 +54,10 @@ def test_the_published_model(tmp_path: Path) -> None:
     assert [(kind.layers, kind.keeps) for kind in facts.attention] == [(8, 0), (24, 2048)]
 
 
-def test_modules_name_all_tensors(tmp_path: Path) -> None:
-    """Each tensor belongs to one module, so that a weight update builds it again."""
-    loaded = stepper.load(make_checkpoint("afmoe", tmp_path, tokenizer=False), "torch")
+@pytest.mark.parametrize("kind", ["afmoe", "glm4", "olmo2"])
+def test_modules_name_all_tensors(tmp_path: Path, kind: str) -> None:
+    """Each tensor belongs to one module, so that a weight update builds it again: families with norms of results."""
+    loaded = stepper.load(make_checkpoint(kind, tmp_path, tokenizer=False), "torch")
     modules = [module.prefixes for module in loaded.model.modules()]
     for spec in model_tensors(loaded.config):
         assert sum(spec.name.startswith(prefixes) for prefixes in modules) == 1, spec.name

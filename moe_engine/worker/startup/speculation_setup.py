@@ -114,7 +114,7 @@ def _head(
     layers = load_head(head, runner.model, (options.model_path, options.model), load, backends, rows.width)
     if head.tapped:
         assert isinstance(runner.model, Decoder)
-        runner.taps = runner.model.taps = HiddenTaps(head.tapped)
+        runner.taps = runner.model.taps = HiddenTaps(head.tapped, scale=options.model.residual_scale)
     form = form_policy(head.layer.attention, deterministic=options.enable_deterministic_inference)
     builder = BatchBuilder(rows, pool.page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)

@@ -112,6 +112,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "seed_oss": {"num_hidden_layers": 2},  # a bias of o_proj, which counts once
     "glm4": {"num_hidden_layers": 2},  # norms of results, gate and up joined in the files
     "gemma3": {},  # norms of results, GELU, windows with a rotary embedding of their own
+    "olmo2": {"num_hidden_layers": 2},  # norms of results alone, norms over the heads of all ranks
+    "granitemoeshared": {"num_hidden_layers": 2},  # factors of embeddings and logits, experts in common tensors
     "phi3": {"num_hidden_layers": 2},  # matrices joined in the files
     "minimax": {},  # lightning attention, norms whose results are the residual
     "phimoe": {"num_hidden_layers": 2, "vocab_size": 323},  # LayerNorms, a head with a bias
