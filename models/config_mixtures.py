@@ -40,7 +40,8 @@ def _refuse_other_minimax(fields: Fields) -> None:
     """Raises ConfigError for settings of other MiniMax models."""
     fields.check_served({"qk_norm_type": "per_layer", "scoring_func": "sigmoid"})
     if any(kind != 1 for kind in fields.raw.get("attn_type_list") or ()):
-        fields.fail("attn_type_list", "has layers of linear attention (MiniMax-M1), which are not supported")
+        m1 = "those of MiniMax-M1 are served as MiniMaxM1ForCausalLM"
+        fields.fail("attn_type_list", f"has layers of linear attention, which this architecture has not; {m1}")
     if fields.integer("shared_intermediate_size", 0, minimum=0):
         fields.fail("shared_intermediate_size", "is not 0: shared experts of MiniMax-Text-01 are not supported")
 

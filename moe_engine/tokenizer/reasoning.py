@@ -35,6 +35,8 @@ class ReasoningFormat:
         xtml: channels of Kimi K3 (`xtml.py`).
         answer: tags around the content, which are removed (`answer_tags.py`).
         turn: begin of the message with the content, or with calls; removed too.
+        notes: marks around notes in the reasoning, which keeps them; a prompt may open the first one (Seed-OSS: on the
+            thinking budget).
     """
 
     start: str = THINK_START
@@ -47,13 +49,14 @@ class ReasoningFormat:
     xtml: bool = False
     answer: tuple[str, str] | None = None
     turn: str = ""
+    notes: tuple[str, str] | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens, which outputs must keep."""
         if self.xtml:
             return xtml.MARKERS
-        return MARKERS if self.harmony else (self.start, self.end, *(self.answer or ()))
+        return MARKERS if self.harmony else (self.start, self.end, *(self.answer or ()), *(self.notes or ()))
 
     @property
     def free_end(self) -> str:
@@ -98,6 +101,9 @@ REASONING_FORMATS = {
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),
     "solar_open": ReasoningFormat(
         "<|think|>", "<|end|>", calls="<|tool_calls|>", answer=("<|content|>", "<|end|>"), turn="<|begin|>assistant"
+    ),
+    "seed_oss": ReasoningFormat(
+        "<seed:think>", "</seed:think>", notes=("<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>")
     ),
     "hunyuan": _hunyuan(),
     "hunyuan_a13b": _hunyuan(),
@@ -224,7 +230,8 @@ def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any], 
     form = REASONING_FORMATS[parser]
     if continued and (last := max(prompt.rfind(form.start), prompt.rfind(form.end))) >= 0:
         return prompt.startswith(form.start, last)
-    if prompt.rstrip().endswith(form.start):
+    ends = (form.start, form.start + form.notes[0]) if form.notes else form.start
+    if prompt.rstrip().endswith(ends):
         return True
     switched = bool(form.switch and template_kwargs.get(form.switch)) and not prompt.rstrip().endswith(form.end)
     return form.forced or switched

@@ -20,9 +20,11 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
     ("hunyuan", ("<tool_sep", "<arg_key")),
+    ("minimax_m1", ("<tool_calls>", "<beginning_of_sentence>")),
     ("hunyuan_a13b", ("<tool_calls>",)),
     ("dots", ("<dots_function_call>",)),
     ("glm", ("<arg_key>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("longcat", ("<longcat_tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
@@ -54,6 +56,8 @@ def reasoning_format(template: str) -> str | None:
         return tools if "</mm:think>" in template else None
     if "</longcat_think>" in template:
         return "longcat"
+    if "</seed:think>" in template:
+        return "seed_oss"
     if "◁think▷" in template:
         return "kimi"
     if "[THINK]" in template and "[/THINK]" in template:

@@ -202,7 +202,6 @@ def test_ling(tmp_path: Path) -> None:
         ({"expert_swiglu_limit_list": [7] + [0] * 41}, "expert_swiglu_limit_list has a limit of a layer without exp"),
         ({"share_expert_swiglu_limit_list": [0] * 41 + [-7]}, "share_expert_swiglu_limit_list must have numbers of at"),
         ({"expert_swiglu_limit_list": 7}, "expert_swiglu_limit_list must be a list with a number for each layer"),
-        ({"architectures": ["BailingMoeV2_5ForCausalLM"]}, "BailingMoeV2_5ForCausalLM is not supported"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse(tmp_path, LING_FLASH | wrong)

@@ -29,6 +29,7 @@ __all__ = ["backend", "tokenizer"]  # fixtures
 FORMS = (
     "qwen3_coder",
     "mimo",
+    "seed_oss",
     "glm45",
     "deepseekv32",
     "deepseekv4",

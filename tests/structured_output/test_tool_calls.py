@@ -27,7 +27,17 @@ __all__ = ["backend", "tokenizer"]  # fixtures
 
 SYNTAX: dict[str, CallSyntax] = {
     name: TOOL_FORMATS[name].syntax
-    for name in ("deepseekv3", "deepseekv31", "qwen25", "llama3", "mistral", "kimi_k2", "hunyuan_a13b", "solar_open")
+    for name in (
+        "deepseekv3",
+        "deepseekv31",
+        "qwen25",
+        "llama3",
+        "mistral",
+        "kimi_k2",
+        "hunyuan_a13b",
+        "minimax_m1",
+        "solar_open",
+    )
 }  # type: ignore[misc]
 
 

@@ -88,6 +88,25 @@ def test_channels(size, inside, text, want):
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
+def test_notes_on_the_thinking_budget(size):
+    """Seed-OSS: they stay in the reasoning, which clients send back; a budget of 0 opens one in the prompt."""
+    form, note = (
+        REASONING_FORMATS["seed_oss"],
+        "<seed:cot_budget_reflect>I have used 129 tokens.</seed:cot_budget_reflect>",
+    )
+    text = f"<seed:think>why\n{note}\nthen <seed:tool_call> </seed:think>\n<seed:tool_call>x"
+    want = f"why\n{note}\nthen <seed:tool_call>", "<seed:tool_call>x"
+    assert reason(text, size, inside=False, form=form) == want
+    assert reason("plain", size, inside=False, form=form) == ("", "plain")
+    prompt = "<seed:bos>assistant\n"
+    assert not starts_inside("seed_oss", prompt, {})
+    assert starts_inside("seed_oss", f"{prompt}\n<seed:think><seed:cot_budget_reflect>\n", {})
+    text = "The budget is 0.</seed:cot_budget_reflect>\n</seed:think>yes"
+    assert reason(text, size, inside=True, form=form) == ("The budget is 0.</seed:cot_budget_reflect>", "yes")
+    assert set(form.markers) >= {"<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>"}
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("start", ["", "<think>\n"])
 def test_reasoning_that_stays_in_the_content(size, start):
     form = REASONING_FORMATS["minimax-append-think"]

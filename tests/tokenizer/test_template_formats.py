@@ -54,6 +54,16 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
         "longcat",
         "longcat",
     ),
+    "MiniMax-M1": (
+        '<beginning_of_sentence><tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}' + ASK,
+        None,
+        "minimax_m1",
+    ),
+    "Seed-OSS": (
+        "{%- set think_end_token = '</seed:think>' -%}<seed:tool_call>\n<function=f>\n<parameter=a>x</parameter>" + ASK,
+        "seed_oss",
+        "seed_oss",
+    ),
     "MiniMax-M2": ("<minimax:tool_call>" + BACK + ASK + "<think>", "minimax", "minimax-m2"),
     "MiniMax-M3": (
         "{%- set ns = ']<]minimax[>[' -%}{{ ns ~ '<tool_call>' }}<mm:think></mm:think>" + ASK,

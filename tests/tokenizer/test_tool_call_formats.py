@@ -136,6 +136,14 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "a", [("f", {"n": 5}), ("g", {})]),
     ("ling3", "a<tool_call>f\n<arg_key>n</arg_key><arg_value>5</arg_value></tool_call><tool_call>g</tool_call>", "a",
      [("f", {"n": 5}), ("g", {})]),
+    ("seed_oss", "a <seed:tool_call>\n<function=f>\n<parameter=s>\nls && pwd\n</parameter>\n"
+     "<parameter=n>5</parameter>\n<parameter=o>{'k': [1]}</parameter>\n</function>\n</seed:tool_call>\n"
+     "<seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>", "a ",
+     [("f", {"s": "\nls && pwd\n", "n": 5, "o": {"k": [1]}}), ("g", {})]),
+    ("minimax_m1", f"a\n<tool_calls>\n{FUNCTION_CALL}\n{{\"name\": \"g\", \"arguments\": {{}}}}\n</tool_calls>\nb",
+     "a\n\nb", [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
+    ("minimax_m1", '<tool_calls>{"name": "f", "arguments": {"s": "</tool_calls>"}}</tool_calls>', "",
+     [("f", {"s": "</tool_calls>"})]),
     ("minimax-m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"a": null}</parameter>\n'
      '<parameter name="b">null</parameter>\n</invoke>\n</minimax:tool_call>', "",
      [("f", {"o": {"a": None}, "b": None})]),
@@ -290,6 +298,10 @@ NO_CALLS = [
     ("qwen25", '<tool_call>{"nam": "f", "arguments": "a": 1}</tool_call>'),
     ("mistral", '[TOOL_CALLS] [{"nam": "f", "arguments": {}}] b'),
     ("mistral", "a[TOOL_CALLS]g[CALL_ID]xyz[AR"),
+    ("minimax_m1", "a <tool_calls>\n</tool_calls>"),
+    ("minimax_m1", "<tool_calls>[5]</tool_calls>"),
+    ("minimax_m1", '<tool_calls>\n{"name": 5}\n</tool_calls>'),
+    ("seed_oss", "<seed:tool_call>\n<functio=f>\n</seed:tool_call>"),
     ("minimax-m2", '<minimax:tool_call><invoke name=""></minimax:tool_call>'),
     ("minimax-m3", "a ]<]minimax[>[<tool_call>"),
     ("minimax-m3", "]<]minimax[>[ b"),

@@ -25,12 +25,15 @@ from moe_engine.tokenizer.tool_calls.named import (
 )
 from moe_engine.tokenizer.tool_calls.objects import (
     LLAMA_BEGIN,
+    MINIMAX_BEGIN,
+    MINIMAX_END,
     MISTRAL_ARGUMENTS,
     MISTRAL_BEGIN,
     MISTRAL_ID,
     QWEN_BEGIN,
     QWEN_END,
     parse_llama,
+    parse_minimax_m1,
     parse_mistral,
     parse_qwen,
 )
@@ -46,6 +49,7 @@ from moe_engine.tokenizer.tool_calls.tagged import (
     MIMO,
     MINIMAX_M2,
     QWEN3_CODER,
+    SEED_OSS,
     dsml,
     hunyuan,
 )
@@ -166,6 +170,21 @@ _MIMO = ToolFormat(
         parameters=ParameterSyntax("<parameter=", ">", ">", "</parameter>\n", "</parameter>"),
     ),
 )
+_SEED_OSS = ToolFormat(
+    SEED_OSS.parse,
+    (SEED_OSS.begin, SEED_OSS.end),
+    replace(
+        _MIMO.syntax,
+        begin=SEED_OSS.begin,
+        between=f"\n{SEED_OSS.begin}\n",
+        after_arguments=f"</function>\n{SEED_OSS.end}",
+    ),
+)
+_MINIMAX_M1 = ToolFormat(
+    parse_minimax_m1,
+    (MINIMAX_BEGIN, MINIMAX_END),
+    _object_syntax(MINIMAX_BEGIN, "\n", f"\n{MINIMAX_END}", "\n", "arguments"),
+)
 _MINIMAX_M2 = ToolFormat(
     MINIMAX_M2.parse,
     (MINIMAX_M2.begin, MINIMAX_M2.end),
@@ -285,6 +304,8 @@ TOOL_FORMATS = {
     "glm47": _GLM,
     "poolside_v1": _GLM,
     "ling3": _GLM,
+    "seed_oss": _SEED_OSS,
+    "minimax_m1": _MINIMAX_M1,
     "minimax-m2": _MINIMAX_M2,
     "minimax-m3": _MINIMAX_M3,
     "dots": ToolFormat(DOTS.parse, (DOTS.begin, DOTS.end), replace(_MINIMAX_M2.syntax, begin=DOTS.begin, end=DOTS.end)),

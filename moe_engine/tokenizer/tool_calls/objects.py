@@ -1,4 +1,4 @@
-"""Formats that write a call as one JSON object: Qwen 2.5 and Hermes, Llama 3, Mistral."""
+"""Formats that write a call as one JSON object: Qwen 2.5 and Hermes, Llama 3, Mistral, MiniMax-M1."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from moe_engine.tokenizer.tool_calls.json_text import NotACall
 QWEN_BEGIN, QWEN_END = "<tool_call>", "</tool_call>"
 MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 LLAMA_BEGIN = "<|python_tag|>"
+MINIMAX_BEGIN, MINIMAX_END = "<tool_calls>", "</tool_calls>"
 
 
 def parse_qwen(reader: CallReader) -> Wait[None]:
@@ -51,6 +52,37 @@ def parse_mistral(reader: CallReader) -> Wait[None]:
         else:
             yield from _named(reader, space)
         yield from reader.space_behind((MISTRAL_BEGIN,))
+
+
+def parse_minimax_m1(reader: CallReader) -> Wait[None]:
+    """``<tool_calls>``, ``{"name": ..., "arguments": {...}}`` for each call, one a line, ``</tool_calls>``."""
+    if reader.content_is_json and not (yield from reader.at(MINIMAX_BEGIN)):
+        yield from reader.rest()
+    while (yield from reader.until((MINIMAX_BEGIN,), reader.plain)):
+        yield from _lines(reader)
+        yield from reader.space_behind((MINIMAX_BEGIN,))
+
+
+def _lines(reader: CallReader) -> Wait[None]:
+    before = MINIMAX_BEGIN  # shown unless a call follows
+    while True:
+        between: list[str] = []
+        marker = yield from reader.until(("{", MINIMAX_END), between.append)
+        text = "".join(between)
+        if before and (marker != "{" or text.strip()):
+            reader.no_call(before + text + marker)
+            return
+        if not before:
+            reader.plain_unless_space(text)
+        if marker != "{":
+            return
+        reader.unread(marker)
+        try:
+            yield from json_text.call_object(reader)
+        except NotACall as error:
+            reader.no_call((before and before + text) + error.text)
+            return
+        before = ""
 
 
 def call_objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:

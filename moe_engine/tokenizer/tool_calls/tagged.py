@@ -1,5 +1,5 @@
 """Formats that write each argument between tags: Qwen3-Coder, MiMo, GLM 4.5, DeepSeek V3.2 and V4 (DSML), MiniMax M2,
-Hy3, dots, Kimi K3, LongCat.
+Hy3, dots, Kimi K3, LongCat, Seed-OSS.
 
 Texts become JSON by the function's schema: a string stays as it is, other values are read as JSON.
 """
@@ -276,6 +276,7 @@ QWEN3_CODER = TaggedFormat(
     trims=True, implied_ends=("\n<parameter=", "\n</function>"),
 )  # fmt: skip
 MIMO = replace(QWEN3_CODER, trims=False, implied_ends=())
+SEED_OSS = replace(MIMO, begin="<seed:tool_call>", end="</seed:tool_call>")
 GLM45 = TaggedFormat(
     "<tool_call>", "", ("\n", "<arg_key>", "</tool_call>"), "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "</tool_call>", "</tool_call>",
