@@ -125,11 +125,18 @@ def test_answers_are_those_of_rounded_rows(
     finally:
         engine.close()
     asked = [item for item in script if item.logprob]
-    texts = {item.rid: item.prompt_ids + answers[item.rid].token_ids for item in asked}
-    got = {item.rid: torch.tensor([entry.logprob for entry in answers[item.rid].logprobs]) for item in asked}
+    texts = [item.prompt_ids + answers[item.rid].token_ids for item in asked]
+    got = [torch.tensor([entry.logprob for entry in answers[item.rid].logprobs]) for item in asked]
+    check_rounded(kind, kv_dtype, path, texts, got, monkeypatch)
+
+
+def check_rounded(
+    kind: str, kv_dtype: str, path: Path, texts: list[list[int]], got: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`got`: log-probabilities of the last tokens of each text, from a cache in `kv_dtype`."""
     model = load(path)
-    unrounded = [(got[r] - log_probabilities(model, texts[r])[-len(got[r]) :]).abs() for r in texts]
+    unrounded = [(found - log_probabilities(model, text)[-len(found) :]).abs() for text, found in zip(texts, got)]
     rows = RoundedRows(kind, kv_dtype, monkeypatch)
-    errors = torch.cat([least_errors(model, rows, texts[rid], got[rid]) for rid in texts])
+    errors = torch.cat([least_errors(model, rows, text, found) for text, found in zip(texts, got, strict=True)])
     assert errors.quantile(0.75) < torch.cat(unrounded).median() / 100
     assert errors.max() < torch.cat(unrounded).median() / 2, errors

@@ -68,6 +68,11 @@ def many(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint("deepseek_v3", tmp_path, n_shared_experts=1, n_group=2, **sizes)
 
 
+def check_sums(found: Tensor, want: Tensor) -> None:
+    """In another order, in float32: 300 draws differ by up to 5e-7 of the largest sum."""
+    torch.testing.assert_close(found, want, rtol=0, atol=2e-6 * float(want.abs().max()))
+
+
 def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
     config = load_model_config(folder)
     x = torch.randn(7, config.hidden_size)
@@ -76,11 +81,11 @@ def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
     assert config.moe is not None
     count = config.moe.shared_width // config.moe.width
     assert fused.weights.num_experts == apart.weights.num_experts + count == config.moe.num_experts + count
-    torch.testing.assert_close(fused.forward(x), apart.forward(x), rtol=1e-5, atol=1e-6)
+    check_sums(fused.forward(x), apart.forward(x))
     live = real.bool()
     tokens = RoutedTokens(torch.zeros(7, dtype=torch.int64), real)
     padded = fused.forward(x, tokens=tokens)
-    torch.testing.assert_close(padded[live], apart.forward(x, tokens=tokens)[live], rtol=1e-5, atol=1e-6)
+    check_sums(padded[live], apart.forward(x, tokens=tokens)[live])
     assert (padded[~live] == 0).all(), "padding reads no expert, including shared experts"
 
 
@@ -101,7 +106,7 @@ def test_ranks_that_split_widths_add_up(folder: Path) -> None:
     for size in (2, 4):
         parts = [make_layer(folder, part=Share(rank, size)) for rank in range(size)]
         assert config.moe is not None and all(part.weights.width * size == config.moe.width for part in parts)
-        torch.testing.assert_close(sum(part.forward(x) for part in parts), whole, rtol=1e-5, atol=1e-5)
+        check_sums(sum(part.forward(x) for part in parts), whole)
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2), (4, 1)])
@@ -121,7 +126,7 @@ def test_ranks_with_different_experts_add_up(many: Path, ep: int, tp: int) -> No
                 assert layer.weights.num_experts == config.moe.num_experts // ep + count
                 found += layer.forward(x, tokens=padding)
         live = slice(None) if padding is None else real.bool()
-        torch.testing.assert_close(found[live], apart.forward(x, tokens=padding)[live], rtol=1e-5, atol=1e-5)
+        check_sums(found[live], apart.forward(x, tokens=padding)[live])
 
 
 def test_recorders_see_routed_choices_only(many: Path) -> None:
