@@ -32,7 +32,8 @@ class StepAdapters:
         self.all = self._share = tokens
         self._parts.clear()
         if tokens is not None and self._shares and sizes is not None:
-            self._share = tokens.part(sizes.own_tokens)
+            own = sizes.own_tokens
+            self._share = tokens if own == slice(0, tokens.num_tokens) else tokens.part(own)
 
     @property
     def active(self) -> bool:

@@ -178,8 +178,9 @@ class DeviceStream:
             torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
-        """Free memory of the device (on the CPU: of the machine)."""
+        """Free memory of the device, with what torch's allocator has cached (on the CPU: of the machine)."""
         if self.device.type == "cuda":
+            self.empty_cache()
             return torch.cuda.mem_get_info(self.device)[0]
         return host_memory().available_bytes
 

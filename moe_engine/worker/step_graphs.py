@@ -164,6 +164,7 @@ class StepGraphs:
         self._windows = windows
         pools = rows.images is not None and rows.images.pool > 1
         self._inputs = StaticInputs(settings, stream, windows.table is not None, rows.states, pools)
+        self._adapters = None if rows.adapters is None else rows.adapters.capture(settings.max_tokens)
         self._graphs: dict[StepShape, _GraphEntry] = {}
 
     # -- before READY
@@ -251,6 +252,7 @@ class StepGraphs:
             real=inputs.real[:tokens],
             stored_states=None if inputs.states is None else inputs.states.runs(size, count),
             pool_starts=inputs.pool_starts(tokens),
+            adapters=None if self._adapters is None else self._adapters.of(tokens),
         )
 
     def _run(self, batch: ForwardBatch) -> None:
@@ -282,6 +284,8 @@ class StepGraphs:
         """
         entry, inputs = self._graphs[shape], self._inputs
         inputs.fill(batch)
+        if self._adapters is not None:
+            self._adapters.fill(None if batch is None else batch.adapters)
         own = batch.attention.decode if batch is not None else None
         lens = own.context_lens if own is not None else []
         entry.queries.context_lens[:] = lens + [inputs.neutral_context] * (shape.size - len(lens))

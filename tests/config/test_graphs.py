@@ -76,6 +76,15 @@ def test_the_ledger_counts_the_graphs_of_drafts(on_gpu, mtp_layers: int) -> None
     assert plain.num_bytes > driver and (row.num_bytes > plain.num_bytes) == (mtp_layers > 1)
 
 
+def test_adapters_are_captured_where_ranks_compute_whole_groups(on_gpu) -> None:
+    lora = {"enable_lora": True, "lora_target_modules": "o_proj", "max_lora_rank": 4, "max_running_requests": 4}
+    ranks = {"tp_size": 2, "moe_a2a_backend": "symm_mem"}
+    assert on_gpu(**lora).graphs.sizes == on_gpu(**lora, tp_size=2).graphs.sizes == (1, 2, 4)
+    assert on_gpu(**lora, **ranks, attn_dp_size=2).graphs.sizes
+    for flags in (ranks, {"lora_backend": "torch_native"}):
+        assert not on_gpu(**lora, **flags).graphs.sizes
+
+
 def test_large_graphs_have_no_logits(on_gpu) -> None:
     """The LM head of large graphs runs outside the graph, with the rows that the ledger counts."""
     model, graphs = on_gpu().model, GraphSettings((512,), (1, 4))

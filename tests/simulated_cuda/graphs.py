@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.simulated_cuda import failures, observer, order, profiler
 from tests.simulated_cuda.memory import MEMORY, Block, poison
-from tests.simulated_cuda.streams import current
+from tests.simulated_cuda.streams import HazardError, current
 
 _pools: dict[Any, list[Graph]] = {}
 _handles = count(1)
@@ -111,6 +111,8 @@ class Graph:
         if observer.observer is not None:
             observer.observer.replayed(self)
         for (block, begin, end, writes), what in self._touched.items():
+            if block.managed is None and not block.pooled:
+                raise HazardError(f"a replayed {what} {'writes to' if writes else 'reads'} memory that was given back")
             order.touch_bytes(block, begin, end, writes, stream, tick, what)
         with torch.inference_mode():
             for launch in self._launches:

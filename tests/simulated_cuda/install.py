@@ -129,6 +129,13 @@ def _runtime(torch: Any) -> None:
     def used(device: Any = None) -> int:
         return MEMORY.used[streams.index_of(device)]
 
+    def free(device: Any = None) -> int:
+        return MEMORY.free(streams.index_of(device))
+
+    def empty_cache() -> None:
+        failures.raise_broken()
+        MEMORY.empty_cache()
+
     def nothing(*args: Any, **kwargs: Any) -> None:
         """No effect."""
 
@@ -137,9 +144,10 @@ def _runtime(torch: Any) -> None:
         "device_count": lambda: count, "current_device": streams.index_of, "set_device": streams.set_device,
         "device": streams.on_device, "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: properties.name, "get_device_capability": lambda device=None: CAPABILITY,
-        "mem_get_info": lambda device=None: (MEMORY.total - used(device), MEMORY.total), "memory_allocated": used,
-        "max_memory_allocated": used, "memory_reserved": used, "reset_peak_memory_stats": nothing,
-        "empty_cache": failures.raise_broken, "ipc_collect": nothing, "can_device_access_peer": lambda a, b: True,
+        "mem_get_info": lambda device=None: (free(device), MEMORY.total), "memory_allocated": used,
+        "max_memory_allocated": used, "memory_reserved": lambda device=None: MEMORY.total - free(device),
+        "reset_peak_memory_stats": nothing, "empty_cache": empty_cache, "ipc_collect": nothing,
+        "can_device_access_peer": lambda a, b: True,
         "is_bf16_supported": lambda *a, **k: True,
         "synchronize": streams.synchronize, "current_stream": streams.current, "default_stream": streams.default,
         "Stream": streams.Stream, "Event": streams.Event, "stream": streams.on_stream, "set_stream": streams.set_stream,

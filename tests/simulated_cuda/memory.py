@@ -74,6 +74,7 @@ class Memory:
         self._given_back = (ctypes.c_void_p * 256)()
         self._by_managed: dict[int, Block] = {}
         self.used = [0] * 64  # bytes, by device
+        self._reserved = [0] * 64
         self.total = TOTAL
         self.on_take: Callable[[Block], None] = lambda block: None
         self.on_free: Callable[[Block], None] = lambda block: None
@@ -131,6 +132,7 @@ class Memory:
             self._blocks[block.address] = block
             self._by_managed[ctypes.addressof(managed)] = block
             self.used[device] += host.nbytes
+            self._reserved[device] = max(self._reserved[device], self.used[device])
         return managed
 
     @torch.inference_mode()
@@ -145,6 +147,15 @@ class Memory:
                     block.managed = None
                     self.on_free(block)
                     poison(block)
+
+    def free(self, device: int) -> int:
+        """Bytes that the device has beside torch's, whose allocator keeps what tensors give back."""
+        return self.total - self._reserved[device]
+
+    def empty_cache(self) -> None:
+        """``torch.cuda.empty_cache``."""
+        self.collect()
+        self._reserved[:] = self.used
 
     def block(self, tensor: Tensor) -> Block:
         return self._blocks[tensor.untyped_storage().data_ptr()]

@@ -150,8 +150,13 @@ def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) ->
         return
     there.copy_(source)
     if launch.graph is not None:
-        host = _still_owned(source)
-        launch.graph.add(lambda: there.copy_(host()))
+        host, device = _still_owned(source), into.device
+
+        def again() -> None:
+            there.copy_(host())
+            under_way(host(), None, current(device))
+
+        launch.graph.add(again)
     elif pinned and non_blocking:
         under_way(source, None, launch.stream)
 
@@ -162,13 +167,13 @@ def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) 
         observer.observer.copy(launch, source.nbytes, False)
     content = MEMORY.host(source)
     if non_blocking and is_pinned(into):
-        if launch.graph is not None:
-            into.copy_(content)
-            host = _still_owned(into)
-            launch.graph.add(lambda: host().copy_(content))
-            return
         if into.dtype != source.dtype:
             raise NotImplementedError("a simulated download that converts")
+        if launch.graph is not None:
+            into.copy_(content)
+            host, device = _still_owned(into), source.device
+            launch.graph.add(lambda: under_way(host(), content, current(device)))
+            return
         under_way(into, content, launch.stream)
         return
     note_wait("a download")

@@ -40,7 +40,7 @@ class Wait:
     """The innermost frames of the engine."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Copy:
     """A copy between the device and pinned memory, until the host's wait for it."""
 
@@ -176,10 +176,14 @@ class Event:
         self._asked = 0
         self._timing = enable_timing
         self._launches = 0
+        self._device: Any = None
 
     def record(self, stream: Stream | None = None) -> None:
         failures.raise_broken()
         stream = stream or current()
+        self._device = self._device or stream.device
+        if stream.device != self._device:
+            raise RuntimeError(f"Event device {self._device} does not match recording stream's device {stream.device}")
         _merge(stream.clock, _host_clock)
         self._clock, self._graph, self._asked = dict(stream.clock), stream.capturing, 0
         self._launches = stream.clock[stream.number]
@@ -215,6 +219,8 @@ class Event:
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if self._clock is None or end._clock is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        if any(_host_clock.get(stream, 0) < tick for x in (self, end) for stream, tick in (x._clock or {}).items()):
+            raise RuntimeError("CUDA error: device not ready")
         return float(end._launches - self._launches) or 1e-3
 
 

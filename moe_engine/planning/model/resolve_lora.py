@@ -17,7 +17,6 @@ from moe_engine.planning.inputs.machine import Machine
 from moe_engine.planning.resolution_log import Record
 from moe_engine.types.step_settings import LoraAdapter, LoraSettings
 
-NOT_CAPTURED = "not available yet with --enable-lora"
 ALL = "all"
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
@@ -32,6 +31,17 @@ class NamedAdapter:
 
 def is_enabled(args: EngineArgs) -> bool:
     return args.lora.enable_lora or args.lora.lora_paths is not None
+
+
+def why_not_captured(args: EngineArgs, topology: Topology) -> str | None:
+    """Why a launch with adapters captures no decodes, or None."""
+    if not is_enabled(args):
+        return None
+    if args.lora.lora_backend == "torch_native":
+        return "--lora-backend torch_native reads the adapters of a step on the host"
+    if topology.attn_tp_size > 1 and (topology.travels or not topology.cuts_dense):
+        return "not available yet with --enable-lora where a rank computes feed-forward layers for a part of its tokens"
+    return None
 
 
 def read_adapters(args: EngineArgs, model: ModelConfig) -> list[NamedAdapter]:

@@ -131,9 +131,7 @@ def why_not_captured(
         return "recorded experts of several ranks: all ranks must leave the graphs in the same step"
     if model.pooling is not None:
         return resolve_pooling.NOT_CAPTURED
-    if resolve_lora.is_enabled(args):
-        return resolve_lora.NOT_CAPTURED
-    return None
+    return resolve_lora.why_not_captured(args, parallel.topology)
 
 
 def captures_trees(speculation: SpeculationConfig | None, model: ModelConfig) -> bool:

@@ -21,9 +21,10 @@ from torch import Tensor
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.kernels.speculation.trees import TreeBuffers
-from moe_engine.models.batch import Model, PoolStarts
+from moe_engine.models.batch import ForwardBatch, Model, PoolStarts
 from moe_engine.types import StepPlan
 from moe_engine.types.step_settings import GraphSettings
+from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.static_states import ChainStates
 from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
@@ -38,7 +39,7 @@ class DraftParts:
 
     `plan_in_place` plans verification. `kv`, `states`: of the model. `drafts_of` makes the drafts of a size.
     `catch_up`: computes what captured drafts expect of rows, with the lower bounds of their lengths, or None. `trees`:
-    drafts are trees, whose drafter `trees_of` makes.
+    drafts are trees, whose drafter `trees_of` makes. `adapters`: LoRA adapters of the rows, which verification reads.
     """
 
     model: Model
@@ -52,6 +53,12 @@ class DraftParts:
     states: StatePool | None = None
     trees: TreeParts | None = None
     trees_of: Callable[[ChainBuffers, TreeBuffers], TreeDrafts] | None = None
+    adapters: RowAdapters | None = None
+
+    def adapted(self, batch: ForwardBatch) -> ForwardBatch:
+        """A captured verification that reads the adapters of its tokens."""
+        captured = None if self.adapters is None else self.adapters.captured
+        return batch if captured is None else replace(batch, adapters=captured.of(len(batch.input_ids)))
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class ChainRun:
         self._states = None if parts.states is None else ChainStates(parts.states, chain.rows, shape.count)
         if self._states is not None:
             self._batch.forward = replace(self._batch.forward, stored_states=self._states.runs)
+        self._batch.forward = parts.adapted(self._batch.forward)
 
     @property
     def results(self) -> list[Tensor]:
@@ -188,8 +196,10 @@ class DraftGraphs:
         Args:
             most: upper bounds of the context tokens of each row, this step's included.
         """
-        graphs = self._graphs[shape]
+        graphs, adapters = self._graphs[shape], self._parts.adapters
         self._parts.chains.memory.fill(rows)
+        if adapters is not None and adapters.captured is not None:
+            adapters.captured.fill(None if rows is None else adapters.of(rows.repeat(shape.count)))
         graphs.run.renew(most + [shape.count] * (shape.size - len(most)))
         graphs.draft.replay()
         return graphs.run.verified

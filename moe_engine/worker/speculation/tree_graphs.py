@@ -179,6 +179,7 @@ class TreeRun:
         self._batch = StaticBatch(
             chains, chain, trees.size.num_nodes, *flat, parts.kv, tree.ids.flatten(), visible=tree.visible.flatten()
         )
+        self._batch.forward = parts.adapted(self._batch.forward)
         own = chain.positions.flatten(), chain.slots.flatten(), chain.lens, chain.real.flatten()
         self._followed = replace(
             StaticBatch(chains, chain, trees.size.depth + 1, *own, parts.kv).forward, attention_plan=None

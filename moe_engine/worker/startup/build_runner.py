@@ -103,7 +103,7 @@ def build_runner(
     if options.lora is not None:
         assert isinstance(model, Decoder)
         runner.lora = LoraAdapters(model, config, options.lora, stream)
-        rows.adapters = RowAdapters(options.max_rows, stream)
+        rows.adapters = RowAdapters(options.max_rows, options.lora.num_slots, stream)
     _add_images(runner, model, options)
     if speculation is not None:
         drafts = options.kernels.draft

@@ -119,6 +119,7 @@ def draft_parts(
         states=rows.states,
         trees=trees,
         trees_of=None if trees is None else _trees_of(runner, drafter, chains, trees, plan_in_place),
+        adapters=rows.adapters,
     )
 
 

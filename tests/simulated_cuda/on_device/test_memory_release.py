@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs, Tag
 from moe_engine.worker.startup import build_runner
 from tests.engine.harness import InProcessEngine
@@ -43,6 +44,14 @@ def test_the_device_gets_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             }
     finally:
         engine.close()
+
+
+def test_cached_memory_is_free() -> None:
+    """Memory that torch's allocator keeps after a large step refuses neither an update of weights nor a resume."""
+    stream = DeviceStream("cuda")
+    before, x = stream.free_bytes(), torch.empty(1 << 20, device="cuda")
+    del x
+    assert stream.free_bytes() == before
 
 
 def test_tensors_over_a_resized_storage_stay() -> None:

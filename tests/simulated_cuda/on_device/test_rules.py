@@ -190,8 +190,52 @@ def test_memory_that_a_graph_reads_must_be_kept() -> None:
     graph.replay()
     assert out.tolist() == [1.0] * 3
     del x
+    with pytest.raises(HazardError, match="reads memory that was given back"):
+        graph.replay()
+    x = torch.ones(3, device=GPU)
+    with torch.cuda.graph(graph):
+        out.copy_(x)
+    del out
+    with pytest.raises(HazardError, match="writes to memory that was given back"):
+        graph.replay()
+
+
+def test_captured_copies_take_as_long_as_others() -> None:
+    x, source, found = torch.zeros(3, device=GPU), torch.ones(3).pin_memory(), torch.zeros(3).pin_memory()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.copy_(source, non_blocking=True)
+        found.copy_(x, non_blocking=True)
     graph.replay()
-    assert out.isnan().all()
+    assert found.isnan().all()
+    torch.cuda.synchronize()
+    assert found.tolist() == [1.0] * 3
+    graph.replay()
+    source.zero_()
+    with pytest.raises(HazardError, match="changed while its upload"):
+        torch.cuda.synchronize()
+
+
+def test_events_belong_to_a_device_and_end_with_a_wait() -> None:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.zeros(1, device=GPU)
+    end.record()
+    with pytest.raises(RuntimeError, match="device not ready"):
+        begin.elapsed_time(end)
+    end.synchronize()
+    assert begin.elapsed_time(end) > 0
+    with pytest.raises(RuntimeError, match="does not match recording stream's device"):
+        end.record(torch.cuda.Stream(1))
+
+
+def test_memory_that_tensors_give_back_stays_in_the_cache() -> None:
+    torch.cuda.empty_cache()
+    before, x = torch.cuda.mem_get_info()[0], torch.empty(1 << 20, device=GPU)
+    del x
+    assert torch.cuda.mem_get_info()[0] == before - (4 << 20)
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] == before
 
 
 def test_host_memory_that_a_graph_copies_must_be_kept() -> None:
