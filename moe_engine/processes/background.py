@@ -7,8 +7,9 @@ Niceness alone does not do it on Linux:
   Ctrl-C away from them, in one session.
 - A step's thread that wakes up takes the core of a thread that computes no earlier than at the kernel's next tick,
   1 to 4 ms later, unless that thread enters the kernel: its share of the core may end within the tick, and since Linux
-  6.13 the kernel does not interrupt a thread for another one (lazy preemption). `yielding` makes it enter the kernel
-  every `PERIOD_SECONDS`.
+  6.13 the kernel does not interrupt a thread for another one (lazy preemption). `yielding` makes it sleep for an
+  instant every `PERIOD_SECONDS`. A `sched_yield` would forfeit the next share too (Linux 6.18): on a machine without
+  idle time a thread got a hundredth of what its niceness allows, and a large grammar took minutes.
 
 A thread of the policy `SCHED_IDLE` gives its core to any other thread immediately, and the kernel wakes threads on that
 core as on a free one. On a machine without idle time it gets almost none, and no thread may leave the policy without a
@@ -39,7 +40,7 @@ from moe_engine.processes.watched_thread import start_watched
 NICENESS = 15
 """About a thirtieth of a core during a busy step; a whole core where one is free."""
 PERIOD_SECONDS = 0.0002
-"""A signal takes about 2 us."""
+"""A signal and its sleep take about 30 us."""
 PATIENCE_SECONDS = 0.5
 """Several times what a large grammar takes on a core that is busy half of the time."""
 
@@ -63,8 +64,8 @@ def yield_to_steps(niceness: int = NICENESS, thread: int | None = None) -> None:
 
 @contextmanager
 def yielding() -> Iterator[None]:
-    """Within it the calling thread offers its core to other threads every `PERIOD_SECONDS`, also where it runs no
-    Python code. No effect where the system has no timers of threads."""
+    """Within it the calling thread leaves its core for an instant every `PERIOD_SECONDS`, also where it runs no Python
+    code: a seventh of its time on a free core. No effect where the system has no timers of threads."""
     timer = _start_timer(get_native_id()) if sys.platform == "linux" else None
     try:
         yield
@@ -152,18 +153,21 @@ class _Times(ctypes.Structure):
 
 
 _SIGNAL = Signals.SIGURG
-"""Ignored by default, and by interpreters and libraries that do not use urgent data of sockets."""
+"""Ignored by default, and by interpreters and libraries that do not use urgent data of sockets. Its number, 23, is the
+argument of the handler, `usleep`: microseconds."""
+_SET_TIMER_SLACK = 29
+"""``PR_SET_TIMERSLACK``, of the calling thread, in nanoseconds."""
 _NOTIFY_THREAD = 4
 """``SIGEV_THREAD_ID``."""
 
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """The C library, whose ``sched_yield`` becomes the signal's handler: it runs without the GIL."""
+    """The C library, whose ``usleep`` becomes the signal's handler: it needs no GIL."""
     libc = ctypes.CDLL(None)
     libc.timer_delete.argtypes = [ctypes.c_void_p]
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    libc.signal(_SIGNAL, ctypes.cast(libc.sched_yield, ctypes.c_void_p))
+    libc.signal(_SIGNAL, ctypes.cast(libc.usleep, ctypes.c_void_p))
     return libc
 
 
@@ -173,6 +177,7 @@ def _start_timer(thread: int) -> ctypes.c_void_p | None:
     event = _Event(None, _SIGNAL, _NOTIFY_THREAD, thread)
     with suppress(AttributeError):
         if _libc().timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
+            _libc().prctl(_SET_TIMER_SLACK, 1)  # the default adds 50 us to each sleep
             _libc().timer_settime(timer, 0, ctypes.byref(_Times(0, period, 0, period)), None)
             return timer
     return None

@@ -61,7 +61,7 @@ def test_a_process_that_has_ended_is_no_error():
 
 
 def test_a_thread_that_yields_is_interrupted_until_its_work_ends():
-    """Python's handler, which counts, takes the place of the yield."""
+    """Python's handler, which counts, takes the place of the sleep."""
     count, limit = 0, time.monotonic() + 60
 
     def counted(number: int, frame: object) -> None:
@@ -78,6 +78,46 @@ def test_a_thread_that_yields_is_interrupted_until_its_work_ends():
     background._libc.cache_clear()
     assert reached >= 5
     assert count <= reached + 1  # a signal that was sent before the end
+
+
+SHARES = """
+import contextlib, os, sys
+from moe_engine.processes.background import yield_to_steps, yielding
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+if sys.argv[1] != "busy":
+    yield_to_steps(8)
+    with yielding() if sys.argv[1] == "yielding" else contextlib.nullcontext():
+        print(flush=True)
+        while True:
+            pass
+print(flush=True)
+while True:
+    pass
+"""
+
+
+def test_a_thread_that_yields_keeps_the_share_of_its_niceness():
+    """On a core without idle time, beside busy processes; `sched_yield` in place of the sleep: a hundredth of it."""
+    kinds = ["yielding", "plain", "busy", "busy"]
+    started = [subprocess.Popen([sys.executable, "-c", SHARES, kind], stdout=subprocess.PIPE) for kind in kinds]
+    try:
+        for process in started:
+            assert process.stdout is not None and process.stdout.readline()
+        yields, plain = (process.pid for process in started[:2])
+        before, wanted, limit = used(yields), used(plain) + 0.1, time.monotonic() + 120
+        while used(plain) < wanted and time.monotonic() < limit:
+            time.sleep(0.1)
+        share = (used(yields) - before) / 0.1
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert share > 0.05
+
+
+def used(process: int) -> float:
+    """CPU seconds, from the clock of the process: `man 3 clock_getcpuclockid`."""
+    return time.clock_gettime(~process << 3 | 2)
 
 
 def test_work_that_waits_is_not_disturbed():
