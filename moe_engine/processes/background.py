@@ -76,29 +76,39 @@ def yielding() -> Iterator[None]:
 
 def in_idle_time(work: Callable[[], T], patience: float = PATIENCE_SECONDS) -> T:
     """The result of `work`, pickled, from a forked process that computes only while no other thread needs its core. If
-    it has no result after `patience` seconds, or fails, the calling thread does the same work.
+    it has no result after `patience` seconds, fails, or cannot be started, the calling thread does the same work.
 
     A thread instead of the process would keep the GIL while it waits for a core, so that the caller would wait too.
     """
     if sys.platform != "linux":
         return work()
     read, write = os.pipe()
-    with catch_warnings():
-        simplefilter("ignore", DeprecationWarning)  # of forks with threads: other threads only wait
-        pid = os.fork()
-    if pid == 0:
-        _work_when_idle(work, write)
-    os.close(write)
+    found, pid = None, -1
     try:
+        with catch_warnings(), suppress(BlockingIOError):  # the limit of processes is reached
+            simplefilter("ignore", DeprecationWarning)  # of forks with threads: other threads only wait
+            pid = os.fork()
+        if pid == 0:
+            _work_when_idle(work, write)
+        os.close(write)
         found = _read_frame(read, patience)
     finally:
         os.close(read)
-        os.kill(pid, Signals.SIGKILL)
-        start_watched("idle time", partial(_reap, pid), lambda message: None)  # it may need a core to end
+        if pid > 0:
+            os.kill(pid, Signals.SIGKILL)
+            _reap_later(pid)
     if found is not None:
         return cast(T, pickle.loads(found))
     with yielding():
         return work()
+
+
+def _reap_later(pid: int) -> None:
+    """Not in this thread if the system starts another one: the process may need a core to end."""
+    try:
+        start_watched("idle time", partial(_reap, pid), lambda message: None)
+    except RuntimeError:
+        _reap(pid)
 
 
 def _reap(pid: int) -> None:

@@ -27,6 +27,12 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+NO_THREAD = "can't start new thread"
+"""Python's RuntimeError."""
+NO_PROCESS = (
+    "The system lets the server start no further process or thread: raise `ulimit -u`, or its container's limit of "
+    "processes"
+)
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 """Tool runners of Anthropic's clients send the whole conversation instead after an error with these details."""
 
@@ -79,6 +85,8 @@ def problem_of(exc: BaseException) -> Problem:
     if isinstance(exc, GenerationError):
         return Problem(500, str(exc), "InternalServerError", None, 500)
     logger.error("request %s failed: %s", request_id.get(), exc, exc_info=exc)
+    if isinstance(exc, BlockingIOError) or str(exc) == NO_THREAD:
+        return Problem(503, NO_PROCESS, "InternalServerError", None, 503)
     return Problem(500, f"Internal error ({type(exc).__name__}: {exc})", "InternalServerError", None, 500)
 
 

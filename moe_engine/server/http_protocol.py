@@ -195,7 +195,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self.when_lost = set()
-        if len(self.connections) > (most := open_files.limit() - open_files.RESERVED):
+        if len(self.connections) > (most := max(0, open_files.limit() - open_files.RESERVED)):
             self._refuse(503, f"The server has {most} connections, the most for its limit of open files (ulimit -n).")
             return
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)

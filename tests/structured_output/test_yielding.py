@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -158,3 +159,24 @@ def test_the_caller_does_the_work_without_idle_time():
         return get_native_id()
 
     assert in_idle_time(work, patience=0.01) == caller
+
+
+def test_the_caller_does_the_work_where_the_system_starts_no_process(monkeypatch: pytest.MonkeyPatch):
+    def refused() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", refused)
+    assert in_idle_time(get_native_id, patience=60) == get_native_id()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_an_ended_process_is_reaped_where_the_system_starts_no_thread(monkeypatch: pytest.MonkeyPatch):
+    def refused(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(background, "start_watched", refused)
+    ended = os.spawnlp(os.P_NOWAIT, "true", "true")
+    background._reap_later(ended)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(ended, 0)
