@@ -55,7 +55,7 @@ from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.sessions import Recorded
 from moe_engine.tuning.simulator.traces import read_trace
-from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Workload
+from moe_engine.tuning.simulator.workload import DRAWN, Arrival, Fixed, Limited, Workload, random_prompt
 
 EPILOG = """\
 examples:
@@ -425,7 +425,8 @@ def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[fl
 
     def drawn(skip: int) -> Iterator[Arrival]:
         rng = random.Random(own.seed)
-        return arrivals(datasets.random_requests(own.num_prompts, *shape, vocabulary, rng, skip=skip))
+        found = datasets.random_requests(own.num_prompts, *shape, vocabulary, rng, skip=skip, head=DRAWN)
+        return (_random_arrival(request, seconds) for request, seconds in zip(found, times))
 
     try:
         if not 0 <= own.random_range_ratio <= 1:
@@ -436,6 +437,12 @@ def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[fl
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     return Fixed(arrivals(requests), len(requests))
+
+
+def _random_arrival(request: datasets.BenchRequest, seconds: float) -> Arrival:
+    assert isinstance(request.prompt, list)
+    prompt = random_prompt(request.prompt, request.prompt_len)
+    return Arrival(seconds, prompt, request.output_len, is_unique=True)
 
 
 def _arrival(request: datasets.BenchRequest, seconds: float, encode: Callable[[str], list[int]]) -> Arrival:

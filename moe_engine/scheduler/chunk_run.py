@@ -25,7 +25,8 @@ UNLIMITED = NEVER = 1 << 60
 NONE = Steps()
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: constructors of frozen classes take three times as long.
+@dataclass(slots=True)
 class ChunkLimits:
     """Steps that a run may take from now on.
 
@@ -47,7 +48,7 @@ class ChunkLimits:
     last: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChunkTimes:
     """Times of a chunk whose result has been applied, in seconds of the scheduler's clock.
 
@@ -63,7 +64,7 @@ class ChunkTimes:
     after: Steps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChunkRun:
     """Steps of a run whose results have been applied, the oldest of which was in flight before.
 
@@ -266,11 +267,11 @@ def _observe(scheduler: Scheduler, run: ChunkRun) -> None:
         mark = chunk.after
     times.add_prompts(run.size, spans, contended)
     if run.last is None:
-        if running:
+        if running and run.end.count > mark.count:
             steps = between(mark, run.end)
             sessions.decoded(running, steps, _part(run, mark, run.end, steps))
         return
-    if running:
+    if running and run.last.before.count > mark.count:
         steps = between(mark, run.last.before)
         times.add_decodes(running, steps, _part(run, mark, run.last.before, steps), run.last.began)
     times.add(run.last.launched, run.last.ended, run.last_size, 0, waits < run.last.after.count)

@@ -29,54 +29,67 @@ PATIENCE = 4.0
 """A session counts as lost after this many times its longest likely pause."""
 
 
+Sums = tuple[float, float, float, float, float]
+"""Of observations (x, y) of a `Line`: the weights, x, y, x * x and x * y."""
+
+
 class Line:
     """Least squares of seconds over a count, older observations with less weight."""
 
     def __init__(self) -> None:
-        self._w = self._x = self._y = self._xx = self._xy = 0.0
+        self.sums: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def add(self, x: float, *ys: float) -> None:
         """Adds observations at one count, the oldest first."""
         keep, square = 1 - MEMORY, x * x
-        w, sum_x, sum_y, sum_xx, sum_xy = self._w, self._x, self._y, self._xx, self._xy
+        w, sum_x, sum_y, sum_xx, sum_xy = self.sums
         for y in ys:
             w = w * keep + 1
             sum_x = sum_x * keep + x
             sum_y = sum_y * keep + y
             sum_xx = sum_xx * keep + square
             sum_xy = sum_xy * keep + x * y
-        self._w, self._x, self._y, self._xx, self._xy = w, sum_x, sum_y, sum_xx, sum_xy
+        self.sums = w, sum_x, sum_y, sum_xx, sum_xy
 
     def add_many(self, x: float, count: int, y: float) -> None:
         """Adds `count` observations at one count; `y`: the weighted sum of their seconds (`Steps.weighted`)."""
-        keep, all_of = (1 - MEMORY) ** count, weights(1 - MEMORY, count)
-        self._w = self._w * keep + all_of
-        self._x = self._x * keep + x * all_of
-        self._y = self._y * keep + y
-        self._xx = self._xx * keep + x * x * all_of
-        self._xy = self._xy * keep + x * y
+        keep = (1 - MEMORY) ** count
+        all_of = (1 - keep) / MEMORY
+        w, sum_x, sum_y, sum_xx, sum_xy = self.sums
+        self.sums = (
+            w * keep + all_of, sum_x * keep + x * all_of, sum_y * keep + y, sum_xx * keep + x * x * all_of,
+            sum_xy * keep + x * y,
+        )  # fmt: skip
 
     @property
     def is_known(self) -> bool:
-        return self._w > 0
+        return self.sums[0] > 0
 
     @property
     def ratio(self) -> float:
         """Mean seconds for one."""
-        return self._y / self._x if self._x else 0.0
+        return self.sums[2] / self.sums[1] if self.sums[1] else 0.0
 
     @property
     def slope(self) -> float:
         """At least 0; also 0 if all counts are equal."""
-        spread = self._xx * self._w - self._x * self._x
-        if spread <= 1e-9 * self._xx * self._w:
-            return 0.0
-        return max((self._xy * self._w - self._x * self._y) / spread, 0.0)
+        return _slope(self.sums)
 
     def at(self, x: float) -> float:
-        if not self._w:
-            return 0.0
-        return max((self._y + self.slope * (x * self._w - self._x)) / self._w, 0.0)
+        return _at(self.sums, x)
+
+
+def _slope(sums: Sums) -> float:
+    w, x, y, xx, xy = sums
+    spread = xx * w - x * x
+    if spread <= 1e-9 * xx * w:
+        return 0.0
+    return max((xy * w - x * y) / spread, 0.0)
+
+
+def _at(sums: Sums, x: float) -> float:
+    w, sum_x, sum_y = sums[:3]
+    return max((sum_y + _slope(sums) * (x * w - sum_x)) / w, 0.0) if w else 0.0
 
 
 class StepTimes:
@@ -90,9 +103,10 @@ class StepTimes:
         self._last, self._max_running = 0.0, max_running
         self._prefill, self._decode = Line(), Line()
         self._spare, self._total = 0.5 * PRIOR, PRIOR
-        self._decodes, self._fixed = 0, 0.0
-        """Requests of the steps since the last prompt or change, and the part of a step that did not depend on them
-        before."""
+        self._decodes, self._before = 0, self._decode.sums
+        """Requests of the steps since the last prompt or change, and the observations of decodes before."""
+        self._fixed: float | None = None
+        """The part of a step that did not depend on their number before, once it is needed."""
 
     def add(self, launched: float, now: float, prompt_tokens: int, decodes: int, contended: bool) -> None:
         """A step has ended. Steps in flight run one after the other.
@@ -106,7 +120,8 @@ class StepTimes:
             return
         spare = idle
         if not prompt_tokens:
-            spare += self._spare_of(decodes)
+            self._note(decodes)
+            spare += self._spare_of(decodes) if contended else 0.0
             self._decode.add(decodes, seconds)
         else:
             self._decodes = 0
@@ -150,17 +165,23 @@ class StepTimes:
         """
         if not steps.count:
             return
-        self._last, spare = now, self._spare_of(decodes)
+        self._last = now
+        self._note(decodes)
         self._decode.add_many(decodes, steps.count, steps.weighted)
         if contended.count:
             keep = (1 - SHORT_MEMORY) ** contended.count
-            self._spare = self._spare * keep + spare * weights(1 - SHORT_MEMORY, contended.count)
+            self._spare = self._spare * keep + self._spare_of(decodes) * weights(1 - SHORT_MEMORY, contended.count)
             self._total = self._total * keep + contended.recent
+
+    def _note(self, decodes: int) -> None:
+        """Steps of `decodes` requests follow."""
+        if decodes != self._decodes:
+            self._decodes, self._before, self._fixed = decodes, self._decode.sums, None
 
     def _spare_of(self, decodes: int) -> float:
         """Seconds of a decode step that more requests would not have made longer."""
-        if decodes != self._decodes:
-            self._decodes, self._fixed = decodes, self._decode.at(0)
+        if self._fixed is None:
+            self._fixed = _at(self._before, 0)
         return self._fixed if decodes < self._max_running else 0.0
 
     @property

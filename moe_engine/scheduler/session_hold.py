@@ -186,6 +186,11 @@ class SessionHold:
         self.returns.returned(self._clock() - session.ended)
         self._prompt.add(len(tokens) - session.end)
 
+    def discard(self) -> None:
+        """Drops all sessions: the policy is not used any more (`RadixCache.discard`)."""
+        self._sessions.clear()
+        self._by_head.clear()
+
     # -- what is held
 
     @property

@@ -159,13 +159,18 @@ class _Numbers(random.Random):
         """Of at most 32 bits."""
         return self._twister.random_raw() >> (32 - k)
 
-    def skip(self, count: int) -> None:
-        """As `chosen`, without its result."""
-        self._many(count)
+    def randint(self, a: int, b: int) -> int:
+        """As of `Random`, without its four calls."""
+        if (count := b - a + 1) <= 0:
+            raise ValueError(f"no number is between {a} and {b}")
+        bits = count.bit_length()
+        while (number := self.getrandbits(bits)) >= count:
+            pass
+        return a + number
 
-    def chosen(self, values: NDArray[np.object_], count: int) -> list[int]:
-        """`choices`."""
-        found: list[int] = values.take((self._many(count) * len(values)).astype(np.int64)).tolist()
+    def chosen(self, values: NDArray[np.object_], count: int, head: int) -> list[int]:
+        """The first `head` of `count` `choices`."""
+        found: list[int] = values.take((self._many(count)[:head] * len(values)).astype(np.int64)).tolist()
         return found
 
 
@@ -179,9 +184,11 @@ def random_requests(
     *,
     text_source: str = "",
     skip: int = 0,
+    head: int | None = None,
 ) -> Iterator[BenchRequest]:
     """Token ids of random lengths: from the text of a ShareGPT file if given, random ones otherwise. The first `skip`
-    requests have no random ones. `rng` is not to be used before the end of the iterator."""
+    requests have no random ones, the others the first `head` of them, or all. `rng` is not to be used before the end of
+    the iterator."""
     if not 0 <= range_ratio <= 1:
         raise ValueError(f"--random-range-ratio is {range_ratio}; it must be in [0, 1]")
     texts = [question for question, _ in _conversations(text_source)] if text_source else []
@@ -193,11 +200,9 @@ def random_requests(
             if texts:
                 ids = vocabulary.encode(texts[index % len(texts)]) or vocabulary.plain_ids[:1]
                 ids = (ids * -(-want // len(ids)))[:want]
-            elif index < skip:
-                ids = []
-                numbers.skip(want)
             else:
-                ids = numbers.chosen(plain, want)
+                drawn = 0 if index < skip else want if head is None else min(want, head)
+                ids = numbers.chosen(plain, want, drawn)
             yield BenchRequest(ids, want, sample_length(output_len, range_ratio, numbers))
     finally:
         numbers.give_back()

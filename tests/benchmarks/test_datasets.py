@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,8 @@ def test_full_ratio_gives_exact_lengths_and_zero_at_least_one_token():
     whole = list(datasets.random_requests(20, 16, 4, 0.5, vocabulary(), random.Random(3)))
     assert skipped[12:] == whole[12:] and not any(request.prompt for request in skipped[:12])
     assert [(one.prompt_len, one.output_len) for one in skipped] == [(one.prompt_len, one.output_len) for one in whole]
+    heads = list(datasets.random_requests(20, 16, 4, 0.5, vocabulary(), random.Random(3), head=9))
+    assert heads == [replace(request, prompt=request.prompt[:9]) for request in whole]
     loose = list(datasets.random_requests(200, 3, 2, 0.0, vocabulary(), random.Random(0)))
     assert {r.prompt_len for r in loose} == {1, 2, 3}
     with pytest.raises(ValueError, match="random-range-ratio"):

@@ -13,7 +13,7 @@ from moe_engine.tuning.simulator.fleet import FleetSpec
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
 from moe_engine.types import SpeculationConfig
-from tests.tuning.test_simulator import Linear, config, simulate
+from tests.tuning.test_simulator import Linear, config, sessions, simulate, summary
 from tests.tuning.test_simulator_input import costs
 
 PREFIX, TAIL, TURNS = 128, 16, 8
@@ -51,6 +51,21 @@ def test_evicted_prefixes_are_loaded(policy: str, num_groups: int):
     assert found.cached_tokens >= count * (TURNS - uses) * PREFIX > 2 * without.cached_tokens
     exact = simulate(FleetSpec(replace(tier, exact=True)), prefixes(random.Random(seed), count))[1]
     assert exact.cached_tokens == found.cached_tokens
+
+
+def test_groups_whose_prompts_wait_for_their_turn_store_as_in_single_steps():
+    """A group without decodes has steps of copies while its prompts wait."""
+    for _ in range(3):
+        seed, scheduler = random.getrandbits(32), config(
+            num_slots=1024, max_rows=4, page_size=16, chunked_prefill_size=64, host_tier_tokens=1 << 16,
+            hicache_write_policy="write_through",
+        )  # fmt: skip
+        spec = ReplicaSpec(scheduler, Linear(), num_groups=4, load_seconds=1e-6)
+        runs, single = (
+            simulate(FleetSpec(replace(spec, exact=exact)), sessions(random.Random(seed), 20.0))[1]
+            for exact in (False, True)
+        )
+        assert runs.num_steps == single.num_steps and summary(runs) == summary(single)
 
 
 def test_copies_take_their_time():

@@ -24,7 +24,7 @@ from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec, Outcome
 from moe_engine.tuning.simulator.load_table import TableRouter
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
-from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Numbers, Workload
+from moe_engine.tuning.simulator.workload import DRAWN, Arrival, Fixed, Limited, Numbers, Workload, random_prompt
 from moe_engine.types import SpeculationConfig, StepPlan
 from moe_engine.types.prefill_delay import DelayerSettings
 from tests.examples import examples
@@ -275,6 +275,20 @@ def test_loads_in_a_table_are_routed_as_by_the_production_router(method):
         chosen = ours.choose(able, ours.blocks_of(prompt))
         assert chosen == theirs.choose(able, theirs.blocks_of(prompt)) and chosen in able
         assert ours.sent(chosen, ours.blocks_of(prompt)) == theirs.sent(chosen, theirs.blocks_of(prompt))
+
+
+def test_random_prompts_are_simulated_by_their_first_tokens():
+    """The tokens behind them, and the router's knowledge of them, change nothing; by chance prompts begin alike."""
+    rng, numbers = random.Random(random.getrandbits(32)), range(1, 20)
+    prompts = [rng.choices(numbers, k=rng.randint(1, 300)) for _ in range(60)]
+    times = list(islice(arrival_times("poisson", 20.0, rng), len(prompts)))
+    spec = FleetSpec(ReplicaSpec(config(), Linear(), num_groups=rng.choice([1, 4])), method="cache_aware")
+    found = []
+    for unique in (False, True):
+        drawn = [random_prompt(prompt[:DRAWN], len(prompt)) if unique else prompt for prompt in prompts]
+        arrivals = [Arrival(at, prompt, 20, is_unique=unique) for at, prompt in zip(times, drawn)]
+        found.append(simulate(spec, Fixed(arrivals, len(arrivals)))[1])
+    assert summary(found[0]) == summary(found[1]) and found[0].cached_tokens > 0
 
 
 def test_discarded_caches_have_no_tokens():

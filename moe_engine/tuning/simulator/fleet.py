@@ -197,10 +197,11 @@ class Fleet:
         return self._summed(outcome)
 
     def discard(self) -> None:
-        """Drops the cached tokens of all schedulers, which cannot run any more."""
+        """Drops the cached tokens and the sessions of all schedulers, which cannot run any more."""
         for replica in self.replicas:
             for group in replica.groups:
                 group.scheduler.kv_cache.tree.discard()
+                group.scheduler.table.sessions.discard()
 
     # -- replicas, in order of time
 
@@ -247,7 +248,7 @@ class Fleet:
 
     def _push(self, arrival: Arrival, drawn: bool = False) -> None:
         arrival.answer_ids = arrival.answer_ids or self._numbers.take(arrival.output_len + 1)
-        arrival.blocks = self._router.blocks_of(arrival.prompt_ids)
+        arrival.blocks = None if arrival.is_unique else self._router.blocks_of(arrival.prompt_ids)
         heapq.heappush(self._arrivals, (arrival.seconds, next(self._order), arrival))
         self._drawn = arrival if drawn else self._drawn
 

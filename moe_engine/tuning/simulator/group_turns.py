@@ -15,10 +15,12 @@ class GroupTurns:
     """Attributes:
     has_delayer: with `--enable-prefill-delayer` every group decides, as in production (`agree`); all come to the same
     decisions. Without it the counts over the groups suffice (`after`).
+    counts_rows: the decision depends on the number of decoding requests; else on whether there is one.
     """
 
     def __init__(self, config: SchedulerConfig, num_groups: int, clock: Callable[[], float]) -> None:
         delays = config.delays_prefills and num_groups > 1
+        self.counts_rows = delays
         self.has_delayer = config.delayer is not None and num_groups > 1
         self._turns = PrefillTurns(delays=PrefillDelays(config, clock) if delays else None)
         self._of: dict[int, PrefillTurns] = {}

@@ -59,6 +59,7 @@ class Replica:
         self._turns = GroupTurns(spec.scheduler, spec.num_groups, lambda: self.now)
         self._turns.begin(self.groups, self.lost)
         self._exact = spec.exact or self._turns.has_delayer or logs is not None
+        self._holds = not self._exact and not spec.scheduler.host_tier_tokens  # which has steps of copies alone
         self._runs, self._counts = Runs(spec.num_groups), RunCounts(recorder, front, self._exact)
         self._awake: set[int] = set()
         """Groups whose scheduler plans the next step: groups with requests that are not in a run."""
@@ -177,7 +178,7 @@ class Replica:
         """Groups whose run ends, and held groups when their turn comes, plan the next step."""
         if self._runs.members:
             for index in self._runs.leaving(hold):
-                beyond = self.groups[index].beyond_end(self._runs)
+                beyond = self.groups[index].beyond_end(self._runs, hold)
                 if beyond is None:
                     self._leave_run(index)
                 else:
@@ -191,7 +192,7 @@ class Replica:
     def _plan(self, hold: bool) -> GroupPlans:
         """Plans of the awake groups; those whose prompts wait for their turn without a decode are held instead."""
         planned = GroupPlans([], set())
-        holds_waiting = hold and not self._exact
+        holds_waiting = hold and self._holds
         for index in sorted(self._awake):
             group = self.groups[index]
             if group.is_idle:
@@ -229,9 +230,9 @@ class Replica:
             scheduler = self.groups[index].scheduler
             waiting += scheduler.num_waiting > 0
             most = max(most, len(scheduler.table.decodes))
-        num_groups = len(self.groups) - len(self.lost)
+        num_groups, exactly = len(self.groups) - len(self.lost), self._turns.counts_rows
         for planned in range(1, steps + 1):
-            self._turns.after(num_groups, waiting, prefilled, max(most, self._runs.rows_after(planned)))
+            self._turns.after(num_groups, waiting, prefilled, max(most, self._runs.rows_after(planned, exactly)))
 
     def _launch(self, planned: GroupPlans, of_runs: RunStep | None) -> Flight:
         """The step of the groups that are in no run, and of those in runs."""

@@ -38,6 +38,7 @@ class Runs:
     ending: members whose next step is without the requests that end with the step in flight.
     Joined members leave with the result of the step in flight, ending ones if they cannot go on. `rows_ahead`: requests
     that they have more in their next step than in that one.
+    lasting: members some of whose requests still decode after their run.
     total_rows: requests that decode, of all members.
     """
 
@@ -52,6 +53,7 @@ class Runs:
         self.finishing: set[int] = set()
         self.joined: dict[int, int] = {}
         self.ending: set[int] = set()
+        self.lasting: set[int] = set()
         self.rows_ahead = 0
         self._ahead: dict[int, int] = {}
         self._rows = np.zeros(num_groups, np.int64)
@@ -76,8 +78,7 @@ class Runs:
         self._rows[group] = shape.decode_rows
         self._context[group] = shape.decode_context - shape.decode_rows * self.step
         self._ends[group] = self.step + limit
-        self._rows_after[group] = rows_after
-        self._is_stale = True
+        self._set_rows_after(group, rows_after)
         if waits:
             self.wait(group, holds)
 
@@ -116,7 +117,12 @@ class Runs:
         """The run of an ending member goes on for at most `limit` steps with the requests of its next step."""
         self.ending.remove(group)
         self.rows_ahead -= self._ahead.pop(group)
-        self._ends[group], self._rows_after[group] = self.step + limit, rows_after
+        self._ends[group] = self.step + limit
+        self._set_rows_after(group, rows_after)
+
+    def _set_rows_after(self, group: int, rows: int) -> None:
+        self._rows_after[group] = rows
+        (self.lasting.add if rows else self.lasting.discard)(group)
         self._is_stale = True
 
     def _change(self, group: int, rows: int, context: int, rows_after: int) -> None:
@@ -124,10 +130,10 @@ class Runs:
         more = self._ahead[group] = rows - self._rows.item(group)
         self.rows_ahead += more
         self.total_rows += more
-        self._rows[group], self._rows_after[group] = rows, rows_after
+        self._rows[group] = rows
         self._context[group] = context - rows * self.step
         self._ends[group] = self.step + 1
-        self._is_stale = True
+        self._set_rows_after(group, rows_after)
 
     def leave(self, group: int) -> None:
         self.members.remove(group)
@@ -142,9 +148,9 @@ class Runs:
         self.waiting.discard(group)
         self.chunking.discard(group)
         self.total_rows -= self._rows.item(group)
-        self._rows[group] = self._rows_after[group] = self._context[group] = 0
+        self._rows[group] = self._context[group] = 0
         self._ends[group] = NEVER
-        self._is_stale = True
+        self._set_rows_after(group, 0)
 
     def set_load(self, group: int, tokens: int) -> None:
         """Sets the tokens of the requests of a group; of a member, extrapolated back to step 0."""
@@ -163,8 +169,11 @@ class Runs:
         """Tokens of the last chunk of a member, if it is in flight or computed; else 0."""
         return self._chunks.sizes.item(group) if group in self.finishing else self.joined.get(group, 0)
 
-    def rows_after(self, steps: int) -> int:
-        """Requests that still decode after so many further plans, in the member with most of them."""
+    def rows_after(self, steps: int, exactly: bool = True) -> int:
+        """Requests that still decode after so many further plans, in the member with most of them; if not `exactly` any
+        other number may stand for one above 0."""
+        if not exactly and (self.lasting or self.finishing):
+            return 1
         self._refresh()
         if self.step + steps < self._next_end:
             most = self._most_rows

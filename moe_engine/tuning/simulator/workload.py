@@ -14,19 +14,31 @@ FIRST_TOKEN = 1 << 20
 """Tokens of answers and of text that occurs once are numbered from here on, so that only copied text matches the prefix
 cache. Smaller tokens are those of a dataset."""
 
-
+DRAWN = 32
+"""Tokens at the begin of a random prompt that are drawn: no two prompts are equal in so many."""
 _COMMON: list[int] = []
-"""By position: tokens of all answers. They share the objects; a list of other numbers takes five times the memory."""
+"""By position: tokens of all answers and random prompts. They share the objects: a list of other numbers takes five
+times the memory, and one of random numbers several times as long, because each is in another part of it."""
 _FIRST_COMMON = 1 << 50
+
+
+def _common(begin: int, end: int) -> list[int]:
+    if end > len(_COMMON):
+        _COMMON.extend(range(_FIRST_COMMON + len(_COMMON), _FIRST_COMMON + 2 * end))
+    return _COMMON[begin:end]
+
+
+def random_prompt(head: list[int], length: int) -> list[int]:
+    """A prompt of `length` random tokens, of which the first `DRAWN` are given. The others, which are behind a prefix
+    that is not cached, match nothing, whatever they are."""
+    return head + _common(len(head), length)
 
 
 def answer_tokens(number: int, begin: int, end: int) -> list[int]:
     """Tokens [begin, end) of an answer. The first one, `number`, and then every `TAIL`th one occur in no other answer:
     the first token that differs distinguishes prefixes, the last `TAIL` tokens distinguish sessions. The others
     depend on their position alone."""
-    if end > len(_COMMON):
-        _COMMON.extend(range(_FIRST_COMMON + len(_COMMON), _FIRST_COMMON + 2 * end))
-    tokens = _COMMON[begin:end]
+    tokens = _common(begin, end)
     own = begin + -begin % TAIL
     if own < end:
         tokens[own - begin :: TAIL] = range(number + own, number + end, TAIL)
@@ -66,6 +78,8 @@ class Arrival:
     pause: float | None = None
     blocks: PromptBlocks | None = None
     """Of the prompt, for the router, which finds its tokens in the processor's cache right after they are drawn."""
+    is_unique: bool = False
+    """No two prompts of the load begin with a common block: a router that follows prefixes finds none."""
 
     def __post_init__(self) -> None:
         self.max_tokens = max(self.max_tokens, self.output_len)
