@@ -31,12 +31,15 @@ class GrammarQueue:
         """The grammar if it is ready: the request then does not wait here.
 
         Raises:
-            InputError: the engine compiles no grammars, or not this one.
+            InputError: the engine compiles no grammars, or not this one; 503: the system starts no thread for it.
         """
         assert request.sampling.constraint is not None
         if self._compiler is None:
             raise InputError("constraints are not available: this engine runs with --grammar-backend none")
-        future = self._compiler.get(request.sampling.constraint)
+        try:
+            future = self._compiler.get(request.sampling.constraint)
+        except RuntimeError as error:
+            raise InputError(f"the grammar cannot be compiled: {error}; raise `ulimit -u`", status=503) from None
         if future.done():
             return grammar_of(request, future)
         self._waiting.append((request, future))

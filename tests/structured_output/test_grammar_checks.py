@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
 
+from moe_engine.core.grammar_queue import GrammarQueue
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend import grammar_checks
@@ -18,9 +20,13 @@ from moe_engine.processes.frame_child import FrameChildren
 from moe_engine.server.errors import problem_of
 from moe_engine.structured_output.backend import PREPARED, GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
+from moe_engine.structured_output.compiler import GrammarCompiler
+from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.tokenizer.tokenizer import load_tokenizer
+from moe_engine.types import Request, SamplingParams
 from moe_engine.types.constraint import Constraint
 from tests.structured_output.test_llguidance_backend import EOS, SIZE
+from tests.waiting import until
 
 
 def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +196,24 @@ def test_idle_processes_that_were_stopped_together() -> None:
     one.stopped = other.stopped = True
     assert children.call(Idle.ask) not in (id(one), id(other))
     children.close()
+
+
+def test_a_core_outlives_the_limit_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The RuntimeError of a thread that the system does not start ended the core."""
+    tokenizer = load_tokenizer(CHECKPOINT_DIR)
+    queue = GrammarQueue(
+        GrammarCompiler(lambda: open_backend(GrammarSettings(), tokenizer, SIZE, (EOS,))), lambda: None
+    )
+    sampling = SamplingParams(constraint=Constraint("regex", "a", "regex"))
+    request = Request(rid="r", prompt_ids=[1], sampling=sampling, max_new_tokens=1)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refused)
+        with pytest.raises(InputError, match=r"can't start new thread; raise `ulimit -u`") as found:
+            queue.add(request)
+    assert found.value.status == 503 and not len(queue)
+    assert queue.add(request) is None
+    until(queue.take, "no grammar")
