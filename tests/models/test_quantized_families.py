@@ -34,6 +34,7 @@ from tests.models import stepper
 from tests.models.checkpoints import BLOCK_SPARSE, KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
 from tests.models.format_checks import step_logits
 from tests.models.ling_v2_5 import make_ling
+from tests.models.sparse import with_margin
 from tests.models.v4_checkpoints import make_v4
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
@@ -63,6 +64,9 @@ PLAIN_BESIDE_INTEGERS = (".kv_b_proj", ".wo_a", ".indexer.wk")
 ENDS = ("_scale_inv", "_packed")
 TIE = 1e-6
 """Sums of squares in float32 have smaller errors."""
+
+NEAR = 2e-5
+"""Distance of two experts' scores, relative to the largest one. One of some hundred checkpoints has less."""
 
 
 def make(kind: str, path: Path) -> Path:
@@ -97,9 +101,11 @@ def logits(path: Path, row: str, asked: str | None = None) -> Tensor:
 
 
 def rows_agree(path: Path, asked: str | None = None) -> None:
-    """The row that multiplies weights as stored, and the one that dequantizes them."""
-    found, want = logits(path, "cpu", asked), logits(path, "torch", asked)
-    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+    """The row that multiplies weights as stored, and the one that dequantizes them; not if their rounding, of 2^-16 of
+    rows in the former, may choose other experts."""
+    found, (want, margin) = logits(path, "cpu", asked), with_margin(lambda: logits(path, "torch", asked), needed=False)
+    if margin > NEAR:
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
 def errors(source: Path, path: Path, config: ModelConfig) -> dict[str, float]:

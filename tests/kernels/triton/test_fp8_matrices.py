@@ -60,6 +60,11 @@ def counted_bytes(config: ModelConfig, ranks: int = 1) -> int:
     return sizes.weight_bytes(config, 4, topology=Topology(ranks), format=format)
 
 
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative, of the row in the middle: a rounding may change the experts of some rows."""
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).median())
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.each_value
@@ -74,7 +79,7 @@ def test_a_matrix_with_one_scale_is_multiplied_as_stored(tmp_path: Path, name: s
     kept, same = (stepper(each, EmulatedLinear(), EmulatedExperts()) for each in (path, blocks))
     got, want = logits_of(kept), logits_of(stepper(other))
     assert torch.equal(got, logits_of(same))
-    assert 0 < (got - want).norm() < 0.5 * want.norm()  # activations have been rounded
+    assert 0 < error(got, want) < 0.5  # activations have been rounded
     held = held_bytes(stepper(path, TritonLinear(), TritonExperts()).model)
     assert abs(held - counted_bytes(kept.config)) < 0.001 * held
 
@@ -89,9 +94,9 @@ def test_rows_with_scales_are_multiplied_as_stored(tmp_path: Path, name: str, ki
     path, other = write_pair(path, stored, plain, {"quantization_config": FLOATS[name][1]})
     kept = stepper(path, TritonLinear(), TritonExperts())
     got, want = logits_of(kept), logits_of(stepper(path, EmulatedLinear(), EmulatedExperts()))
-    assert (got - want).norm() < 0.1 * want.norm()  # ties decided by an earlier rounding; most seeds 1e-6
+    assert error(got, want) < 0.1  # ties decided by an earlier rounding; most seeds 1e-6
     exact = logits_of(stepper(other))
-    assert 0 < (got - exact).norm() < 0.5 * exact.norm()  # activations have been rounded
+    assert 0 < error(got, exact) < 0.5  # activations have been rounded
     held = held_bytes(kept.model)
     assert abs(held - counted_bytes(kept.config)) < 0.001 * held < 0.0006 * sizes.weight_bytes(kept.config, 4)
 
