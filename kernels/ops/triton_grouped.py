@@ -162,7 +162,8 @@ def _constants(
 
 def aot_cases() -> list[AotCase]:
     """Llama-3-8B, Qwen3-235B and GLM-4.6 on eight ranks, Qwen3-Next, gpt-oss-120b and MiMo-V2-Flash on four, the index
-    rows of MiniMax-M3; DeepSeek V4-Flash on one rank and on eight, and its keys without queries."""
+    rows of MiniMax-M3; DeepSeek V4-Flash on one rank and on eight, and its keys without queries; queries and keys of
+    Ling-2.6's lightning attention on four ranks."""
     cases = []
     for label, heads, kv_heads, width, turned, norm, bias in (
         ("llama", 32, 8, 128, 128, False, False), ("qwen3", 8, 1, 128, 128, True, False),
@@ -170,13 +171,14 @@ def aot_cases() -> list[AotCase]:
         ("gpt-oss", 16, 2, 64, 64, False, False), ("mimo", 16, 2, 192, 64, False, False),
         ("minimax-m3 index", 4, 1, 128, 64, True, False), ("v4", 64, 1, 512, 64, True, False),
         ("v4 of eight ranks", 8, 1, 512, 64, True, False), ("v4 keys", 0, 1, 512, 64, True, False),
+        ("ling 2.6", 8, 8, 128, 64, True, False),
     ):  # fmt: skip
-        v4 = label.startswith("v4")
+        v4, slots = label.startswith("v4"), torch.int32 if label == "ling 2.6" else torch.int64
         table = RotaryTable(torch.empty(1, turned), interleaved=v4)
-        value = 0 if v4 else {"mimo": 128, "minimax-m3 index": 0}.get(label, width)
+        value = 0 if v4 else {"mimo": 128, "minimax-m3 index": 0, "ling 2.6": 0}.get(label, width)
         constants = _constants(heads, kv_heads, width, value, table, norm, bias, trailing=v4)
         signature = dict.fromkeys(("q", "k", "out", "k_cache"), "*bf16") | {
-            "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(torch.int64)}:1", "eps": "fp32",
+            "positions": "*i64:1", "cos_sin": "*fp32", "slots": f"*{element(slots)}:1", "eps": "fp32",
         }  # fmt: skip
         strides = [f"{x}_{y}" for x in "qkv" for y in ("stride", "head_stride")]
         signature |= dict.fromkeys((*strides, "out_stride", "k_cache_stride", "v_cache_stride"), "i32:16")

@@ -58,8 +58,9 @@ class RotatedLightning(LightningAttention):
         q, k, v, gate = parts.unbind(1)  # [T, H, Dh] each
         norms, table = self._head_norms, self._rotary
         if self._grouped_rows is not None:
-            turned = k.new_empty(k.shape)
-            places = torch.arange(len(k), device=k.device)
+            turned, runs = k.new_empty(k.shape), batch.state_runs
+            # each token has a place of its own: 0, 1, 2 ...
+            places = runs.starts if runs.is_decode else torch.arange(len(k), dtype=torch.int32, device=k.device)
             q = self._grouped_rows(q, k, None, norms, batch.positions, table, places, turned, None)
             return torch.cat((q, turned, v), 2), gate
         q, k = (self._ops.rms_norm(x, weight, norms.eps) for x, weight in ((q, norms.q), (k, norms.k)))

@@ -78,6 +78,9 @@ GROUPED, LATENT, INDEXER, GATE, LINEAR, MLP, ROUTED = 6, 8, 5, 2, 6, 3, 5
 MLA, the indexer of sparse attention in addition to MLA, an output gate by a projection of its own, Gated DeltaNet,
 dense layer or shared experts, routed experts with their router."""
 
+ROTATED = 2
+"""More kernels of lightning attention with norms and rotation of q and k, and norms of several groups of heads."""
+
 BLOCK_INDEXER = 8
 """More kernels of block-sparse attention: index queries and keys, their norms, rotations and places, scores of blocks,
 and the selection."""
@@ -277,8 +280,11 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     if fields.has("kv_lora_rank"):
         states = _kinds(fields, layers).count("linear_attention") if fields.has("linear_num_value_heads") else 0
         latent = (_latent(fields, hidden, layers - states),)
-        state = _linear if fields.raw.get("linear_gates") == 0 else _by_channel
-        return (*latent, state(fields, hidden, states)) if states else latent
+        if not states:
+            return latent
+        if fields.raw.get("linear_gates") == 0:
+            return (*latent, replace(_linear(fields, hidden, states), kernels=LINEAR + ROTATED))
+        return (*latent, _by_channel(fields, hidden, states))
     if fields.has("o_lora_rank"):
         return _compressed(fields, hidden, layers)
     kinds = _kinds(fields, layers)
