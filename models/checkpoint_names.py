@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from moe_engine.models import granite_names, ling_names, llama4_names, step_names
+from moe_engine.models import gemma_names, granite_names, ling_names, llama4_names, step_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.longcat_names import has_longcat_names, longcat_names
 from moe_engine.models.mistral_native import has_native_names, native_names
@@ -129,6 +129,8 @@ _STEPS: tuple[tuple[Callable[[Collection[str]], bool], Callable[[str], str]], ..
     (_always, _part_of_layer),
     (ling_names.has_names, ling_names.inner_name),
     (granite_names.has_names, granite_names.inner_name),
+    (gemma_names.has_factors, gemma_names.factor_name),
+    (gemma_names.has_names, gemma_names.inner_name),
 )
 """Whether names differ, and the name of each tensor then."""
 

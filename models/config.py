@@ -53,7 +53,8 @@ class GQAConfig:
     `indexer`: they see selected pools of tokens, all heads the same (Qwen3.8-Flash-Next); `index_width`: channels of
     its key, which is cached with each token's. `gate_width`: numbers that a projection of its own gives, whose
     sigmoid multiplies a head's result: one (Step 3.5). `gate_softplus`: softplus instead of the sigmoid (Laguna).
-    `qk_eps`: epsilon of the norms of q and k; 0: the model's.
+    `qk_eps`: epsilon of the norms of q and k; 0: the model's. `value_norm`: each head's value is normed, without
+    weights; `shared_values`: values are the keys before norm and rotation (Gemma 4).
     """
 
     num_heads: int
@@ -72,6 +73,8 @@ class GQAConfig:
     gate_width: int = 0
     gate_softplus: bool = False
     qk_eps: float = 0.0
+    value_norm: bool = False
+    shared_values: bool = False
 
     kind = "gqa"
 
@@ -219,6 +222,8 @@ class ModelConfig:
     """The published model's residual is this times the one here (Granite)."""
     logit_scale: float = 1.0
     """Factor of logits (Granite)."""
+    layer_factors: bool = False
+    """After each layer the residual is multiplied by a factor of the layer (Gemma 4), with `result_norms`."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:

@@ -39,7 +39,7 @@ _POSITIONS: Mapping[int, str] = {
     "smollm3",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
     131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe "
-    "hy_v3 phimoe minimax glm glm4 gemma3_text",
+    "hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3",
     524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
@@ -58,6 +58,14 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "glm": _GLM,
     "glm4": _GLM,
     "gemma3_text": _GEMMA,
+    "gemma4_text": {
+        **_GEMMA, "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "rope_scaling": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "glm4_moe": {**_EPS, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_experts_per_tok": 8},
     "glm4_moe_lite": {**_EPS, "routed_scaling_factor": 1.8, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "glm5_next_text": _INDEXED,

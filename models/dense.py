@@ -13,6 +13,7 @@ from moe_engine.models.layers.gqa import GQAttention, group_inputs
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.normed_experts import NormedMoE
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource
 
@@ -36,7 +37,8 @@ class DenseModel(Decoder):
         config, layer = self.config, f"model.layers.{layer_index}"
         is_mtp = layer_index >= config.num_layers
         if config.is_mtp_moe if is_mtp else config.moe_layers[layer_index]:
-            return MoE(config, layer_index, self.backends, reader, self.parallel)
+            normed = config.moe is not None and config.moe.normed
+            return (NormedMoE if normed else MoE)(config, layer_index, self.backends, reader, self.parallel)
         widths = config.hidden_size, config.intermediate_size
         own = config.mlp_bias, config.dense_activation
         return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, *own)

@@ -23,7 +23,7 @@ class MoEConfig:
     relu(x)^2 as activation (Nemotron-H). `num_zero`: zero experts, whose result is
     their input: the router chooses them like the `num_experts` others, after which they are numbered (LongCat-Flash).
     `scales_input`: the router's weight multiplies the input of the token's one expert, not its result (Llama 4).
-    `jitter`: of the score ``sparsemixer`` (Phi-3.5-MoE).
+    `jitter`: of the score ``sparsemixer`` (Phi-3.5-MoE). `normed`: see `NormedMoE` (Gemma 4).
     """
 
     num_experts: int
@@ -54,6 +54,7 @@ class MoEConfig:
     num_zero: int = 0
     scales_input: bool = False
     jitter: float = 0.0
+    normed: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -89,4 +90,5 @@ class MoEConfig:
         0: the ranks rather split them. In slots each token uses them `ep_size` times: at most an eighth more work than
         the routed experts'."""
         count, rest = divmod(self.shared_width, self.width)
-        return 0 if rest or self.latent or self.scales_input or 8 * count * (ep_size - 1) > self.top_k else count
+        apart = self.latent or self.scales_input or self.normed
+        return 0 if rest or apart or 8 * count * (ep_size - 1) > self.top_k else count

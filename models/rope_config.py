@@ -10,9 +10,10 @@ class RopeConfig:
     """Rotary embedding. `width` channels of a head are rotated, as pairs (2j, 2j+1) if `interleaved`, else (j, j+R/2).
 
     kind: ``default``, ``linear`` (positions divided by factor), ``yarn``, ``llama3``, ``longrope``, ``zero``: angles
-    are 0 at all positions; or ``none``: nothing is rotated, and the table has one row, for a model that gives all
-    tokens position 0. `attention_factor` multiplies cosines and sines; `softmax_factor` multiplies the softmax scale
-    (DeepSeek's mscale_all_dim, squared; LongCat-Flash's scale of queries; Granite's of scores).
+    are 0 at all positions; ``proportional`` (Gemma 4): see `turned`; or ``none``: nothing is rotated, and the table has
+    one row, for a model that gives all tokens position 0. `attention_factor` multiplies cosines and sines;
+    `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared; LongCat-Flash's scale of queries;
+    Granite's and Gemma's of scores).
     """
 
     theta: float
@@ -49,6 +50,9 @@ class RopeConfig:
 
     short_attention: float = 0.0
     """`attention_factor` with `short_factors`; 0: the same as with the others."""
+
+    turned: int = 0
+    """``proportional``: pairs that are rotated, with the frequencies of pairs of the whole width; others are not."""
 
     def within(self, context_len: int) -> RopeConfig:
         """For requests of at most `context_len` tokens. ``longrope`` has one list of factors for all positions, so that

@@ -13,6 +13,8 @@ from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.delta_tensors import delta_tensors
+from moe_engine.models.gqa_tensors import ROTATED_NORMS as ROTATED_NORMS
+from moe_engine.models.gqa_tensors import ROUTER_NORM, gqa_tensors, normed_experts_tensors
 from moe_engine.models.mla_tensors import indexer_tensors, mla_tensors
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
@@ -27,7 +29,7 @@ GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
 """Biases of all routed experts, in the block: [E, 2I], gate and up alternating, and [E, D]."""
 BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 HEAD_BIAS = "lm_head.bias"
-ROTATED_NORMS = ("query_layernorm", "key_layernorm")
+LAYER_FACTOR = "layer_scalar"
 """Norms of q and k after the rotation."""
 _ROTARY = "rotary_emb.inv_freq"
 _DECAYS = (".slope", ".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
@@ -44,6 +46,7 @@ QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
 GRANITE_MOE = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
+GEMMA4 = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM")
 LLAMA4 = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
 STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
@@ -116,6 +119,7 @@ _EXPERT_NAMES = {
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
     "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias"),
+    **dict.fromkeys(GEMMA4, ExpertNames("moe")),
     "LagunaForCausalLM": ExpertNames(router_bias="experts.e_score_correction_bias", shared="shared_expert"),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
@@ -196,6 +200,8 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     for name in others:
         yield from _input_norm(config, name, streams)
     yield from feed_forward_tensors(config, is_moe, layer)
+    if config.layer_factors:
+        yield TensorSpec(f"{LAYER_FACTOR}.weight", (1,), Kind.WIDE)
     if streams is not None and streams.rank:
         if streams.engram is not None and layer in streams.engram.layers:
             yield from (spec.within("ple") for spec in ngram_tensors(streams.engram, streams.count, config.hidden_size))
@@ -294,7 +300,7 @@ def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[Tensor
     if isinstance(attention, MLAConfig):
         found = mla_tensors(attention, hidden, layer)
     else:
-        found = _gqa(attention, hidden, sinks_name(config), gate_name(config))
+        found = gqa_tensors(attention, hidden, sinks_name(config), gate_name(config))
     yield from (spec.within("self_attn") for spec in found)
     if layer in attention.shared_layers:
         return
@@ -366,21 +372,6 @@ def _streams(streams: StreamsConfig, hidden: int, name: str, outputs: int) -> It
     yield TensorSpec(f"{name}.scale", (1 if outputs == streams.count else 3,), Kind.WIDE)
 
 
-def _gqa(a: GQAConfig, hidden: int, sinks: str, gate: str) -> Iterator[TensorSpec]:
-    query, key, value = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.value_width
-    for name, rows in (("q_proj", 2 * query if a.output_gate else query), ("k_proj", key), ("v_proj", value)):
-        yield from _linear(name, rows, hidden, a.qkv_bias)
-    yield from _linear("o_proj", hidden, a.num_heads * a.value_width, a.o_bias)
-    if a.gate_width:
-        yield from _linear(gate, a.num_heads * a.gate_width, hidden)
-    if a.sinks:
-        yield TensorSpec(sinks, (a.num_heads,), Kind.WIDE)
-    if a.qk_norm and a.qk_norm != "unweighted":
-        widths = (query, key) if a.qk_norm == "projection" else (a.head_dim, a.head_dim)
-        names = ROTATED_NORMS if a.qk_norm == "rotated" else ("q_norm", "k_norm")
-        yield from (_norm(name, width) for name, width in zip(names, widths))
-
-
 def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
     """The dense MLP of a layer, or its router, experts and shared expert. layer: as in `layer_tensors`."""
     hidden, moe = config.hidden_size, config.moe_of(config.num_layers if layer is None else layer)
@@ -416,6 +407,8 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = 
         yield from _mlp(f"{names.block}.{names.shared}", hidden, moe.shared_width, gated=not moe.squared)
         if moe.shared_gate:
             yield TensorSpec(f"{names.block}.{names.shared_gate}", (1, hidden), Kind.WIDE)
+    if moe.normed:
+        yield from (spec.within(names.block) for spec in normed_experts_tensors(moe.num_experts, hidden))
 
 
 def _mlp(prefix: str, hidden: int, width: int, bias: bool = False, gated: bool = True) -> Iterator[TensorSpec]:
@@ -434,6 +427,8 @@ def added(config: ModelConfig, name: str) -> float:
 def factor(config: ModelConfig, name: str) -> float:
     """What a stored tensor is multiplied by before it is used (`MLAConfig.latent_factor`)."""
     a = config.attention
+    if name.endswith(f".{ROUTER_NORM}.weight"):
+        return config.hidden_size**-0.5
     return a.latent_factor if isinstance(a, MLAConfig) and name.endswith(".kv_a_layernorm.weight") else 1.0
 
 

@@ -105,9 +105,10 @@ class GQAttention:
         share = Share.of(parallel.attn_tp)
         kv_share = heads_share(share, whole.num_kv_heads)
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        used = 2 if gqa.shared_values else 3
         self._qkv = load_linear(
-            backends.linear, reader, names, [gated, key, value], input_size or config.hidden_size, gqa.qkv_bias,
-            [share, kv_share, kv_share],
+            backends.linear, reader, names[:used], [gated, key, value][:used], input_size or config.hidden_size,
+            gqa.qkv_bias, [share, kv_share, kv_share][:used],
         )  # fmt: skip
         o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]
         self._o = load_linear(backends.linear, reader, o_proj, hidden, mixed, gqa.o_bias, in_share=share)
@@ -123,12 +124,12 @@ class GQAttention:
         self._load_norms(config, reader, prefix, (query, key), (share, kv_share), parallel)
         self._grouped_rows = None if rope.axes else backends.ops.capabilities.grouped_rows
         changed = self._both_norms is not None or rotary.query_scale is not None or gqa.output_gate
-        changed |= gqa.value_scale != 1.0
+        changed |= gqa.value_scale != 1.0 or gqa.value_norm
         self._adds_bias = self._grouped_rows is not None and not changed
         """Whether the launch that writes cache rows may add the bias of the projection."""
         decoder = self._backend.capabilities.decoder
         scaled = self._head_weights is not None or rotary.query_scale is not None
-        scaled |= gqa.value_scale != 1.0 or gqa.value_width != gqa.head_dim
+        scaled |= gqa.value_scale != 1.0 or gqa.value_width != gqa.head_dim or gqa.value_norm
         plain = type(self) is GQAttention and self._both_norms is None and not rope.axes and not scaled
         if decoder is not None and plain:
             norms = None if self._q_norm is None or self._k_norm is None else (self._q_norm.weight, self._k_norm.weight)
@@ -162,6 +163,9 @@ class GQAttention:
                 RMSNorm(self._ops, reader, f"{prefix}.{name}", width, self._norm_eps, config.norm_plus)
                 for name in ("q_norm", "k_norm")
             )
+        self._v_norm: UnweightedNorm | None = None
+        if self._gqa.value_norm:
+            self._v_norm = UnweightedNorm(self._ops, self._gqa.value_width, self._norm_eps, reader.device)
         self._head_norms: HeadNorms | None = None
         if self._q_norm is not None and self._k_norm is not None:
             self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, self._norm_eps)
@@ -241,10 +245,14 @@ class GQAttention:
     def _parts(self, projected: Tensor) -> ProjectedParts:
         gqa = self._gqa
         both = gqa.num_heads + gqa.num_kv_heads
-        heads, values = projected.split((both * gqa.head_dim, gqa.num_kv_heads * gqa.value_width), 1)
-        heads, v = heads.unflatten(1, (both, gqa.head_dim)), values.unflatten(1, (gqa.num_kv_heads, gqa.value_width))
+        heads = projected[:, : both * gqa.head_dim].unflatten(1, (both, gqa.head_dim))
+        v = heads[:, gqa.num_heads :]
+        if not gqa.shared_values:
+            v = projected[:, both * gqa.head_dim :].unflatten(1, (gqa.num_kv_heads, gqa.value_width))
         if gqa.value_scale != 1.0:
             v.mul_(gqa.value_scale)
+        if self._v_norm is not None:
+            v = self._v_norm(v)
         return ProjectedParts(heads[:, : gqa.num_heads], heads[:, gqa.num_heads :], v, heads)
 
     def _turned(self, parts: ProjectedParts, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -178,7 +178,7 @@ class MoE:
         self._route_int64 = backends.ops.capabilities.route_int64
         self._route_ahead = backends.ops.capabilities.route_ahead
         self._norm_route = backends.ops.capabilities.add_norm_route
-        self.fused = None if latent or moe.scales_input else self._fuse(backends.experts, parallel)
+        self.fused = None if latent or moe.scales_input or moe.normed else self._fuse(backends.experts, parallel)
         """The whole layer in one call; None if not supported."""
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
         self.adapters: StepAdapters | None = None

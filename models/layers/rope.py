@@ -68,6 +68,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     base = rope.theta ** (-pairs / rope.width)
     if rope.kind == "zero":
         return torch.zeros_like(base)
+    if rope.kind == "proportional":
+        return torch.where(torch.arange(len(base)) < rope.turned, base / rope.factor, 0.0)
     if rope.kind == "linear":
         return base / rope.factor
     if rope.kind == "llama3":

@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"n_routed_experts": 2, "num_experts_per_tok": 2},
     "afmoe": {"num_experts": 2, "num_experts_per_tok": 2},
     "gemma3": {},
+    "gemma4": {"num_experts": 2, "top_k_experts": 2},
     "llama4": {"num_local_experts": 1},
     "laguna": {"num_experts": 2, "num_experts_per_tok": 2},
     "step3p7": {"moe_num_experts": 2, "moe_top_k": 2},

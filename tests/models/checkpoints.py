@@ -64,6 +64,7 @@ MORE_KINDS = (
     "hy_v3",
     "afmoe",
     "gemma3",
+    "gemma4",
     "laguna",
     "llama4",
     "ministral",
@@ -346,6 +347,20 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GQA, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 20, "sliding_window_pattern": 2}
         | {"rope_local_base_freq": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
         | {"tie_word_embeddings": True},
+    ),
+    "gemma4": (
+        "Gemma4",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "global_head_dim": 32}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 20, "intermediate_size": 96}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "final_logit_softcapping": 3.0}
+        | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
+        | {"moe_intermediate_size": 32, "tie_word_embeddings": True}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
     ),
     "llama4": (
         "Llama4",
@@ -658,7 +673,7 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     elif family == "Qwen4Exp":
         config, model_class = _qwen4_exp(fields), transformers.Qwen4ExpForConditionalGeneration
     else:
-        text = "Text" if family.startswith(("Qwen3_5", "Llama4", "Gemma3")) else ""
+        text = "Text" if family.startswith(("Qwen3_5", "Llama4", "Gemma")) else ""
         config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
         model_class = getattr(transformers, f"{family}ForCausalLM")
     transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)  # of Mistral4, which is not
@@ -666,7 +681,7 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name and name.endswith(".bias"):
             tensor.data = 0.3 * torch.randn_like(tensor)
-        elif "norm" in name:
+        elif "norm" in name or name.endswith((".layer_scalar", ".router.scale", ".per_expert_scale")):
             stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniMaxM3", "Step3p7", "Gemma3"))
             less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)

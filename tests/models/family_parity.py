@@ -84,6 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama4": {},
     "afmoe": {},
     "gemma3": {},
+    "gemma4": {},
     "glm4_moe": {"num_mtp_layers": 1},
     "glm4_moe_lite": {"num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "gpt_oss": {},

@@ -31,7 +31,7 @@ EXPERTS = {
     "deepseek_v2": "n_routed_experts", "deepseek_v2_lite": "n_routed_experts", "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts", "glm4_moe_lite": "n_routed_experts", "mistral4": "n_routed_experts",
     "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
-    "qwen2_moe": "num_experts", "olmoe": "num_experts",
+    "qwen2_moe": "num_experts", "olmoe": "num_experts", "gemma4": "num_experts",
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
@@ -43,7 +43,7 @@ EXPERTS = {
 }  # fmt: skip
 CHOSEN = {
     "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
-    "step3p7": "moe_top_k", "longcat_flash": "moe_topk",
+    "step3p7": "moe_top_k", "longcat_flash": "moe_topk", "gemma4": "top_k_experts",
 }  # fmt: skip
 GRANITE_MOE = ("granitemoe", "granitemoeshared")
 WIDTHS = dict.fromkeys(
@@ -70,7 +70,7 @@ GROUPED = (
 )
 """Routers that choose groups of experts."""
 NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "afmoe", "nemotron_h",
-             "longcat_flash", "llama4", "phimoe", "minimax", *GRANITE_MOE)  # fmt: skip
+             "longcat_flash", "llama4", "phimoe", "minimax", "gemma4", *GRANITE_MOE)  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 OF_THREE_LAYERS = ("glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mimo_v2_flash")
@@ -79,7 +79,7 @@ NO_HEAD_DIM += ("granite", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4", "gemma3", "olmo3",
+    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4", "gemma3", "gemma4", "olmo3",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
 NO_BIAS += ("exaone4", "ministral", "glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
@@ -157,8 +157,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         fields["block_size"] = rng.choice((8, 32))
     if kind == "llama4":
         _draw_llama4(rng, fields)
-    if kind == "gemma3":
-        _draw_gemma(rng, fields)
+    if kind in ("gemma3", "gemma4"):
+        _draw_gemma(kind, rng, fields)
     if kind == "afmoe":
         fields |= {
             "num_dense_layers": rng.choice((0, 1, layers)), "num_shared_experts": rng.choice((1, 2)),
@@ -350,14 +350,28 @@ def _draw_phimoe(rng: random.Random, fields: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
-def _draw_gemma(rng: random.Random, fields: dict[str, Any]) -> None:
-    """Windows in some, all or no layers, with rotary settings of their own; another scale of scores than the heads'."""
+def _draw_gemma(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
+    """Windows in some, all or no layers, with rotary settings of their own; another scale of scores than the heads'.
+    Gemma 4: other heads in layers without a window; the last layer has none."""
     layers, known = fields["num_hidden_layers"], ("full_attention", "sliding_attention")
+    fields |= {"sliding_window": rng.choice((7, 20)), "final_logit_softcapping": rng.choice((None, 3.0))}
+    if kind == "gemma4":
+        kinds, kv = [*(rng.choice(known) for _ in range(layers - 1)), known[0]], fields["num_key_value_heads"]
+        rope = {"rope_type": "proportional", "partial_rotary_factor": rng.choice((0.25, 0.5, 1.0)), "rope_theta": 1e5}
+        fields |= {
+            "layer_types": rng.choice((None, kinds)), "global_head_dim": rng.choice((8, 24, 64, 80)),
+            "num_global_key_value_heads": rng.choice((None, 1, kv)), "attention_k_eq_v": rng.random() < 0.6,
+            "enable_moe_block": rng.random() < 0.6,
+            "rope_parameters": {
+                known[0]: rng.choice((rope, {"rope_type": "default", "rope_theta": 1e4})),
+                known[1]: {"rope_type": "default", "rope_theta": rng.choice((500.0, 1e4))},
+            },
+        }  # fmt: skip
+        return
     fields |= {
-        "sliding_window": rng.choice((7, 20)), "query_pre_attn_scalar": rng.choice((fields["head_dim"], 5, 30)),
+        "query_pre_attn_scalar": rng.choice((fields["head_dim"], 5, 30)),
         "rope_theta": rng.choice((1e4, 1e6)), "rope_local_base_freq": rng.choice((1e4, 500.0)),
         "rope_scaling": rng.choice((None, {"rope_type": "linear", "factor": rng.choice((2.0, 8.0))})),
-        "final_logit_softcapping": rng.choice((None, 3.0)),
         "layer_types": rng.choice((None, [rng.choice(known) for _ in range(layers)])),
         "sliding_window_pattern": rng.choice((1, 2, 3)),
     }  # fmt: skip

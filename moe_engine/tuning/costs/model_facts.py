@@ -17,7 +17,7 @@ from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_families import qwen_moe_layers
 from moe_engine.models.config_fields import Fields, text_fields
-from moe_engine.models.config_gemma import gemma_fields
+from moe_engine.models.config_gemma import gemma4_fields, gemma_fields
 from moe_engine.models.config_glm5_next import glm5_next_fields
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
@@ -61,7 +61,7 @@ _COMPLETED = {
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
     "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
-    "llama4_text": llama4_facts, "gemma3_text": gemma_fields,
+    "llama4_text": llama4_facts, "gemma3_text": gemma_fields, "gemma4_text": gemma4_fields,
     **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), minimax_text_fields),
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),
@@ -299,7 +299,7 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     if blocks:
         found.append(_block_sparse(fields, hidden, blocks))
     if sliding:
-        own = (name if fields.has(name := f"swa_{plain}") else plain for plain in _HEADS)
+        own = (name if fields.has(name := f"swa_{plain}") else plain for plain in (*_HEADS, "head_dim"))
         found.append(_grouped(fields, hidden, sliding, window, *own))
     if linear:
         found.append(_linear(fields, hidden, linear))
@@ -381,19 +381,26 @@ def _compressed(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFact
 
 
 def _grouped(
-    fields: Fields, hidden: int, layers: int, window: int, kv_heads: str = _HEADS[0], query_heads: str = _HEADS[1]
+    fields: Fields,
+    hidden: int,
+    layers: int,
+    window: int,
+    kv_heads: str = _HEADS[0],
+    query_heads: str = _HEADS[1],
+    head_dim: str = "head_dim",
 ) -> AttentionFacts:
-    """kv_heads, query_heads: names of the fields with the numbers of heads."""
+    """kv_heads, query_heads, head_dim: names of the fields with the numbers of heads, and the channels of a key."""
     heads = fields.integer(query_heads)
     groups = fields.integer(kv_heads, heads)
-    key = fields.integer("head_dim", hidden // heads)
+    key = fields.integer(head_dim, hidden // heads)
+    shared = groups * key * hidden if fields.raw.get("attention_k_eq_v") and not window else 0
     both = key + fields.integer("v_head_dim", key)
     gate = heads * key * hidden if fields.raw.get("attn_output_gate") else 0
     by_head = bool(fields.raw.get("use_head_wise_attn_gate"))
     flops = 2.0 * heads * both
     return AttentionFacts(
         layers=layers,
-        sharded=hidden * both * (heads + groups) + gate + heads * hidden * by_head,
+        sharded=hidden * both * (heads + groups) + gate + heads * hidden * by_head - shared,
         replicated=0,
         kernels=GROUPED + GATE * by_head,
         kv_width=groups * both,

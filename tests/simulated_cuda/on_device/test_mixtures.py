@@ -21,6 +21,7 @@ MADE: dict[str, Callable[[Path], Path]] = {
     "mistral_large3": lambda path: make_mistral_large3_text(path, 5, num_hidden_layers=2),
     "mistral_large4": lambda path: make_checkpoint("mistral_large4", path, 5, kv_source_layers=[0, 1, 0, 3]),
     "afmoe": lambda path: make_checkpoint("afmoe", path, 5, sliding_window=6),
+    "gemma4": lambda path: make_checkpoint("gemma4", path, 5, sliding_window=6),
     "gemma3": lambda path: make_checkpoint("gemma3", path, 5, sliding_window=6),
     "llama4": lambda path: make_checkpoint("llama4", path, 5, attention_chunk_size=6),
     "phimoe": lambda path: make_checkpoint("phimoe", path, 5),
