@@ -32,6 +32,7 @@ from moe_engine.kernels.attention.selected import Selected, Shift, Turn
 from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.kernels.experts.shapes import (
     DEEPSEEK_V3,
+    GEMMA_4,
     GPT_OSS_20B_MXFP4,
     KIMI_K3,
     MINIMAX_M3,
@@ -70,7 +71,7 @@ FP8_MINIMAX_M3 = replace(MINIMAX_M3, name="minimax-m3-fp8", fp8=True)
 GLM_53_FLASH = ExpertModel("glm-5.3-flash", 288, 8, 4096, 2048, fp8=False, activation=GatedActivation(10.0))
 EXPERTS = {
     DEEPSEEK_V3: (3,), QWEN3_30B_ROWS: (3, 40, 100), GPT_OSS_20B_MXFP4: (3, 40), FP8_MINIMAX_M3: (3, 40, 600),
-    GLM_53_FLASH: (3, 40, 600), NEMOTRON_3: (3, 40, 100), KIMI_K3: (2,),
+    GLM_53_FLASH: (3, 40, 600), NEMOTRON_3: (3, 40, 100), KIMI_K3: (2,), GEMMA_4: (3, 600),
 }  # fmt: skip
 """Tokens: with few a pair is a row of its own, with more the weights are the left factor, the most take large tiles."""
 

@@ -74,7 +74,8 @@ class ExpertsCapabilities:
     """Products with `ExpertWeights.bias`. The row in `kernels.tables` has the same field."""
 
     clamps: bool = False
-    """Activations with a limit in `ExpertWeights.activation`. The row in `kernels.tables` has the same field."""
+    """Activations with a limit (GELU's, too) in `ExpertWeights.activation`. The row in `kernels.tables` has the same
+    field."""
 
     warm_up: Callable[[StepShapes], int] | None = None
     """Runs everything that the kernel compiles at first use, see `vendors.warming`; returns the number of products

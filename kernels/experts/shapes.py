@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_engine.kernels.gate_form import SILU, SQUARED, GatedActivation
+from moe_engine.kernels.gate_form import GELU, SILU, SQUARED, GatedActivation
 from moe_engine.kernels.linear.shapes import AWQ
 from moe_engine.kernels.quantization.codes import FP4, MXFP4_GROUP, NVFP4_GROUP, GroupCodes
 
@@ -84,6 +84,7 @@ DEEPSEEK_V3 = ExpertModel("deepseek-v3", 256, 8, 7168, 2048, fp8=True)
 DEEPSEEK_V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
 MINIMAX_M3 = ExpertModel("minimax-m3", 128, 4, 6144, 3072, fp8=False, activation=GatedActivation(7.0, 1.702))
 NEMOTRON_3 = ExpertModel("nemotron-3-nano", 128, 6, 2688, 1856, fp8=False, activation=SQUARED)
+GEMMA_4 = ExpertModel("gemma-4-26b-a4b", 128, 8, 2816, 704, fp8=False, activation=GELU)
 GPT_OSS_20B = ExpertModel("gpt-oss-20b", 32, 4, 2880, 2880, fp8=False, biased=True)
 QWEN3_30B_ROWS = ExpertModel("qwen3-30b-a3b-fp8-rows", 128, 8, 2048, 768, fp8=True, row_scales=True)
 """FP8 of compressed-tensors, strategy ``channel``."""

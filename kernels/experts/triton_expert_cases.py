@@ -12,6 +12,7 @@ from moe_engine.kernels.experts.shapes import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
     FOUR_BIT_MODELS,
+    GEMMA_4,
     GPT_OSS_20B,
     GPT_OSS_20B_MXFP4,
     KIMI_K2,
@@ -109,7 +110,7 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    plain = product((GPT_OSS_20B, MINIMAX_M3, QWEN3_30B_ROWS, NEMOTRON_3, NEMOTRON_3_SUPER), (8, 512))
+    plain = product((GPT_OSS_20B, MINIMAX_M3, QWEN3_30B_ROWS, NEMOTRON_3, NEMOTRON_3_SUPER, GEMMA_4), (8, 512))
     for model, mean_rows in (*plain, *product((GPT_OSS_20B_MXFP4,), (8, 32, 64, 512))):
         found |= {case.name: case for case in cases_of(model, model.num_experts, mean_rows, False)}
     for model in FOUR_BIT_MODELS:
@@ -122,7 +123,7 @@ def aot_cases() -> list[AotCase]:
     whole = (
         (DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B_MXFP4, 32), (GPT_OSS_20B, 32),
         (KIMI_K2.part(8), 384), (KIMI_K3.part(8), 896), (QWEN3_30B_ROWS, 128), (NEMOTRON_3, 128),
-        (NEMOTRON_3_SUPER, 512),
+        (NEMOTRON_3_SUPER, 512), (GEMMA_4, 128),
     )  # fmt: skip
     for model, num_experts in whole:
         found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}

@@ -482,6 +482,17 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         1.0e9, 1.0e9,
     ),
     (
+        {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": {}}
+        | {
+            "text_config": {"model_type": "gemma4_text", "hidden_size": 2816, "intermediate_size": 2112}
+            | {"num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
+            | {"num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+            | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+            | {"sliding_window": 1024, "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision"}
+        },
+        25.2e9, 3.8e9,
+    ),
+    (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 256}
         | {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152}}
         | {

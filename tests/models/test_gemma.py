@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_engine.errors import ConfigError
+from moe_engine.models import sizes
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.tensors import model_tensors
@@ -31,6 +32,18 @@ GEMMA3_4B: dict[str, Any] = {
     "vision_config": {
         "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
         "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+
+GEMMA4_26B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": {},
+    "text_config": {
+        "model_type": "gemma4_text", "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512,
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+        "moe_intermediate_size": 704, "sliding_window": 1024, "final_logit_softcapping": 30.0,
+        "use_bidirectional_attention": "vision",
     },
 }  # fmt: skip
 
@@ -55,24 +68,52 @@ def test_the_published_file_of_gemma_3_4b(tmp_path: Path) -> None:
     assert [(kind.layers, kind.keeps) for kind in facts.attention] == [(5, 0), (29, 1024)]
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize("row", ["torch", "cpu"])
-def test_text_of_a_checkpoint_with_a_tower(row: str, tmp_path: Path) -> None:
-    """As transformers saves it; the tower is not read."""
+def test_the_published_form_of_gemma_4(tmp_path: Path) -> None:
+    """26B-A4B: layers without a window have two heads of 512 channels, whose values are their keys."""
+    config = parse(tmp_path, GEMMA4_26B)
+    full, windowed = config.attention_of(5), config.attention_of(0)
+    assert isinstance(full, GQAConfig) and isinstance(windowed, GQAConfig)
+    assert (full.num_kv_heads, full.head_dim, full.shared_values) == (2, 512, True)
+    assert (windowed.num_kv_heads, windowed.head_dim, windowed.shared_values) == (8, 256, False)
+    assert [(rope.kind, rope.width, rope.turned, rope.softmax_factor) for rope in config.ropes] == [
+        ("proportional", 512, 64, 512**0.5), ("default", 256, 0, 16.0)
+    ]  # fmt: skip
+    assert config.moe is not None and (config.moe.shared_width, config.logit_cap) == (2112, 30.0)
+    facts = model_facts(GEMMA4_26B)
+    small = sizes.num_parameters(config) - config.vocab_size * config.hidden_size - facts.num_parameters
+    assert 0 <= small < 2e6
+    assert [(kind.layers, kind.kv_width, kind.keeps) for kind in facts.attention] == [(5, 2048, 0), (25, 4096, 1024)]
+
+
+def _with_tower(kind: str) -> Any:
+    """A model of transformers with a small tower."""
     import transformers
 
-    seed = random.randrange(2**31)
-    torch.manual_seed(seed)
-    text = {name: value for name, value in hub_fields("gemma3").items() if name != "pad_token_id"}
+    text = {name: value for name, value in hub_fields(kind).items() if name != "pad_token_id"}
     tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    image = VOCAB_SIZE - 1
+    if kind == "gemma4":
+        tower |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4}
+        config = transformers.Gemma4Config(text_config=text, vision_config=tower, image_token_id=image)
+        return transformers.Gemma4ForConditionalGeneration(config)
     tower |= {"image_size": 16, "patch_size": 4}
     config = transformers.Gemma3Config(
-        text_config=text, vision_config=tower, image_token_index=VOCAB_SIZE - 1, mm_tokens_per_image=4
+        text_config=text, vision_config=tower, image_token_index=image, mm_tokens_per_image=4
     )
-    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = 0.2 * torch.randn_like(parameter)
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("row", ["torch", "cpu"])
+def test_text_of_a_checkpoint_with_a_tower(row: str, kind: str, tmp_path: Path) -> None:
+    """As transformers saves it; the tower is not read."""
+    seed = random.randrange(2**31)
+    torch.manual_seed(seed)
+    model = _with_tower(kind).float().eval()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name or name.endswith((".layer_scalar", ".router.scale", ".per_expert_scale")):
+            tensor.data = (kind == "gemma4") + 0.2 * torch.randn_like(tensor)
     model.save_pretrained(tmp_path)
     ids = torch.randint(1, 200, (1, 50))
     with torch.no_grad():
@@ -89,9 +130,10 @@ def test_the_scale_of_embeddings_is_rounded(tmp_path: Path) -> None:
     assert model._embed_scale == float(torch.tensor(72**0.5).bfloat16()) != 72**0.5
 
 
-def test_modules_name_all_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_modules_name_all_tensors(kind: str, tmp_path: Path) -> None:
     """Each tensor belongs to one module, so that a weight update builds it again."""
-    loaded = stepper.load(make_checkpoint("gemma3", tmp_path, tokenizer=False, tie_word_embeddings=False), "torch")
+    loaded = stepper.load(make_checkpoint(kind, tmp_path, tokenizer=False, tie_word_embeddings=False), "torch")
     modules = [module.prefixes for module in loaded.model.modules()]
     for spec in model_tensors(loaded.config):
         assert sum(spec.name.startswith(prefixes) for prefixes in modules) == 1, spec.name
@@ -107,3 +149,17 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             parse(tmp_path, GEMMA3_4B | {"text_config": text | wrong})
+    text = GEMMA4_26B["text_config"]
+    for wrong, message in (
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input 256 is not supported; supported: 0"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 is not supported; supported: 0"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers 20 is not supported; supported: 0"),
+        (
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention 'all' is not supported; supported: vision",
+        ),
+        ({"top_k_experts": None}, "num_experts_per_tok is missing"),
+    ):
+        kept = {name: value for name, value in (text | wrong).items() if value is not None}
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parse(tmp_path, GEMMA4_26B | {"text_config": kept})

@@ -221,6 +221,7 @@ def aot_cases() -> list[AotCase]:
         (2, 64, 512, bf16, PLAIN, False), (4, 128, 1, fp32, PLAIN, False), (4, 128, 1, bf16, FP8_TOKEN, False),
         (4, 128, 512, bf16, FP8_TOKEN, False), (4, 128, 1, bf16, FP8_RANGE, False),
         (5, 128, 1, bf16, PLAIN, False), (5, 128, 512, bf16, PLAIN, False),  # chunks
+        *((*heads, tokens, bf16, PLAIN, False) for heads in ((2, 256), (8, 512)) for tokens in (1, 512)),  # Gemma 4
     ):  # fmt: skip
         tile = paged_tile(per_group * tokens, width, dtype)
         kind = f"*{element(dtype)}"
@@ -235,7 +236,7 @@ def aot_cases() -> list[AotCase]:
         }  # fmt: skip
         if form == FP8_TOKEN:  # records are a multiple of 4 bytes long
             signature |= dict.fromkeys(("key_stride", "key_head_stride", "value_stride", "value_head_stride"), "i32")
-        sinks, value = width in (64, 192) and per_group == 8, min(width, 128)
+        sinks, value = width in (64, 192) and per_group == 8, width if width > 192 else min(width, 128)
         constants = {**_constants(per_group, width, value, tile, form, tree, dtype), "WIDE": False}
         chunked = per_group == 5
         constants["WINDOW"] = -8192 if chunked else 128 * sinks

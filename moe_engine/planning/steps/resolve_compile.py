@@ -40,6 +40,8 @@ def compiled_rows(
         raise ConfigError(f"{FLAG} with --tp-size {parallel.topology.tp_size}: only layers of one rank are compiled")
     if any(getattr(kind, "gate_width", 0) for kind in model.attentions):
         raise ConfigError(f"{FLAG}: not available yet: layers with output gates are not compiled; leave it out")
+    if model.moe is not None and model.moe.normed:
+        raise ConfigError(f"{FLAG}: not available yet: experts with norms of their own are not compiled; leave it out")
     if device != "cpu" and (kept := model.weight_format.held_by(IN_BLOCKS).name):
         raise ConfigError(f"{FLAG} with {kept} weights: torch cannot trace their GEMM kernels; drop it")
     for name in (FLAGS[family] for family in INSIDE):
