@@ -26,7 +26,7 @@ _OUTER = {
     "mm_projector.": "visual.mm_projector.", "model.mm_projector.": "visual.mm_projector.",
     "multi_modal_projector.": "visual.projector.", "model.multi_modal_projector.": "visual.projector.",
     "model.vision_tower.": "visual.", "patch_merge_mlp.": "visual.merge_mlp.",
-    "vision_model.": "visual.",
+    "vision_model.": "visual.", "model.embed_vision.": "visual.projector.",
 }  # fmt: skip
 """Prefixes of models for images and text: as transformers names their parts since 4.52; Kimi K2.5's, Mistral's and
 MiniMax-M3's, as published and as transformers saves them."""
