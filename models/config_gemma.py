@@ -60,22 +60,24 @@ def parse_gemma4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
             read, "num_experts", "moe_intermediate_size", shared_width=width, renormalize=True, limit=GELU_LIMIT,
             normed=True,
         )  # fmt: skip
-    heads = {"qk_norm": "head", "value_norm": True}
     shared = fields.flag("attention_k_eq_v")
     rope = {name: value for name, value in full.items() if name != _PART}
     proportional = rope.get("rope_type", "default") == "proportional"
     more = {"rope_scaling": rope | {"rope_type": "default"} if proportional else rope, "rope_parameters": None}
     own = Fields({**read.raw, **more, _PART: None}, fields.source)
-    config = parse_gqa(own, generation, moe, (moe is not None,) * layers, shared_values=shared, **heads)
-    assert isinstance(config.attention, GQAConfig)
+    config = parse_gqa(
+        own, generation, moe, (moe is not None,) * layers, qk_norm="head", value_norm=True, shared_values=shared
+    )
+    whole = config.attention
+    assert isinstance(whole, GQAConfig)
     if proportional:
-        width, settings = config.attention.head_dim, Fields(full, fields.source, f"rope_parameters.{_FULL}.")
+        width, settings = whole.head_dim, Fields(full, fields.source, f"rope_parameters.{_FULL}.")
         turned = int(settings.number(_PART, 1.0, above=0) * width // 2)
         factor = settings.number("factor", 1.0, above=0)
         config = replace(config, rope=replace(config.rope, kind="proportional", turned=turned, factor=factor))
     if config.windows:
         sizes = {"num_kv_heads": fields.integer("num_key_value_heads"), "head_dim": fields.integer("head_dim")}
-        attention = replace(config.attention, shared_values=False, **sizes)
+        attention = replace(whole, shared_values=False, **sizes)
         found = parse_rope(
             Fields({**own.raw, "rope_scaling": windowed}, fields.source), attention.head_dim, False, False
         )
