@@ -32,8 +32,8 @@ _VISUAL: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {"rope_theta": 5e5}, "qwen3_vl_moe": {"rope_theta": 5e5, "num_experts_per_tok": 4},
 }  # fmt: skip
 _POSITIONS: Mapping[int, str] = {
-    2048: "llama deepseek_v2 dots1 exaone4 granite granitemoe granitemoeshared hunyuan_v1_dense hunyuan_v1_moe olmo2 "
-    "olmo3",
+    2048: "llama deepseek_v2 dots1 exaone4 granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense "
+    "hunyuan_v1_moe olmo2 olmo3",
     4096: "deepseek_v3 nemotron_h phi3 olmoe",
     32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
     "smollm3",
@@ -70,7 +70,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {**_EPS, "routed_scaling_factor": 1.8, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "glm5_next_text": _INDEXED,
     "glm_moe_dsa": {**_INDEXED, "first_k_dense_replace": 3},
-    **{f"granitemoe{part}": {"num_experts_per_tok": 2, "num_local_experts": 8} for part in ("", "shared")},
+    **{f"granitemoe{part}": {"num_experts_per_tok": 2, "num_local_experts": 8} for part in ("", "shared", "hybrid")},
     "gpt_oss": {
         **_EPS, "sliding_window": 128, "rope_theta": 150000.0, "num_experts_per_tok": 4,
         "rope_scaling": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},

@@ -1,4 +1,4 @@
-"""config.json of Granite 3, dense and with experts -> ModelConfig. Imports no torch."""
+"""config.json of Granite 3 (dense, with experts) and Granite 4 (with Mamba2) -> ModelConfig. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import Any
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.config_families import parse_gqa, plain_experts
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_nemotron_h import mamba_config
 from moe_engine.models.formats.fused_blocks import common_experts
+
+_STATE, _FULL = "linear_attention", "full_attention"
+_KINDS = {"mamba": _STATE, "attention": _FULL, _STATE: _STATE, _FULL: _FULL}
+"""Kinds of layers in published files, and in those that transformers saves."""
 
 
 def parse_granite(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -24,6 +29,56 @@ def parse_granite_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     config = parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"))
     format = common_experts(config.weight_format, moe.num_experts)
     return with_factors(fields, replace(config, weight_format=format))
+
+
+def parse_granite_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Granite 4: Mamba2 in most layers or in none, attention without positions or with them, experts with a shared one
+    or a dense MLP."""
+    fields.check_served({"mamba_n_groups": 1, "mamba_proj_bias": False, "normalization_function": "rmsnorm"})
+    read = granite_facts(fields)
+    kinds, layers = read.raw["layer_types"], fields.integer("num_hidden_layers")
+    if _FULL not in kinds:
+        fields.fail("layer_types", "has no layer of attention; a model without KV is not supported")
+    width = fields.integer("shared_intermediate_size", 1024)
+    if fields.integer("num_local_experts", 0, minimum=0):
+        config = parse_granite_moe(read, generation)
+    else:
+        dense = Fields({**read.raw, "intermediate_size": width}, fields.source)
+        config = with_factors(fields, parse_gqa(dense, generation, None, (False,) * layers))
+    states = tuple(i for i, kind in enumerate(kinds) if kind == _STATE)
+    delta = replace(mamba_config(read), eps=fields.number("rms_norm_eps", 1e-6))
+    rotates = fields.choice("position_embedding_type", None, "rope", "nope") == "rope"
+    return replace(
+        config,
+        rope=config.rope if rotates else replace(config.rope, kind="none", attention_factor=1.0),
+        delta=delta if states else None,
+        state_groups=delta.state_groups(states),
+        raw=fields.raw,
+    )
+
+
+def granite_facts(fields: Fields) -> Fields:
+    """The fields of Granite 3 and 4 under the names of other families."""
+    raw, layers = dict(fields.raw), fields.integer("num_hidden_layers")
+    raw["shared_expert_intermediate_size"] = fields.integer("shared_intermediate_size", 0, minimum=0)
+    if fields.text("model_type", "") != "granitemoehybrid":
+        return Fields(raw, fields.source)
+    kinds = fields.by_layer("layer_types", layers, _KINDS) or fields.by_layer("layers_block_type", layers, _KINDS)
+    inner = fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
+    heads, head = fields.integer("mamba_n_heads", 128), fields.raw.get("mamba_d_head", "auto")
+    raw |= {
+        "layer_types": [_STATE] * layers if kinds is None else [_KINDS[kind] for kind in kinds],
+        "n_groups": 1, "mamba_num_heads": heads, "ssm_state_size": fields.integer("mamba_d_state", 256),
+        "mamba_head_dim": inner // heads if head == "auto" else fields.integer("mamba_d_head"),
+        "conv_kernel": fields.integer("mamba_d_conv", 4, minimum=2),
+        "use_conv_bias": fields.flag("mamba_conv_bias", True),
+    }  # fmt: skip
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    sizes = (1, heads, raw["ssm_state_size"], raw["mamba_head_dim"])
+    raw |= {f"linear_{name}": size for name, size in zip(names, sizes)} | {"linear_gates": 1}
+    if not fields.integer("num_local_experts", 0, minimum=0):
+        raw |= {"num_local_experts": None, "intermediate_size": fields.integer("shared_intermediate_size", 1024)}
+    return Fields(raw, fields.source)
 
 
 def with_factors(fields: Fields, config: ModelConfig) -> ModelConfig:

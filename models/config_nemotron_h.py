@@ -94,7 +94,7 @@ def parse_nemotron_h(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     moe = _experts(read) if EXPERTS in kinds else None
     config = parse_gqa(read, generation, moe, tuple(kind == EXPERTS for kind in kinds), qkv_bias=False, o_bias=False)
     states = tuple(i for i, kind in enumerate(kinds) if kind == STATE)
-    delta = _mamba(read)
+    delta = mamba_config(read)
     return replace(
         config,
         rope=replace(config.rope, kind="none"),
@@ -130,8 +130,8 @@ def _experts(fields: Fields) -> MoEConfig:
     return moe
 
 
-def _mamba(fields: Fields) -> DeltaConfig:
-    """Mamba2's sizes."""
+def mamba_config(fields: Fields) -> DeltaConfig:
+    """Mamba2's sizes in Nemotron's fields."""
     delta = DeltaConfig(
         key_heads=fields.integer("n_groups", None) or fields.integer("mamba_n_groups", 8),
         value_heads=fields.integer("mamba_num_heads", 128),

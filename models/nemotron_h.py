@@ -1,4 +1,5 @@
-"""Nemotron-H and Nemotron-3: layers of one mixer each, which is Mamba2, attention without rotation, experts or an MLP.
+"""Nemotron-H and Nemotron-3: layers of one mixer each, which is Mamba2, attention without rotation, experts or an MLP;
+and Granite 4, whose layers have a feed-forward each.
 
 A mixer over tokens and the feed-forward after it are one layer of the decoder.
 """
@@ -16,7 +17,7 @@ from moe_engine.models.weights import WeightSource
 
 
 class NemotronHModel(DenseModel):
-    """`Model` of the family. `batch.kv[layer]` is (keys, values); for Mamba2, its state tensors; else ()."""
+    """`Model` of the families. `batch.kv[layer]` is (keys, values); for Mamba2, its state tensors; else ()."""
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         if layer_index in self.config.state_layers:
@@ -27,5 +28,7 @@ class NemotronHModel(DenseModel):
         return super().attention_args(self.place(batch))
 
     def place(self, batch: ForwardBatch) -> ForwardBatch:
-        """All tokens read the only row of the rotary table, which rotates nothing."""
+        """Without positions all tokens read the only row of the rotary table, which rotates nothing."""
+        if self.config.rope.kind != "none":
+            return batch
         return replace(batch, positions=batch.positions.new_zeros(batch.num_tokens))

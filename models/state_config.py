@@ -54,7 +54,7 @@ class DeltaConfig:
     (Nemotron-H): one input projection; a convolution with a bias if `conv_bias`; step widths within `step_limits`.
     `taps` 0: lightning attention (MiniMax-Text-01), without convolution, as many key heads as value heads. `rope`: its
     q and k are normed by head and rotated, without SiLU (Ling 2.6). `norm_groups`: its results are normed in this many
-    groups of adjacent heads."""
+    groups of adjacent heads. `eps`: epsilon of Mamba2's norm; 0: the model's."""
 
     key_heads: int
     value_heads: int
@@ -72,6 +72,7 @@ class DeltaConfig:
     step_limits: tuple[float, float] | None = None
     rope: RopeConfig | None = None
     norm_groups: int = 1
+    eps: float = 0.0
 
     @property
     def decays(self) -> int:

@@ -1,4 +1,4 @@
-"""Mamba2: a layer with an additive state for each request instead of KV (arXiv 2405.21060; Nemotron-H).
+"""Mamba2: a layer with an additive state for each request instead of KV (arXiv 2405.21060; Nemotron-H, Granite 4).
 
 Legend: T tokens, D hidden, G groups of this rank, r heads of a group, N width of the state's keys (B and C), P channels
 of a head, K taps. A group is a key head of the kernel, C its query, B its key, and x the values of its heads.
@@ -57,7 +57,7 @@ class Mamba2(DeltaLayer):
         shape = DeltaShape(
             groups, heads, whole.key, width, whole.taps, additive=True, shortest=low, longest=min(high, UNBOUNDED)
         )
-        weights = DeltaWeights(taps, a_log, dt_bias, norm, config.norm_eps, bias, skip)
+        weights = DeltaWeights(taps, a_log, dt_bias, norm, whole.eps or config.norm_eps, bias, skip)
         super().__init__(layer_index, backends, shape, weights, out)
 
     def _inputs(self, hidden: Activation) -> DeltaInputs:

@@ -56,6 +56,7 @@ MORE_KINDS = (
     "exaone4",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "granitemoeshared",
     "glm",
     "glm4",
@@ -417,6 +418,12 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("Granite", {**_GQA, **_GRANITE}),
     "granitemoe": ("GraniteMoe", {**_GRANITE_MOE, "attention_bias": True}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {**_GRANITE_MOE, "shared_intermediate_size": 48, "position_embedding_type": "nope"}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 20, "mamba_d_conv": 4, "mamba_chunk_size": 32},
+    ),
     "granitemoeshared": ("GraniteMoeShared", {**_GRANITE_MOE, "shared_intermediate_size": 48}),
     "glm": ("Glm", {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4": ("Glm4", {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True}),

@@ -68,6 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "exaone4": {},
     "granite": {},
     "granitemoe": {},
+    "granitemoehybrid": {},
     "granitemoeshared": {},
     "glm": {},
     "glm4": {},
@@ -239,6 +240,7 @@ def run_family(
 def forms_of(kind: str) -> list[str]:
     """The forms that a family's checkpoint supports."""
     unsupported = EXPERT_FORMS if kind in DENSE else ()
+    unsupported += ("tp 2", "ep 2") if kind == "granitemoehybrid" else ()  # one group of Mamba2 on one rank
     unsupported += () if KINDS[kind].get("num_mtp_layers") else ("MTP drafts",)
     unsupported += () if KINDS[kind].get("dspark") else ("DSpark drafts",)
     return [form for form in FORMS if form not in unsupported]

@@ -37,7 +37,7 @@ EXPERTS = {
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
     "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts", "afmoe": "num_experts",
     "llama4": "num_local_experts", "phimoe": "num_local_experts", "granitemoe": "num_local_experts",
-    "granitemoeshared": "num_local_experts",
+    "granitemoeshared": "num_local_experts", "granitemoehybrid": "num_local_experts",
     "minimax": "num_local_experts",
     "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
@@ -45,7 +45,7 @@ CHOSEN = {
     "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
     "step3p7": "moe_top_k", "longcat_flash": "moe_topk", "gemma4": "top_k_experts",
 }  # fmt: skip
-GRANITE_MOE = ("granitemoe", "granitemoeshared")
+GRANITE_MOE = ("granitemoe", "granitemoehybrid", "granitemoeshared")
 WIDTHS = dict.fromkeys(
     ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax", "olmoe", *GRANITE_MOE),
     "intermediate_size",
@@ -321,6 +321,15 @@ def _draw_dense(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
         width = fields["hidden_size"] // fields["num_attention_heads"]
         fields["attention_multiplier"] = rng.choice((0.3, 0.7, 1.1)) * width**-0.5  # scores magnify rounding
         fields |= {"shared_intermediate_size": rng.choice((0, 12, 33))} if kind == "granitemoeshared" else {}
+        if kind == "granitemoehybrid":
+            kinds = [rng.choice(("linear_attention", "full_attention")) for _ in range(layers)]
+            heads = rng.choice([heads for heads in (1, 2, 4, 8) if 2 * fields["hidden_size"] % heads == 0])
+            fields |= {
+                "layer_types": ["full_attention", *kinds[1:]], "shared_intermediate_size": rng.choice((12, 33)),
+                "mamba_n_heads": heads, "mamba_d_state": rng.choice((4, 16, 20, 40)), "mamba_conv_bias": True,
+                "mamba_d_conv": rng.choice((2, 3, 4)), "position_embedding_type": rng.choice((None, "nope", "rope")),
+                "num_local_experts": rng.choice((0, fields["num_local_experts"])),
+            }  # fmt: skip
     elif kind == "smollm3":
         fields |= {"no_rope_layers": rng.choice((None, [rng.choice((0, 1)) for _ in range(layers)]))}
         fields |= {"no_rope_layer_interval": rng.choice((1, 2, 3)), "use_sliding_window": rng.random() < 0.5}

@@ -452,6 +452,14 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         3.3e9, 0.88e9,
     ),
     (
+        {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 1536}
+        | {"intermediate_size": 512, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4}
+        | {"num_local_experts": 64, "num_experts_per_tok": 6, "vocab_size": 100352, "tie_word_embeddings": True}
+        | {"shared_intermediate_size": 1024, "mamba_n_heads": 48, "mamba_d_state": 128, "mamba_d_head": 64}
+        | {"layer_types": ["mamba" if i not in (5, 15, 25, 35) else "attention" for i in range(40)]},
+        6.94e9, 1.47e9,
+    ),
+    (
         {"architectures": ["GlmForCausalLM"], "model_type": "glm", "hidden_size": 4096, "intermediate_size": 13696}
         | {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "vocab_size": 151552}
         | {"attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128},

@@ -15,10 +15,12 @@ from moe_engine.models.config_afmoe import afmoe_fields
 from moe_engine.models.config_bailing import bailing_fields
 from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
+from moe_engine.models.config_dense import exaone4_fields, olmo3_fields
 from moe_engine.models.config_families import qwen_moe_layers
 from moe_engine.models.config_fields import Fields, text_fields
 from moe_engine.models.config_gemma import gemma4_fields, gemma_fields
 from moe_engine.models.config_glm5_next import glm5_next_fields
+from moe_engine.models.config_granite import granite_facts
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_laguna import laguna_fields
@@ -62,6 +64,8 @@ _COMPLETED = {
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
     "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
     "llama4_text": llama4_facts, "gemma3_text": gemma_fields, "gemma4_text": gemma4_fields,
+    "olmo3": olmo3_fields, "exaone4": exaone4_fields,
+    **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), granite_facts),
     **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), minimax_text_fields),
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),

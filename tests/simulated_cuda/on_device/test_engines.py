@@ -311,14 +311,18 @@ def test_captured_steps_of_states(drafts: bool, tmp_path: Path, monkeypatch: pyt
     assert launched >= {"conv_update_kernel", "delta_kernel", "gated_norm_kernel", "system_kernel", "states_kernel"}
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-def test_captured_steps_of_additive_states(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["plain", "drafts", pytest.param("granite", marks=pytest.mark.exhaustive)])
+def test_captured_steps_of_additive_states(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nemotron-H: the same of Mamba2, beside attention without positions, experts and an MLP without gates, and mixers
-    without a feed-forward after them; with drafts of an MTP layer."""
+    without a feed-forward after them; with drafts of an MTP layer. Granite 4: one group."""
+    drafts = form == "drafts"
     sometimes_warm(monkeypatch)
     monkeypatch.setattr(triton_delta, "SHORT", 3)
     sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
-    path = make_checkpoint("nemotron_h", tmp_path / "model", 5, num_mtp_layers=1, **sizes)
+    if form == "granite":
+        path = make_checkpoint("granitemoehybrid", tmp_path / "model", 5, num_local_experts=4)
+    else:
+        path = make_checkpoint("nemotron_h", tmp_path / "model", 5, num_mtp_layers=1, **sizes)
     requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
     flags = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
     flags |= CHAIN | {"page_size": 1} if drafts else {}

@@ -23,6 +23,8 @@ MADE: dict[str, Callable[[Path], Path]] = {
     "afmoe": lambda path: make_checkpoint("afmoe", path, 5, sliding_window=6),
     "gemma4": lambda path: make_checkpoint("gemma4", path, 5, sliding_window=6),
     "gemma3": lambda path: make_checkpoint("gemma3", path, 5, sliding_window=6),
+    "exaone4": lambda path: make_checkpoint("exaone4", path, 5, sliding_window=6),
+    "granitemoeshared": lambda path: make_checkpoint("granitemoeshared", path, 5),
     "llama4": lambda path: make_checkpoint("llama4", path, 5, attention_chunk_size=6),
     "phimoe": lambda path: make_checkpoint("phimoe", path, 5),
     "qwen2_moe": lambda path: make_checkpoint("qwen2_moe", path, 5),
