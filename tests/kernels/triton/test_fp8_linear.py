@@ -64,6 +64,12 @@ def check(got: Tensor, rows: QuantizedRows, weight: BlockWeight | RowWeight, bia
     assert worst < ROUNDING[got.dtype], worst
 
 
+def check_mlp(got: Tensor, want: Tensor) -> None:
+    """Sums in another order move a number of the inner cast by a step of an eighth: 0.8 % of a result of 11 rows, if it
+    is three times as large as others."""
+    assert (got - want).norm() < 0.015 * want.norm()
+
+
 # every row of the tile table; sizes below, at and above the tiles; K with a tail, with one block, split
 @pytest.mark.parametrize(
     ("m", "n", "k"),
@@ -181,7 +187,7 @@ def test_linear_and_mlp_with_row_scales() -> None:
     assert mlp is not None
     gate, up = (block_product(rows, gate_up) + first.bias.double()).chunk(2, 1)
     want = block_product(reference.quantize_rows(F.silu(gate).mul(up).float()), down)
-    assert (mlp(x) - want).abs().max() < 0.01 * want.abs().max()  # ties of the inner cast
+    check_mlp(mlp(x), want)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -202,7 +208,7 @@ def test_linear_and_mlp(power_of_two: bool) -> None:
         assert mlp is not None
         active = bounded_silu(gate, up, limit)
         want = block_product(reference.quantize_rows(active.float(), power_of_two), down)
-        assert (mlp(x) - want).abs().max() < 0.01 * want.abs().max()  # ties of the inner cast
+        check_mlp(mlp(x), want)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -219,11 +225,12 @@ def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
     got = linear.run(normed, prepared)
     assert got.shape == (rows, 70) and got.dtype == x.dtype
     _, quantized = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
-    want = block_product(quantized, weight) + prepared.bias.double()
+    assert (normed.rows.data.float() != quantized.data.float()).float().sum() <= 0.03 * quantized.data.numel()  # ties
+    want = block_product(normed.rows, weight) + prepared.bias.double()
+    assert ((got - want).abs() <= want.abs() * 2.0**-8 + 1e-3).all()
     if rows:
-        assert (got - want).abs().max() < 0.01 * want.abs().max()  # ties of the cast
         exact = rms_norm(x, norm, 1e-5) @ reference.dequantize_weight(weight, torch.float64).T + prepared.bias.double()
-        assert (got - exact).abs().max() < 0.05 * exact.abs().max()
+        assert (got - exact).norm() < 0.05 * exact.norm()
 
 
 def test_plain_weights_go_to_torch() -> None:

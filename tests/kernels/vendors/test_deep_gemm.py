@@ -40,6 +40,7 @@ from tests.kernels.vendors.deep_gemm_emulator import ALIGNMENT, DeepGemmEmulator
 BF16 = torch.bfloat16
 BUILDS = [(9, True), (9, False), (10, True)]
 FP8_ERROR = 0.15  # of a whole result: two products of numbers with 3 bits of mantissa, of few rows
+TWICE = 0.21  # the same, of weights that Blackwell quantizes again: 150 draws have up to 0.16
 
 
 def library(arch: int = 9, takes_ends: bool = True) -> tuple[DeepGemmEmulator, DeepGemm]:
@@ -58,9 +59,9 @@ def as_used(w: BlockWeight, arch: int) -> BlockWeight:
     return w if arch == 9 or w.power_of_two else fp8.quantize_weight(fp8.dequantize_weight(w), power_of_two=True)
 
 
-def near(got: Tensor, want: Tensor) -> None:
+def near(got: Tensor, want: Tensor, most: float = FP8_ERROR) -> None:
     error = (got.double() - want).norm() / want.norm().clamp_min(1e-9)
-    assert error < FP8_ERROR, f"relative error {error:.3f}"
+    assert error < most, f"relative error {error:.3f}"
 
 
 @pytest.mark.parametrize("arch,takes_ends", BUILDS)
@@ -223,7 +224,8 @@ def test_fp8_experts_grouped(arch, takes_ends, counts, extra):
     with poisoned_memory():
         got = check_grouped(kernel, weights, batch, (quantized_mlp(arch, parts, LIMIT), fp8_close))
     rows, true = batch.x[: sum(counts)].split(counts), true_mlp(parts, LIMIT)
-    near(got[: sum(counts)], torch.cat([true(x, expert) for expert, x in enumerate(rows)]))  # one row varies too much
+    want = torch.cat([true(x, expert) for expert, x in enumerate(rows)])  # of all rows: one row varies too much
+    near(got[: sum(counts)], want, TWICE if arch == 10 else FP8_ERROR)
 
 
 @pytest.mark.each_value
@@ -245,7 +247,8 @@ def test_fp8_experts_padded(arch, counts, capacity):
         if count:
             fp8_close(got[expert, :count], quantized_mlp(arch, parts, LIMIT)(rows[expert], expert))
     found, true = [got[expert, :count] for expert, count in enumerate(counts)], true_mlp(parts, LIMIT)
-    near(torch.cat(found), torch.cat([true(row, expert) for expert, row in enumerate(rows)]))
+    want = torch.cat([true(row, expert) for expert, row in enumerate(rows)])
+    near(torch.cat(found), want, TWICE if arch == 10 else FP8_ERROR)
     assert arch == 10 or emulator.transposed == 0  # Hopper: scales have the layout of its kernels
 
 
