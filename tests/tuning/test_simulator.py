@@ -158,6 +158,21 @@ def test_runs_equal_single_steps(example):
     assert runs.recorder.gaps.peak_tokens == pytest.approx(single.recorder.gaps.peak_tokens, rel=0.02, abs=64)
 
 
+def test_prompts_that_wait_for_memory_begin_with_an_end_as_in_single_steps():
+    """An end frees the row of a prompt that waits; a run that goes on behind the end would delay it."""
+    for _ in range(8):
+        seed, spec = random.getrandbits(32), ReplicaSpec(config(max_rows=2, session_hold=0.0), Linear(), num_groups=8)
+        runs, single = (
+            simulate(
+                FleetSpec(replace(spec, exact=exact), method="round_robin"),
+                requests(random.Random(seed), 60, 60.0, most_new=60),
+            )[1]
+            for exact in (False, True)
+        )
+        assert runs.num_steps == single.num_steps
+        assert [answer[5] for answer in summary(runs)] == pytest.approx([a[5] for a in summary(single)], abs=1e-4)
+
+
 def test_chunks_of_long_prompts_are_planned_many_at_once(monkeypatch):
     """With many attention groups: a scheduler plans the first and the last chunk of a prompt, and the steps around an
     end."""

@@ -237,15 +237,16 @@ class Group:
         if self._contended is None:
             self._contended = sums.mark()
 
-    def beyond_end(self, runs: Runs, hold: bool) -> tuple[int, int, int] | None:
+    def beyond_end(self, runs: Runs, holds: bool) -> tuple[int, int, int] | None:
         """How its run goes on behind the last step of some requests, which is in flight: the requests of the next step,
         their context tokens, and the number of those that decode behind it; None if the scheduler must plan.
 
         Args:
-            hold: the next step has no prompts.
+            holds: its prompts wait for their turn, and the next step has none. Other prompts wait for memory, which an
+            end may free.
         """
         steps, scheduler = self.earlier + runs.step - self.run_from, self.scheduler
-        if self.chunk_size or (scheduler.num_waiting and not hold):
+        if self.chunk_size or (scheduler.num_waiting and not holds):
             return None
         rest = decodes_beyond(scheduler, self._lengths, steps)
         if rest is None:

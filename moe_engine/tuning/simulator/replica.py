@@ -178,7 +178,7 @@ class Replica:
         """Groups whose run ends, and held groups when their turn comes, plan the next step."""
         if self._runs.members:
             for index in self._runs.leaving(hold):
-                beyond = self.groups[index].beyond_end(self._runs, hold)
+                beyond = self.groups[index].beyond_end(self._runs, hold and index in self._runs.holding)
                 if beyond is None:
                     self._leave_run(index)
                 else:
