@@ -8,8 +8,10 @@ Invalid operations are refused as on a GPU; races are reported, also those that 
 - memory is poisoned at allocation and at release (`memory`);
 - downloads are complete after a wait for their event, the sources of uploads must stay unchanged until then, and every
 wait for the device is recorded (`streams`);
-- a graph replays its launches over the captured addresses; waits, permanent allocations and uploads of pageable memory
-  are refused during capture; contents of the shared pool are lost in replays of other graphs (`graphs`);
+- a graph replays its launches over the captured addresses, whose memory must not be given back; waits, permanent
+  allocations and uploads of pageable memory are refused during capture; contents of the shared pool are lost in replays
+  of other graphs (`graphs`);
+- memory that tensors give back is free for other users of the device after ``torch.cuda.empty_cache`` only;
 - work on two streams that uses the same memory must be ordered by events (`order`);
 - programs of a kernel run in any order; programs of kernels that wait for other ranks' programs interleave (`kernels`);
 - an error of a kernel is raised by every later call, until the process exits (`failures`);

@@ -9,7 +9,7 @@ from tests.simulated_cuda.install import COUNT, require
 
 ROOT = Path(__file__).parents[2]
 DEVICES = {
-    "PYTHONPATH": f"{ROOT}/tests/simulated_cuda/site:{ROOT}", COUNT: "4", "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{ROOT}/tests/simulated_cuda/site:{ROOT}", COUNT: "8", "OMP_NUM_THREADS": "1",
     "TRITON_INTERPRET": "1",
 }  # fmt: skip
 """Variables of processes with simulated devices. Triton reads its variable at each launch too."""

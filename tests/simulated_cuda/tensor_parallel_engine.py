@@ -31,13 +31,24 @@ FEW: dict[str, Any] = {
 }  # fmt: skip
 GRAPHS = FEW | {"cuda_graph_max_bs": 1, "moe_runner_backend": "triton", "ops_backend": "triton"}
 TORCH = FEW | {"attention_backend": "torch", "moe_runner_backend": "torch"}
+DRAFTS: dict[str, Any] = {
+    "sampling_backend": "triton", "speculative_algorithm": "NEXTN", "speculative_num_steps": 1,
+    "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 2,
+}  # fmt: skip
+DISPATCH: dict[str, Any] = {"tp_size": 2, "attn_dp_size": 2, "moe_a2a_backend": "auto"}
 CASES: dict[str, dict[str, Any]] = {
     "two ranks, graphs": GRAPHS | {"tp_size": 2},
     "four ranks": TORCH | {"tp_size": 4},
     "two ranks, weights in host memory": TORCH | {"tp_size": 2, "cpu_offload_gb": 1.0},
     "two ranks, dispatch": GRAPHS
     | {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "auto"},
+    "two ranks, drafts": GRAPHS | DRAFTS | {"tp_size": 2},
+    "two ranks, dispatch, drafts": GRAPHS | DRAFTS | DISPATCH,
+    "two ranks, dispatch, weights in host memory, drafts": GRAPHS | DRAFTS | DISPATCH | {"cpu_offload_gb": 1.0},
     "two ranks, NCCL": TORCH | {"tp_size": 2, "disable_custom_all_reduce": True},
+    "eight ranks": TORCH
+    | {"tp_size": 8, "attn_dp_size": 8, "moe_a2a_backend": "all_to_all"}
+    | {"max_running_requests": 16, "chunked_prefill_size": 64},
 }
 
 
@@ -49,7 +60,7 @@ def run(folder: Path, seed: int, case: str) -> dict[str, Any]:
     right = expected(path, folder, requests, SMALL, NUM_TOKENS)
     launched.mkdir()
     os.environ[LAUNCHED] = str(launched)
-    engine = Engine(str(path), **SMALL, **CASES[case])
+    engine = Engine(str(path), **SMALL | CASES[case])
     found = asyncio.run(serve(engine, requests))
     offloaded = len(engine.config.offloaded_layers)
     engine.shutdown()

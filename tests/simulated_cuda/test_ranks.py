@@ -18,8 +18,11 @@ from tests.fork_server import ForkServer
 from tests.models.checkpoints import make_checkpoint
 from tests.simulated_cuda import rank_calls
 from tests.simulated_cuda.install import COUNT
+from tests.speculation.agreeing import agreeing_checkpoint
 
 SECONDS = 240.0
+RARE = ("four ranks", "eight ranks", "two ranks, NCCL", "two ranks, dispatch, weights in host memory, drafts")
+"""Engines that the exhaustive run has."""
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +101,20 @@ def test_a_prompt_that_travels_waits_three_times(ranks: Ranks) -> None:
         assert len(waits) == 3, waits
 
 
-def make_model(folder: Path, num_layers: int) -> None:
+def make_model(folder: Path, num_layers: int, drafts: bool) -> None:
     """Creates the checkpoint of an engine in this process, which has imported transformers."""
-    seed = random.randrange(1 << 20)
-    make_checkpoint("deepseek_v3", folder / "model", seed, num_attention_heads=8, num_hidden_layers=num_layers)
+    seed, sizes = random.randrange(1 << 20), {"num_attention_heads": 8, "num_hidden_layers": num_layers}
+    if drafts:
+        agreeing_checkpoint("deepseek_v3", folder / "model", seed, num_mtp_layers=1, **sizes)
+    else:
+        make_checkpoint("deepseek_v3", folder / "model", seed, **sizes)
 
 
-def run_program(server: ForkServer, name: str, folder: Path, *arguments: str, num_layers: int = 2) -> Any:
+def run_program(
+    server: ForkServer, name: str, folder: Path, *arguments: str, num_layers: int = 2, drafts: bool = False
+) -> Any:
     """The JSON output of a program of this folder, with a checkpoint in `folder` and a seed."""
-    make_model(folder, num_layers)
+    make_model(folder, num_layers, drafts)
     command = [f"tests.simulated_cuda.{name}", str(folder), str(random.randrange(2**32)), *arguments]
     code, out, errors = server.run(command, folder, 250.0)
     assert code == 0, errors[-3000:]
@@ -137,14 +145,18 @@ def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ran
         "two ranks, graphs",
         "two ranks, weights in host memory",
         "two ranks, dispatch",
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("four ranks", "two ranks, NCCL")),
+        "two ranks, drafts",
+        "two ranks, dispatch, drafts",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in RARE),
     ],
 )
 def test_a_tensor_parallel_engine(case: str, device_server: ForkServer, tmp_path: Path) -> None:
     """Sums by the custom all-reduce, replayed and eager, or by NCCL if it is disabled; layers whose weights wait in
-    host memory (--cpu-offload-gb); attention groups whose tokens travel through symmetric memory."""
+    host memory (--cpu-offload-gb); attention groups whose tokens travel through symmetric memory; captured drafts."""
     layers = 4 if "host memory" in case else 2
-    found = run_program(device_server, "tensor_parallel_engine", tmp_path, case, num_layers=layers)
+    drafts = "drafts" in case
+    found = run_program(device_server, "tensor_parallel_engine", tmp_path, case, num_layers=layers, drafts=drafts)
     assert found["differences"] == {} and found["offloaded"] == (layers if layers > 2 else 0)
     waiting = {"receive_kernel", "sum_kernel"} if "dispatch" in case else {"one_shot_kernel"}
-    assert not found["launched"] if "NCCL" in case else waiting <= set(found["launched"])
+    launched = set(found["launched"])
+    assert not launched if "NCCL" in case or "eight ranks" in case else launched >= waiting, launched

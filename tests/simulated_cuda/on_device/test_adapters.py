@@ -22,7 +22,7 @@ FIELDS: dict[str, Any] = {
 FORMS: dict[str, dict[str, Any]] = {"decodes": {}, "chains": CHAIN, "trees": TREE | {"page_size": 1}}
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3, group="engines on a device")
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_with_adapters_are_captured(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two adapters, of one in a slot of another before, of the base model, and padding; no waits."""
