@@ -40,7 +40,10 @@ def config_of(kind: str, folder: Path) -> ModelConfig:
     return load_model_config(folder)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS, BLOCK_SPARSE, "gemma4", "llama4", "phimoe", "ling_v2_5"])
+MORE = ("gemma4", "granitemoehybrid", "llama4", "phimoe", "ling_v2_5")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS, BLOCK_SPARSE, *MORE])
 def test_every_tensor_of_every_family_comes_back(kind: str, tmp_path: Path) -> None:
     config = config_of(kind, tmp_path)
     assert set(FORMATS) <= STORED.keys()
