@@ -205,9 +205,11 @@ def check_grouped(kernel, weights, batch: ExpertBatch, *references: tuple[Callab
 
 
 def fp8_close(got: Tensor, want: Tensor) -> None:
-    """A different bf16 rounding may move an FP8 number by one step: rarely, and with a small effect."""
+    """A different bf16 rounding may move an FP8 number by one step: rarely, and with a small effect in many rows. Of a
+    row of 128 numbers, an eighth of one that is three times as large as others is 3 %."""
     error = (got.double() - want).norm() / want.norm().clamp_min(1e-9)
-    assert error < 0.01, f"relative error {error:.4f}"
+    most = 0.01 + 3 / 8 / (got.numel() / 2) ** 0.5  # `got` has up to twice as many columns as the rows between
+    assert error < most, f"relative error {error:.4f}"
 
 
 @pytest.mark.each_value
