@@ -47,6 +47,7 @@ DEPENDENTS = {
     "hicache_host_memory_fraction": "enable_hierarchical_cache",
     "hicache_write_policy": "enable_hierarchical_cache",
     "hicache_mem_layout": "enable_hierarchical_cache",
+    "hicache_io_backend": "enable_hierarchical_cache",
     "hicache_storage_dir": "hicache_storage_backend",
     "hicache_storage_size": "hicache_storage_backend",
     "hicache_storage_prefetch_policy": "hicache_storage_backend",
@@ -144,6 +145,8 @@ def _parallel(args: EngineArgs, device: str, plan: ParallelPlan) -> Iterator[str
     tier = args.memory.enable_hierarchical_cache and device == "cpu"
     if tier and (given := listed(("hicache_host_memory_fraction",))):
         yield f"{given}: no effect (on a CPU the memory ledger includes the host-RAM tier)"
+    if tier and (given := listed(("hicache_io_backend",))):
+        yield f"{given}: no effect (on a CPU a copy to the host-RAM tier is no transfer)"
     if (given := listed(BETWEEN_RANKS)) and plan.topology.tp_size == 1:
         yield f"{given}: no effect (one rank holds all experts; --tp-size adds ranks)"
     if (given := listed(OF_DISPATCH)) and plan.dispatch is None:

@@ -39,6 +39,7 @@ ANOTHER: dict[str, Any] = {
     "hicache_size": 2,
     "hicache_write_policy": "write_through",
     "hicache_mem_layout": "layer_first",
+    "hicache_io_backend": "kernel",
     "hicache_storage_dir": "/pages",
     "hicache_storage_size": 2.0,
     "hicache_storage_prefetch_policy": "best_effort",
@@ -80,6 +81,7 @@ def test_the_policy_priority_needs_no_other_flag(resolved):
         ({"moe_a2a_backend": "all_to_all"}, "--moe-a2a-backend all_to_all: no effect"),
         ({"enable_ep_moe": True}, "--enable-ep-moe: no effect"),
         ({"disable_custom_all_reduce": True}, "--disable-custom-all-reduce: no effect"),
+        ({"hicache_io_backend": "kernel", "enable_hierarchical_cache": True}, "--hicache-io-backend kernel: no effect"),
     ],
     ids=str,
 )

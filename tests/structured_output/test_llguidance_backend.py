@@ -196,3 +196,16 @@ def test_text_of_special_tokens(backend: GrammarBackend, tokenizer: Tokenizer) -
         ids.append(min(found))
         state.accept(ids[-1])
     assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_white_space_of_json_may_be_disabled(tokenizer: Tokenizer, compact: bool) -> None:
+    """``--constrained-json-disable-any-whitespace``."""
+    settings = GrammarSettings(constrained_json_disable_any_whitespace=compact)
+    fields = {"a": {"type": "integer"}, "b": {"type": "null"}}
+    schema = {"type": "object", "properties": fields, "required": ["a", "b"], "additionalProperties": False}
+    grammar = open_backend(settings, tokenizer, SIZE, (EOS,)).compile(Constraint("json_schema", json.dumps(schema)))
+    found = [
+        accepts(grammar.matcher(), tokenizer.encode(text, False)) for text in ('{"a":1,"b":null}', '{"a": 1, "b":null}')
+    ]
+    assert found == [True, not compact]
