@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import EngineDeadError, GenerationError, InputError, RankLostError
 from moe_engine.server.openai_answers import ErrorFields
@@ -19,6 +22,9 @@ from moe_engine.server.request_ids import request_id
 logger = logging.getLogger("moe_engine.server")
 
 CLIENT_CLOSED_REQUEST = 499
+EXCHANGE = "moe_engine.exchange"
+"""Key of the request's `http_protocol.Exchange` in ASGI's scope."""
+DISCARD_SECONDS = 5.0
 RETRY_AFTER = "1"
 """Seconds after which a client may try again: the queue was full, or the server is restarting."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "NotFoundError", 413: "invalid_request_error",
@@ -123,8 +129,24 @@ ErrorFormat = Callable[[Problem], dict[str, Any]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+class UnreadBodyResponse(Response):
+    """Discards the rest of the request's body behind the response, for at most `DISCARD_SECONDS`: the system resets a
+    connection that is closed with unread bytes, and some clients and proxies (Envoy) lose the response then."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        exchange = scope.get(EXCHANGE)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while exchange is not None and exchange.has_unread_body:
+                    await receive()
+        await send({"type": "http.response.body", "body": b""})
+
+
 def error_response(problem: Problem, shape: ErrorFormat) -> Response:
-    response = Response(msgspec.json.encode(shape(problem)), problem.status, media_type="application/json")
+    kind = UnreadBodyResponse if problem.status == 413 else Response
+    response = kind(msgspec.json.encode(shape(problem)), problem.status, media_type="application/json")
     if problem.status in (408, 413, 431):
         response.headers["connection"] = "close"  # the rest of the body is not read
     if problem.status in (429, 503):

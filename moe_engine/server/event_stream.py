@@ -10,9 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from moe_engine.frontend.frontend import Frontend, Job
 from moe_engine.frontend.generation import Generation, Piece
-from moe_engine.server.errors import ErrorFormat, error_response, problem_of, stream_error
+from moe_engine.server.errors import EXCHANGE, ErrorFormat, error_response, problem_of, stream_error
 from moe_engine.server.http_io import StreamedResponse, encode_json
-from moe_engine.server.http_protocol import EXCHANGE, Exchange, PartWriter
+from moe_engine.server.http_protocol import Exchange, PartWriter
 
 DONE = b"data: [DONE]\n\n"
 

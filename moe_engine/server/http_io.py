@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import InputError
-from moe_engine.server.errors import ClientDisconnectedError
-from moe_engine.server.http_protocol import EXCHANGE, Exchange
+from moe_engine.server.errors import EXCHANGE, ClientDisconnectedError
+from moe_engine.server.http_protocol import Exchange
 from moe_engine.server.large_schemas import cut_schema
 from moe_engine.server.unknown_fields import report_unknown
 from moe_engine.validation import check_unicode_within, checked, prepared

@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from moe_engine.errors import InputError
 from moe_engine.processes import open_files
 from moe_engine.server.chunk_sizes import ChunkSizes
-from moe_engine.server.errors import error_format_of, error_response, problem_of
+from moe_engine.server.errors import EXCHANGE, error_format_of, error_response, problem_of
 from moe_engine.server.start_queue import StartQueue
 
 MAX_HEAD_BYTES = 2**16
@@ -59,8 +59,6 @@ CYCLE = frozenset(
     | {"expected_content_length", "message_event", "transport", "waiting_for_100_continue"}
 )
 """Attributes of its `cycle` used here; of its `flow`: `write_paused`, `resume_reading`."""
-EXCHANGE = "moe_engine.exchange"
-"""Key of the `Exchange` in a request's scope."""
 
 HTTP2 = "HTTP/2 is not available; set the client or the proxy to HTTP/1.1"
 HEAD_END = b"\r\n\r\n"
@@ -94,6 +92,12 @@ class Exchange:
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
+
+    @property
+    def has_unread_body(self) -> bool:
+        """Whether more of the request's body will arrive."""
+        cycle = self._cycle()
+        return cycle is not None and cycle.more_body and not cycle.disconnected
 
     @property
     def declared_bytes(self) -> int:

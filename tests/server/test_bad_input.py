@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from moe_engine.server import unknown_fields
+from moe_engine.server import errors, unknown_fields
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, get, in_process, post, real_server, talk
 
@@ -294,8 +294,9 @@ def test_large_body_is_refused_unread():
 
 
 @pytest.mark.parametrize("form", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
-def test_oversized_body_closes_the_connection(form):
+def test_oversized_body_closes_the_connection(form, monkeypatch):
     """The rest of the body must not be read as the next request."""
+    monkeypatch.setattr(errors, "DISCARD_SECONDS", 0.1)
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\n{form}\r\n\r\n".encode()
     body = b" " * 4000 if "Length" in form else b"fa0\r\n" + b" " * 4000 + b"\r\n"
     with real_server(FakeClient(), max_body_bytes=1000) as address:
@@ -304,6 +305,21 @@ def test_oversized_body_closes_the_connection(form):
             connection.sendall(head + body)
             received = b""
             while data := connection.recv(65536):  # ends by the server's hand, or this test by its timeout
+                received += data
+    assert received.startswith(b"HTTP/1.1 413") and received.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("form", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
+def test_clients_that_send_a_whole_oversized_body_read_the_answer(form):
+    """The connection was closed with unread bytes, which resets it: such clients, and Envoy, lost the answer."""
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\n{form}\r\n\r\n".encode()
+    body = b" " * 20_000_000
+    with real_server(FakeClient(), max_body_bytes=1000) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(head + (body if "Length" in form else b"1312d00\r\n" + body + b"\r\n0\r\n\r\n"))
+            received = b""
+            while data := connection.recv(65536):
                 received += data
     assert received.startswith(b"HTTP/1.1 413") and received.count(b"HTTP/1.1") == 1
 
