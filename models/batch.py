@@ -181,4 +181,5 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor, sizes: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
         """hidden [S, D] -> [S, V] float32. `sizes` as in `ForwardBatch`, with S of every attention group. `out`: memory
-        for the result, contiguous; None: any memory."""
+        for the result, contiguous; None: any memory. Logits that are the head's product itself may be asked for in
+        its 16 bits."""

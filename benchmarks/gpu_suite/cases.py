@@ -178,6 +178,7 @@ def parity_cases() -> list[KernelCase]:
         norm_quantize(130, DEEPSEEK_V3.hidden),
         permute(130),
         order(130),
+        order(300),
         *fused_cases.parity_cases(),
         *four_bits(3, 130),
         *compressed_cases.cases(9, 1024, 8, 512, 4096),
@@ -247,7 +248,8 @@ def tiny_cases() -> list[KernelCase]:
     rows += [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
     rows += [linear_case(LinearShape("tiny.split", 40, 64, 1024, True))]
     rows += [experts_case(ExpertShape(fp8, 5, 4)), padded_experts(4, fp8, 4)]
-    rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model), order(64)]
+    rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
+    rows += [order(64), order(260)]
     coded = replace(model, name="tiny-mxfp4", hidden=128, width=128, format=MXFP4)
     for form in OTHER_ACTIVATIONS:
         own = replace(model, name=f"tiny-{form.name}", biased=form.biased, activation=form.activation)

@@ -18,10 +18,11 @@ from benchmarks.kernel_cases import Call, KernelCase, NotServed, normal
 from moe_engine.kernels.attention.vendors.trees import TreeMask
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
-from moe_engine.kernels.speculation.choice import chain_kernels, tree_kernels
+from moe_engine.kernels.speculation.choice import chain_kernels, decode_kernels, tree_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers
 from moe_engine.kernels.speculation.trees import ancestor_masks
 from tests.kernels.reference.chains import cloned, drawn_chain, drawn_runs, drawn_tables, drawn_tree
+from tests.kernels.reference.decodes import drawn_decodes
 
 REPEATS = 64
 """Most calls of a case: each appends S + 1 tokens to the rows."""
@@ -69,6 +70,24 @@ def chains(requests: int, drafts: int, width: int) -> KernelCase:
         return call
 
     return counted("sampling", f"chains.{drafts}.r{requests}", prepare, width)
+
+
+def decodes(requests: int, width: int) -> KernelCase:
+    """The bookkeeping of a captured step without drafts."""
+
+    def prepare(sampling: Any, device: str) -> Call:
+        _refuse_others(sampling)
+        drawn = drawn_decodes(torch.Generator().manual_seed(requests), requests, 3, width, device)
+        kernels = decode_kernels(sampling)
+
+        def call() -> tuple[Tensor, ...]:
+            kernels.enter(*drawn[:-1])
+            kernels.keep(drawn.sampled, drawn.rows, drawn.last_tokens)
+            return drawn.tensors()
+
+        return call
+
+    return counted("sampling", f"decodes.r{requests}", prepare, width)
 
 
 def lookups(requests: int, drafts: int, width: int) -> KernelCase:
@@ -172,7 +191,7 @@ def cases(requests: int, context: int, heads: int, latent: int = 512) -> list[Ke
     """Of a step that verifies drafts."""
     width = context + REPEATS * 8
     return [
-        chains(requests, 3, width), lookups(requests, 3, width), trees(requests, 3, 2, width),
+        chains(requests, 3, width), decodes(requests, width), lookups(requests, 3, width), trees(requests, 3, 2, width),
         tree_latent(requests, 8, context, heads, latent), tree_paged(requests, 8, context, heads, max(1, heads // 4)),
         tree_merge(requests, 8, context, heads, latent),
     ]  # fmt: skip

@@ -61,6 +61,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="a prompt instead of a decode step")
     made.add_argument("--hardware", default="H200x8", help="GPU, and GPUs of a node (H200x8)")
+    made.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE",
+        help="other constants of the device than hardware.json's, for a comparison with other people's estimates",
+    )  # fmt: skip
     made.add_argument("--rows", choices=("vendors", "triton"), default="vendors", help="libraries that are installed")
     made.add_argument(
         "--dispatch", default="deepep", choices=("deepep", "symm_mem", "megamoe"), help="of expert parallelism"
@@ -113,13 +117,17 @@ def print_summary(summary: Any, lines: bool) -> None:
         print(report.table(("launch", "from", "", "stream", "MB read", "MB written", "GFLOP", "us"), every))
 
 
+def _hardware(options: argparse.Namespace) -> Hardware:
+    return Hardware.named(options.hardware).with_constants(options.set)
+
+
 def run_group(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The cases of these options, in this process."""
     from benchmarks.step_costs.session import Case, Session
     from benchmarks.step_costs.summary import summarize, values
 
     first = Case(
-        options.model, config_of(options.model), FORMS[options.form], Hardware.named(options.hardware),
+        options.model, config_of(options.model), FORMS[options.form], _hardware(options),
         max(options.batch), options.context, options.rows == "vendors", options.mtp, options.prefill or None,
         options.dispatch, options.drafter, options.attention, options.topk, options.threshold,
         options.kv,
@@ -175,14 +183,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if options.all:
             return run_every_group()
-        Hardware.named(options.hardware)
+        _hardware(options)
         config_of(options.model)
         cases = run_group(options)
     except (ValueError, CaseFailed) as error:
         print(f"benchmarks.step_costs: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     if options.json:
-        report.write_result("step_costs", {"hardware": options.hardware, "cases": cases}, path=options.json)
+        hardware = {"hardware": options.hardware, "other_constants": options.set}
+        report.write_result("step_costs", {**hardware, "cases": cases}, path=options.json)
     return 0
 
 

@@ -16,7 +16,8 @@ class Cost:
     call. empty_us: time of programs without work, in addition to everything else. programs: number of programs that
     read, where they may be too few for the device's rate; None: enough. weights: address of the memory of
     the launch's weights (`memory_of`). prefetched: bytes that it requests for the L2 cache, by address. requests_own:
-    bytes of its weights that it requests before it waits for its inputs.
+    bytes of its weights that it requests before it waits for its inputs. requests_last: it requests `prefetched` at its
+    end, not at its start.
     """
 
     read: float = 0
@@ -33,6 +34,7 @@ class Cost:
     weights: int = 0
     prefetched: Mapping[int, float] = field(default_factory=dict)
     requests_own: float = 0
+    requests_last: bool = False
 
     @property
     def bytes(self) -> float:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -59,10 +59,12 @@ class Hardware:
 
     Attributes:
         name: name of the GPU, a key of the file. per_node: GPUs of a node, linked by NVLink.
+        others: constants that replace those of the file.
     """
 
     name: str
     per_node: int
+    others: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def named(cls, text: str) -> Hardware:
@@ -80,7 +82,22 @@ class Hardware:
     def __str__(self) -> str:
         return f"{self.name}x{self.per_node}"
 
+    def with_constants(self, given: Sequence[str]) -> Hardware:
+        """given: ``NAME=VALUE`` each.
+
+        Raises:
+            ValueError: a name of no number, or no number.
+        """
+        others = [(name, float(value)) for name, _, value in (text.partition("=") for text in given)]
+        known = {*DATA_SHEET, *_table()[COMMON], *_table()[self.name]}
+        numbers = sorted(name for name in known if isinstance(self[name], int | float))
+        if unknown := sorted(name for name, _ in others if name not in numbers):
+            raise ValueError(f"{', '.join(unknown)}: not among the constants {', '.join(numbers)}")
+        return replace(self, others=tuple(others))
+
     def __getitem__(self, key: str) -> Any:
+        if (other := dict(self.others).get(key)) is not None:
+            return other
         if key in DATA_SHEET:
             return DATA_SHEET[key](self.facts)
         own = _table()[self.name]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.step_costs.blackwell import FlashInfer
 from benchmarks.step_costs.cost import Cost
-from benchmarks.step_costs.costs import size
+from benchmarks.step_costs.costs import memory_of, size
 from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.mega_moe import MegaMoe
 from benchmarks.step_costs.recorder import Recorder
@@ -314,7 +314,8 @@ def _dtype(x: Tensor) -> str:
 def dense_cost(a: Any, b: Any, d: Tensor) -> Cost:
     """d [M, N] = a [M, K] @ b [N, K].T."""
     x = _data(a)
-    return Cost(_operand(a) + _operand(b), size(d), {_dtype(x): 2.0 * x.shape[0] * x.shape[1] * d.shape[1]})
+    flops = {_dtype(x): 2.0 * x.shape[0] * x.shape[1] * d.shape[1]}
+    return Cost(_operand(a) + _operand(b), size(d), flops, weights=memory_of(_data(b)))
 
 
 def grouped_cost(a: Any, b: Any, d: Tensor, routing: Any, alignment: int) -> Cost:

@@ -46,7 +46,8 @@ class Prefetches:
         from there on it reads its own weights itself."""
         self._waiting.pop(cost.weights, None)
         left = replace(cost, read=cost.read - self._arrived.pop(cost.weights, 0.0))
-        self._request(cost.prefetched)
+        if not cost.requests_last:
+            self._request(cost.prefetched)
         us = microseconds(left)
         if left.read < cost.read:
             us = max(us, cost.bytes / self.hardware["l2_bytes_per_s"] * 1e6)
@@ -54,6 +55,8 @@ class Prefetches:
             us = max(us, (left.bytes + shared) / self._rate)
         self._advance(us - left.bytes / self._rate)
         self.ended(us, left.bytes)
+        if cost.requests_last:
+            self._request(cost.prefetched)
         return us
 
     def ended(self, us: float, used: float) -> None:

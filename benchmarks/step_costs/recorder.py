@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_costs.cost import Cost
-from benchmarks.step_costs.costs import Setting, kernel_cost, size
+from benchmarks.step_costs.costs import Setting, kernel_cost, memory_of, size
 from benchmarks.step_costs.hardware import Announcement
 
 OUTSIDE = "outside"
@@ -31,9 +31,9 @@ SCATTERS = {
 }  # fmt: skip
 OVERWRITES = {"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_"}
 """In-place operators that do not read their destination."""
-LATE = {"one_shot_kernel", "two_shot_kernel", "sum_kernel", "receive_kernel", "route_kernel", "norm_route_kernel"}
+LATE = {"one_shot_kernel", "two_shot_kernel", "sum_kernel", "receive_kernel", "route_kernel"}
 """Kernels that announce the next launch after their last wait for ranks, or for programs of their launch; beside them
-`place_kernel`, if it waits."""
+`place_kernel` and `norm_route_kernel`, if they wait."""
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32",
     torch.float64: "fp32",
@@ -196,7 +196,7 @@ def operator_cost(op: Any, given: list[Tensor], written: list[Tensor], results: 
             del reads[max(i for i, other in enumerate(reads) if other is x)]
     if name in PRODUCTS:
         a, b = reads[-2:]
-        return Cost(size(*reads), size(*makes), {DTYPES[a.dtype]: 2.0 * a.numel() * b.shape[-1]})
+        return Cost(size(*reads), size(*makes), {DTYPES[a.dtype]: 2.0 * a.numel() * b.shape[-1]}, weights=memory_of(b))
     if name in GATHERS:  # reads only the gathered elements
         return Cost(size(*reads[1:]) + size(*makes), size(*makes))
     if name in SCATTERS:  # writes only the given elements

@@ -8,7 +8,7 @@ launches run one after the other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -58,12 +58,22 @@ def message_us(span: Span, hardware: Hardware) -> float:
     return span.waits + max(0.0, cost.link_us - products)
 
 
-def schedule(lines: Iterable[Line], hardware: Hardware) -> list[Span]:
-    """The launches in their order. Messages arrive some time after the launch that sends them; a launch that awaits
-    them starts before, and works from then on."""
+def all_prefetches(hardware: Hardware) -> defaultdict[tuple[bool, int], Prefetches]:
+    """Of every stream of a step, by graph or not and its number."""
+    return defaultdict(lambda: Prefetches(hardware))
+
+
+def schedule(
+    lines: Iterable[Line], hardware: Hardware, prefetches: Mapping[tuple[bool, int], Prefetches] | None = None
+) -> list[Span]:
+    """The launches in their order; prefetches: of the launches before them.
+
+    Messages arrive some time after the launch that sends them; a launch that awaits them starts before, and works from
+    then on.
+    """
     streams: dict[tuple[bool, int], list[tuple[int, float]]] = defaultdict(list)  # ticks and ends, in order
     arrival = {True: 0.0, False: 0.0}
-    prefetches: dict[tuple[bool, int], Prefetches] = defaultdict(lambda: Prefetches(hardware))
+    prefetches = all_prefetches(hardware) if prefetches is None else prefetches
     lines, spans = list(lines), []
     for line in lines:  # layers repeat: before the first launch of a section, its last one has run
         prefetches[line.graph, line.stream].ended(hardware.work_us(kind_of(line), line.cost), line.cost.bytes)

@@ -241,7 +241,7 @@ def _capture(worker: Any, batch: int, case: Case) -> None:
 
     runner = worker.runner
     counts = (case.nodes,) if case.mtp else (1,)
-    settings = GraphSettings((batch,), counts=counts, trees=case.topk > 1)
+    settings = GraphSettings((batch,), counts=counts, trees=case.topk > 1, hidden=bool(case.mtp))
     runner.forward.graphs = None
     if not worker.call(lambda: capture_graphs(runner, settings)).result():
         raise RuntimeError("the decode step was not captured")

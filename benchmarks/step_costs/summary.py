@@ -12,7 +12,7 @@ from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.layers import bytes_of, names_of
 from benchmarks.step_costs.models import shortened
 from benchmarks.step_costs.recorder import DRAFT, NGRAMS, OUTSIDE, Line
-from benchmarks.step_costs.schedule import Span, length_of, message_us, schedule
+from benchmarks.step_costs.schedule import Span, all_prefetches, length_of, message_us, schedule
 from benchmarks.step_costs.session import Case, Recorded
 
 LAYER = "layer "
@@ -144,14 +144,14 @@ def summarize(case: Case, recorded: Recorded) -> Summary:
     parts: dict[str, list[Line]] = {}
     for line in recorded.lines:
         parts.setdefault(line.section, []).append(line)
-    sections = []
-    for name, lines in parts.items():
+    sections, prefetches = [], all_prefetches(case.hardware)
+    for name, lines in parts.items():  # in the order of the step: a layer may request weights of the next
         repeats, shown = times_of(name, recorded.repeats), name
         if name.startswith(LAYER):
             shown = kinds[int(name.removeprefix(LAYER))]
         elif name.startswith(NGRAMS):
             shown = NGRAMS
-        sections.append(Section(shown, repeats, schedule(lines, case.hardware)))
+        sections.append(Section(shown, repeats, schedule(lines, case.hardware, prefetches)))
     waits = [(times_of(wait.section, recorded.repeats), wait) for wait in recorded.waits]
     order = [*dict.fromkeys(kinds), NGRAMS, "head", DRAFT, OUTSIDE]
     sections.sort(key=lambda part: order.index(part.name))

@@ -19,6 +19,9 @@ from benchmarks.step_costs.costs import Setting, cost_of, memory_of, size
 
 FP32 = 4
 BF16 = 2
+WARP = 32
+INCREMENT_US = 0.0046
+"""A warp's increments of shared memory: 8 clocks of 1.755 GHz, an estimate."""
 SECTOR = 32
 """Bytes that a read of one number takes."""
 NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32"}
@@ -44,7 +47,7 @@ def given(x: Any) -> Tensor | None:
 @cost_of("rms_norm_kernel")
 def rms_norm(a: Any, s: Setting) -> Cost:
     residual, other = size(given(a.residual)) if a.ADD else 0, size(given(a.other)) if a.PAIR else 0
-    return Cost(size(a.x, a.weight) + other + residual, size(a.out) + residual)
+    return Cost(size(a.x, a.weight) + other + residual, size(a.out) + residual, **_beside_norm(a))
 
 
 @cost_of("rms_norm_quantize_kernel")
@@ -52,7 +55,7 @@ def rms_norm_quantize(a: Any, s: Setting) -> Cost:
     residual = size(given(a.residual)) if a.HAS_RESIDUAL else 0
     kept = size(given(a.normed)) if a.KEEP else 0
     other = size(given(a.other)) if a.PAIR else 0
-    return Cost(size(a.x, a.weight) + other + residual, size(a.out, a.scales) + residual + kept)
+    return Cost(size(a.x, a.weight) + other + residual, size(a.out, a.scales) + residual + kept, **_beside_norm(a))
 
 
 @cost_of("lookup_kernel")
@@ -256,10 +259,16 @@ def four_bits_gemm(a: Any, s: Setting) -> Cost:
 
 @cost_of("fixed_gemm_kernel")
 def fixed_gemm(a: Any, s: Setting) -> Cost:
+    """Not faster than a multiprocessor reads the rows and weights of its programs."""
+    assert s.hardware is not None
     heads = len(a.weight) if a.weight.dim() == 3 else 1
+    turns = -(-a.grid[0] * a.grid[1] // s.hardware["multiprocessors"])
+    later = ((a.following, a.FOLLOWING), (a.later, a.LATER))
+    alone = turns * (a.BLOCK_M + a.BLOCK_N) * a.K * a.x.element_size() / s.hardware["program_bytes_per_s"] * 1e6
     return Cost(
-        size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K),
+        size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K), link_us=alone,
         weights=memory_of(a.weight), requests_own=size(a.weight) if a.AHEAD else 0,
+        prefetched={memory_of(x): float(n) for x, n in later if n}, requests_last=True,
     )  # fmt: skip
 
 
@@ -313,17 +322,40 @@ def route(a: Any, s: Setting) -> Cost:
 @cost_of("norm_route_kernel")
 def norm_route(a: Any, s: Setting) -> Cost:
     """Logits of the sum of x and residual; after the barrier residual, norm and choice."""
-    logits, choice = router_logits(a, s), router_select(a, s)
+    choice = router_select(a, s)
     quantized = size(a.out, a.scales) if a.QUANTIZE else 0
-    first = Cost(logits.read + size(a.residual, a.norm), logits.written, logits.flops)
     written = choice.written + size(a.residual, a.normed) + quantized
-    both = _around_a_barrier(first, Cost(choice.read + size(a.x, a.residual, a.norm), written), s)
-    return replace(both, prefetched=_ahead(a))
+    then = Cost(choice.read + size(a.x, a.residual, a.norm), written)
+    if not a.WAITS:
+        return then
+    return replace(_around_a_barrier(_of_sums(router_logits(a, s), a), then, s), prefetched=_ahead(a))
+
+
+@cost_of("sum_logits_kernel")
+def sum_logits(a: Any, s: Setting) -> Cost:
+    """The first half of `norm_route_kernel`."""
+    a.EXPERTS = a.LOGITS
+    programs = a.grid[0] * a.grid[1] * a.grid[2]
+    cost = _of_sums(router_logits(a, s), a)
+    reads = (a.BLOCK_T * 2 + a.BLOCK_E) * a.PART * a.x.element_size() * programs  # of all programs
+    assert s.hardware is not None
+    alone = reads / programs / s.hardware["program_bytes_per_s"] * 1e6
+    return replace(cost, link_us=alone, prefetched=_ahead(a))
+
+
+def _of_sums(logits: Cost, a: Any) -> Cost:
+    """Of x + residual, times the norm's weight."""
+    return Cost(logits.read + size(a.residual, a.norm), logits.written, logits.flops)
 
 
 def _ahead(a: Any) -> dict[int, float]:
-    """The weight that a router's launch requests."""
+    """The weight that a launch requests for the next one."""
     return {memory_of(a.ahead): float(a.AHEAD)} if a.AHEAD else {}
+
+
+def _beside_norm(a: Any) -> dict[str, Any]:
+    """The weight that a norm's launch requests at its end."""
+    return {"prefetched": _ahead(a), "requests_last": True}
 
 
 def _around_a_barrier(first: Cost, then: Cost, s: Setting) -> Cost:
@@ -343,7 +375,8 @@ def count(a: Any, s: Setting) -> Cost:
 def place(a: Any, s: Setting) -> Cost:
     read, written = size(a.ids, given(a.counts)), size(a.positions, given(a.source))
     if not a.WAITS:
-        return Cost(read, written)
+        counted = 0 if a.COUNTED else 2 * a.num_pairs / WARP * INCREMENT_US  # in two histograms
+        return Cost(read, written, empty_us=counted)
     assert s.hardware is not None
     between = s.hardware["grid_barrier_us"] + s.hardware["kernel_floor_us"]
     return Cost(read + size(a.ids), written + size(a.counts), link_us=between)
@@ -367,7 +400,8 @@ def combine_norm(a: Any, s: Setting) -> Cost:
     """The experts' rows, their sum into the residual stream, and its norm."""
     rows = min(a.positions.numel(), s.routing.rows) * a.WIDTH * a.rows.element_size()
     read = rows + size(given(a.add), a.positions, a.weights, a.residual, a.norm)
-    return Cost(read, size(a.residual, given(a.normed), given(a.out), given(a.scales)))
+    written = size(a.residual, given(a.normed), given(a.out), given(a.scales))
+    return Cost(read, written, **_beside_norm(a))
 
 
 def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
@@ -417,6 +451,16 @@ def down(a: Any, s: Setting) -> Cost:
 @cost_of("greedy_kernel")
 def greedy(a: Any, s: Setting) -> Cost:
     return Cost(size(a.logits), size(a.tokens), programs=a.grid[0] * a.grid[1])
+
+
+@cost_of("decode_inputs_kernel")
+def decode_inputs(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.packed, a.rows) + a.count * 8, a.count * (4 + 3 * 8 + 2 * 4))
+
+
+@cost_of("keep_tokens_kernel")
+def keep_tokens(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.tokens, a.rows), size(a.tokens))
 
 
 @cost_of("chain_inputs_kernel", "chain_accept_kernel")

@@ -24,6 +24,9 @@ MAX_FEW_BYTES = 1 << 25
 MAX_NORMED_BYTES = 1 << 26
 """The same of a product that norms its rows, where a gap and a launch are worth more than tuned tiles."""
 
+MAX_HEADS_BYTES, MOST_REQUESTING = 1 << 23, 256
+"""Size of the largest weight of heads, and rows, of a product that requests weights behind it."""
+
 MIN_PROGRAMS = 64
 """Programs of a product per head, of 128 channels each, that read a weight at the memory's rate: about half of the SMs.
 cuBLAS divides a head between more."""
@@ -40,15 +43,35 @@ class CublasLinear(TorchLinear):
 
         return fixed_gemm(x, weight.data, weight.bias, tiles=FEW_PLAIN)
 
+    def run_into(self, x: Tensor, weight: PreparedLinear, out: Tensor) -> Tensor:
+        """See `LinearCapabilities`."""
+        if _is_few(x, weight.data):
+            from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
+
+            return fixed_gemm(x, weight.data, weight.bias, out, FEW_PLAIN)
+        if weight.bias is None:
+            return torch.mm(x, weight.data.t(), out=out)
+        return torch.addmm(weight.bias, x, weight.data.t(), out=out)
+
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
         if _is_few(x, weight.data):
             from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
 
             return fixed_gemm(x, weight.data, None, out, FEW_PLAIN)
+        if weight.following and _requests(x, weight.data):
+            from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
+
+            return fixed_gemm(x, weight.data, None, out, following=weight.following)
         if out is None:
             out = x.new_empty(x.shape[0], x.shape[1], weight.out_features)
         torch.bmm(x.transpose(0, 1), weight.data.transpose(1, 2), out=out.transpose(0, 1))
         return out
+
+
+def _requests(x: Tensor, heads: Tensor) -> bool:
+    """Whether small products per head request what follows, which cuBLAS cannot: while all their tiles run at once."""
+    same = heads.dtype == x.dtype and x.element_size() == 2
+    return same and len(x) <= MOST_REQUESTING and heads.nbytes <= MAX_HEADS_BYTES and starts_early(heads.device.type)
 
 
 def _is_few(x: Tensor, weight: Tensor) -> bool:

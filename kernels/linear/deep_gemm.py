@@ -65,8 +65,9 @@ class DeepGemmLinear(CublasLinear):
         heads = None if self._gemm.heads_quantized is None else self.run_heads_quantized
         better = None if heads is None else self.quantizes_heads
         return LinearCapabilities(
-            {BlockFP8: self.prepare_blocks}, self.warm_up, heads, quantizes_heads=better, norms=self.norms
-        )
+            {BlockFP8: self.prepare_blocks}, self.warm_up, heads, quantizes_heads=better, norms=self.norms,
+            into=self.run_into,
+        )  # fmt: skip
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; a weight of sizes that the library does not support becomes bf16."""
@@ -76,7 +77,7 @@ class DeepGemmLinear(CublasLinear):
         data = Blocks(self._gemm.weight(weight), weight.power_of_two)
         kept = data.operand if bias is None else (*data.operand, bias)
         num_bytes = sum(part.numel() * part.element_size() for part in kept)
-        prepared = PreparedLinear(k, n, data, bias, num_bytes, adds_bias_apart=bias is not None)
+        prepared = PreparedLinear(k, n, data, bias, num_bytes, bias is not None, data.operand[0])
         self._shapes.setdefault((n, k), prepared)
         return prepared
 

@@ -30,6 +30,10 @@ class PreparedLinear:
     num_bytes: int
     adds_bias_apart: bool = False
     """`run` adds the bias in a launch of its own."""
+    memory: Tensor | None = None
+    """The memory that a product reads first, contiguous; None: not known."""
+    following: tuple[Tensor, ...] = ()
+    """Of heads: memory, at most two tensors, that is read by the next launches. The product may bring it to a cache."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class LinearCapabilities:
     quantizes_heads: Callable[[int, PreparedLinear, PreparedLinear], bool] | None = None
     """(tokens, weight of wide heads, weight of the consumer): whether `heads_quantized` is worth more than `run_heads`
     and a consumer that quantizes; needs `heads_quantized`. None: never."""
+
+    into: Callable[[Tensor, PreparedLinear, Tensor], Tensor] | None = None
+    """(x [T, K], weight, out): `run` of an unquantized weight, written to `out` [T, N], contiguous; returns it."""
 
 
 class LinearKernel(Protocol):

@@ -23,7 +23,7 @@ class TorchLinear:
         return LinearCapabilities()
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
-        return PreparedLinear(weight.shape[1], weight.shape[0], weight, bias, _num_bytes(weight, bias))
+        return PreparedLinear(weight.shape[1], weight.shape[0], weight, bias, _num_bytes(weight, bias), memory=weight)
 
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
         return UNQUANTIZED

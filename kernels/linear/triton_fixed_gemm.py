@@ -22,19 +22,21 @@ from moe_engine.kernels.linear.tiles import FEW_PLAIN, FIXED_PLAIN, FIXED_WIDE, 
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
-from moe_engine.kernels.triton.prefetch import UNIT, can_request, prefetch_own
+from moe_engine.kernels.triton.prefetch import IN_GAP, UNIT, bytes_ahead, can_request, prefetch_own, prefetch_shared
 
 _STRIDES = ("x_stride", "x_head_stride", "out_stride", "out_head_stride")
 
 
 @dependent_jit(do_not_specialize=["num_rows"])
 def fixed_gemm_kernel(
-    x, weight, bias, out, num_rows, x_stride, x_head_stride, out_stride, out_head_stride,
+    x, weight, bias, out, following, later, num_rows, x_stride, x_head_stride, out_stride, out_head_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr, FOLLOWING: tl.constexpr,
+    LATER: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head; weight [H, N, K] is contiguous. AHEAD: bytes of a tile of the weight that its program
-    requests before it waits; more than 0 only with one tile of rows."""
+    requests before it waits; more than 0 only with one tile of rows. FOLLOWING bytes of `following` are requested at
+    the end, then LATER of `later`."""
     prefetch_own(
         weight + tl.program_id(1).to(tl.int64) * (N * K), tl.program_id(0) * AHEAD, AHEAD, AHEAD // BLOCK_N * N
     )
@@ -57,19 +59,23 @@ def fixed_gemm_kernel(
         total = add_product(total, a, b, 1.0, 1.0, False, False)
     if HAS_BIAS:
         total += tl.load(bias + w_rows).to(tl.float32)[None, :]
+    prefetch_shared(following, FOLLOWING)
+    prefetch_shared(later, LATER)
     place = out + head * out_head_stride + rows.to(tl.int64)[:, None] * out_stride + cols[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & (cols < N)[None, :])
 
 
 def fixed_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, tiles: PlainTiles | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, tiles: PlainTiles | None = None,
+    following: tuple[Tensor, ...] = (),
+) -> Tensor:  # fmt: skip
     """x [M, K] x weight [N, K] (+ bias [N]) -> [M, N]; or heads, x [M, H, K] x weight [H, N, K] -> [M, H, N].
 
     Args:
         x: contiguous in its last dimension, or it is copied.
         out: output tensor; its last dimension is contiguous.
         tiles: default: the same for any number of rows.
+        following: as in `PreparedLinear`.
 
     Raises:
         ValueError: if the widths or dtypes differ.
@@ -83,9 +89,12 @@ def fixed_gemm(
     if m:
         per_head = stride_of(x, 1) if heads > 1 else 0, stride_of(out, 1) if heads > 1 else 0
         grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), heads)
+        counts = [bytes_ahead(each, IN_GAP) for each in following] + [0, 0]
+        requested = [each if count else None for each, count in zip((*following, None, None), counts)]
         fixed_gemm_kernel[grid](
-            x, weight.contiguous(), bias, out, m, stride_of(x, 0), per_head[0], stride_of(out, 0), per_head[1],
-            **_constants(n, k, cut, bias is not None, weight), num_warps=cut.num_warps, num_stages=cut.num_stages,
+            x, weight.contiguous(), bias, out, *requested[:2], m, stride_of(x, 0), per_head[0], stride_of(out, 0),
+            per_head[1], **_constants(n, k, cut, bias is not None, weight), FOLLOWING=counts[0], LATER=counts[1],
+            num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     return out
 
@@ -104,13 +113,18 @@ def _constants(n: int, k: int, cut: PlainTiles, has_bias: bool, weight: Tensor) 
     }  # fmt: skip
 
 
-def fixed_case(label: str, n: int, k: int, dtype: torch.dtype, tiles: PlainTiles | None = None) -> AotCase:
+def fixed_case(
+    label: str, n: int, k: int, dtype: torch.dtype, tiles: PlainTiles | None = None, requests: bool = False
+) -> AotCase:
     """AOT case of a weight without a bias, for any number of rows."""
     cut, kind = tiles or fixed_tiles(dtype), f"*{element(dtype)}"
     signature = dict.fromkeys(("x", "weight", "out"), kind) | {"num_rows": "i32"} | dict.fromkeys(_STRIDES, "i32:16")
     weight = torch.empty(n, k, dtype=dtype, device="meta")
     constants = _constants(n, k, cut, False, weight) | {"bias": None}
-    name = f"fixed_gemm_{label}_{n}x{k}_{element(dtype)}"
+    absent = dict.fromkeys(("following", "later"))
+    constants |= dict.fromkeys(("FOLLOWING", "LATER"), IN_GAP) if requests else {"FOLLOWING": 0, "LATER": 0} | absent
+    signature |= dict.fromkeys(absent, kind) if requests else {}
+    name = f"fixed_gemm_{label}_{n}x{k}_{element(dtype)}{'_requests' * requests}"
     return AotCase(name, fixed_gemm_kernel, signature, constants, cut.num_warps, cut.num_stages, cut.block_k >= 64)
 
 
@@ -121,4 +135,5 @@ def aot_cases() -> list[AotCase]:
     few = (("v2_lite_q_kv_a", 16 * 192 + 576, 2048), ("v2_lite_o", 2048, 2048), ("values", 128, 512))
     cases += [fixed_case(f"few_rows_{label}", n, k, bf16, FEW_PLAIN) for label, n, k in few]
     cases += [fixed_case("keys", 512, 128, bf16), fixed_case("values", 128, 512, bf16)]
+    cases.append(fixed_case("values", 128, 512, bf16, requests=True))
     return [*cases, fixed_case("v3_head", 129280, 7168, bf16), fixed_case("keys", 512, 128, torch.float32)]

@@ -61,6 +61,7 @@ class TritonLinear(CublasLinear):
             norms=self.norms,
             quantizes_heads=self.quantizes_heads,
             takes=lambda format: not isinstance(format, GroupCodes) or format.four_bits,
+            into=self.run_into,
         )
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
@@ -76,7 +77,7 @@ class TritonLinear(CublasLinear):
             return self.prepare(dequantize_weight(weight).to(torch.bfloat16), bias)
         n, k = weight.data.shape
         num_bytes = weight.num_bytes + (0 if bias is None else bias.numel() * bias.element_size())
-        return PreparedLinear(k, n, weight, bias, num_bytes)
+        return PreparedLinear(k, n, weight, bias, num_bytes, memory=weight.data)
 
     def prepare_codes(self, weight: CodedWeight, bias: Tensor | None = None) -> PreparedLinear:
         """A weight of `GroupCodes.four_bits`, multiplied as stored."""
@@ -108,6 +109,11 @@ class TritonLinear(CublasLinear):
         if self._deterministic:
             return fixed_gemm(unquantized(x), weight.data, weight.bias)
         return super().run(unquantized(x), weight)
+
+    def run_into(self, x: Tensor, weight: PreparedLinear, out: Tensor) -> Tensor:
+        if self._deterministic:
+            return fixed_gemm(x, weight.data, weight.bias, out)
+        return super().run_into(x, weight, out)
 
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
         return fixed_gemm(x, weight.data, None, out) if self._deterministic else super().run_heads(x, weight, out)

@@ -270,6 +270,9 @@ class OpsCapabilities:
     layer_norm: AddLayerNorm | None = None
     """None: in torch, `kernels.ops.layer_norm`."""
 
+    norms_ahead: bool = False
+    """Norms, quantized or not, take `ahead`, as `Absorb`."""
+
 
 class Ops(Protocol):
     """Small operations of a layer. Each returns new tensors unless documented as in place."""

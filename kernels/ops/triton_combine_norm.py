@@ -28,18 +28,20 @@ from moe_engine.kernels.quantization.triton_rows import store_norm
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import row_stride, with_contiguous_rows
+from moe_engine.kernels.triton.prefetch import IN_GAP, bytes_ahead, prefetch_shared
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
 @dependent_jit(do_not_specialize=["scale_stride"], do_not_specialize_on_alignment=["weights"])
 def combine_norm_kernel(
-    rows, positions, weights, add, residual, norm, normed, out, scales, scale_stride, eps,
+    rows, positions, weights, add, residual, norm, normed, out, scales, ahead, scale_stride, eps,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, W_STRIDE: tl.constexpr, ADD_STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_ADD: tl.constexpr, KEEP: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One token per program: residual[t] += add[t] + sum_k weights[t, k] * rows[positions[t, k]]; KEEP: normed[t] = its
-    norm; QUANTIZE: the norm as e4m3 in `out`, with scales."""
+    norm; QUANTIZE: the norm as e4m3 in `out`, with scales. AHEAD bytes of `ahead` are prefetched."""
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
@@ -54,14 +56,16 @@ def combine_norm_kernel(
     rounded = value.to(kind)
     tl.store(stream, rounded, mask=mask)
     value = rounded.to(tl.float32)
+    prefetch_shared(ahead, AHEAD)
     store_norm(
         value, norm, normed, out, scales, scale_stride, eps, token, WIDTH, BLOCKS, KEEP, QUANTIZE, POWER_OF_TWO, kind
     )  # fmt: skip
 
 
 def combine_norm(
-    rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float, format: ActivationFormat = UNQUANTIZED
-) -> Activation:
+    rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float, format: ActivationFormat = UNQUANTIZED,
+    ahead: Tensor | None = None,
+) -> Activation:  # fmt: skip
     """`OpsCapabilities.add_rows_rms_norm`, and of `QuantizedNorms`.
 
     Raises:
@@ -75,10 +79,11 @@ def combine_norm(
     if tokens:
         weights = with_contiguous_rows(rows.weights)
         add = None if rows.add is None else with_contiguous_rows(rows.add)
+        num_ahead = bytes_ahead(ahead, IN_GAP)
         combine_norm_kernel[(tokens,)](
             rows.rows, rows.positions, weights, add, residual, weight, normed,
             None if quantized is None else quantized.data, None if quantized is None else quantized.scales,
-            0 if quantized is None else quantized.scale_stride, eps,
+            ahead if num_ahead else None, 0 if quantized is None else quantized.scale_stride, eps, AHEAD=num_ahead,
             **_constants(top_k, width, row_stride(weights), 0 if add is None else row_stride(add), add, format),
             num_warps=_warps(width),
         )  # fmt: skip
@@ -119,6 +124,8 @@ def aot_cases() -> list[AotCase]:
         outputs |= {"out": "*fp8e4nv", "scales": "*fp32"} if format.rows else {}
         absent = dict.fromkeys({"normed", "out", "scales"} - set(outputs))
         constants = _constants(top_k, width, top_k, width, signature, format) | absent
+        constants |= {"AHEAD": 0, "ahead": None} if format.rows else {"AHEAD": IN_GAP}
+        signature |= {} if format.rows else {"ahead": "*bf16"}
         name = f"combine_norm_{label}"
         cases.append(AotCase(name, combine_norm_kernel, signature | outputs, constants, _warps(width), 3, False))
     return cases

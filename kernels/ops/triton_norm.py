@@ -18,6 +18,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up, gelu, situ, squared_relu
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
+from moe_engine.kernels.triton.prefetch import IN_GAP, bytes_ahead, prefetch_shared
 
 _TILE = 1024
 """Elements per program for narrow rows; wider rows have one program each."""
@@ -27,13 +28,13 @@ _SILU_BLOCK = 1024
 
 @dependent_jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
-    x, other, residual, weight, out,
+    x, other, residual, weight, out, ahead,
     x_stride, x_head_stride, residual_stride, num_rows, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    PAIR: tl.constexpr,
+    PAIR: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = rms_norm(x), or with ADD residual += x; out = rms_norm(residual). Row n of x is (n // HEADS, n % HEADS).
-    PAIR: x + other instead of x; other is contiguous."""
+    PAIR: x + other instead of x; other is contiguous. AHEAD bytes of `ahead` are prefetched."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK)[None, :]
@@ -51,6 +52,7 @@ def rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
     normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)  # models are trained with this rounding
     scaled = normed * tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
+    prefetch_shared(ahead, AHEAD)
     tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), live)
 
 
@@ -90,35 +92,40 @@ def silu_and_mul_kernel(
     tl.store(out + row * WIDTH + column, mixed.to(kind), live)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] with contiguous rows, up to two leading strides -> new contiguous tensor."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None) -> Tensor:
+    """x [..., D] with contiguous rows, up to two leading strides -> new contiguous tensor. ahead: as in `Absorb`."""
     flat, heads, strides = rows_of(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(flat, None, out, weight, out, heads, strides, 0, eps, False)
+    _launch(flat, None, out, weight, out, heads, strides, 0, eps, False, ahead)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None) -> Tensor:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None, ahead: Tensor | None = None
+) -> Tensor:
     """residual [N, D] += x (+ other, contiguous) in place; returns rms_norm(residual), contiguous. Rows are contiguous
     in all."""
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     flat, heads, strides = rows_of(x)
-    _launch(flat, other, residual, weight, out, heads, strides, stride_of(residual, 0), eps, True)
+    _launch(flat, other, residual, weight, out, heads, strides, stride_of(residual, 0), eps, True, ahead)
     return out
 
 
 def _launch(
     x: Tensor, other: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor,
     heads: int, strides: tuple[int, int], residual_stride: int, eps: float, add: bool,
+    ahead: Tensor | None,
 ) -> None:  # fmt: skip
     width = weight.shape[0]
     num_rows = out.numel() // width
     if not num_rows:
         return
     rows, block, warps = _tile(width)
+    num_ahead = bytes_ahead(ahead, IN_GAP)
     rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, other, residual, weight, out, *strides, residual_stride, num_rows, eps,
-        HEADS=heads, WIDTH=width, ROWS=rows, BLOCK=block, ADD=add, PAIR=other is not None, num_warps=warps,
+        x, other, residual, weight, out, ahead if num_ahead else None, *strides, residual_stride, num_rows, eps,
+        HEADS=heads, WIDTH=width, ROWS=rows, BLOCK=block, ADD=add, PAIR=other is not None, AHEAD=num_ahead,
+        num_warps=warps,
     )  # fmt: skip
 
 
@@ -144,18 +151,21 @@ def silu_and_mul(gate_up: Tensor, form: GatedActivation = SILU) -> Tensor:
 
 
 def norm_case(
-    label: str, width: int, heads: int, add: bool, dtype: torch.dtype = torch.bfloat16, pair: bool = False
-) -> AotCase:
+    label: str, width: int, heads: int, add: bool, dtype: torch.dtype = torch.bfloat16, pair: bool = False,
+    ahead: bool = False,
+) -> AotCase:  # fmt: skip
     """The specialization launched by `rms_norm` or `add_rms_norm` for rows of `width`, weights in `dtype`."""
     rows, block, warps = _tile(width)
     kind = f"*{element(dtype)}"
     signature = dict.fromkeys(("x", "residual", "weight", "out"), kind)
     strides = dict.fromkeys(("x_stride", "x_head_stride", "residual_stride"), "i32:16")
     constants: dict[str, Any] = {"HEADS": heads, "WIDTH": width, "ROWS": rows, "BLOCK": block, "ADD": add, "PAIR": pair}
+    constants |= {"AHEAD": IN_GAP} if ahead else {"AHEAD": 0, "ahead": None}
+    signature |= {"ahead": kind} if ahead else {}
     signature |= {"other": kind} if pair else {}
     constants |= {} if pair else {"other": None}
     signature = signature | strides | {"num_rows": "i32", "eps": "fp32"}
-    name = f"{'add_' if add else ''}{'pair_' if pair else ''}rms_norm_{label}_{element(dtype)}"
+    name = f"{'add_' if add else ''}{'pair_' if pair else ''}rms_norm_{label}_{element(dtype)}{'_ahead' * ahead}"
     return AotCase(name, rms_norm_kernel, signature, constants, warps, 3, False)
 
 
@@ -186,7 +196,7 @@ def aot_cases() -> list[AotCase]:
     hidden = [("v3", 7168), ("v2_lite", 2048), ("llama", 4096), ("odd", 1000)]
     norms = [norm_case(label, width, 1, add) for label, width in hidden for add in (False, True)]
     norms += [norm_case("v3_q_lora", 1536, 1, False), norm_case("qwen3_heads", 128, 32, False)]
-    norms.append(norm_case("v3", 7168, 1, True, pair=True))
+    norms += [norm_case("v3", 7168, 1, True, pair=True), norm_case("v2_lite", 2048, 1, True, ahead=True)]
     norms += [norm_case("v3", 7168, 1, True, dtype) for dtype in (torch.float16, torch.float32)]
     widths = [("v3_shared", 2048), ("v3_dense", 18432), ("v2_lite_dense", 10944), ("llama", 14336)]
     silu = [silu_case(label, width) for label, width in widths]

@@ -67,42 +67,51 @@ class TritonOps:
             mix_streams=triton_streams.mix, mix_norm_streams=triton_streams.mix_norm, ngrams=NGRAMS,
             gated_streams=GATED_STREAMS, ngram_products=NGRAM_PRODUCTS, round_rows=round_rows,
             mix_blocks=triton_residual_blocks.mix, add_input=add_input, scale_heads=scale_heads,
-            layer_norm=add_layer_norm,
+            layer_norm=add_layer_norm, norms_ahead=True,
         )  # fmt: skip
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return triton_norm.rms_norm(x, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None) -> Tensor:
+        return triton_norm.rms_norm(x, weight, eps, ahead)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return triton_norm.add_rms_norm(x, residual, weight, eps)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None
+    ) -> Tensor:
+        return triton_norm.add_rms_norm(x, residual, weight, eps, None, ahead)
 
     def rms_norm_quantized(
-        self, format: ActivationFormat, x: Tensor, weight: Tensor, eps: float
+        self, format: ActivationFormat, x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None
     ) -> QuantizedActivation:
-        return _quantized(x, weight, eps, None, format)
+        return _quantized(x, weight, eps, None, format, None, ahead)
 
     def add_rms_norm_quantized(
-        self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> QuantizedActivation:
-        return _quantized(x, weight, eps, residual, format)
+        self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float,
+        ahead: Tensor | None = None,
+    ) -> QuantizedActivation:  # fmt: skip
+        return _quantized(x, weight, eps, residual, format, None, ahead)
 
-    def add_pair_rms_norm(self, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return triton_norm.add_rms_norm(x, residual, weight, eps, other)
+    def add_pair_rms_norm(
+        self, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None
+    ) -> Tensor:
+        return triton_norm.add_rms_norm(x, residual, weight, eps, other, ahead)
 
     def add_pair_rms_norm_quantized(
-        self, format: ActivationFormat, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> QuantizedActivation:
-        return _quantized(x, weight, eps, residual, format, other)
+        self, format: ActivationFormat, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float,
+        ahead: Tensor | None = None,
+    ) -> QuantizedActivation:  # fmt: skip
+        return _quantized(x, weight, eps, residual, format, other, ahead)
 
-    def add_rows_rms_norm(self, rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = combine_norm(rows, residual, weight, eps)
+    def add_rows_rms_norm(
+        self, rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None
+    ) -> Tensor:
+        normed = combine_norm(rows, residual, weight, eps, ahead=ahead)
         assert isinstance(normed, Tensor)
         return normed
 
     def add_rows_rms_norm_quantized(
-        self, format: ActivationFormat, rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float
-    ) -> QuantizedActivation:
-        normed = combine_norm(rows, residual, weight, eps, format)
+        self, format: ActivationFormat, rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float,
+        ahead: Tensor | None = None,
+    ) -> QuantizedActivation:  # fmt: skip
+        normed = combine_norm(rows, residual, weight, eps, format, ahead)
         assert isinstance(normed, QuantizedActivation)
         return normed
 
@@ -180,9 +189,9 @@ class TritonOps:
 
 def _quantized(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat,
-    other: Tensor | None = None,
+    other: Tensor | None, ahead: Tensor | None,
 ) -> QuantizedActivation:  # fmt: skip
     normed, rows = rms_norm_quantize(
-        x, weight, eps, residual, format.power_of_two, format.unquantized, other, format.exponents
+        x, weight, eps, residual, format.power_of_two, format.unquantized, other, format.exponents, ahead
     )
     return QuantizedActivation(rows, normed, x.dtype)

@@ -18,6 +18,7 @@ from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, Q
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.clamped_gate import silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+from moe_engine.kernels.triton.prefetch import IN_GAP, bytes_ahead, prefetch_shared
 
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -122,12 +123,12 @@ def store_norm(
 
 @dependent_jit(do_not_specialize=_UNSPECIALIZED)
 def rms_norm_quantize_kernel(
-    x, other, residual, weight, normed, out, scales, scale_stride, eps,
+    x, other, residual, weight, normed, out, scales, ahead, scale_stride, eps,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr, PAIR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr, PAIR: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One row per program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype;
-    PAIR: of x + other, which is contiguous."""
+    PAIR: of x + other, which is contiguous. AHEAD bytes of `ahead` are prefetched."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
@@ -143,6 +144,7 @@ def rms_norm_quantize_kernel(
         rounded = value.to(residual.dtype.element_ty)
         tl.store(stream, rounded, mask=mask)
         value = rounded.to(tl.float32)
+    prefetch_shared(ahead, AHEAD)
     store_norm(
         value, weight, normed, out, scales, scale_stride, eps, row, WIDTH, BLOCKS, KEEP, True, POWER_OF_TWO,
         x.dtype.element_ty,
@@ -180,7 +182,7 @@ def silu_mul_quantize(
 
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
-    keep: bool = True, other: Tensor | None = None, exponents: bool = False,
+    keep: bool = True, other: Tensor | None = None, exponents: bool = False, ahead: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedRows]:  # fmt: skip
     """residual += x (+ other, contiguous) in place if given (contiguous [M, K]); returns its RMSNorm (None unless
     `keep`), and the quantized form."""
@@ -191,8 +193,10 @@ def rms_norm_quantize(
     rows = QuantizedRows.empty(m, k, x.device, exponents=exponents)
     normed = torch.empty_like(x, memory_format=torch.contiguous_format) if keep else None
     if m:
+        num_ahead = bytes_ahead(ahead, IN_GAP)
         rms_norm_quantize_kernel[(m,)](
-            x, other, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
+            x, other, residual, weight, normed, rows.data, rows.scales, ahead if num_ahead else None,
+            rows.scale_stride, eps, AHEAD=num_ahead,
             WIDTH=k, X_STRIDE=_stride(x), BLOCKS=norm_blocks(k), HAS_RESIDUAL=residual is not None,
             POWER_OF_TWO=power_of_two, KEEP=keep, PAIR=other is not None, num_warps=norm_warps(k),
         )  # fmt: skip
@@ -253,6 +257,8 @@ def aot_cases() -> list[AotCase]:
         signature |= {"residual": "*bf16"} if has_residual else {}
         constants |= {"PAIR": pair} | ({} if pair else {"other": None})
         signature |= {"other": "*bf16"} if pair else {}
+        constants |= {"AHEAD": IN_GAP} if pair else {"AHEAD": 0, "ahead": None}
+        signature |= {"ahead": "*fp8e4nv"} if pair else {}
         name = f"fp8_rms_norm_{width}{'' if keep else '_alone'}{'_pair' * pair}"
         cases.append(AotCase(name, rms_norm_quantize_kernel, signature, constants, norm_warps(width), 3, False))
     return cases

@@ -14,6 +14,7 @@ class CpuSampling:
     """`SamplingKernel` for logits in host memory."""
 
     name = "cpu"
+    reads_half = False
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()

@@ -31,6 +31,7 @@ class FlashInferSampling:
     """
 
     name = "flashinfer"
+    reads_half = False
 
     def __init__(self, module: Any | None = None) -> None:
         library = FLASHINFER_SAMPLING.load() if module is None else FLASHINFER_SAMPLING.check(module)

@@ -73,6 +73,8 @@ class SamplingKernel(Protocol):
     """Draws tokens. logits are [S, V] float32 and are not changed."""
 
     name: str
+    reads_half: bool
+    """`greedy` and `sample` take logits in 16 bits too."""
 
     def greedy(self, logits: Tensor) -> Tensor:
         """The best token of each row, [S] int64."""

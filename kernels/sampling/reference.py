@@ -56,6 +56,7 @@ class TorchSampling:
     """`SamplingKernel` for any device."""
 
     name = "torch"
+    reads_half = False
 
     def greedy(self, logits: Tensor) -> Tensor:
         value, index = first_argmax(logits)

@@ -48,7 +48,8 @@ class Greedy:
         self._tickets = Tickets()
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """logits [S, V] float32 -> tokens [S] int64, `INVALID_TOKEN` for a row with NaN or without a finite maximum."""
+        """logits [S, V], in 16 bits too -> tokens [S] int64, `INVALID_TOKEN` for a row with NaN or without a finite
+        maximum."""
         logits = with_contiguous_rows(logits)
         count, vocab = logits.shape
         device = logits.device
@@ -68,10 +69,10 @@ def _constants(vocab: int) -> dict[str, int]:
     return {"VOCAB": vocab, "BLOCK": BLOCK, "PARTS": MAX_PROGRAMS}
 
 
-def greedy_case(label: str, vocab: int) -> AotCase:
-    """The specialization for a vocabulary."""
+def greedy_case(label: str, vocab: int, kind: str = "*fp32") -> AotCase:
+    """The specialization for a vocabulary and a type of logits."""
     signature = {
-        "logits": "*fp32", "tokens": "*i64", "best_of": "*fp32", "index_of": "*i32", "tickets": "*i32",
+        "logits": kind, "tokens": "*i64", "best_of": "*fp32", "index_of": "*i32", "tickets": "*i32",
         "stride": "i32:16" if vocab % 16 == 0 else "i32", "programs": "i32",
     }  # fmt: skip
     return AotCase(f"greedy_{label}", greedy_kernel, signature, _constants(vocab), _WARPS, 3, False)

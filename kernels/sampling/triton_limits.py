@@ -45,12 +45,14 @@ def weight_of(x, best, temperature):
 
 @triton.jit
 def best_of_part(row, begin, step, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """(largest logit, its lowest index) of the tiles at `begin`, `begin + step` and on; infinity if one is NaN."""
+    """(largest logit, its lowest index) of the tiles at `begin`, `begin + step` and on; infinity if one is NaN.
+    Logits in 16 bits too."""
     best = float("-inf")
     index = 0
     for first in range(begin, VOCAB, step):
         column = first + tl.arange(0, BLOCK)
-        best, index = _better(tl.load(row + column, column < VOCAB, float("-inf")), first, best, index)
+        x = tl.load(row + column, column < VOCAB, float("-inf")).to(tl.float32)
+        best, index = _better(x, first, best, index)
     return best, index
 
 

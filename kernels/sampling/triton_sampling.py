@@ -138,6 +138,7 @@ class TritonSampling:
     """`SamplingKernel` on a GPU: for launches on one stream."""
 
     name = "triton"
+    reads_half = True
 
     def __init__(self) -> None:
         self._greedy = Greedy()
@@ -147,7 +148,7 @@ class TritonSampling:
         return self._greedy(logits)
 
     def sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
-        logits = with_contiguous_rows(logits)
+        logits = with_contiguous_rows(logits.float())  # 16 bits would spill
         count, vocab = logits.shape
         device = logits.device
         tokens = torch.empty(count, dtype=torch.int64, device=device)
@@ -227,7 +228,7 @@ def vocabulary_cases(label: str, vocab: int) -> list[AotCase]:
 
     drawn = of("temperature", "min_p", "uniform") | read | parts | {"weight_of_parts": "*fp64", "tokens": "*i64"}
     cases = [
-        greedy_case(label, vocab),
+        greedy_case(label, vocab), greedy_case(f"{label}_bf16", vocab, "*bf16"),
         AotCase(
             f"sampling_best_{label}", best_kernel, of("temperature", "top_p", "top_k") | best, _chunk_constants(vocab),
             _WARPS, 3, False,

@@ -1,8 +1,9 @@
-"""The choice of a rank's `ChainKernels` and `TreeKernels`."""
+"""The choice of a rank's `ChainKernels`, `TreeKernels` and `DecodeKernels`."""
 
 from __future__ import annotations
 
 from moe_engine.kernels.sampling.protocol import SamplingKernel
+from moe_engine.kernels.speculation.decode_inputs import DecodeKernels, TorchDecodes
 from moe_engine.kernels.speculation.protocol import ChainKernels
 from moe_engine.kernels.speculation.reference import TorchChains
 from moe_engine.kernels.speculation.trees import TorchTrees, TreeKernels
@@ -24,3 +25,12 @@ def tree_kernels(sampling: SamplingKernel) -> TreeKernels:
     from moe_engine.kernels.speculation.triton_trees import TritonTrees
 
     return TritonTrees()
+
+
+def decode_kernels(sampling: SamplingKernel) -> DecodeKernels:
+    """As `chain_kernels`."""
+    if sampling.name != "triton":
+        return TorchDecodes()
+    from moe_engine.kernels.speculation.triton_decode_inputs import TritonDecodes
+
+    return TritonDecodes()

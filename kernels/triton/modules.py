@@ -66,6 +66,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.varlen.triton_varlen",
     f"{_FAMILIES}.sampling.triton_sampling",
     f"{_FAMILIES}.speculation.triton_chains",
+    f"{_FAMILIES}.speculation.triton_decode_inputs",
     f"{_FAMILIES}.speculation.triton_trees",
 )
 

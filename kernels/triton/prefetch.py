@@ -18,9 +18,12 @@ from triton.language.extra import cuda
 
 from moe_engine.kernels.device import starts_early
 
-BESIDE_ROUTER = 14 << 20
+BESIDE_ROUTER = 22 << 20
 """Most bytes that a router's launch requests: about those that an H200's memory sends while its programs wait for each
-other."""
+other, and while the sort of its choices runs."""
+IN_GAP = 5 << 20
+"""Most bytes that a norm requests at its end, for the product behind it: those of the gap between both. Products of few
+rows request more themselves, and a norm of many needs the memory before."""
 UNIT = 16
 """Sizes and addresses of requests are multiples of it."""
 

@@ -25,7 +25,10 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
+from moe_engine.models.layers.gqa import GQAttention
 from moe_engine.models.layers.hidden_taps import HiddenTaps
+from moe_engine.models.layers.mla import MLAAttention
+from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import LayerNorm, RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
@@ -112,6 +115,8 @@ class Decoder:
         self.stack = self.make_stack(norms[0])
         """All layers as one call, if the kernels support it."""
         self.head = self.make_head(reader, self.embedding)
+        if backends.weight_stream is None:  # else weights are not there yet
+            self._request_weights(norms)
         self.adapters: StepAdapters | None = None
         """LoRA adapters of the step; None without LoRA."""
         self.taps: HiddenTaps | None = None
@@ -126,6 +131,23 @@ class Decoder:
 
     def rotary_of(self, layer_index: int) -> RotaryTable:
         return self.rotary_tables[self.config.rope_of(layer_index)]
+
+    def _request_weights(self, norms: list[RMSNorm]) -> None:
+        """Launches of few bytes request weights that are read behind them: norms those of the layers' first products
+        and of the head, the products of values those of the shared experts."""
+        pairs: list[tuple[Any, Tensor | None]] = []
+        for norm, layer in zip(norms, self.layers):
+            if isinstance(layer.attention, MLAAttention | GQAttention):
+                pairs.append((norm, layer.attention.first_product.weight.memory))
+            if isinstance(layer.attention, MLAAttention) and isinstance(layer.feed_forward, MoE):
+                layer.attention.request_later(layer.feed_forward.read_first)
+            if isinstance(layer.feed_forward, MLP):
+                pairs.append((layer.post_norm, layer.feed_forward.weights[0].memory))
+        if isinstance(self.head, Head):
+            pairs.append((norms[-1], self.head.weight.memory))
+        for norm, weight in pairs:
+            if isinstance(norm, RMSNorm):  # others have no such launch
+                norm.precedes(weight)
 
     def make_head(self, reader: WeightSource, embedding: Embedding) -> Head | Pooler:
         """The LM head; for a pooled model the pooler."""

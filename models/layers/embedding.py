@@ -116,7 +116,8 @@ class Head:
         return self._linear.weight
 
     def __call__(self, hidden: Tensor, step: StepSizes | None = None, out: Tensor | None = None) -> Tensor:
-        """`out`: memory for the result, contiguous; None: new memory."""
+        """`out`: memory for the result, contiguous, without a cap also in the dtype of hidden, to which the product is
+        rounded; None: new memory."""
         logits = self._logits(hidden, step, out)
         if self._scale != 1.0:
             logits.mul_(self._scale)
@@ -124,8 +125,7 @@ class Head:
 
     def _logits(self, hidden: Tensor, step: StepSizes | None, out: Tensor | None) -> Tensor:
         if self._group.size == 1:
-            logits = self._linear(hidden)
-            return logits.float() if out is None else out.copy_(logits)
+            return self._linear(hidden).float() if out is None else self._linear.into(hidden, out)
         parts = self._of_all(hidden, step) if self._spans else self._of_group(hidden)
         _, rows, width = parts.shape
         if out is None:

@@ -22,7 +22,7 @@ from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import CacheGroup, GQAConfig, ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.projection_norm import ProjectionNorms
 from moe_engine.models.layers.rotated_norm import HeadWeights, UnweightedNorm
@@ -174,6 +174,11 @@ class GQAttention:
     def inner_norms(self) -> list[RMSNorm]:
         """Norms whose results linear layers read: none."""
         return []
+
+    @property
+    def first_product(self) -> Linear:
+        """Reads the hidden states first."""
+        return self._qkv
 
     @property
     def input_format(self) -> ActivationFormat:

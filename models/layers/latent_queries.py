@@ -69,6 +69,7 @@ class LatentQueries:
         if index_rows:
             self.index = load_linear(kernel, reader, [*index_rows], [*index_rows.values()], norm.width)
         norm.feed(common_format(*(product.input_format for product in self._products)))
+        norm.precedes(self.query.weight.memory)
 
     def __call__(self, latent: Tensor) -> NormedLatent:
         """latent: rows may be strided."""

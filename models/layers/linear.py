@@ -49,6 +49,7 @@ class Linear:
         matrix in several places."""
         self.input_format = kernel.input_format(self.weight)
         """Activation format of x."""
+        self._into = kernel.capabilities.into if isinstance(self.weight.data, Tensor) else None
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +64,7 @@ class Linear:
             add(y, x)
             return y
 
-        self._run, self._norms = adapted, None
+        self._run, self._norms, self._into = adapted, None, None
 
     def norms(self, x: Tensor) -> bool:
         """Whether x [T, K] may be given as `RowsToNorm`. Not with adapters, which read the norm too."""
@@ -71,6 +72,12 @@ class Linear:
 
     def __call__(self, x: ProductInput) -> Tensor:
         return self._run(x if isinstance(x, RowsToNorm) else as_format(x, self.input_format), self.weight)
+
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        """`self(x)` in `out` [T, N], contiguous; in its own dtype without a copy, if the kernel can."""
+        if self._into is None or out.dtype != x.dtype:
+            return out.copy_(self(x))
+        return self._into(x, self.weight, out)
 
     def split(self, x: Activation) -> tuple[Tensor, Tensor | None]:
         """`self(x)` without a bias that takes a launch of its own, and that bias [N], for a reader that adds it."""

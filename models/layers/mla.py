@@ -10,6 +10,7 @@ Expanded (prefill): the context's latent becomes keys and values by kv_b, attent
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class MLAAttention:
         self._load_kv_b(whole, reader, prefix)
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
+        self.request_later(self._o.weight.memory)
         self._values_quantized = self._quantize_values()
         self.adapters: StepAdapters | None = None
         """LoRA adapters of the step; None without LoRA."""
@@ -210,6 +212,16 @@ class MLAAttention:
     def _adapted(self) -> bool:
         """Whether a token of the step has an adapter."""
         return self.adapters is not None and self.adapters.active
+
+    def request_later(self, weight: Tensor | None) -> None:
+        """The product of values may bring `weight` to a cache, which is read after those named before."""
+        if weight is not None:
+            self._w_uv = replace(self._w_uv, following=(*self._w_uv.following, weight))
+
+    @property
+    def first_product(self) -> Linear:
+        """Reads the hidden states first."""
+        return self._kv_a
 
     @property
     def input_format(self) -> ActivationFormat:

@@ -51,6 +51,8 @@ class RMSNorm:
         self._all_reduce: CustomAllReduce | None = None
         self._add_pair: Callable[..., Any] | None = ops.capabilities.add_pair_rms_norm
         self._add_rows: Callable[..., Any] | None = ops.capabilities.add_rows_rms_norm
+        self._requests = ops.capabilities.norms_ahead
+        self._ahead: Callable[[], dict[str, Tensor]] = dict  # a call: the tensor is no weight of this module
 
     def feed(self, *readers: ActivationFormat) -> None:
         """Enables `QuantizedActivation` results if any consumer reads rows and this device's kernels produce them; call
@@ -64,6 +66,11 @@ class RMSNorm:
             self._add_rows = partial(norms.add_rows_rms_norm, format)
             self._choose_add()
 
+    def precedes(self, weight: Tensor | None) -> None:
+        """The norm's launch may bring `weight` to a cache, contiguous, which is read next."""
+        if weight is not None and self._requests and self._all_reduce is None:
+            self._ahead = lambda: {"ahead": weight}
+
     def keep_unquantized(self) -> None:
         """Results also have the unquantized values from now on."""
         if self._format.rows:
@@ -71,7 +78,7 @@ class RMSNorm:
 
     def sum_over(self, all_reduce: CustomAllReduce) -> None:
         """From now on `add` and `add_rows` get partial sums of the ranks' rows, and sum them in the same launch."""
-        self._all_reduce = all_reduce
+        self._all_reduce, self._ahead = all_reduce, dict
         self._choose_add()
 
     def _choose_add(self) -> None:
@@ -82,7 +89,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Any:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""
-        return self._rms_norm(x, self.weight, self.eps)
+        return self._rms_norm(x, self.weight, self.eps, **self._ahead())
 
     def stream(self, residual: Tensor) -> Tensor:
         """The residual stream [T, D], which the norm reads."""
@@ -123,7 +130,7 @@ class RMSNorm:
     def add_rows(self, rows: ExpertRows, residual: Tensor) -> Any:
         """`add` of the experts' sum, if it `adds_rows`."""
         assert self._add_rows is not None
-        return self._add_rows(rows, residual, self.weight, self.eps)
+        return self._add_rows(rows, residual, self.weight, self.eps, **self._ahead())
 
     def write(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual [T, D] += x in place; returns it."""
@@ -134,8 +141,8 @@ class RMSNorm:
         """residual [T, D] += x (+ other, if it `adds_pairs`) in place; returns the norm of the sum, see `__call__`."""
         if other is not None:
             assert self._add_pair is not None
-            return self._add_pair(x, other, residual, self.weight, self.eps)
-        return self._add_rms_norm(x, residual, self.weight, self.eps)
+            return self._add_pair(x, other, residual, self.weight, self.eps, **self._ahead())
+        return self._add_rms_norm(x, residual, self.weight, self.eps, **self._ahead())
 
 
 class LayerNorm(RMSNorm):

@@ -11,13 +11,15 @@ class GraphSettings:
     """Which steps are captured as CUDA graphs before the first request.
 
     `sizes`: requests of a decode step, ascending; empty: no capture. `counts`: tokens of each request, above 1 if
-    drafts are verified, in `trees` or chains. Without `pad` only steps of exactly these sizes are replayed.
+    drafts are verified, in `trees` or chains. Without `pad` only steps of exactly these sizes are replayed. `hidden`:
+    hidden states are kept although a step has its logits: for drafts, and for requests that return them.
     """
 
     sizes: tuple[int, ...] = ()
     counts: tuple[int, ...] = (1,)
     pad: bool = True
     trees: bool = False
+    hidden: bool = True
 
     def size_for(self, num_requests: int) -> int | None:
         """Graph size that replays a step of `num_requests`, or None."""

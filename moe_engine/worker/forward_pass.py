@@ -21,6 +21,7 @@ from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.kv_cache.kv_pool import KVPool
+from moe_engine.worker.static_inputs import StaticInputs
 from moe_engine.worker.step_graphs import StepGraphs
 from moe_engine.worker.step_shape import StepShape
 
@@ -75,11 +76,13 @@ class ForwardPass:
             return False
         return not (isinstance(self.model, ExpertRecordingModel) and self.model.is_watching)
 
-    def replay(self, shape: StepShape, build: Callable[[], StepBatch]) -> tuple[StepBatch, Tensor, Tensor | None]:
+    def replay(
+        self, shape: StepShape, build: Callable[[StaticInputs], StepBatch]
+    ) -> tuple[StepBatch, Tensor, Tensor | None]:
         """Replays a graph: the step's batch, hidden states [T, D] and logits [T, V] (None if the graph has no head)."""
         assert self.graphs is not None
         self.doing = "building the batch"
-        batch = build()
+        batch = build(self.graphs.inputs)
         self.rows.note_tokens(batch.slots, batch.input_ids)
         self.doing = f"{RUNNING} (replayed for {shape.size} requests)"
         return batch, *self.graphs.run(shape, batch)

@@ -14,6 +14,7 @@ from moe_engine.errors import StepError, StepNotRun
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.kernels.sampling.protocol import SamplingKernel
+from moe_engine.kernels.speculation.choice import decode_kernels
 from moe_engine.models.batch import Model
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.hidden_taps import HiddenTaps
@@ -75,8 +76,11 @@ class ModelRunner:
         self.rows = rows
         self.stream = stream
         self.windows = AttentionWindows(windows, None if rows.windows is None else rows.windows.table)
-        builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream, windows[0], rows.windows)
         self.sampler = Sampler(rows.sampling, stream, sampling, passes)
+        builder = BatchBuilder(
+            rows, kv_pool.page_size, form or MLAFormPolicy(), stream, windows[0], rows.windows,
+            decode_kernels(self.sampler.kernel),
+        )  # fmt: skip
         self.sampling = StepSampling(rows, self.sampler, stream)
         self.shared = DPSteps(parallel, stream.device, kv_pool.layers)
         self.forward = ForwardPass(model, kv_pool, rows, attention, builder, self.shared)
@@ -188,7 +192,7 @@ class ModelRunner:
 
     def _launch_replayed(self, plan: StepPlan, shape: StepShape, began: float) -> PendingResult:
         clock = self._clock()
-        batch, hidden, logits = self.forward.replay(shape, lambda: self.forward.builder.build(plan))
+        batch, hidden, logits = self.forward.replay(shape, partial(self.forward.builder.build, plan))
         states = self._hidden_states(plan, batch, hidden)
         pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
         pending.hidden, pending.clock = states, clock
@@ -323,7 +327,7 @@ class ModelRunner:
         shape, prompts = self.forward.graph_shape(plan), []
         model_began, logits = drafted, None
         if shape is not None:
-            batch, hidden, logits = self.forward.replay(shape, lambda: step.verifications.build(plan, verification))
+            batch, hidden, logits = self.forward.replay(shape, lambda _: step.verifications.build(plan, verification))
             forward = batch.forward_batch(None, self.kv_pool.layers, sizes)
         else:
             self.forward.doing = "building the batch"
@@ -407,10 +411,9 @@ class ModelRunner:
     ) -> PendingStep:
         plan_rows = plan.rows if all(plan.samples) else [r for r, samples in zip(plan.rows, plan.samples) if samples]
         drawn = self.sampling.run(passes, sampled)
-        valid = drawn.tokens.clamp_min(0)
-        self.rows.last_token.index_copy_(0, sampled.rows_device, valid)
+        self.forward.builder.kernels.keep(drawn.tokens, sampled.rows_device, self.rows.last_token)
         if self.speculation is not None:
-            self.speculation.advance_plain(plan, sampled, valid)
+            self.speculation.advance_plain(plan, sampled, drawn.tokens.clamp_min(0))
         copy = self.stream.download([drawn.tokens])
         return PendingStep(plan.number, plan_rows, copy, drawn.logprobs, prompts, errors=drawn.errors)
 

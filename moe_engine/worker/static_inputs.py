@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_engine.kernels.speculation.decode_inputs import DecodeBuffers
 from moe_engine.models.batch import PoolStarts
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.step_batch import StepBatch
@@ -34,6 +35,8 @@ class StaticInputs:
         self.slots = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.real = torch.zeros(tokens, dtype=torch.int32, device=device)  # [T]
         self._of_tokens = [self.input_ids, self.positions, self.slots, self.real]
+        self.decodes: DecodeBuffers | None = None
+        """The buffers that `DecodeKernels.enter` fills; None: steps have tensors that it does not know."""
         self.window_slots = torch.zeros(tokens if windows else 0, dtype=torch.int64, device=device)  # [T]
         if windows:
             self._of_tokens.append(self.window_slots)
@@ -43,6 +46,8 @@ class StaticInputs:
             self._of_tokens += [self.pool_places, self.pool_axes]
         self.rows = torch.zeros(requests, dtype=torch.int32, device=device)  # [R]
         self.context_lens = torch.full((requests,), self.neutral_context, dtype=torch.int32, device=device)  # [R]
+        if not (windows or pools):
+            self.decodes = DecodeBuffers(self.input_ids, self.positions, self.slots, self.rows, self.context_lens)
         self.states = None if states is None else StaticStates(states, requests, tokens, device)
         self._used = (0, 0)  # requests and tokens of the step before
 
@@ -50,8 +55,18 @@ class StaticInputs:
         """Pool starts of the first tokens; None: steps have none."""
         return PoolStarts(self.pool_places[:tokens], self.pool_axes[:tokens]) if len(self.pool_places) else None
 
+    def enter(self, count: int) -> DecodeBuffers | None:
+        """`decodes` of a step's requests, for a write of all of them."""
+        used_requests, used_tokens = self._used
+        if self.decodes is None:
+            return None
+        if count > used_tokens:
+            self.real[used_tokens:count].fill_(1)
+        self._used = (max(used_requests, count), max(used_tokens, count))
+        return self.decodes.first(count)
+
     def fill(self, batch: StepBatch | None) -> None:
-        """Copies a step's tensors to the buffers; None: padding only."""
+        """Copies a step's tensors to the buffers, unless they are there already; None: padding only."""
         num_tokens = num_requests = 0
         queries = batch.attention.decode if batch is not None else None
         if batch is not None and queries is not None:
@@ -60,7 +75,7 @@ class StaticInputs:
         if num_tokens > used_tokens:
             self.real[used_tokens:num_tokens].fill_(1)
         self._used = (max(used_requests, num_requests), max(used_tokens, num_tokens))  # in case a copy raises
-        if batch is not None and queries is not None:
+        if batch is not None and queries is not None and batch.input_ids.data_ptr() != self.input_ids.data_ptr():
             of_tokens = [
                 (self.input_ids, batch.input_ids),
                 (self.positions, batch.positions),

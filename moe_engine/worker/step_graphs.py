@@ -85,16 +85,22 @@ class StepOutputs:
 
     Args:
         max_logits: max rows of logits at once; steps with more tokens are captured without the LM head.
+        half: logits are kept in the dtype of hidden states, to which the head rounds them.
+        hidden: hidden states are kept beside logits.
         taps: the model's; every step stores their states too.
     """
 
-    def __init__(self, model: Model, max_logits: int, taps: HiddenTaps | None = None) -> None:
+    def __init__(
+        self, model: Model, max_logits: int, taps: HiddenTaps | None = None, half: bool = False, hidden: bool = True
+    ) -> None:
         self._model = model
+        self._half = half
+        self._beside_logits = hidden
         self._max_logits = max_logits
         self._taps = taps
         self._tapped: Tensor | None = None  # [T, K * D]
-        self._hidden: Tensor | None = None  # [T, D]
-        self._logits: Tensor | None = None  # [T, V] float32
+        self._hidden: Tensor | None = None  # [T, D]; [0, D] if no step keeps them
+        self._logits: Tensor | None = None  # [T, V]
 
     def run(self, batch: ForwardBatch) -> None:
         """A forward of the model, with its results stored."""
@@ -108,27 +114,39 @@ class StepOutputs:
 
     def _store(self, hidden: Tensor, sizes: StepSizes | None) -> None:
         """Copies hidden [T, D] out of the memory pool, which the next graph overwrites; logits are computed outside."""
+        kept = self._kept(len(hidden))
         if self._hidden is None:
-            self._hidden = torch.empty_like(hidden)
-        self._hidden[: len(hidden)].copy_(hidden)
+            self._hidden = torch.empty_like(hidden[:kept])
+        if kept:
+            self._hidden[:kept].copy_(hidden)
         if len(hidden) > self._max_logits:
             return
         if self._logits is None:
             logits = self._model.logits(hidden, sizes)
-            self._logits = torch.empty_like(logits).copy_(logits)
+            self._logits = torch.empty_like(logits, dtype=hidden.dtype if self._half else None).copy_(logits)
         else:
             self._model.logits(hidden, sizes, self._logits[: len(hidden)])
 
+    def _kept(self, captured: int) -> int:
+        """Hidden states that a step of `captured` tokens keeps."""
+        return captured if self._beside_logits or captured > self._max_logits else 0
+
+    @property
+    def half_logits(self) -> Tensor | None:
+        """Logits [T, V] in 16 bits; None: they are float32, or there are none."""
+        return self._logits if self._half else None
+
     def of(self, captured: int, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [t, D] and logits [t, V] of the first tokens of a step captured for `captured` tokens; logits
-        are None if the graph has no LM head. The taps get the tokens' states."""
+        """Hidden states [t, D], [0, D] if they are not kept, and logits [t, V] of the first tokens of a step captured
+        for `captured` tokens; logits are None if the graph has no LM head. The taps get the tokens' states."""
         assert self._hidden is not None
         if self._taps is not None and self._tapped is not None:
             self._taps.put(self._tapped[:num_tokens])
+        hidden = self._hidden[: min(num_tokens, self._kept(captured))]
         if captured > self._max_logits:
-            return self._hidden[:num_tokens], None
+            return hidden, None
         assert self._logits is not None
-        return self._hidden[:num_tokens], self._logits[:num_tokens]
+        return hidden, self._logits[:num_tokens]
 
 
 class StepGraphs:
@@ -163,7 +181,7 @@ class StepGraphs:
         self._outputs = outputs
         self._windows = windows
         pools = rows.images is not None and rows.images.pool > 1
-        self._inputs = StaticInputs(settings, stream, windows.table is not None, rows.states, pools)
+        self.inputs = StaticInputs(settings, stream, windows.table is not None, rows.states, pools)
         self._adapters = None if rows.adapters is None else rows.adapters.capture(settings.max_tokens)
         self._graphs: dict[StepShape, _GraphEntry] = {}
 
@@ -227,7 +245,7 @@ class StepGraphs:
 
     def _static_batch(self, shape: StepShape) -> ForwardBatch:
         """A step over the static buffers."""
-        windows, inputs, size, count, tokens = self._windows, self._inputs, shape.size, shape.count, shape.num_tokens
+        windows, inputs, size, count, tokens = self._windows, self.inputs, shape.size, shape.count, shape.num_tokens
         starts = torch.arange(0, tokens + 1, count, dtype=torch.int32)
         queries = PagedQueries(
             query_lens=[count] * size,
@@ -282,7 +300,7 @@ class StepGraphs:
         Args:
             batch: of the plan passed to `shape_of`; None for an idle batch.
         """
-        entry, inputs = self._graphs[shape], self._inputs
+        entry, inputs = self._graphs[shape], self.inputs
         inputs.fill(batch)
         if self._adapters is not None:
             self._adapters.fill(None if batch is None else batch.adapters)

@@ -73,7 +73,10 @@ class StepSampling:
         specs, edits = self._rows.logprobs, self._rows.edits
         wanting = [i for i, row in enumerate(sampled.rows.tolist()) if row in specs] if specs else []
         edited = edits.applies_to(sampled.rows)
-        raw, errors = logits, None
+        errors = None
+        if edited or below is not None:  # edits may need all bits
+            logits = logits.float()
+        raw = logits
         if wanting and (edited or len(wanting) < len(logits)):
             raw = self._stream.rows_of(logits, wanting)
         if edited:
@@ -86,6 +89,6 @@ class StepSampling:
             return Drawn(tokens, chances=chances, errors=errors)
         own = [specs[int(sampled.rows[i])] for i in wanting]
         drafts = None if below is None else self._stream.rows_of(below, wanting)
-        found = token_logprobs(raw, self._stream.rows_of(tokens, wanting), own, self._stream, drafts)
+        found = token_logprobs(raw.float(), self._stream.rows_of(tokens, wanting), own, self._stream, drafts)
         places = [first + i for i in wanting]
         return Drawn(tokens, [PendingLogprobs.start(found, own, self._stream, places)], chances, errors)

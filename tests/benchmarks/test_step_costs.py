@@ -18,7 +18,7 @@ from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.layers import layers_of, names_of, num_experts
 from benchmarks.step_costs.models import MODELS, shortened
 from benchmarks.step_costs.recorder import DRAFT, OUTSIDE, Line, Recorder, operator_cost
-from benchmarks.step_costs.schedule import length_of, schedule
+from benchmarks.step_costs.schedule import all_prefetches, length_of, schedule
 from benchmarks.step_costs.session import Case, _settings
 from benchmarks.step_costs.summary import Section, Summary
 from tests.fork_server import ForkServer
@@ -406,11 +406,27 @@ def test_a_prefetch_uses_idle_memory_and_what_it_delays_is_counted() -> None:
     assert shared == pytest.approx([gap + small, gap + 4, gap + 100 - small - gap - 2 - gap])
     others = times(line(1, 0, prefetched={5: 39e6}), line(2, 39, weights=7))
     assert others[1] == pytest.approx(gap + 20 - small - gap), "of another weight"
+    last = {"prefetched": {7: 39e6}, "requests_last": True}
+    found = times(line(1, 390, **last), line(2, 78, weights=7))
+    assert found == pytest.approx([gap + 100, gap + 20 - gap]), "requested at its end: those of the gap"
+    streams = all_prefetches(H200)
+    schedule([line(1, 390, **last)], H200, streams)
+    (carried,) = schedule([line(2, 78, weights=7)], H200, streams)
+    assert carried.microseconds == pytest.approx(20), "from one section to the next"
     # its own weights, before it waits: after a launch that leaves the memory idle, then after one that does not
     own = line(2, 39, first, weights=7, requests_own=39e6)
     assert times(line(1, 0), own)[1] == pytest.approx(early + 10 - small)
     assert times(line(1, 39), own)[1] == pytest.approx(early + 10 - early)
     assert times(line(1, 0), replace(own, announced=Announcement.NONE))[1] == pytest.approx(gap + 10)
+
+
+def test_constants_of_others() -> None:
+    other = H200.with_constants(["graph_node_us=2.5", "kernel_floor_us=0.5"])
+    assert (other["graph_node_us"], other["kernel_floor_us"], other["late_node_us"]) == (2.5, 0.5, H200["late_node_us"])
+    assert other.gap_us(Cost(), True) == 2.5 and H200["graph_node_us"] != 2.5
+    for wrong in ("product_flops=1", "gaps=1", "graph_node_us"):
+        with pytest.raises(ValueError):
+            H200.with_constants([wrong])
 
 
 def test_the_data_sheet_has_one_owner() -> None:

@@ -34,7 +34,7 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.graph_setup import capture_graphs
-from moe_engine.worker.step_graphs import CaptureError, StepGraphs
+from moe_engine.worker.step_graphs import CaptureError, StepGraphs, StepOutputs
 from moe_engine.worker.step_shape import StepShape
 from tests.worker.repeated_calls import RepeatedCalls, ReplayableTorch
 
@@ -153,14 +153,19 @@ def test_padding_has_no_data_of_larger_steps() -> None:
         assert queries.rows.tolist() == list(range(count)) + [0] * (4 - count)
 
 
-def test_a_failed_copy_leaves_neutral_padding() -> None:
-    """Padded tokens then write to slot 0, not to the slots of the failed step."""
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_failed_copy_leaves_neutral_padding(entered: bool) -> None:
+    """Padded tokens then write to slot 0, not to the slots of the failed step. entered: its tensors are the buffers
+    already."""
     runner, model, _ = _runner(GraphSettings((4,)))
     runner.execute(_decodes(1))
     build = runner.forward.builder.build
 
-    def broken(plan: StepPlan) -> Any:
-        batch = build(plan)
+    def broken(plan: StepPlan, static: Any) -> Any:
+        batch = build(plan, static if entered else None)
+        if entered:
+            assert batch.slots.data_ptr() == static.slots.data_ptr()
+            raise RuntimeError("behind the launch")
         return replace(batch, slots=torch.cat((batch.slots, batch.slots)))
 
     runner.forward.builder.build = broken  # type: ignore[method-assign]
@@ -173,6 +178,24 @@ def test_a_failed_copy_leaves_neutral_padding() -> None:
     assert batch.real is not None and batch.real.tolist() == [1, 0, 0, 0]
     runner.execute(replace(_decodes(4), number=10))
     assert model.batches[-1].real.tolist() == [1] * 4  # type: ignore[union-attr]
+
+
+def test_hidden_states_are_kept_for_those_that_read_them() -> None:
+    """Of captured steps without logits always; logits may have the dtype of hidden states."""
+
+    def outputs(hidden: bool) -> StepOutputs:
+        made = StepOutputs(Counting(), 2, None, True, hidden)  # type: ignore[arg-type]
+        for ids in (torch.arange(3), torch.tensor([5, 6])):  # the largest first, without logits
+            made.run(SimpleNamespace(input_ids=ids, sizes=None))  # type: ignore[arg-type]
+        return made
+
+    for hidden in (False, True):
+        made = outputs(hidden)
+        states, logits = made.of(2, 2)
+        assert states.tolist() == ([[5], [6]] if hidden else []) and logits is not None
+        assert logits.dtype == states.dtype and logits.argmax(-1).tolist() == [6, 7]
+        states, logits = made.of(3, 1)
+        assert len(states) == 1 and logits is None
 
 
 def test_recorded_passes_are_not_replayed() -> None:

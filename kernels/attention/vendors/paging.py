@@ -88,18 +88,23 @@ class Paged:
 
     def write_table(self, out: Tensor) -> None:
         """`table` into the first columns of `out` [R, W or more]."""
-        firsts = self._first_slots
-        out = out[:, : firsts.shape[1]]
         if self.page_size == 1:
-            out.copy_(firsts)
+            first = self._columns
+            torch.index_select(first, 0, self.rows, out=out[:, : first.shape[1]])
         else:
-            torch.div(firsts, self.page_size, rounding_mode="floor", out=out)
+            firsts = self._first_slots
+            torch.div(firsts, self.page_size, rounding_mode="floor", out=out[:, : firsts.shape[1]])
 
     @property
     def _first_slots(self) -> Tensor:
         """[R, W] int32: the first slot of each page."""
+        return self._columns.index_select(0, self.rows)
+
+    @property
+    def _columns(self) -> Tensor:
+        """The slot table's columns of the first slots of pages."""
         size, width = self.page_size, max(self.num_pages)
-        return self.slot_table[:, : (width - 1) * size + 1 : size].index_select(0, self.rows)
+        return self.slot_table[:, : (width - 1) * size + 1 : size]
 
     @cached_property
     def flat(self) -> Tensor:

@@ -46,8 +46,10 @@ def run_step(
 ) -> None:  # fmt: skip
     """A forward, the logits of one token per request, greedy and random sampling. visible: as in `make_batch`."""
     batch = make_batch(backends, tensors, kv, parallel, size, visible)
-    logits = model.logits(model.forward(batch).index_select(0, batch.logits_rows), batch.sizes)
-    backends.sampling.greedy(logits)
+    hidden = model.forward(batch).index_select(0, batch.logits_rows)
+    logits = model.logits(hidden, batch.sizes)
+    for each in (logits, logits.to(hidden.dtype)) if backends.sampling.reads_half else (logits,):
+        backends.sampling.greedy(each)
     backends.sampling.sample(logits, *_parameters(tensors, len(batch.logits_rows)))
 
 

@@ -52,6 +52,7 @@ class NoSampling:
     """`SamplingKernel` without sampling."""
 
     name = "none"
+    reads_half = True
 
     def greedy(self, logits: Tensor) -> Tensor:
         return logits.new_empty(len(logits), dtype=torch.int64)

@@ -66,7 +66,8 @@ def resolve_graphs(
     counts = _counts(speculation, trees)
     most, _ = _most(limits, counts, limits.running)
     sizes = tuple(size for size in _sizes(args, machine, parallel, limits, most) if size <= most)
-    return GraphSettings(sizes, counts, not flags.disable_cuda_graph_padding, trees)
+    hidden = speculation is not None or args.server.enable_return_hidden_states
+    return GraphSettings(sizes, counts, not flags.disable_cuda_graph_padding, trees, hidden)
 
 
 def note_graphs(

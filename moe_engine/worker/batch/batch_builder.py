@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
+from moe_engine.kernels.speculation.decode_inputs import DecodeBuffers, DecodeKernels, TorchDecodes
 from moe_engine.models.batch import PoolStarts, WindowSlots
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
@@ -33,6 +34,12 @@ from moe_engine.worker.batch.uniform_batch import UniformBatches
 from moe_engine.worker.batch.window_table import WindowTable
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows
+
+
+class StaticBuffers(Protocol):
+    """Implemented by `static_inputs.StaticInputs`."""
+
+    def enter(self, count: int) -> DecodeBuffers | None: ...
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class BatchBuilder:
     Args:
         window: sliding window of the model's first cache group.
         windows: the table of windowed layers, if their KV is bounded.
+        kernels: enters captured decodes.
     """
 
     def __init__(
@@ -80,7 +88,9 @@ class BatchBuilder:
         stream: DeviceStream,
         window: int | None = None,
         windows: WindowTable | None = None,
+        kernels: DecodeKernels | None = None,
     ) -> None:
+        self.kernels = kernels or TorchDecodes()
         self._rows = rows
         self._paged = PagedRows(rows, page_size, window, windows)
         self._form = form
@@ -88,14 +98,15 @@ class BatchBuilder:
         self._same: _SameRows | None = None
         self.uniform = UniformBatches(self._paged, stream)
 
-    def build(self, plan: StepPlan) -> StepBatch:
-        """The plan's `new_rows` and `row_writes` must have been applied before."""
+    def build(self, plan: StepPlan, static: StaticBuffers | None = None) -> StepBatch:
+        """The plan's `new_rows` and `row_writes` must have been applied before. static: gives memory for the tensors of
+        a decode."""
         if not plan.is_pure_decode:  # a malformed plan is checked there
             self._same = None
             return self._general(plan)
         if self._same is None or self._same.plan_rows != plan.rows:
             self._same = self._enter_decode(plan.rows)
-        return self._decode(plan, self._same)
+        return self._decode(plan, self._same, None if static is None else static.enter(len(plan.rows)))
 
     # -- decodes of the same rows
 
@@ -122,7 +133,7 @@ class BatchBuilder:
             offsets=offsets,
         )
 
-    def _decode(self, plan: StepPlan, same: _SameRows) -> StepBatch:
+    def _decode(self, plan: StepPlan, same: _SameRows, static: DecodeBuffers | None) -> StepBatch:
         count = len(plan.rows)
         staging = self._stream.staging(4 * count)
         host = staging.numpy()
@@ -138,16 +149,21 @@ class BatchBuilder:
         pool_starts = self.pool_starts(same.rows, starts)
         if self._rows.images is not None:
             self._rows.images.shift(same.rows, starts)
-        positions, slots, flat, ints = self._stream.upload(staging).split(count)
-        context_lens, slots32 = ints.view(torch.int32).split(count)
-        self._rows.write_slots(flat, slots32)
-        queries = self._paged.queries(
-            same.query_lens, lengths.tolist(), same.rows_int32, same.query_starts, context_lens
-        )
+        packed = self._stream.upload(staging)
+        positions, slots, flat, ints = packed.split(count)
+        if static is None:
+            context_lens, slots32 = ints.view(torch.int32).split(count)
+            self._rows.write_slots(flat, slots32)
+            ids = self._rows.last_token.index_select(0, same.rows_device)
+            own = DecodeBuffers(ids, positions, slots, same.rows_int32, context_lens)
+        else:
+            self.kernels.enter(packed, same.rows_device, self._rows.last_token, self._rows.slot_table, static)
+            own = static
+        queries = self._paged.queries(same.query_lens, lengths.tolist(), own.rows, same.query_starts, own.lens)
         return StepBatch(
-            input_ids=self._rows.last_token.index_select(0, same.rows_device),
-            positions=positions,
-            slots=slots,
+            input_ids=own.ids,
+            positions=own.positions,
+            slots=own.slots,
             logits_rows=same.token_indices,
             all_sampled=True,
             attention=AttentionBatch(queries, None),

@@ -80,7 +80,8 @@ class Sampler:
         self._version = state.version
 
     def sample(self, logits: Tensor, sampled: SampledRows) -> Tensor:
-        """logits [S, V] float32 (not changed) -> tokens [S] int64, `INVALID_TOKEN` for invalid logits (NaN)."""
+        """logits [S, V], float32 or as the kernel reads them (not changed) -> tokens [S] int64, `INVALID_TOKEN` for
+        invalid logits (NaN)."""
         parameters = self.parameters(sampled.rows)
         if parameters is None:
             return self.kernel.greedy(logits)

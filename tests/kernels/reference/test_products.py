@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.gate_form import SQUARED
+from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.parallel.experts import make_routed_experts
 from tests.kernels.cpu.formulas import NAN, close, gated, normal
@@ -24,6 +25,15 @@ def test_linear_of_a_strided_view() -> None:
     got = kernel.run(x, prepared)
     assert got.is_contiguous()
     close(got, x.double() @ weight.double().T + bias.double())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_written_to_given_memory(bias: bool) -> None:
+    kernel, out = CublasLinear(), torch.zeros(8, 9)
+    x, weight = normal(6, 12, dtype=FP32), normal(9, 12, dtype=FP32)
+    prepared = kernel.prepare(weight, normal(9, dtype=FP32) if bias else None)
+    assert torch.equal(kernel.run_into(x, prepared, out[1:7]), kernel.run(x, prepared))
+    assert (out[0] == 0).all() and (out[7] == 0).all() and (out[1:7] != 0).any(1).all()
 
 
 @pytest.mark.parametrize("strided_out", [False, True])

@@ -89,6 +89,7 @@ def launch(count: int) -> None:
     parameters = SamplingParameters(None, *narrow[:3], top_k, True)  # type: ignore[arg-type]
     logits = there(count, 129280, dtype=torch.float32)
     sampling.greedy(logits)
+    sampling.greedy(there(count, 129280))
     sampling.sample(logits, parameters, narrow[3])
     sampling.probabilities(logits, parameters, there(count, 1, dtype=torch.int64))
 
@@ -113,7 +114,7 @@ def expected() -> list[AotCase]:
         triton_absorb.absorb_case("v3", 128, 16, PLAIN),
         triton_heads.heads_case("v3", 128, 16, False),
         *triton_router.route_cases("v3", 7168, triton_router.V3, 1, bf16),
-        triton_norm_route.norm_route_case(
+        *triton_norm_route.norm_route_cases(
             "v3", 7168, triton_router.V3, 1, ActivationFormat(True, True, True), has_real=True, ids_dtype=int64
         ),
         *(case for case in triton_streams.aot_cases() if "v4_flash_24_bf16" in case.name),

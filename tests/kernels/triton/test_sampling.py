@@ -138,6 +138,10 @@ def test_programs_share_a_row_with_limits(monkeypatch, kernel, trial):
         uniform = (torch.rand(rows) * 2**24).floor() * 2.0**-24
         reference = TorchSampling()
         assert kernel.sample(logits, columns, uniform).tolist() == reference.sample(logits, columns, uniform).tolist()
+        half = logits.bfloat16()  # many equal ones
+        assert (
+            kernel.sample(half, columns, uniform).tolist() == reference.sample(half.float(), columns, uniform).tolist()
+        )
         asked = torch.randint(0, vocab, (rows, 5))
         got, want = (each.probabilities(logits, columns, asked) for each in (kernel, reference))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
@@ -172,6 +176,8 @@ def test_programs_share_a_row(monkeypatch, trial):
         logits[0, : expected[0]] = -torch.inf
         expected[1] = INVALID_TOKEN
         assert kernel.greedy(logits).tolist() == expected
+        half = torch.randn(rows, vocab).bfloat16()
+        assert kernel.greedy(half).tolist() == TorchSampling().greedy(half.float()).tolist()
 
 
 def test_many_rows_have_a_program_each():

@@ -79,7 +79,8 @@ def test_builds_that_trap_at_uninitialized_scales_are_refused():
 def test_linear_equals_float64(arch, power_of_two):
     emulator, gemm = library(arch)
     kernel = DeepGemmLinear(gemm)
-    wanted = LinearCapabilities({BlockFP8: kernel.prepare_blocks}, kernel.warm_up, norms=kernel.norms)
+    own = {"norms": kernel.norms, "into": kernel.run_into}
+    wanted = LinearCapabilities({BlockFP8: kernel.prepare_blocks}, kernel.warm_up, **own)
     assert kernel.capabilities == wanted
     for tokens, n, k in ((0, 64, 128), (1, 576, 256), (7, 192, 640), (130, 128, 384)):
         w, bias = weight(n, k, power_of_two), normal(n, dtype=BF16)
