@@ -1,5 +1,5 @@
-"""Names of Gemma 4 -> the model's: the parts of a layer with experts are one block, whose MLP is the shared expert.
-Imports no torch."""
+"""Names of Gemma 4 -> the model's: experts and router are in the block of the MLP, which is the shared expert. A name
+is changed whatever other names there are: trainers send some tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 from collections.abc import Collection
 
 _FACTOR = ".layer_scalar"
-_SCALES = ".router.per_expert_scale"
 _PARTS = {
-    "pre_feedforward_layernorm.": "moe.pre_shared_norm.", "post_feedforward_layernorm_1.": "moe.post_shared_norm.",
-    "pre_feedforward_layernorm_2.": "moe.pre_routed_norm.", "post_feedforward_layernorm_2.": "moe.post_routed_norm.",
-    "router.proj.": "moe.gate.", "router.scale": "moe.router_norm.weight",
-    "router.per_expert_scale": "moe.per_expert_scale", "experts.": "moe.experts.", "mlp.": "moe.shared_experts.",
+    "post_feedforward_layernorm_1.": "mlp.post_shared_norm.", "pre_feedforward_layernorm_2.": "mlp.pre_routed_norm.",
+    "post_feedforward_layernorm_2.": "mlp.post_routed_norm.", "router.proj.": "mlp.gate.",
+    "router.scale": "mlp.router_norm.weight", "router.per_expert_scale": "mlp.per_expert_scale",
+    "experts.": "mlp.experts.",
 }  # fmt: skip
-_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+_LAYER = re.compile(r"(model\.layers\.\d+\.)((?:router|experts|(?:pre|post)_feedforward_layernorm_[12])\..+)")
 
 
 def has_factors(names: Collection[str]) -> bool:
@@ -27,8 +26,8 @@ def factor_name(name: str) -> str:
 
 
 def has_names(names: Collection[str]) -> bool:
-    """Whether the layers of Gemma 4 have experts."""
-    return any(name.endswith(_SCALES) for name in names)
+    """Whether there are names of Gemma 4's experts."""
+    return any(_LAYER.match(name) for name in names)
 
 
 def inner_name(name: str) -> str:

@@ -13,8 +13,10 @@ from moe_engine.models.tensor_spec import Kind, TensorSpec, linear, norm
 ROTATED_NORMS = ("query_layernorm", "key_layernorm")
 """Norms of q and k after the rotation (Hunyuan)."""
 ROUTER_NORM, EXPERT_SCALES = "router_norm", "per_expert_scale"
-INNER_NORMS = ("pre_shared_norm", "post_shared_norm", "pre_routed_norm", "post_routed_norm")
-"""Norms of the input and of the result of the MLP, and of the experts."""
+MLP_NORM = "pre_feedforward_layernorm"
+"""The norm of the MLP's input, which is in no block."""
+INNER_NORMS = ("post_shared_norm", "pre_routed_norm", "post_routed_norm")
+"""Norms of the MLP's result, of the experts' input and of their result."""
 
 
 def gqa_tensors(a: GQAConfig, hidden: int, sinks: str, gate: str) -> Iterator[TensorSpec]:

@@ -13,8 +13,8 @@ from moe_engine.models.block_config import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig, StreamsConfig
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.delta_tensors import delta_tensors
+from moe_engine.models.gqa_tensors import MLP_NORM, ROUTER_NORM, gqa_tensors, normed_experts_tensors
 from moe_engine.models.gqa_tensors import ROTATED_NORMS as ROTATED_NORMS
-from moe_engine.models.gqa_tensors import ROUTER_NORM, gqa_tensors, normed_experts_tensors
 from moe_engine.models.mla_tensors import indexer_tensors, mla_tensors
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
@@ -119,7 +119,7 @@ _EXPERT_NAMES = {
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
     "Ernie4_5_MoeForCausalLM": ExpertNames(router_bias="moe_statics.e_score_correction_bias", bias_rows=True),
     "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias"),
-    **dict.fromkeys(GEMMA4, ExpertNames("moe")),
+    **dict.fromkeys(GEMMA4, ExpertNames(shared="")),
     "LagunaForCausalLM": ExpertNames(router_bias="experts.e_score_correction_bias", shared="shared_expert"),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
@@ -404,10 +404,11 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool, layer: int | None = 
         if moe.latent_norm:
             yield _norm(f"{names.block}.routed_expert_norm", moe.latent)
     if moe.shared_width:
-        yield from _mlp(f"{names.block}.{names.shared}", hidden, moe.shared_width, gated=not moe.squared)
+        yield from _mlp(f"{names.block}.{names.shared}".rstrip("."), hidden, moe.shared_width, gated=not moe.squared)
         if moe.shared_gate:
             yield TensorSpec(f"{names.block}.{names.shared_gate}", (1, hidden), Kind.WIDE)
     if moe.normed:
+        yield _norm(MLP_NORM, hidden)
         yield from (spec.within(names.block) for spec in normed_experts_tensors(moe.num_experts, hidden))
 
 

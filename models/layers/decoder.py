@@ -22,6 +22,7 @@ from moe_engine.kernels.indexer.in_place import decode_planner
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.gqa_tensors import MLP_NORM
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
@@ -220,7 +221,10 @@ class Decoder:
         if last is not None:
             post = self._post_norm(layer_index, last)
             yield Reloadable(self.norm_prefixes(post), layer.post_norm, partial(self.make_norm, prefix=post))
-            blocks = tuple(f"model.layers.{last}.{block}." for block in ("mlp", expert_names(self.config).block))
+            moe = self.config.moe
+            inner = (MLP_NORM,) if moe is not None and moe.normed else ()
+            parts = ("mlp", expert_names(self.config).block, *inner)
+            blocks = tuple(f"model.layers.{last}.{part}." for part in parts)
             yield Reloadable(blocks, layer.feed_forward, partial(self.make_feed_forward, last))
         yield Reloadable(self.norm_prefixes(next_norm), layer.next_norm, partial(self.make_norm, prefix=next_norm))
 

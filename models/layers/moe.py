@@ -137,7 +137,7 @@ class MoE:
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts
-        shared = f"{prefix}.{names.shared}"
+        shared = f"{prefix}.{names.shared}".rstrip(".")
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
         group = width_group(config, BlockFP8 in backends.experts.capabilities.quantized)
         self.stored = StoredExperts(

@@ -14,7 +14,7 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, as_format, unquantized
 from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.gqa_tensors import EXPERT_SCALES, INNER_NORMS, ROUTER_NORM
+from moe_engine.models.gqa_tensors import EXPERT_SCALES, INNER_NORMS, MLP_NORM, ROUTER_NORM
 from moe_engine.models.layers.moe import Choice, MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages
@@ -42,10 +42,11 @@ class NormedMoE(MoE):
     ) -> None:
         super().__init__(config, layer_index, backends, reader, parallel)
         assert self._shared is not None
-        prefix, hidden = f"model.layers.{layer_index}.{expert_names(config).block}", config.hidden_size
+        layer, hidden = f"model.layers.{layer_index}", config.hidden_size
+        prefix = f"{layer}.{expert_names(config).block}"
         norm = partial(RMSNorm, backends.ops, reader, width=hidden, eps=config.norm_eps)
         self._router_norm = norm(prefix=f"{prefix}.{ROUTER_NORM}", factor=hidden**-0.5)
-        norms = [norm(prefix=f"{prefix}.{name}") for name in INNER_NORMS]
+        norms = [norm(prefix=f"{layer}.{MLP_NORM}"), *(norm(prefix=f"{prefix}.{name}") for name in INNER_NORMS)]
         self._before_shared, self._of_shared, self._before_routed, self._of_routed = norms
         self._before_shared.feed(self._shared.input_format)
         self._before_routed.feed(self._routed.input_format)

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint_names import _common_names
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.tensors import model_tensors
@@ -163,3 +165,11 @@ def test_refusals(tmp_path: Path) -> None:
         kept = {name: value for name, value in (text | wrong).items() if value is not None}
         with pytest.raises(ConfigError, match=re.escape(message)):
             parse(tmp_path, GEMMA4_26B | {"text_config": kept})
+
+
+def test_a_name_alone_is_changed_as_among_others(tmp_path: Path) -> None:
+    """Trainers send some tensors of a model at a time."""
+    names = list(load_file(make_checkpoint("gemma4", tmp_path, tokenizer=False) / "model.safetensors"))
+    whole = _common_names(names, None)
+    assert whole["model.layers.1.router.scale"] == "model.layers.1.mlp.router_norm.weight"
+    assert {name: _common_names([name], None)[name] for name in names} == whole
