@@ -740,6 +740,8 @@ def test_rotary_base_of_scaled_positions_without_one() -> None:
         for name in {kind, getattr(text, "model_type", "") or kind}:
             found = with_defaults({"model_type": name, "rope_scaling": {"type": "linear", "factor": 2.0}})
             expected = getattr(text, "rope_theta", getattr(text, "default_theta", 1e4))  # a field of some classes
+            if isinstance(expected, dict):  # one of each kind of layer: in the parser of the family
+                continue
             assert found.get("rope_theta", 1e4) == expected, name
 
 
