@@ -19,6 +19,7 @@ from benchmarks.gpu_suite.launched import counted
 from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, normal, rotary_table
 from benchmarks.step_costs.costs import Routing
 from moe_engine.kernels.gate_form import GELU, SQUARED, GatedActivation
+from moe_engine.kernels.linear.tiles import FEW_ROWS
 from moe_engine.kernels.ops import gated_streams, ngram_rows
 from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, round_rows
 from moe_engine.kernels.ops.protocol import CacheRows, HeadNorms, RotaryTable, RouterSpec
@@ -260,9 +261,11 @@ def routers(tokens: int, many: int, hidden: int) -> Iterator[KernelCase]:
         yield _router(name, ROUTERS[name], tokens, hidden, ahead=True)
     for name, quantizes in NORM_ROUTES.items():
         for quantized in {False, quantizes}:
-            yield _norm_route(name, ROUTERS[name], tokens, hidden, quantized)
+            for count in (tokens,) if quantized else (tokens, FEW_ROWS + tokens):  # in two launches and in one
+                yield _norm_route(name, ROUTERS[name], count, hidden, quantized)
     ling = replace(ROUTERS["v3"], num_experts=512)
-    yield _norm_route("ling", ling, tokens, hidden, False)
+    for count in (tokens, FEW_ROWS + tokens):
+        yield _norm_route("ling", ling, count, hidden, False)
 
 
 def _gate(spec: RouterSpec, hidden: int, device: str) -> tuple[Tensor, Tensor | None]:

@@ -5,6 +5,7 @@ Legend: T tokens, H heads, N qk_nope, C kv_lora_rank, R rotary width, V v_head, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,6 +126,77 @@ def norm_route(tokens: int, hidden: int, experts: int, top_k: int) -> KernelCase
     return counted("ops", f"fused.norm_route.{hidden}x{experts}x{top_k}.t{tokens}", prepare)
 
 
+def _formats(powers: bool) -> tuple[ActivationFormat, ActivationFormat]:
+    return ActivationFormat.fp8(powers), ActivationFormat(True, True, powers)
+
+
+def requests(tokens: int, width: int) -> list[KernelCase]:
+    """Norms and products per head that request the weights behind them."""
+
+    def ahead(ops: Any, device: str) -> dict[str, Tensor]:
+        return {"ahead": normal(width, width, device=device)} if ops.capabilities.norms_ahead else {}
+
+    def norms(ops: Any, device: str) -> Call:
+        x, residual, other = (normal(tokens, width, device=device) for _ in range(3))
+        weight, more = 1 + 0.1 * normal(width, device=device), ahead(ops, device)
+
+        def call() -> tuple[Tensor, ...]:
+            first, second = residual.clone(), residual.clone()
+            pair = ops.capabilities.add_pair_rms_norm
+            both = ops.add_rms_norm(x + other, second, weight, 1e-6)
+            if pair is not None:
+                pair(x, other, residual.clone(), weight, 1e-6, **more)
+            return ops.rms_norm(x, weight, 1e-6, **more), ops.add_rms_norm(x, first, weight, 1e-6, **more), both
+
+        return call
+
+    def quantized(ops: Any, device: str) -> Call:
+        x, residual = (normal(tokens, width, device=device) for _ in range(2))
+        weight, more, able = 1 + 0.1 * normal(width, device=device), ahead(ops, device), ops.capabilities
+        forms = [make for powers in (False, True) for make in _formats(powers)]
+        positions, chosen = torch.arange(tokens, device=device).int()[:, None], torch.rand(tokens, 1, device=device)
+
+        def call() -> tuple[Tensor, ...]:
+            if (norms := able.quantized_norms) is not None:
+                for form in forms:
+                    norms.rms_norm(form, x, weight, 1e-6, **more)
+                    rows = ExpertRows(x, positions, chosen, None)
+                    norms.add_rows_rms_norm(form, rows, residual.clone(), weight, 1e-6, **more)
+                    norms.add_rms_norm(form, x, residual.clone(), weight, 1e-6, **more)
+                    norms.add_pair_rms_norm(form, x, x, residual.clone(), weight, 1e-6, **more)
+            return (ops.rms_norm(x, weight, 1e-6),)
+
+        return call
+
+    def rows(ops: Any, device: str) -> Call:
+        positions = torch.randperm(2 * tokens, device=device).int().view(tokens, 2)
+        given = normal(2 * tokens, width, device=device), positions, torch.rand(tokens, 2, device=device)
+        found = ExpertRows(*given, None)
+        residual, weight = normal(tokens, width, device=device), 1 + 0.1 * normal(width, device=device)
+        fused, more = ops.capabilities.add_rows_rms_norm, ahead(ops, device)
+
+        def call() -> Tensor:
+            stream = residual.clone()
+            if fused is None:
+                return ops.add_rms_norm(TorchPermutation().combine(*given), stream, weight, 1e-6)
+            return fused(found, stream, weight, 1e-6, **more)
+
+        return call
+
+    def heads(linear: Any, device: str) -> Call:
+        x = normal(tokens, 4, 512, device=device)
+        weight = linear.prepare_heads(normal(4, 128, 512, device=device, scale=512**-0.5))
+        memory = tuple(normal(width, width, device=device) for _ in range(2))
+        return lambda: tuple(linear.run_heads(x, replace(weight, following=memory[:n])) for n in (1, 2))
+
+    return [
+        counted("ops", f"requests.norms.{width}.t{tokens}", norms),
+        counted("ops", f"requests.quantized.{width}.t{tokens}", quantized, fp8=True),
+        counted("ops", f"requests.rows.{width}.t{tokens}", rows),
+        counted("linear", f"requests.heads.{width}.t{tokens}", heads),
+    ]
+
+
 ROUTERS = {
     "v3": (7168, RouterSpec(256, 8, "sigmoid", True, 8, 4, "top2", True, 2.5)),
     "kimi-k2": (7168, RouterSpec(384, 8, "sigmoid", True, renormalize=True, scale=2.827)),
@@ -200,6 +272,7 @@ def parity_cases() -> list[KernelCase]:
     """Few and many tokens: both tilings."""
     many = [normed_query(1, 4096, 1024), absorb(130, 128), heads_quantized(130, 128), combine_norm(130, 7168, 8)]
     many += [router(label, tokens) for label in ROUTERS for tokens in (5, 300)]
+    many += [norm_route(130, 2048, 64, 6), *requests(40, 2048)]
     return [*timed_cases(5, 2048, 6, 300), *many]
 
 
