@@ -314,8 +314,11 @@ def _norm_route(name: str, spec: RouterSpec, tokens: int, hidden: int, quantized
             )
             if fused is None:
                 normed = ops.add_rms_norm(x, stream, weight, EPS)
-                return normed, *_route(ops, normed, *given), stream
+                routed = _route(ops, normed, *given)
+                return (normed, stream) if tokens > FEW_ROWS else (normed, *routed, stream)
             normed, *routed = fused(format, x, stream, weight, EPS, *given, None, False, ahead)
+            if tokens > FEW_ROWS:  # near ties of so many choices depend on the rounding of the norm
+                return normed.unquantized if quantized else normed, stream
             return normed.unquantized if quantized else normed, *routed, stream
 
         return run
