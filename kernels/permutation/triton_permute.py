@@ -27,9 +27,11 @@ from moe_engine.kernels.triton.launch import row_stride, with_contiguous_rows
 _BLOCK = tl.constexpr(BLOCK)
 _STEP = 64  # pairs that a program ranks at once, by all-pairs comparison
 _MAX_CHUNKS = 128  # counting programs; every placing program reads all their counts
-_ONE_LAUNCH = 1 << 19
-"""Pairs times experts up to which every placing program counts all pairs itself, which is shorter than a launch or a
-barrier: two histograms of 2,048 pairs take about 0.6 us (increments of shared memory)."""
+_ONE_LAUNCH = 1 << 12
+"""Pairs up to which every placing program counts all pairs itself, which is shorter than a launch or a barrier: two
+histograms of 2,048 pairs take about 0.6 us (increments of shared memory)."""
+_ONE_LAUNCH_COUNTS = 1 << 19
+"""The same for pairs times experts."""
 
 _WIDE = 1024  # pairs that it counts at once
 _READ = 1 << 12  # counts of other programs that it reads at once
@@ -269,7 +271,7 @@ def _place(
     num_steps = triton.cdiv(triton.cdiv(num_pairs, _STEP), _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_pairs, _STEP * num_steps)
     experts = triton.next_power_of_2(num_experts)
-    counted = num_pairs * experts > _ONE_LAUNCH
+    counted = num_pairs > _ONE_LAUNCH or num_pairs * experts > _ONE_LAUNCH_COUNTS
     waits = counted and barrier is not None and num_chunks <= resident_programs(ids.device)
     constants = _place_constants(num_experts, align, capacity > 0, counted, waits)
     positions, grid, counts = torch.empty_like(ids), (num_chunks,), None

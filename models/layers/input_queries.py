@@ -92,6 +92,10 @@ class InputSparseMLA(SparseMLAAttention):
         if self._indexer is not None:
             self.index = InputIndexQueries(self._mla, config.hidden_size, reader, backends, prefix)
 
+    @property
+    def first_product(self) -> Linear:
+        return self._inputs[0]
+
     def _load_query(self, mla: MLAConfig, reader: WeightSource, prefix: str, hidden: int) -> None:
         layer = self._layer_index
         self._queries, self._q = None, None

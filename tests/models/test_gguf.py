@@ -61,7 +61,8 @@ def test_values_are_those_of_the_definition(type: str) -> None:
     weight = torch.randn(6, 512).numpy()
     blocks = quantize(type, weight)
     wanted = dequantize(type, blocks)
-    assert np.abs(wanted - weight).max() < {"Q8_0": 0.03, "Q2_K": 1.5, "Q3_K": 1.5}.get(type, 0.6)
+    # MXFP4 cuts values of a block with a maximum below 4 at 3
+    assert np.abs(wanted - weight).max() <= {"Q8_0": 0.03, "Q2_K": 1.5, "Q3_K": 1.5, "MXFP4": 1.0}.get(type, 0.6)
     found = values_of(type, torch.from_numpy(blocks).unflatten(1, (-1, BLOCK[type][1])))
     assert np.abs(found.numpy() - wanted).max() <= 1e-6 * np.abs(wanted).max()
     raw = torch.randint(0, 256, (4, BLOCK[type][1]), dtype=torch.uint8)

@@ -18,6 +18,7 @@ from tests.models import stepper
 from tests.models.checkpoints import dequantized_copy, make_checkpoint
 from tests.models.ling_v2_5 import LingReference, make_ling
 from tests.models.rows import all_rows
+from tests.models.sparse import clear_draw
 from tests.models.stepper import Chunk, make_kv
 from tests.models.test_parity import FP8_DIMS, assert_close
 
@@ -50,10 +51,16 @@ class Oracle:
             )
             self._model = model_class.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
             self._mtp = MtpModel.from_pretrained(self._model)
-        generator = torch.Generator().manual_seed(seed + 7)
-        self.tokens = torch.randint(0, 256, (PROMPT_LENGTH + 1,), generator=generator).tolist()
-        with torch.no_grad():
-            self.hidden = self._model.model(torch.tensor([self.tokens[:-1]])).last_hidden_state[0]  # [T, D]
+        self._generator = torch.Generator().manual_seed(seed + 7)
+        self.tokens, self.hidden = clear_draw(self._draw)
+
+    @torch.no_grad()
+    def _draw(self) -> tuple[list[int], Tensor]:
+        """Tokens, and hidden states [T, D] before the last one; selections of the first MTP layer are seen too."""
+        tokens = torch.randint(0, 256, (PROMPT_LENGTH + 1,), generator=self._generator).tolist()
+        hidden = self._model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        self.layer(0, tokens[1:], hidden)
+        return tokens, hidden
 
     @torch.no_grad()
     def layer(self, index: int, next_ids: list[int], hidden: Tensor) -> Tensor:
