@@ -7,13 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers, ResultNorms
-from moe_engine.models.config_families import deepseek_moe_layers, parse_deepseek_moe, parse_gqa
+from moe_engine.models.config_families import deepseek_moe_layers, parse_deepseek_moe, parse_gqa, with_window_layers
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.rope_config import RopeConfig
 
 _SERVED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
-_STILL = 4
-"""Channels of a head that layers without positions rotate, by an angle of 0."""
 
 
 def parse_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -37,10 +34,9 @@ def parse_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     )
     assert isinstance(config.attention, GQAConfig)
     others = OtherLayers(config.windowed_layers, config.attention, config.rope)
-    still = RopeConfig(config.rope.theta, min(_STILL, head), config.rope.interleaved, "zero")
     scale = config.hidden_size**0.5 if fields.flag("mup_enabled") else 1.0
     normed = replace(config, result_norms=ResultNorms(), embed_scale=scale)
-    return replace(normed, rope=still, other_layers=others, raw=fields.raw)
+    return replace(normed, rope=config.rope.still(head), other_layers=others, raw=fields.raw)
 
 
 def afmoe_fields(fields: Fields) -> Fields:
@@ -49,13 +45,10 @@ def afmoe_fields(fields: Fields) -> Fields:
         "head_dim": 128, "num_experts_per_tok": 6, "sliding_window": 1024, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 16384, **fields.present(),
     }  # fmt: skip
-    layers, every = fields.integer("num_hidden_layers"), fields.integer("global_attn_every_n_layers", 4)
-    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     raw |= {
-        "layer_types": raw.get("layer_types") or kinds, "use_sliding_window": True, "attn_output_gate": True,
-        "n_routed_experts": raw.get("num_experts"),
+        "attn_output_gate": True, "n_routed_experts": raw.get("num_experts"),
         "n_shared_experts": fields.integer("num_shared_experts", 2, minimum=0),
         "first_k_dense_replace": fields.integer("num_dense_layers", 1, minimum=0), "topk_method": "noaux_tc",
         "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": fields.number("route_scale", 1.0),
     }  # fmt: skip
-    return Fields(raw, fields.source)
+    return with_window_layers(Fields(raw, fields.source), fields.integer("global_attn_every_n_layers", 4))

@@ -8,15 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers, ResultNorms
-from moe_engine.models.config_families import parse_gqa, with_other_windows
+from moe_engine.models.config_families import FULL, WINDOWED, parse_gqa, with_other_windows, with_window_layers
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.rope_config import RopeConfig
 
-_FULL, _WINDOW = "full_attention", "sliding_attention"
 _AFTER = ResultNorms(before_attention="", before_feed_forward="", of_feed_forward="post_feedforward_layernorm")
 """Results are normed, and the residual is not."""
-_STILL = 4
-"""Channels of a head that layers without positions rotate, by an angle of 0."""
 
 
 def parse_olmo2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -31,7 +27,7 @@ def parse_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     if not config.windows:
         return config
     section = fields.section("rope_parameters")
-    own = None if section is None else section.section(_WINDOW)
+    own = None if section is None else section.section(WINDOWED)
     rope = {"rope_theta": read.number("rope_theta", above=0)} if own is None else own.raw
     return with_other_windows(config, read, rope)
 
@@ -39,9 +35,9 @@ def parse_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 def olmo3_fields(fields: Fields) -> Fields:
     """The fields with transformers' defaults; `rope_scaling` has the settings of layers without a window."""
     raw, section = dict(fields.raw), fields.section("rope_parameters")
-    if section is not None and (own := section.section(_FULL)) is not None:
+    if section is not None and (own := section.section(FULL)) is not None:
         raw["rope_scaling"] = {**own.raw, **(fields.raw.get("rope_scaling") or {})}
-    return _with_windows(Fields(raw, fields.source), 4)
+    return with_window_layers(Fields(raw, fields.source), 4)
 
 
 def parse_exaone4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -52,21 +48,14 @@ def parse_exaone4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     config = replace(config, result_norms=_AFTER, raw=fields.raw)
     if not read.has("sliding_window"):
         return config
-    return without_positions(config, (i for i, kind in enumerate(read.raw["layer_types"]) if kind == _FULL))
+    return without_positions(config, (i for i, kind in enumerate(read.raw["layer_types"]) if kind == FULL))
 
 
 def exaone4_fields(fields: Fields) -> Fields:
     """The fields with transformers' default of `layer_types`."""
     if not fields.has("sliding_window"):
         return fields
-    return _with_windows(fields, 1 if fields.has("layer_types") else fields.integer("sliding_window_pattern", 4))
-
-
-def _with_windows(fields: Fields, every: int) -> Fields:
-    """The fields with `layer_types`: every n-th layer has no window."""
-    layers = fields.integer("num_hidden_layers")
-    kinds = fields.raw.get("layer_types") or [_WINDOW if (i + 1) % every else _FULL for i in range(layers)]
-    return Fields({**fields.raw, "layer_types": kinds, "use_sliding_window": True}, fields.source)
+    return with_window_layers(fields, 1 if fields.has("layer_types") else fields.integer("sliding_window_pattern", 4))
 
 
 def parse_smollm3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -74,7 +63,7 @@ def parse_smollm3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     layers, every = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval", 4)
     rotary = fields.by_layer("no_rope_layers", layers, (0, 1)) or [int((i + 1) % every != 0) for i in range(layers)]
     windowed = fields.flag("use_sliding_window")
-    kinds = fields.raw.get("layer_types") or [_FULL if each or not windowed else _WINDOW for each in rotary]
+    kinds = fields.raw.get("layer_types") or [FULL if each or not windowed else WINDOWED for each in rotary]
     read = Fields({**fields.raw, "layer_types": kinds, "use_sliding_window": True}, fields.source)
     config = parse_gqa(read, generation, None, ())
     return without_positions(replace(config, raw=fields.raw), (i for i, each in enumerate(rotary) if not each))
@@ -84,5 +73,5 @@ def without_positions(config: ModelConfig, layers: Iterable[int]) -> ModelConfig
     """The model, with layers that have no positions."""
     attention, still = config.attention, tuple(layers)
     assert isinstance(attention, GQAConfig)
-    rope = RopeConfig(config.rope.theta, min(_STILL, attention.head_dim), config.rope.interleaved, "zero")
-    return replace(config, other_layers=OtherLayers(still, attention, rope)) if still else config
+    others = OtherLayers(still, attention, config.rope.still(attention.head_dim))
+    return replace(config, other_layers=others) if still else config

@@ -18,6 +18,9 @@ from moe_engine.models.joined_rows import COLUMNS_FIRST, ROWS_FIRST
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.rope_config import RopeConfig
 
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+
 
 def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """DeepSeek V2, V2-Lite, V3, R1, V3.1, and models of the same shape (Kimi K2, Moonlight, GLM-4.7-Flash)."""
@@ -262,6 +265,15 @@ def parse_gqa(
     )
 
 
+def with_window_layers(fields: Fields, every: int) -> Fields:
+    """The fields of a family with windows and `layer_types`; by default every n-th layer has no window."""
+    layers = fields.integer("num_hidden_layers")
+    kinds = fields.raw.get("layer_types") or [WINDOWED if (i + 1) % every else FULL for i in range(layers)]
+    if not isinstance(kinds, list):
+        fields.fail("layer_types", f"must be a list with the kind of each layer, found {kinds!r}")
+    return Fields({**fields.raw, "layer_types": kinds, "use_sliding_window": True}, fields.source)
+
+
 def with_other_windows(config: ModelConfig, fields: Fields, rope: Mapping[str, Any], **heads: Any) -> ModelConfig:
     """Layers with a window that have other `heads` (fields of `GQAConfig`) and rotary settings than the others."""
     attention = config.attention
@@ -328,10 +340,10 @@ def _windows(fields: Fields, model_type: str) -> tuple[int | None, ...]:
     window = fields.integer("sliding_window", None)
     if window is None:
         return ()
-    layers, known = fields.integer("num_hidden_layers"), {"full_attention": None, "sliding_attention": window}
+    layers, known = fields.integer("num_hidden_layers"), {FULL: None, WINDOWED: window}
     kinds = fields.by_layer("layer_types", layers, known)
     if kinds is None:
         full = fields.integer("max_window_layers", _DEFAULT_FULL_LAYERS, minimum=0) if model_type in _FULL_BEFORE else 0
-        kinds = ["full_attention"] * min(full, layers) + ["sliding_attention"] * (layers - min(full, layers))
+        kinds = [FULL] * min(full, layers) + [WINDOWED] * (layers - min(full, layers))
     windows = tuple(known[kind] for kind in kinds)
     return windows if any(windows) else ()

@@ -8,13 +8,19 @@ from typing import Any
 
 from moe_engine.kernels.gate_form import GELU, GELU_LIMIT
 from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers, ResultNorms
-from moe_engine.models.config_families import parse_gqa, plain_experts, with_other_windows
+from moe_engine.models.config_families import (
+    FULL,
+    WINDOWED,
+    parse_gqa,
+    plain_experts,
+    with_other_windows,
+    with_window_layers,
+)
 from moe_engine.models.config_fields import Fields, parse_rope, rope_section
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.rope_config import RopeConfig
 
-_FULL, _WINDOWED = "full_attention", "sliding_attention"
 _SERVED = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 _NORMS = ResultNorms(before_feed_forward="pre_feedforward_layernorm", of_feed_forward="post_feedforward_layernorm")
 _SERVED4 = {
@@ -71,7 +77,7 @@ def parse_gemma4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     whole = config.attention
     assert isinstance(whole, GQAConfig)
     if proportional:
-        width, settings = whole.head_dim, Fields(full, fields.source, f"rope_parameters.{_FULL}.")
+        width, settings = whole.head_dim, Fields(full, fields.source, f"rope_parameters.{FULL}.")
         turned = int(settings.number(_PART, 1.0, above=0) * width // 2)
         factor = settings.number("factor", 1.0, above=0)
         config = replace(config, rope=replace(config.rope, kind="proportional", turned=turned, factor=factor))
@@ -104,9 +110,9 @@ def gemma4_fields(fields: Fields) -> Fields:
     """The fields with the kind of each layer, and with the heads of layers without a window; those of others have names
     with ``swa_``."""
     raw = dict(gemma_fields(fields).raw)
-    kinds = raw["layer_types"] = [*raw["layer_types"][:-1], _FULL]
+    kinds = raw["layer_types"] = [*raw["layer_types"][:-1], FULL]
     by_layer = fields.section("per_layer_config")  # as transformers saves it
-    own = None if by_layer is None else by_layer.section(str(kinds.index(_FULL)))
+    own = None if by_layer is None else by_layer.section(str(kinds.index(FULL)))
     raw |= {f"swa_{name}": raw.get(name) for name in ("head_dim", "num_key_value_heads")}
     if own is not None:
         raw |= own.raw
@@ -122,19 +128,15 @@ def gemma4_fields(fields: Fields) -> Fields:
 
 def gemma_fields(fields: Fields) -> Fields:
     """The fields with the kind of each layer."""
-    layers, every = fields.integer("num_hidden_layers"), fields.integer("sliding_window_pattern", 6)
-    kinds = fields.raw.get("layer_types") or [_WINDOWED if (i + 1) % every else _FULL for i in range(layers)]
-    if not isinstance(kinds, list):
-        fields.fail("layer_types", f"must be a list with the kind of each layer, found {kinds!r}")
-    return Fields({**fields.raw, "layer_types": kinds, "use_sliding_window": True}, fields.source)
+    return with_window_layers(fields, fields.integer("sliding_window_pattern", 6))
 
 
 def _ropes(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotary settings of layers without a window and with one, in either dialect."""
     section = rope_section(fields)
     found = {} if section is None else section.raw
-    by_kind = _FULL in found or _WINDOWED in found
-    full, windowed = (found.get(_FULL) or {}, found.get(_WINDOWED) or {}) if by_kind else (found, {})
+    by_kind = FULL in found or WINDOWED in found
+    full, windowed = (found.get(FULL) or {}, found.get(WINDOWED) or {}) if by_kind else (found, {})
     theta = fields.number("rope_theta", 1e6, above=0), fields.number("rope_local_base_freq", 1e4, above=0)
     return {"rope_theta": theta[0], **full}, {"rope_theta": theta[1], **windowed}
 

@@ -20,12 +20,9 @@ from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 from moe_engine.models.moe_config import MoEConfig
-from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.vision_config import LLAMA4, VisionConfig
 
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
-_STILL = 4
-"""Channels of a head that layers without positions rotate, by an angle of 0."""
 
 
 def parse_llama4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -53,7 +50,7 @@ def parse_llama4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     if normed.qk_norm:  # which after the rotation takes its factor away, but for the part of the epsilon
         normed = replace(normed, qk_eps=config.norm_eps / rope.attention_factor**2)
         rope = replace(rope, attention_factor=1.0)
-    still = RopeConfig(rope.theta, min(_STILL, whole.head_dim), True, "zero")
+    still = rope.still(whole.head_dim)
     if fields.raw.get("attn_temperature_tuning", True):  # true, or a number
         floor, scale = read.integer("floor_scale"), read.number("attn_scale")
         still = replace(still, query_beta=scale, query_start=1, original_max_position=floor)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+_STILL = 4
+"""Channels of a head that layers without positions rotate, by an angle of 0."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -61,6 +64,10 @@ class RopeConfig:
             return self
         factor = self.short_attention or self.attention_factor
         return replace(self, pair_factors=self.short_factors, short_factors=(), attention_factor=factor)
+
+    def still(self, head_dim: int) -> RopeConfig:
+        """For layers without positions of a model that rotates heads of other layers."""
+        return RopeConfig(self.theta, min(_STILL, head_dim), self.interleaved, "zero")
 
     def num_rows(self, positions: int) -> int:
         """Rows of the table for this many positions."""
