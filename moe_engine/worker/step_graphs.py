@@ -213,11 +213,12 @@ class StepGraphs:
                 if not self._capture(shape):
                     return False
         self._stream.synchronize()
+        elapsed, left = time.perf_counter() - began, self._stream.free_bytes()
         logger.info(
             "Capture cuda graph end. Time elapsed: %.2f s. mem usage=%.2f GB. avail mem=%.2f GB.",
-            time.perf_counter() - began,
-            max(0, free - self._stream.free_bytes()) / 2**30,
-            self._stream.free_bytes() / 2**30,
+            elapsed,
+            max(0, free - left) / 2**30,
+            left / 2**30,
         )
         return True
 
