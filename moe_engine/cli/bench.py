@@ -17,6 +17,18 @@ TOOLS = ("agreeing_checkpoint", "checkpoints", "gguf_export", "readme_figures")
 """Scripts of benchmarks/ that prepare or check data and measure nothing."""
 OTHER_NAMES = {"latency": "one_batch", "throughput": "offline_throughput", "serve": "serving"}
 """vLLM's names."""
+HELP = """\
+usage: %s NAME [options of the benchmark]
+
+Runs a benchmark of the source checkout; `moe-engine bench NAME --help` explains its options.
+
+examples:
+  moe-engine bench serving --num-prompts 100 --request-rate 4    a running server on port 30000
+  moe-engine bench one_batch --batch-size 8                      one static batch, without a server
+  moe-engine bench gpu_suite                                     every check and measurement on a GPU
+
+benchmarks:
+%s"""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -25,7 +37,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:20} {what}" for name, what in found.items() if name not in TOOLS)
         listed = listed or "  none: benchmarks/ is only in the source checkout"
-        print(f"usage: {prog} NAME [options of the benchmark]\n\nbenchmarks:\n{listed}")
+        print(HELP % (prog, listed))
         return 0 if argv else USAGE_ERROR
     name = _benchmark(argv[0], list(found))
     sys.argv = [f"{prog} {name}", *argv[1:]]

@@ -32,7 +32,10 @@ from moe_engine.tuning.datasets import Vocabulary
 from moe_engine.tuning.disturbance import Watch, conditions_of
 from moe_engine.tuning.measured_points import Limits
 
-DESCRIPTION = "Starts a server with the given flags, measures its step costs, writes a cost file and stops the server."
+DESCRIPTION = (
+    "Measures the step costs of a launch on this machine, for `simulate --cost-file` and `plan --cost-file`: starts a\n"
+    "server with the given flags, sends requests, writes the file and stops the server."
+)
 EPILOG = """\
 examples:
   moe-engine calibrate --output costs.json                            the model embedded in this package

@@ -69,14 +69,22 @@ def perplexity(model: Path, text: str) -> float:
 def _arguments(argv: Sequence[str], prog: str) -> argparse.Namespace:
     parser = Parser(
         prog=prog,
-        description="Writes a quantized copy of a checkpoint: fp8 in DeepSeek's blocks, int8 and int4 as "
-        "compressed-tensors, gpt-oss in mxfp4. A call that was interrupted continues when it is repeated.",
+        description="Writes a quantized copy of a checkpoint that moe-engine, vLLM and transformers load. Repeat the "
+        "command after an interruption: it continues.",
+        epilog="example:\n  moe-engine quantize --model-path /models/DeepSeek-V2-Lite --output /models/V2-Lite-int4 "
+        "--format int4",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model-path", required=True, metavar="IN", help="folder or hub id of the checkpoint")
     parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")
-    parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument(
-        "--group-size", type=int, default=128, choices=(32, 64, 128, 256), help="int4: columns of a scale (128)"
+        "--format",
+        required=True,
+        choices=FORMATS,
+        help="fp8: DeepSeek's blocks of 128 x 128; int8, int4: compressed-tensors; mxfp4: gpt-oss only",
+    )
+    parser.add_argument(
+        "--group-size", type=int, default=128, choices=(32, 64, 128, 256), help="int4: columns that share a scale (128)"
     )
     parser.add_argument("--text", metavar="FILE", help="a text whose perplexity is measured before and after")
     return parser.parse_args(list(argv))

@@ -15,6 +15,7 @@ from moe_engine.errors import ConfigError
 if TYPE_CHECKING:
     from moe_engine.planning.inputs.machine import Machine
 
+SERVE = "Serves a model over HTTP: the OpenAI, Anthropic and Ollama APIs and SGLang's endpoints."
 SERVE_EPILOG = """\
 examples:
   moe-engine serve                                        the model embedded in this package
@@ -24,6 +25,10 @@ examples:
 
 SGLang flags that are not implemented yet are rejected by name, never ignored."""
 
+PLAN = (
+    "Shows what `serve` would do with the same flags: every value with its reason, memory, kernels. Starts nothing.\n"
+    "With --workload: the best forms of parallelism on given GPUs."
+)
 PLAN_EPILOG = """\
 examples:
   moe-engine plan                                         the model embedded in this package
@@ -35,7 +40,7 @@ Accepts all flags of `moe-engine serve`."""
 
 
 def serve(argv: Sequence[str], prog: str) -> int:
-    parser = build_parser(prog, description="Serves a model over HTTP.", epilog=SERVE_EPILOG)
+    parser = build_parser(prog, description=SERVE, epilog=SERVE_EPILOG)
     parser.add_argument("--explain", action="store_true", help="print what would run and why; exit")
     parser.add_argument("--json", action="store_true", help="with --explain: print JSON")
     values = parse_flags(parser, argv)
@@ -54,9 +59,9 @@ def serve(argv: Sequence[str], prog: str) -> int:
 
 
 def plan(argv: Sequence[str], prog: str) -> int:
-    parser = build_parser(prog, description="Shows what `serve` would do; starts nothing.", epilog=PLAN_EPILOG)
+    parser = build_parser(prog, description=PLAN, epilog=PLAN_EPILOG)
     parser.add_argument(
-        "--hardware", metavar="[Nx]GPU", help="plan for GPUs of another machine: h200, or 8xH200 for eight"
+        "--hardware", metavar="[Nx]GPU", help="plan for other GPUs than this machine's: h200, or 8xH200"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--explain", action="store_true", help="as `serve --explain`: what `plan` prints anyway")

@@ -67,7 +67,10 @@ examples:
   moe-engine simulate --cost-file costs.json --dataset-name trace --dataset-path conversation_trace.jsonl
 
 Accepts all flags of `moe-engine serve`: they are the deployment."""
-DESCRIPTION = "Simulates a deployment: the production scheduler on a simulated clock, with measured step costs."
+DESCRIPTION = (
+    "Simulates a launch under load and prints the figures of `moe-engine bench serving`: the real scheduler on a\n"
+    "simulated clock. Step costs are measured (--cost-file) or predicted for GPUs (--hardware)."
+)
 DRAFT_ACCEPTANCE = 0.8
 """Acceptance rate of a draft token after accepted ones, if none was measured; equal to the planner's."""
 OWN_NAMES = ("agentic", "trace")
@@ -77,8 +80,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser = own_parser()
     own, rest = parser.parse_known_args(list(argv))
     if {"-h", "--help"} & set(rest):
-        print(_help(prog))
-        return 0
+        usage = f"{prog} [options] [flags of moe-engine serve]"
+        own_parser(build_parser(prog, usage=usage, description=DESCRIPTION, epilog=EPILOG)).parse_args(rest)
     args = EngineArgs.from_kwargs(
         **parse_flags(build_parser(prog, description="", epilog=""), rest, known_options(parser))
     )
@@ -177,14 +180,9 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _help(prog: str) -> str:
-    own = own_parser().format_help().partition("\n\n")[2]
-    flags = build_parser(prog, description="", epilog=EPILOG).format_help().partition("\n\n")[2]
-    return f"usage: {prog} [options] [flags of moe-engine serve]\n\n{DESCRIPTION}\n\n{own}\n{flags}"
-
-
-def own_parser() -> Parser:
-    parser = Parser(add_help=False, allow_abbrev=False)
+def own_parser(parser: Parser | None = None) -> Parser:
+    """The flags of this command, added to those of `parser` if there is one."""
+    parser = parser or Parser(add_help=False, allow_abbrev=False)
     costs = parser.add_argument_group("costs")
     costs.add_argument("--cost-file", metavar="FILE", help="step costs that `moe-engine calibrate` measured")
     costs.add_argument("--hardware", metavar="[Nx]GPU", help="step costs of `moe-engine plan`: 16xH200, or a TOML file")

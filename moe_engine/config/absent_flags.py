@@ -104,7 +104,7 @@ def check_absent(given: Mapping[str, Any], accepted: Iterable[str]) -> tuple[str
         name = absent.name_of.get(keyword)
         if name is None:
             problem = unknown_flag(keyword, accepted)
-            raise ConfigError(f"{keyword}: {problem}; `moe-engine serve --help` lists all flags")
+            raise ConfigError(f"{keyword}: {problem}; `moe-engine serve --help all` lists the flags")
         if name in absent.no_effect:
             if value is not None and not isinstance(value, bool):
                 raise ConfigError(f"{option_of(keyword)}: a switch is true or false, not {value!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import Parser, add_flags, parse_flags
 from moe_engine.config.graphs import GraphArgs
+from moe_engine.config.help import Formatter
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.lora import LoraArgs
 from moe_engine.config.memory import MemoryArgs
@@ -116,9 +116,9 @@ class EngineArgs:
 
 def build_parser(prog: str | None = None, **options: Any) -> Parser:
     """The command-line parser with every flag; `options` of argparse."""
-    options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+    options.setdefault("formatter_class", Formatter)
     options.setdefault("usage", prog and f"{prog} [--model-path PATH] [flags]")
-    parser = Parser(prog=prog, **options)
+    parser = Parser(prog=prog, add_help=False, **options)
     add_flags(parser, list(PARTS.values()))
     return parser
 

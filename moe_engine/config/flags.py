@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from moe_engine.config.absent_flags import absent_flags, keyword_of, unknown_flag
 from moe_engine.config.field import FieldInfo, fields_of, option_of
+from moe_engine.config.help import Help
 from moe_engine.config.numbers import READERS
 from moe_engine.errors import ConfigError, did_you_mean
 
@@ -66,7 +67,8 @@ class _Store(argparse.Action):
 
 
 def add_flags(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
-    """Adds a flag for each field of the parts, and the `--config` file."""
+    """Adds `--help [TOPIC]`, the `--config` file and a flag for each field of the parts."""
+    parser.add_argument("-h", "--help", action=Help, titles=GROUPS.values())
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
@@ -141,7 +143,7 @@ def _refuse_unknown(accepted: Sequence[str], unknown: Sequence[str]) -> None:
         words = "every option has a name, for instance --model-path PATH; flags that switch something on take no value"
         raise ConfigError(f"{unknown[0]}: stray argument; {words}")
     word = word.split("=")[0]
-    raise ConfigError(f"{word}: {unknown_flag(word, accepted)}; --help lists all flags")
+    raise ConfigError(f"{word}: {unknown_flag(word, accepted)}; --help all lists the flags")
 
 
 def known_options(parser: argparse.ArgumentParser) -> list[str]:

@@ -81,6 +81,25 @@ def test_help_of_plan_and_serve_on_json(capsys):
     assert "--json with --explain: print JSON" in texts["serve"] and "--explain" in texts["serve"]
 
 
+@pytest.mark.parametrize(
+    ("topic", "held", "left_out"),
+    [
+        ((), ["--model-path", "speculative decoding", "moe-engine serve --config"], ["--page-size"]),
+        (("memory",), ["memory:", "--page-size"], ["--lora-paths", "--model-path PATH"]),
+        (("page_size",), ["--page-size TOKENS"], ["--lora-paths", "--model-path PATH"]),
+        (("all",), ["--page-size", "--lora-paths", "--explain"], []),
+    ],
+    ids=str,
+)
+def test_help_has_topics(capsys, topic, held, left_out):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help", *topic])
+    text = capsys.readouterr().out
+    assert all(words in text for words in held) and not any(words in text for words in left_out)
+    assert topic == ("all",) or len(text.splitlines()) < 250
+    assert run(capsys, "serve", "--help", "no such words")[0] == 2
+
+
 def test_verdicts_of_doctor_cannot_be_misread(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     verdicts = [verdict for family in json.loads(out)["kernels"].values() for verdict in family.values()]

@@ -288,10 +288,10 @@ def test_flags_of_docker_are_named_as_such(name):
     ("text", "words"),
     [
         ("--page-sise 3", "did you mean --page-size?"),
-        ("--enable-foo", "--enable-foo: unknown flag (did you mean --enable-lora?); --help lists all flags"),
+        ("--enable-foo", "--enable-foo: unknown flag (did you mean --enable-lora?); --help all lists the flags"),
         ("--max_model_len=8192", "--max-model-len: unknown flag; it is a flag of vLLM: use --context-length; --help"),
         ("--m-fraction-static 0.8", "did you mean --mem-fraction-static?"),
-        ("--frobnicate", "--frobnicate: unknown flag; --help lists all flags"),
+        ("--frobnicate", "--frobnicate: unknown flag; --help all lists the flags"),
         ("stray", "stray argument"),
         ("--enable-metrics true", "true: stray argument; every option has a name, for instance --model-path PATH;"),
         ("--page-size x", "--page-size x: expected a whole number"),

@@ -93,7 +93,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags of the router] -- [flags of `moe-engine serve`]",
-        description="Servers of this machine behind sglang-router (pip install '.[router]').",
+        description="Starts several servers on this machine and sglang-router before them (pip install '.[router]').",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
