@@ -16,7 +16,7 @@ from moe_engine.models.eagle_config import HeadConfig, head_tensors, names_outsi
 from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_headers, hint_for
-from moe_engine.models.tensor_header import WeightFile
+from moe_engine.models.tensor_header import TensorHeader, WeightFile
 from moe_engine.models.tensors import (
     Kind,
     TensorSpec,
@@ -27,6 +27,9 @@ from moe_engine.models.tensors import (
 )
 
 MAX_SHOWN = 5
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SAMPLES, SAMPLE_BYTES = 16, 4096
+"""Parts of a tied head, evenly spread, that are compared with those of the embedding."""
 
 
 def check_headers(
@@ -47,6 +50,7 @@ def check_headers(
     check = _Check(files, format_in_headers(config.weight_format, files))
     problems = [problem for spec in model_tensors(config, include_mtp) for problem in check.problems(spec)]
     problems += _unexpected(files, config, include_mtp, check.known)
+    problems += _untied_head(files, config)
     _raise(directory, problems)
 
 
@@ -134,3 +138,27 @@ def _unexpected(
         file = files[name]
         if file.tensors[name].num_bytes:  # a projection of width 0 has no data and is not expected
             yield f"{name} in {file.path.name} belongs to no layer of the model"
+
+
+def _untied_head(files: Mapping[str, WeightFile], config: ModelConfig) -> Iterator[str]:
+    """A stored head that config.json ties to an embedding of other values, which would take its place."""
+    if not config.tie_word_embeddings or config.pooling is not None or not {HEAD, EMBEDDING} <= files.keys():
+        return
+    head, embedding = files[HEAD], files[EMBEDDING]
+    stored, tied = head.tensors[HEAD], embedding.tensors[EMBEDDING]
+    alike = (stored.dtype, stored.shape) == (tied.dtype, tied.shape)
+    if alike and _samples(head, stored) != _samples(embedding, tied):
+        yield (
+            f"{HEAD} in {head.path.name} differs from {EMBEDDING}, to which tie_word_embeddings ties it (if the head "
+            """was trained, set --json-model-override-args '{"tie_word_embeddings": false}')"""
+        )
+
+
+def _samples(file: WeightFile, header: TensorHeader) -> list[bytes]:
+    last = max(header.num_bytes - SAMPLE_BYTES, 0)
+    with file.path.open("rb") as stream:
+        parts = []
+        for index in range(SAMPLES):
+            stream.seek(header.start + last * index // (SAMPLES - 1))
+            parts.append(stream.read(min(SAMPLE_BYTES, header.num_bytes)))
+    return parts

@@ -139,6 +139,19 @@ def test_layers_beyond_the_config(tmp_path: Path) -> None:
     assert "model.layers.2." in complaint(path) and "belongs to no layer" in complaint(path)
 
 
+def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, tokenizer=False)
+    tensors = load_file(path / "model.safetensors")
+    assert "lm_head.weight in model.safetensors differs from" in complaint(path, tie_word_embeddings=True)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors")
+    tied = load_model_config(path, {"tie_word_embeddings": True})
+    check_headers(path, read_checkpoint(path), tied)
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, path / "model.safetensors")
+    assert "tie_word_embeddings" in complaint(path, tie_word_embeddings=True)
+
+
 def test_outside_models_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_checkpoint("llama", tmp_path, tokenizer=False)
     fields = json.loads((path / "config.json").read_text()) | {"hidden_size": 128}
