@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,7 +61,7 @@ class Help(argparse.Action):
         parser.exit()
 
     def _overview(self, parser: argparse.ArgumentParser) -> str:
-        """Usage, the command's own flags, the usual flags of `serve` and the groups of the others."""
+        """Usage, the command's own flags, the usual flags of `serve` and the names of all, by group."""
         served = [group for group in parser._action_groups if group.title in self._titles]
         formatter = parser._get_formatter()
         formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
@@ -69,8 +71,8 @@ class Help(argparse.Action):
                 _add(formatter, group.title, group._group_actions)
         flags = {action.option_strings[0]: action for group in served for action in group._group_actions}
         _add(formatter, "usual flags of serve (default)", [_short(flags[name]) for name in USUAL])
-        lines = [f"  {group.title:40}{_names(group._group_actions)}" for group in served]
-        return f"{formatter.format_help()}\n{TOPICS}" + "\n".join(lines) + f"\n\n{parser.epilog or ''}"
+        groups = "\n".join(f"  {group.title}\n{_names(group._group_actions)}" for group in served)
+        return f"{formatter.format_help()}\n{TOPICS}{groups}\n\n{parser.epilog or ''}"
 
 
 class _Shown(argparse.Action):
@@ -88,8 +90,12 @@ def _short(flag: argparse.Action) -> argparse.Action:
 
 
 def _names(actions: list[argparse.Action]) -> str:
-    first = ", ".join(action.option_strings[0] for action in actions[:2])
-    return f"{first} and {len(actions) - 2} more" if len(actions) > 2 else first
+    names = " ".join(action.option_strings[0] for action in actions)
+    indent = " " * 4
+    return textwrap.fill(
+        names, shutil.get_terminal_size().columns - 2, initial_indent=indent, subsequent_indent=indent,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _found(parser: argparse.ArgumentParser, topic: str) -> str:

@@ -84,7 +84,7 @@ def test_help_of_plan_and_serve_on_json(capsys):
 @pytest.mark.parametrize(
     ("topic", "held", "left_out"),
     [
-        ((), ["--model-path", "speculative decoding", "moe-engine serve --config"], ["--page-size"]),
+        ((), ["speculative decoding", "--page-size", "moe-engine serve --config"], ["--page-size TOKENS"]),
         (("memory",), ["memory:", "--page-size"], ["--lora-paths", "--model-path PATH"]),
         (("page_size",), ["--page-size TOKENS"], ["--lora-paths", "--model-path PATH"]),
         (("all",), ["--page-size", "--lora-paths", "--explain"], []),
