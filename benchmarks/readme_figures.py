@@ -71,9 +71,9 @@ def speed(results: Sequence[Result]) -> str:
             [label, interval(rates, "{:.0f}".format), interval(fractions, "{:.0%}".format), peer, _ratio(name, results)]
         )
     notes = [
-        "Medians of all rounds, and in brackets the slowest and the quickest one. "
+        "Medians of all rounds; in brackets the slowest and the quickest round. "
         f"The engine's target is {TARGET:.0%} of the limit on each workload. "
-        "The other engines were measured on two cores of a Xeon with AMX.",
+        "The other engines were measured on two cores of another machine, a Xeon with AMX.",
         *_machine(results),
         *_limits(results),
     ]
@@ -83,6 +83,25 @@ def speed(results: Sequence[Result]) -> str:
         ["workload", "tokens/s", "of the machine's limit", "best other engine", "against transformers"], rows
     )
     return f"{table}\n\n{' '.join(notes)}"
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The range of the medians over the workloads, a line: results of `benchmarks.side_by_side`."""
+    names = [name for name in WORKLOAD_LABELS if any(name in result["results"] for result in results)]
+    medians = [
+        median([share for result in results if name in result["results"] for share in _fractions(result["results"][name])])
+        for name in names
+    ]
+    peers = [peer for name in names if (peer := PEERS.get(results[0]["shape"], {}).get(name))]
+    others = f"; the best other engine {_range([peer.fraction for peer in peers])}" if peers else ""
+    return (
+        f"- **How fast**: on two CPU cores {_range(medians)} of what their memory and arithmetic units allow{others} "
+        "([figures](#speed-on-two-cores)). GPU speeds are estimates of a cost model."
+    )
+
+
+def _range(shares: Sequence[float]) -> str:
+    return f"{min(shares):.0%} to {max(shares):.0%}"
 
 
 def _fractions(one: Result) -> list[float]:
@@ -119,8 +138,8 @@ def speculation(results: Sequence[Result]) -> str:
             ]
             rows.append([label.format(**of_subject[0]["options"]), *cells])
     header = ["", *(f"{n} request" if n == 1 else str(n) for n in concurrency)]
-    notes = "Medians of the rounds, and in brackets the least and the largest ratio. *No difference*: some rounds were "
-    notes += "quicker and some slower than without drafts."
+    notes = "Medians of the rounds; in brackets the least and the largest ratio. *No difference*: some rounds were "
+    notes += "faster and some slower than without drafts."
     return "\n\n".join([markdown(header, rows), " ".join([notes, *_machine(results)])])
 
 
@@ -138,7 +157,12 @@ def startup(results: Sequence[Result]) -> str:
     return f"The embedded model is READY in {interval(seconds, '{:.1f}'.format)} seconds."
 
 
-TABLES: dict[str, Callable[[Sequence[Result]], str]] = {"speed": speed, "speculation": speculation, "startup": startup}
+TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
+    "summary": summary,
+    "speed": speed,
+    "speculation": speculation,
+    "startup": startup,
+}
 
 
 # -- notes on the machine
