@@ -87,12 +87,9 @@ def speed(results: Sequence[Result]) -> str:
 
 def summary(results: Sequence[Result]) -> str:
     """The range of the medians over the workloads, a line: results of `benchmarks.side_by_side`."""
-    names = [name for name in WORKLOAD_LABELS if any(name in result["results"] for result in results)]
-    medians = [
-        median([share for result in results if name in result["results"] for share in _fractions(result["results"][name])])
-        for name in names
-    ]
-    peers = [peer for name in names if (peer := PEERS.get(results[0]["shape"], {}).get(name))]
+    found = {name: [one["results"][name] for one in results if name in one["results"]] for name in WORKLOAD_LABELS}
+    medians = [median([share for one in ones for share in _fractions(one)]) for ones in found.values() if ones]
+    peers = [peer for name in found if (peer := PEERS.get(results[0]["shape"], {}).get(name))]
     others = f"; the best other engine {_range([peer.fraction for peer in peers])}" if peers else ""
     return (
         f"- **How fast**: on two CPU cores {_range(medians)} of what their memory and arithmetic units allow{others} "
