@@ -161,9 +161,12 @@ WIND_UP_SECONDS = 1.0
 
 def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
     """Cancels a loop's tasks, and stops it once they have ended. Python cannot close the stream of a task that is
-    destroyed in the middle of it (RuntimeError: aclose(): asynchronous generator is already running)."""
+    destroyed in the middle of it (RuntimeError: aclose(): asynchronous generator is already running).
+
+    A task that `_cancel` has cancelled may be closing its stream, which a second cancellation would interrupt."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
-        task.cancel()
+        if not task.cancelling():
+            task.cancel()
     asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: loop.stop())
     loop.call_later(WIND_UP_SECONDS, loop.stop)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moe_engine.errors import EngineDeadError
+from moe_engine.frontend import engine_loop
 from moe_engine.frontend.engine import Engine
 from moe_engine.frontend.engine_loop import EngineLoop
 
@@ -73,6 +74,35 @@ def test_streams_of_an_ended_engine_are_closed(end: str) -> None:
         cause = "the loop failed" if end == "fail" else "this Engine was shut down"
         with pytest.raises(EngineDeadError, match=cause):
             stream.result(0)
+
+
+def test_the_cleanup_of_a_cancelled_call_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, begun, cleans, cleaned = EngineLoop([]), threading.Event(), threading.Event(), list[bool]()
+    ends, wind_up = asyncio.Event(), engine_loop._wind_up
+
+    def end(of: asyncio.AbstractEventLoop) -> None:
+        wind_up(of)
+        ends.set()
+
+    monkeypatch.setattr(engine_loop, "_wind_up", end)
+
+    async def call() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            cleans.set()
+            await ends.wait()
+            cleaned.append(True)
+
+    future = loop.submit(call())
+    assert begun.wait(60)
+    future.cancel()
+    assert cleans.wait(60)
+    loop.begin_close()
+    loop.close(asyncio.sleep(0))
+    loop.thread.join(60)
+    assert cleaned
 
 
 def test_the_end_of_a_failed_loop_is_not_waited_for() -> None:
