@@ -83,6 +83,8 @@ def _mtp_form(fields: Fields, config: ModelConfig, count: int) -> MTPForm:
     mlps = fields.raw.get("mtp_mlp_layer_types") or _mixtures(fields, drafts.stop)[drafts.start :]
     if count and (not config.windows or any(kind != _WINDOW for kind in listed)):
         fields.fail("layer_types", "has MTP layers without a window: they are not supported")
+    if not isinstance(mlps, list):
+        fields.fail("mtp_mlp_layer_types", f"must be a list, found {mlps!r}")
     if "sparse" in mlps:
         fields.fail("moe_layers_enum", "has an MTP layer: MTP layers with experts are not supported")
     like = next(iter(config.windowed_layers), None)
