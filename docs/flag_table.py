@@ -16,15 +16,26 @@ PAGE = Path(__file__).with_name("sglang_flags.md")
 HEAD = """\
 # Flag compatibility with SGLang
 
-Written by `python docs/flag_table.py --write` from `moe_engine/config/`; do not edit. `moe-engine serve --help`
-explains each accepted flag. Keywords of `Engine` and keys of a `--config` file are the flags' names with underscores.
+Whether the engine takes a flag of your SGLang command. Every flag is in one of four groups:
 
-Every flag is in one of four groups. No flag is ignored silently. An unknown flag is refused, with the nearest accepted
-one.
+- [accepted](#accepted)
+- [accepted without effect](#accepted-without-effect), with a note in the log
+- refused with exit code 2: [not supported yet](#refused-not-supported-yet)
+- refused with exit code 2: [removed from SGLang](#refused-removed-from-sglang)
+
+A misspelled flag is refused with the nearest accepted one.
+
+```bash
+moe-engine serve --explain --tp-size 1 --enable-metrics      # your flags; prints what would run and starts nothing
+moe-engine serve --help tp-size                              # the flags with a word
+```
+
+Keywords of `Engine` and keys of a `--config` file are the flags' names with underscores.
+`python docs/flag_table.py --write` makes this page from `moe_engine/config/`; do not edit it.
 """
 
 ACCEPTED = """\
-Flags with an effect, SGLang's and this engine's own. A value in the last column is refused as not supported yet.
+Flags with an effect, SGLang's and this engine's own. Values in the last column are refused as not supported yet.
 """
 
 SATISFIED_TEXT = """\
@@ -32,13 +43,11 @@ Switches that turn off something this engine does not have. The log contains a n
 """
 
 LATER_TEXT = """\
-Accepted with the values of the second column, which are SGLang's defaults or describe this engine. Any other value is
-refused with exit code 2: "not supported yet", with the missing feature. Accepted values that name an absent feature
-are noted in the log.
+In brackets: the values that are accepted, SGLang's defaults or what this engine does anyway.
 """
 
 DROPPED_TEXT = """\
-Flags of older SGLang releases. Accepted with the value of the second column; otherwise refused with the replacement.
+Flags of older SGLang releases, with the values that are accepted in brackets.
 """
 
 
@@ -53,10 +62,9 @@ def page() -> str:
     parts += ["## Accepted without effect\n", SATISFIED_TEXT]
     parts.append(table(("flag", "reason"), [(code([option_of(name)]), why) for name, why in absent.no_effect.items()]))
     parts += ["## Refused: not supported yet\n", LATER_TEXT]
-    parts.append(table(("flag", "accepted values", "missing feature"), refused_rows("refused", removed=False)))
+    parts.append(table(("missing feature", "flags"), refused_rows("refused", removed=False)))
     parts += ["## Refused: removed from SGLang\n", DROPPED_TEXT]
-    rows = refused_rows("removed from SGLang", removed=True)
-    parts.append(table(("flag", "accepted values", "replacement"), rows))
+    parts.append(table(("replacement", "flags"), refused_rows("removed from SGLang", removed=True)))
     foreign = f"Flags of `docker run` in a copied command are named as such: {', '.join(absent.docker_run)}.\n"
     return "\n".join([*parts, foreign])
 
@@ -75,15 +83,18 @@ def accepted_row(info: FieldInfo) -> tuple[str, ...]:
 
 
 def refused_rows(state: str, *, removed: bool) -> list[tuple[str, ...]]:
-    flags = [flag for flag in absent_flags().flags.values() if flag.removed == removed]
-    return [
-        (code(map(option_of, (flag.name, *flag.spellings))), accepted_values(flag), f"{state}: {flag.reason}")
-        for flag in flags
-    ]
+    """A row for each reason, with all its flags."""
+    found: dict[str, list[str]] = {}
+    for flag in absent_flags().flags.values():
+        if flag.removed == removed:
+            found.setdefault(flag.reason, []).append(refused_flag(flag))
+    return [(f"{state}: {reason}", ", ".join(flags)) for reason, flags in found.items()]
 
 
-def accepted_values(flag: AbsentFlag) -> str:
-    return ", ".join("false" if value is False else str(value) or '""' for value in flag.accepted)
+def refused_flag(flag: AbsentFlag) -> str:
+    values = ", ".join("false" if value is False else str(value) or '""' for value in flag.accepted)
+    names = " = ".join(f"`{option_of(name)}`" for name in (flag.name, *flag.spellings))
+    return f"{names} ({values})" if values else names
 
 
 def code(texts: Iterable[str]) -> str:

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import os
 import random
-import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -130,7 +129,6 @@ DENSE = (
     "pixtral",
 )  # fmt: skip
 """Families without experts."""
-ROW = re.compile(r"(\| (\w+) \| [^|]+ \|)")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 
 
@@ -150,6 +148,11 @@ class Result:
         ties = f", {self.ties} ties" if self.ties else ""
         unsure = f", {self.unsure} by rounding" if self.unsure else ""
         return f"{self.tokens - self.wrong} of {self.tokens}{ties}{unsure}; {self.error:.0e}"
+
+    @property
+    def in_table(self) -> str:
+        """Without the number of tokens, if it is that of the page and all are equal."""
+        return self.cell.removeprefix(f"{NUM_PROMPTS * NUM_TOKENS} of {NUM_PROMPTS * NUM_TOKENS}").lstrip(",; ")
 
 
 def serve(path: Path, asked: list[Prompt], num_tokens: int, form: str) -> list[tuple[list[int], list[float]]]:
@@ -246,27 +249,16 @@ def forms_of(kind: str) -> list[str]:
     return [form for form in FORMS if form not in unsupported]
 
 
-def table(found: dict[str, dict[str, Result]]) -> dict[str, str]:
-    """The row of each cell, by its first two columns."""
-    return {
-        f"| {kind} | {form} |": f"| {kind} | {form} | {result.cell} |"
-        for kind, results in found.items()
-        for form, result in results.items()
-    }
-
-
 def write(found: dict[str, dict[str, Result]]) -> None:
-    """Replaces these cells in docs/parity.md; rows are in the order of `KINDS` and `FORMS`."""
-    head, rows = [], {}
-    for line in DOCUMENT.read_text().rstrip("\n").split("\n"):
-        row = ROW.match(line)
-        if row is None or row[2] not in KINDS:
-            head.append(line)
-        else:
-            rows[row[1]] = line
-    rows |= table(found)
-    cells = [f"| {kind} | {form} |" for kind in KINDS for form in FORMS]
-    DOCUMENT.write_text("\n".join(head + [rows[cell] for cell in cells if cell in rows]) + "\n")
+    """Replaces these cells in docs/parity.md; rows and columns are in the order of `KINDS` and `FORMS`."""
+    text, begin, lines = DOCUMENT.read_text().partition("| family |")
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (begin + lines).splitlines()]
+    cells = {(row[0], form): cell for row in rows for form, cell in zip(head[1:], row[1:])}
+    cells |= {(kind, form): one.in_table for kind, results in found.items() for form, one in results.items()}
+    kinds = [kind for kind in KINDS if any((kind, form) in cells for form in FORMS)]
+    made = [["family", *FORMS], ["---"] * (1 + len(FORMS))]
+    made += [[kind, *(cells.get((kind, form), "") for form in FORMS)] for kind in kinds]
+    DOCUMENT.write_text(text + "".join(f"| {' | '.join(row)} |\n" for row in made))
 
 
 def main() -> None:
@@ -281,7 +273,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in asked.kinds:
             found[kind] = run_family(kind, Path(folder), asked.seed, asked.forms or forms_of(kind))
-            print("\n".join(table({kind: found[kind]}).values()), flush=True)
+            print("\n".join(f"{kind}, {form}: {result.cell}" for form, result in found[kind].items()), flush=True)
             if asked.write:
                 write(found)
     wrong = sum(result.wrong for results in found.values() for result in results.values())
