@@ -65,6 +65,7 @@ def tokens_of(http: httpx.Client, number: int) -> tuple[str, list[int]]:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 last = json.loads(line[6:])
+    assert "meta_info" in last, last
     return last["meta_info"]["weight_version"], last["output_ids"]
 
 

@@ -385,7 +385,7 @@ def test_queue_of_large_bodies_is_bounded(monkeypatch):
         assert "3 requests with large bodies are already queued" in answers[-1].json()["error"]["message"]
         assert httpx.post(address + "/tokenize", json={"prompt": "Hello"}).json()["count"] == 2
         assert httpx.post(address + "/tokenize", json={"prompt": "Hello" * 2000}).status_code == 200
-        assert len(children()) <= 2
+        until(lambda: len(children()) <= 2)  # one that was killed ends when it gets a core
         for connection in waiting:
             connection.close()
         until(lambda: httpx.post(address + "/tokenize", content=padded({"prompt": "x"}, PROCESS_BYTES)).is_success)

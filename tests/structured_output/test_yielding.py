@@ -128,14 +128,33 @@ def test_work_that_waits_is_not_disturbed():
         assert threading.Event().wait(0.01) is False
 
 
-def test_work_in_idle_time_has_a_process_of_its_own():
+def test_only_the_process_of_work_in_idle_time_has_the_policy(monkeypatch: pytest.MonkeyPatch):
+    """Also on a machine without idle time, where the caller does the work."""
+    policies, reap = list[int](), background._reap_later
+
+    def seen(process: int) -> None:
+        policies.append(os.sched_getscheduler(process))
+        reap(process)
+
+    monkeypatch.setattr(background, "_reap_later", seen)
     before = attributes(0)
-    process, found = in_idle_time(lambda: (os.getpid(), attributes(0)), patience=60)
-    assert process != os.getpid()
-    assert found[0] == os.SCHED_IDLE
+    assert in_idle_time(lambda: 7, patience=10) == 7
+    assert policies == [os.SCHED_IDLE]
     assert attributes(0) == before
 
 
+@pytest.fixture
+def idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has it: the process keeps the policy of its caller."""
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("idle_time")
+def test_work_in_idle_time_has_a_process_of_its_own():
+    assert in_idle_time(os.getpid, patience=60) != os.getpid()
+
+
+@pytest.mark.usefixtures("idle_time")
 def test_an_error_of_work_in_idle_time_reaches_the_caller():
     def work() -> None:
         raise MemoryError("of the work")
@@ -144,6 +163,7 @@ def test_an_error_of_work_in_idle_time_reaches_the_caller():
         in_idle_time(work, patience=60)
 
 
+@pytest.mark.usefixtures("idle_time")
 def test_a_long_result_arrives_whole():
     text, process = random.randbytes(1 << 20), os.getpid()
     assert in_idle_time(lambda: (os.getpid() != process, text), patience=60) == (True, text)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moe_engine.core.executor import RankLost
-from moe_engine.core.rank_calls import RankAnswer, RankCall
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError, StepError, StepNotRun
 from moe_engine.executor.leader_worker import MAX_AHEAD, LeaderWorker
 from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, PlanSender, Run, Step, Stop
@@ -21,6 +21,7 @@ from moe_engine.executor.progress import Progress
 from moe_engine.parallel.collectives import PeerLost
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
 from moe_engine.types.token_masks import DraftTree, LaunchedStep, StepMasks
+from tests.waiting import until
 
 SECONDS = 60.0
 """Time limit, far above the real durations."""
@@ -196,7 +197,7 @@ def test_calls_run_between_the_same_steps_on_every_rank(sender: PlanSender) -> N
         receiver.answer(kinds[1].id, RankAnswer(rank, f"of {rank}"))
         receiver.answer(kinds[1].id, RankAnswer(rank, "a second answer"))
         receiver.answer(99, RankAnswer(rank, "of an unknown call"))
-    found = wait_for_answers(call)
+    found = until(call.answers)
     assert found == [RankAnswer(0, "view behind [1]"), RankAnswer(1, "of 1"), RankAnswer(2, "of 2")]
 
 
@@ -204,20 +205,14 @@ def test_a_rank_without_an_answer_is_named_at_the_deadline(sender: PlanSender) -
     receiver = PlanReceiver(sender.address, "rank1")
     assert sender.wait_subscribed(["rank1"], SECONDS)
     leader = LeaderWorker(LocalWorker(), sender, Detector(), Progress(), followers=(1, 2))
-    call = leader.call_ranks("view", {}, 1.5)
+    call = leader.call_ranks("view", {}, 600.5)
     run = receiver.receive(SECONDS)
     assert isinstance(run, Run)
     receiver.answer(run.id, RankAnswer(1, error="no memory"))
-    late = RankAnswer(2, error="no answer within 1.5 s")
-    assert wait_for_answers(call) == [RankAnswer(0, "view behind []"), RankAnswer(1, error="no memory"), late]
-
-
-def wait_for_answers(call: RankCall) -> list[RankAnswer]:
-    deadline = time.monotonic() + 30
-    while (found := call.answers()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return found
+    until(lambda: call.answers() is None and len(call._answers) == 2)
+    call._deadline = time.monotonic()
+    late = RankAnswer(2, error="no answer within 600.5 s")
+    assert call.answers() == [RankAnswer(0, "view behind []"), RankAnswer(1, error="no memory"), late]
 
 
 def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:
