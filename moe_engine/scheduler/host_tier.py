@@ -237,12 +237,18 @@ class HostTier:
             self._arrived.append(number)
 
     def _end(self, load: Load, step: int) -> None:
-        """The KV of a load is readable."""
-        self.tree.end_load(load.path, step)
+        """The KV of a load is readable. A path may be empty in tiers that load more than KV."""
+        if load.path:
+            self.tree.end_load(load.path, step)
+        else:
+            self.tree.unlock(load.last, step)
 
     def _cancel(self, load: Load, step: int) -> list[int]:
-        """Takes the slots from the nodes of a load."""
-        return self.tree.cancel_load(load.path, step)
+        """Takes the slots from the nodes of a load, and returns them."""
+        if load.path:
+            return self.tree.cancel_load(load.path, step)
+        self.tree.unlock(load.last, step)
+        return []
 
     def _end_abandoned(self, number: int, step: int) -> None:
         """The copy of an abandoned load has ended."""

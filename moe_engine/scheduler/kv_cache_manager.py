@@ -136,7 +136,7 @@ class KVCacheManager:
     def extend_all(self, requests: list[Request], count: int) -> None:
         """Slots of the next `count` tokens of each request, appended to its own. `make_room` must have succeeded."""
         if self.page_size == 1:
-            slots = self.slots.take_pages(count * len(requests))
+            slots = self.slots.pages.take(count * len(requests))
             assert slots is not None
             for number, request in enumerate(requests):
                 request.slots += slots[number * count : (number + 1) * count]
@@ -168,13 +168,13 @@ class KVCacheManager:
             self.reserve(requests, [1] * len(requests))
             return [request.slots[request.num_computed] for request in requests]
         if page == 1:
-            slots = self.slots.take_pages(len(requests))
+            slots = self.slots.pages.take(len(requests))
             assert slots is not None
             for request, slot in zip(requests, slots):
                 request.slots.append(slot)
             return slots
         owned = [request.slots for request in requests]
-        bases = self.slots.take_pages(sum(1 for own in owned if len(own) % page == 0))
+        bases = self.slots.pages.take(sum(1 for own in owned if len(own) % page == 0))
         assert bases is not None
         slots = []
         for own in owned:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.run_settings import RunSettings
@@ -32,7 +33,7 @@ class Policy:
             return queue.entries  # by arrival: matching that many prompts would cost more than it saves
         front, rest = queue.regions()
         if name == "random":
-            return _chain(front, self._shuffled(rest))
+            return chain(front, self._shuffled(rest))
         if name == "lpm":
             return front + self._by_prefix(rest, tree)
         return front + by_subtree_weight(rest, tree)
@@ -69,11 +70,6 @@ class Policy:
             else:
                 seen.add(key)
         return later
-
-
-def _chain(first: Iterable[Waiting], second: Iterable[Waiting]) -> Iterator[Waiting]:
-    yield from first
-    yield from second
 
 
 def by_subtree_weight(entries: list[Waiting], tree: RadixCache) -> list[Waiting]:

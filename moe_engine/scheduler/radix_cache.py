@@ -139,15 +139,19 @@ class RadixCache:
     def match(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Node:
         """Like `peek`, but splits the node in which the match ends, marks the path as used, returns its last node."""
         found = self.peek(tokens, limit, extra_key, start)
-        node = found.node if found.node is not None else self._root(extra_key)
+        node = found.node if found.node is not None else self.root(extra_key)
         if found.partial is not None:
             node = self._split(found.partial, found.length - node.end)
-        self._touch(node)
+        self.touch(node)
         return node
 
-    def refresh(self, node: Node) -> None:
+    def touch(self, node: Node) -> None:
         """Marks the path to `node` as used."""
-        self._touch(node)
+        self._clock += 1
+        walk: Node | None = node
+        while walk is not None:
+            walk.last_access = self._clock
+            walk = walk.parent
 
     def count_use(self, node: Node, urgency: float) -> None:
         """Counts a request that ended with this prefix, if the policy may depend on it."""
@@ -196,12 +200,17 @@ class RadixCache:
             present += child.slots
             pos += same
             node = child
-        self._touch(node)
+        self.touch(node)
         return Inserted(node, present)
 
     def root(self, extra_key: Hashable = None) -> Node:
         """The root of a namespace (`extra_key`); lock it to keep it."""
-        return self._root(extra_key)
+        root = self.roots.get(extra_key)
+        if root is None:
+            self._serial += 1
+            root = self.roots[extra_key] = self.make_node(None, [], [], self._serial)
+            self._root_keys[root.serial] = extra_key
+        return root
 
     def forget(self, tokens: list[int], start: int, extra_key: Hashable = None) -> None:
         """Frees the cached part of tokens[start:] and everything below it. No request may hold a lock there."""
@@ -354,14 +363,6 @@ class RadixCache:
 
     # -- internals
 
-    def _root(self, extra_key: Hashable) -> Node:
-        root = self.roots.get(extra_key)
-        if root is None:
-            self._serial += 1
-            root = self.roots[extra_key] = self.make_node(None, [], [], self._serial)
-            self._root_keys[root.serial] = extra_key
-        return root
-
     def child_key(self, tokens: list[int], pos: int) -> ChildKey:
         return tokens[pos] if self.page_size == 1 else tuple(tokens[pos : pos + self.page_size])
 
@@ -378,13 +379,6 @@ class RadixCache:
             else:
                 high = mid
         return low - low % self.page_size
-
-    def _touch(self, node: Node) -> None:
-        self._clock += 1
-        walk: Node | None = node
-        while walk is not None:
-            walk.last_access = self._clock
-            walk = walk.parent
 
     def _offer(self, node: Node) -> None:
         """Adds an unlocked leaf to the eviction heap; drops an empty, unlocked namespace."""
@@ -473,5 +467,5 @@ class DisabledCache(RadixCache):
     def insert(self, node: Node, tokens: list[int], slots: list[int], after_step: int) -> Inserted:
         return Inserted(node, [])
 
-    def _root(self, extra_key: Hashable) -> Node:
-        return super()._root(None)
+    def root(self, extra_key: Hashable = None) -> Node:
+        return super().root(None)

@@ -16,7 +16,7 @@ _ANY_ID = 1 << 62
 
 
 def read_result(
-    table: RequestTable, record: StepRecord, result: StepResult, now: float, outcomes: list[DraftOutcome] | None
+    table: RequestTable, record: StepRecord, result: StepResult, now: float, outcomes: list[DraftOutcome]
 ) -> list[RequestEvent]:
     """Appends tokens, ends finished requests, and returns an event for each request with new output.
 
@@ -44,7 +44,7 @@ def read_result(
     for i, (request, tokens) in enumerate(zip(record.sampled, with_jumps(record, result.tokens))):
         depth = depths[i] if i < len(depths) else 0
         if request.row < 0:
-            if depth and outcomes is not None:
+            if depth:
                 outcomes.append(IN_VAIN)
             continue
         request.num_in_flight -= 1
@@ -64,7 +64,7 @@ def read_result(
             kept, reason = tokens, None
         else:
             kept, reason = _take_several(request, tokens, vocab, result.errors or {})
-        if depth and outcomes is not None:
+        if depth:
             outcomes.append(_count_accepted(request, depth, len(tokens), len(kept), ended=reason is not None))
         mine = _kept_logprobs(logprobs[i], len(kept)) if logprobs else None
         prompt = table.take_prompt_logprobs(request.rid) if waiting_logprobs else None

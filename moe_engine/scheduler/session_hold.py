@@ -287,9 +287,9 @@ class SessionHold:
             self._before[session.entry] = before
             before += size
             self._displaced += size
-            self._tree.refresh(_cached(session.node))
+            self._tree.touch(_cached(session.node))
         for session in reversed(holds):  # sessions that are not held are evicted first, then the least valuable
-            self._tree.refresh(_cached(session.node))
+            self._tree.touch(_cached(session.node))
 
     def _project(self, holds: list[_Session], horizon: float) -> None:
         """Expects the growth of the admitted sessions, as many turns ahead as pass within the horizon."""

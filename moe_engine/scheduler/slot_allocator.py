@@ -170,10 +170,6 @@ class SlotAllocator:
     def num_pending(self) -> int:
         return self.pages.num_pending * self.page_size
 
-    def take_pages(self, count: int) -> list[int] | None:
-        """First slots of `count` pages; None if fewer are free."""
-        return self.pages.take(count)
-
     def alloc(self, count: int, last_slot: int = 0, used: int = 0) -> list[int] | None:
         """Slots for the next `count` tokens of a sequence that has `used` tokens, the last of them in `last_slot`.
 

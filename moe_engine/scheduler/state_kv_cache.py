@@ -13,8 +13,9 @@ slot that a new row of its plan reads.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from moe_engine.scheduler.admission import PrefillJob
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.kv_connector import KVConnector
@@ -22,21 +23,10 @@ from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.state_snapshots import NONE, SnapshotTree, snapshot_of
 from moe_engine.scheduler.state_tier import StateHostTier
 from moe_engine.scheduler.state_transfers import StateDecodeTier, StatePrefillTier
-from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import Request, RowWrite, StateOps
 
 TIERS = {"host": StateHostTier, "prefill": StatePrefillTier, "decode": StateDecodeTier}
 """By `SchedulerConfig.kv_connector`."""
-
-
-class Chunk(Protocol):
-    """A chunk of a prompt: `admission.PrefillJob`."""
-
-    entry: Waiting
-    start: int
-    slots: list[int]
-    is_new: bool
-    is_last: bool
 
 
 class _Pending(NamedTuple):
@@ -104,7 +94,7 @@ class StateKVCacheManager(KVCacheManager):
 
     # -- the next plan
 
-    def take_state_ops(self, jobs: Sequence[Chunk], decodes: Iterable[tuple[Request, int]]) -> StateOps | None:
+    def take_state_ops(self, jobs: Sequence[PrefillJob], decodes: Iterable[tuple[Request, int]]) -> StateOps | None:
         decodes = [] if self._reserves else decodes  # with drafts the lengths are not known here
         read = {job.entry.request.state_from for job in jobs if job.is_new}
         self.tree.reading.clear()
@@ -124,7 +114,7 @@ class StateKVCacheManager(KVCacheManager):
         slot = self._take(request, length, read, decoded=True)
         return None if slot == NONE else (request.row, slot)
 
-    def _cuts(self, job: Chunk) -> list[tuple[int, int, int]]:
+    def _cuts(self, job: PrefillJob) -> list[tuple[int, int, int]]:
         """(row, tokens, slot) of the snapshots of a chunk."""
         entry, request = job.entry, job.entry.request
         end, page = job.start + len(job.slots), self.page_size

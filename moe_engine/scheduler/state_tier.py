@@ -129,20 +129,14 @@ class StateHostTier(HostTier):
 
     def _end(self, load: Load, step: int) -> None:
         assert isinstance(load, StateLoad) and load.target is not None
-        if load.path:
-            self.tree.end_load(load.path, step)
-        else:
-            self.tree.unlock(load.target, step)
+        super()._end(load, step)
         self.tree.state_arrived(load.target, load.snapshot)
 
     def _cancel(self, load: Load, step: int) -> list[int]:
         assert isinstance(load, StateLoad) and load.target is not None
         load.target.state_load = 0
         self._abandoned_snapshots[load.id] = load.snapshot
-        if load.path:
-            return self.tree.cancel_load(load.path, step)
-        self.tree.unlock(load.target, step)
-        return []
+        return super()._cancel(load, step)
 
     def _end_abandoned(self, number: int, step: int) -> None:
         super()._end_abandoned(number, step)

@@ -179,7 +179,7 @@ class TieredCache(RadixCache):
         """Adds pages with the KV of tokens[start:], which was not computed here. Returns the pages that are not used:
         the tree has their tokens, or lost the prefix before them."""
         found = RadixCache.peek(self, tokens, len(tokens), namespace)
-        node, pos = found.node if found.node is not None else self._root(namespace), found.length
+        node, pos = found.node if found.node is not None else self.root(namespace), found.length
         if found.partial is not None:
             node = self._split(found.partial, pos - node.end) if pos < len(tokens) else found.partial
         assert isinstance(node, TierNode)

@@ -94,7 +94,7 @@ class TieredSnapshots(TieredCache, SnapshotTree):
     def touch_absent(self, found: Match, tokens: list[int], limit: int) -> None:
         nodes, _ = self.reach(found, tokens, limit)
         if nodes:
-            self._touch(nodes[-1])
+            self.touch(nodes[-1])
 
     def begin_state_load(self, nodes: list[TierStateNode], load: int) -> list[TierNode]:
         """Marks the nodes of `reach` as being loaded, and the last one's state. Returns those without KV on the
@@ -103,7 +103,7 @@ class TieredSnapshots(TieredCache, SnapshotTree):
         for node in path:
             node.load = load
         nodes[-1].state_load = load
-        self._touch(nodes[-1])
+        self.touch(nodes[-1])
         return path
 
     def state_arrived(self, node: TierStateNode, snapshot: int) -> None:

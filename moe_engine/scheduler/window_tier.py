@@ -136,24 +136,18 @@ class WindowHostTier(HostTier):
 
     def _end(self, load: Load, step: int) -> None:
         assert isinstance(load, WindowLoad)
-        if load.path:
-            self.tree.end_load(load.path, step)
+        super()._end(load, step)
         for slot, page, entry in load.pages:
             self._windows.loaded(slot, page)
             self.host.arrived(entry, slot)
         self._release_windows(load)
-        if not load.path:
-            self.tree.unlock(load.last, step)
         self.tree.version += 1
 
     def _cancel(self, load: Load, step: int) -> list[int]:
         assert isinstance(load, WindowLoad)
         self._release_windows(load)
         self._abandoned_windows[load.id] = [page for _, page, _ in load.pages]
-        if load.path:
-            return self.tree.cancel_load(load.path, step)
-        self.tree.unlock(load.last, step)
-        return []
+        return super()._cancel(load, step)
 
     def _end_abandoned(self, number: int, step: int) -> None:
         super()._end_abandoned(number, step)

@@ -341,12 +341,12 @@ def test_empty_plan_keeps_numbers_in_step() -> None:
 
 def test_a_leak_is_repaired_not_raised() -> None:
     s = scheduler()
-    s.kv_cache.slots.take_pages(7)
+    s.kv_cache.slots.pages.take(7)
     s.kv_cache.rows.take(1)
     findings = s.check_integrity()
     assert len(findings) == 2 and "7 of 1000 were lost" in findings[0]
     assert s.kv_cache.slots.num_free == 1000 and s.check_integrity() == []
-    s.kv_cache.slots.take_pages(3)
+    s.kv_cache.slots.pages.take(3)
     s.add(make_request("a", [5], 1))
     answer(s, plan(s))  # idle again: counts disagree, so the integrity check runs
     assert s.kv_cache.slots.num_free + s.kv_cache.tree.num_evictable == 1000

@@ -289,7 +289,7 @@ def test_sessions_near_their_end_are_held_first() -> None:
     demands = hold._by_length.demands(hold.growth)
 
     def worth(length: int, returns: float) -> float:
-        return hold._worth(_Session(tree._root(None), length, 0.0, None, (), returns=returns), *demands)
+        return hold._worth(_Session(tree.root(), length, 0.0, None, (), returns=returns), *demands)
 
     assert worth(700, 0.7) > worth(400, 0.95) > worth(100, 0.95)
     assert worth(700, 0.05) < worth(400, 0.95)  # it has probably ended
