@@ -11,11 +11,12 @@ from moe_engine.kernels.quantization.protocol import QuantizedWeight
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.weights import WeightSource
 
 _POOL = 1_048_573  # prime, so that rows of any width start at different places
 
 
-class DummyReader:
+class DummyReader(WeightSource):
     """`WeightSource` of seeded random weights, deterministic in seed, name and shape.
 
     Norm weights are 1; matrices have variance 1 / K, so that activations keep their scale. Values are copied from one
@@ -98,15 +99,6 @@ class DummyReader:
         if kept and self.format.bytes_per_element(prefix, shape, size) == size:  # the format leaves this one out
             return False
         return kept and ".layers." in prefix and not prefix.endswith(".eh_proj")
-
-    def skip(self, name: str) -> None:
-        pass
-
-    def skip_linear(self, prefix: str, shape: tuple[int, int]) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
     def _fill(self, flat: Tensor, scale: float, offset: int) -> None:
         """Fills with repeated copies of the pool, from `offset` on."""

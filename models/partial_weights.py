@@ -102,7 +102,7 @@ class ReceivedWeights(WeightReader):
         return kept
 
 
-class FilledWeights:
+class FilledWeights(WeightSource):
     """`WeightSource` of marker values, in the forms of `structure`."""
 
     made_up = True
@@ -149,15 +149,6 @@ class FilledWeights:
         grid = tuple(-(-size // BLOCK) for size in shape)
         self._fill(f"{prefix}.weight_scale_inv", grid, cut.in_blocks((BLOCK, BLOCK)), out.scales)
         return out
-
-    def skip(self, name: str) -> None:
-        pass
-
-    def skip_linear(self, prefix: str, shape: tuple[int, int]) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def mask_source(structure: WeightSource, names: Collection[str]) -> FilledWeights:

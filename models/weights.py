@@ -97,12 +97,15 @@ class WeightSource(Protocol):
 
     def skip(self, name: str) -> None:
         """Marks a tensor as belonging to other ranks."""
+        return None
 
     def skip_linear(self, prefix: str, shape: tuple[int, int]) -> None:
         """Marks the tensors of a matrix as belonging to other ranks."""
+        return None
 
     def finish(self) -> None:
         """Ends loading. Raises CheckpointError if tensors remain that no layer requested."""
+        return None
 
 
 class TensorFile(Protocol):

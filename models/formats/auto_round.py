@@ -18,31 +18,21 @@ _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
 _PLAIN_BITS = 16
 
 
-class AutoRound:
-    """Entry of the table of formats."""
-
-    checkpoint = "AutoRound"
-
-    @staticmethod
-    def parse(section: Fields) -> SchemeFormat:
-        """Raises ConfigError for settings that are not supported."""
-        form = section.choice("packing_format", _GPTQ, _GPTQ, _AWQ)
-        section.check_served({"data_type": "int"})
-        own: Any = section.raw.get("extra_config") or {}
-        if not isinstance(own, dict) or not all(isinstance(settings, dict) for settings in own.values()):
-            section.fail("extra_config", "must be an object with settings of modules")
-        rules, plain = [], ["lm_head"]
-        for name, settings in own.items():
-            fields = Fields({**section.raw, **settings}, section.source, f"quantization_config.extra_config.{name}.")
-            if fields.integer("bits") >= _PLAIN_BITS:
-                plain.append(name)
-            else:
-                rules.append((Modules((name,)), _scheme(fields, form)))
-        return SchemeFormat("auto-round", (*rules, *every_linear(_scheme(section, form))), Modules(tuple(plain)))
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
+def parse_auto_round(section: Fields) -> SchemeFormat:
+    """Raises ConfigError for settings that are not supported."""
+    form = section.choice("packing_format", _GPTQ, _GPTQ, _AWQ)
+    section.check_served({"data_type": "int"})
+    own: Any = section.raw.get("extra_config") or {}
+    if not isinstance(own, dict) or not all(isinstance(settings, dict) for settings in own.values()):
+        section.fail("extra_config", "must be an object with settings of modules")
+    rules, plain = [], ["lm_head"]
+    for name, settings in own.items():
+        fields = Fields({**section.raw, **settings}, section.source, f"quantization_config.extra_config.{name}.")
+        if fields.integer("bits") >= _PLAIN_BITS:
+            plain.append(name)
+        else:
+            rules.append((Modules((name,)), _scheme(fields, form)))
+    return SchemeFormat("auto-round", (*rules, *every_linear(_scheme(section, form))), Modules(tuple(plain)))
 
 
 def _scheme(fields: Fields, form: str) -> Scheme:

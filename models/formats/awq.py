@@ -53,25 +53,15 @@ class AWQ(IntegerScheme):
         return Codes(values, scales, zeros, 0, groups_of(cut.cols, k, self.group))
 
 
-class AWQFormat:
-    """Entry of the table of formats: ``quant_method: awq``."""
-
-    checkpoint = "AWQ"
-
-    @staticmethod
-    def parse(section: Fields) -> SchemeFormat:
-        """Raises ConfigError for settings that are not supported."""
-        if parse_bits(section) != 4:
-            section.fail("bits", "must be 4")
-        if section.text("version", "gemm").lower() != "gemm":
-            section.fail("version", f"{section.text('version')!r} is not supported; served is gemm")
-        if not section.flag("zero_point", True):
-            section.fail("zero_point", "must be true: AWQ without zero points is not supported")
-        scheme = AWQ(4, parse_group(section), symmetric=False)
-        return SchemeFormat(
-            "awq", every_linear(scheme), Modules(("lm_head",), name_list(section, "modules_to_not_convert"))
-        )
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
+def parse_awq(section: Fields) -> SchemeFormat:
+    """``quant_method: awq``. Raises ConfigError for settings that are not supported."""
+    if parse_bits(section) != 4:
+        section.fail("bits", "must be 4")
+    if section.text("version", "gemm").lower() != "gemm":
+        section.fail("version", f"{section.text('version')!r} is not supported; served is gemm")
+    if not section.flag("zero_point", True):
+        section.fail("zero_point", "must be true: AWQ without zero points is not supported")
+    scheme = AWQ(4, parse_group(section), symmetric=False)
+    return SchemeFormat(
+        "awq", every_linear(scheme), Modules(("lm_head",), name_list(section, "modules_to_not_convert"))
+    )

@@ -19,7 +19,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import read_scales
 from moe_engine.models.formats.module_rules import Modules, name_list
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.schemes import Scheme, SchemeBase, SchemeFormat, every_linear
+from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ _STATE = ".weight.quant_state.bitsandbytes__"
 
 
 @dataclass(frozen=True)
-class FourBits(SchemeBase):
+class FourBits(Scheme):
     """
     Attributes:
         kind: ``nf4`` or ``fp4``.
@@ -99,7 +99,7 @@ class FourBits(SchemeBase):
 
 
 @dataclass(frozen=True)
-class EightBits(SchemeBase):
+class EightBits(Scheme):
     """int8: value = element * SCB / 127."""
 
     extras: ClassVar[tuple[str, ...]] = (".SCB", ".weight_format")
@@ -123,26 +123,16 @@ class EightBits(SchemeBase):
             out.copy_(part.float().mul_(scales))  # type: ignore[union-attr]  # a Tensor
 
 
-class BitsAndBytes:
-    """Entry of the table of formats: ``quant_method: bitsandbytes``."""
-
-    checkpoint = "bitsandbytes"
-
-    @staticmethod
-    def parse(section: Fields) -> SchemeFormat:
-        """Raises ConfigError for settings that are not supported."""
-        scheme: Scheme
-        if section.flag("load_in_4bit"):
-            kind = section.choice("bnb_4bit_quant_type", "fp4", *_TYPES)
-            if section.text("bnb_4bit_quant_storage", "uint8") != "uint8":
-                section.fail("bnb_4bit_quant_storage", "must be uint8")
-            block = section.integer("bnb_4bit_blocksize", 64)
-            scheme = FourBits(kind, block, section.flag("bnb_4bit_use_double_quant"))
-        else:
-            scheme = EightBits()
-        skipped = Modules(parts=("lm_head", *name_list(section, "llm_int8_skip_modules")))
-        return SchemeFormat("bitsandbytes", every_linear(scheme), skipped)
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
+def parse_bitsandbytes(section: Fields) -> SchemeFormat:
+    """``quant_method: bitsandbytes``. Raises ConfigError for settings that are not supported."""
+    scheme: Scheme
+    if section.flag("load_in_4bit"):
+        kind = section.choice("bnb_4bit_quant_type", "fp4", *_TYPES)
+        if section.text("bnb_4bit_quant_storage", "uint8") != "uint8":
+            section.fail("bnb_4bit_quant_storage", "must be uint8")
+        block = section.integer("bnb_4bit_blocksize", 64)
+        scheme = FourBits(kind, block, section.flag("bnb_4bit_use_double_quant"))
+    else:
+        scheme = EightBits()
+    skipped = Modules(parts=("lm_head", *name_list(section, "llm_int8_skip_modules")))
+    return SchemeFormat("bitsandbytes", every_linear(scheme), skipped)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moe_engine.kernels.weight_forms import FP8_BLOCKS, Multiplied, families
 from moe_engine.models.config_fields import Fields, is_whole
@@ -55,8 +55,6 @@ class BlockFP8Format:
     plain: Modules = field(default=NONE, repr=False)
     kept: frozenset[str] = field(default=FAMILIES, repr=False)
 
-    checkpoint: ClassVar[str] = "block-FP8"
-
     @classmethod
     def parse(cls, section: Fields) -> BlockFP8Format:
         """Raises ConfigError for settings that are not supported."""
@@ -67,11 +65,6 @@ class BlockFP8Format:
             section.fail("weight_block_size", f"must be two positive integers, found {block!r}")
         plain = Modules(parts=name_list(section, "ignored_layers", "modules_to_not_convert"))
         return cls((int(block[0]), int(block[1])), section.text("scale_fmt", None), plain)
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        """What a tensor of that dtype lacks, if it was expected to be plain."""
-        return "block FP8 needs a weight_scale_inv with it" if dtype in FP8 else None
 
     @property
     def name(self) -> str:

@@ -24,44 +24,34 @@ _FP4 = {"nvfp4-pack-quantized": NVFP4_COMPRESSED, "mxfp4-pack-quantized": MXFP4_
 _FLOATS = ("float-quantized", "naive-quantized")
 
 
-class CompressedTensors:
-    """Entry of the table of formats."""
-
-    checkpoint = "compressed-tensors"
-
-    @staticmethod
-    def parse(section: Fields) -> WeightFormat:
-        """Raises ConfigError for settings that are not supported."""
-        groups: Any = section.raw.get("config_groups")
-        if groups in ({}, None) and section.raw.get("kv_cache_scheme"):
-            return PLAIN  # only the KV cache was calibrated
-        if not isinstance(groups, dict) or not groups:
-            section.fail("config_groups", f"must be an object with at least one group, found {groups!r}")
-        sparsity = section.section("sparsity_config")
-        if sparsity is not None and sparsity.text("format", "dense") != "dense":
-            section.fail("sparsity_config.format", f"{sparsity.text('format')!r} is not supported; served is dense")
-        rules, blocks = [], []
-        for name, group in groups.items():
-            if not isinstance(group, dict):
-                section.fail(f"config_groups.{name}", f"must be an object, found {group!r}")
-            fields = Fields(group, section.source, f"quantization_config.config_groups.{name}.")
-            targets = name_list(fields, "targets")
-            check_patterns(fields, "targets", targets)
-            if (block := _block(section, fields)) is not None:
-                blocks.append(block)
-            else:
-                rules.append((Modules(targets), _scheme(section, fields)))
-        ignored = name_list(section, "ignore")
-        check_patterns(section, "ignore", ignored)
-        if blocks and (rules or len({block.block for block in blocks}) > 1):
-            section.fail("config_groups", "has FP8 blocks and other schemes, which is not supported")
-        if blocks:
-            return blocks[0]
-        return SchemeFormat("compressed-tensors", tuple(rules), Modules(ignored))
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
+def parse_compressed_tensors(section: Fields) -> WeightFormat:
+    """Raises ConfigError for settings that are not supported."""
+    groups: Any = section.raw.get("config_groups")
+    if groups in ({}, None) and section.raw.get("kv_cache_scheme"):
+        return PLAIN  # only the KV cache was calibrated
+    if not isinstance(groups, dict) or not groups:
+        section.fail("config_groups", f"must be an object with at least one group, found {groups!r}")
+    sparsity = section.section("sparsity_config")
+    if sparsity is not None and sparsity.text("format", "dense") != "dense":
+        section.fail("sparsity_config.format", f"{sparsity.text('format')!r} is not supported; served is dense")
+    rules, blocks = [], []
+    for name, group in groups.items():
+        if not isinstance(group, dict):
+            section.fail(f"config_groups.{name}", f"must be an object, found {group!r}")
+        fields = Fields(group, section.source, f"quantization_config.config_groups.{name}.")
+        targets = name_list(fields, "targets")
+        check_patterns(fields, "targets", targets)
+        if (block := _block(section, fields)) is not None:
+            blocks.append(block)
+        else:
+            rules.append((Modules(targets), _scheme(section, fields)))
+    ignored = name_list(section, "ignore")
+    check_patterns(section, "ignore", ignored)
+    if blocks and (rules or len({block.block for block in blocks}) > 1):
+        section.fail("config_groups", "has FP8 blocks and other schemes, which is not supported")
+    if blocks:
+        return blocks[0]
+    return SchemeFormat("compressed-tensors", tuple(rules), Modules(ignored))
 
 
 def _block(section: Fields, group: Fields) -> BlockFP8Format | None:
@@ -113,16 +103,7 @@ def _served() -> str:
     )
 
 
-class RowInt8:
-    """Entry of the table of formats: ``quant_method: w8a8_int8`` (SGLang): int8 with a scale per row."""
-
-    checkpoint = "w8a8_int8"
-
-    @staticmethod
-    def parse(section: Fields) -> SchemeFormat:
-        skipped = Modules(("lm_head",), name_list(section, "ignore", "modules_to_not_convert"))
-        return SchemeFormat("w8a8_int8", ((Modules(("Linear",)), ByteInts(8, 0, True)),), skipped)
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return "int8 weights need a weight_scale each" if dtype == "I8" else None
+def parse_row_int8(section: Fields) -> SchemeFormat:
+    """``quant_method: w8a8_int8`` (SGLang): int8 with a scale per row."""
+    skipped = Modules(("lm_head",), name_list(section, "ignore", "modules_to_not_convert"))
+    return SchemeFormat("w8a8_int8", ((Modules(("Linear",)), ByteInts(8, 0, True)),), skipped)

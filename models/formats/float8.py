@@ -17,7 +17,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.integers import SCALES, consume, read_row_scales, read_scales, row_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.schemes import SchemeBase
+from moe_engine.models.formats.schemes import Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Float8(SchemeBase):
+class Float8(Scheme):
     """`weight` e4m3 [N, K] and `weight_scale` (`weight_scale_inv`) [N, 1], [N], [1] or []: value = element * scale."""
 
     form: ClassVar[WeightForm] = FP8_ROWS
@@ -87,7 +87,7 @@ class Float8(SchemeBase):
                 out[rows].copy_(part[rows].float().mul_(scales[rows]))
 
 
-class FP8Matrix(SchemeBase):
+class FP8Matrix(Scheme):
     """Defaults of schemes with one scale for a matrix: kernels of a GPU multiply them as FP8 blocks."""
 
     form: ClassVar[WeightForm] = FP8_BLOCKS

@@ -20,79 +20,42 @@ MX_BLOCK = (1, 32)
 """Rows and columns of a scale in MXFP8."""
 
 
-class FP8Format:
-    """Entry of the table of formats: ``quant_method: fp8``: blocks; or, without `weight_block_size`, a scale per matrix
-    if activation scales are static or layers are left out."""
-
-    checkpoint = "block-FP8"
-
-    @staticmethod
-    def parse(section: Fields) -> WeightFormat:
-        """Raises ConfigError for settings that are not supported."""
-        scheme = section.choice("activation_scheme", "dynamic", "static", "dynamic")
-        whole = scheme == "static" or section.has("ignored_layers")
-        if section.has("weight_block_size") or not whole:
-            return BlockFP8Format.parse(section)
-        return SchemeFormat("fp8", every_linear(MatrixFloat8()), _left_out(section))
-
-    hint = BlockFP8Format.hint
+def parse_fp8(section: Fields) -> WeightFormat:
+    """``fp8``: blocks; or, without `weight_block_size`, a scale per matrix if activation scales are static or layers
+    are left out. Raises ConfigError for settings that are not supported."""
+    scheme = section.choice("activation_scheme", "dynamic", "static", "dynamic")
+    whole = scheme == "static" or section.has("ignored_layers")
+    if section.has("weight_block_size") or not whole:
+        return BlockFP8Format.parse(section)
+    return SchemeFormat("fp8", every_linear(MatrixFloat8()), _left_out(section))
 
 
-class RowFP8:
-    """Entry of the table of formats: ``fbgemm_fp8`` and ``w8a8_fp8``: a scale per row."""
-
-    checkpoint = "fbgemm_fp8"
-
-    @staticmethod
-    def parse(section: Fields) -> SchemeFormat:
-        return SchemeFormat(section.text("quant_method"), every_linear(Float8()), _left_out(section))
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
+def parse_row_fp8(section: Fields) -> SchemeFormat:
+    """``fbgemm_fp8`` and ``w8a8_fp8``: a scale per row."""
+    return SchemeFormat(section.text("quant_method"), every_linear(Float8()), _left_out(section))
 
 
-class MXFP8:
-    """Entry of the table of formats: ``mxfp8``: a power of two for 32 columns of a row."""
-
-    checkpoint = "MXFP8"
-
-    @staticmethod
-    def parse(section: Fields) -> BlockFP8Format:
-        """Raises ConfigError for settings that are not supported."""
-        block = section.raw.get("weight_block_size")
-        if block not in (None, list(MX_BLOCK)):
-            section.fail("weight_block_size", f"must be {list(MX_BLOCK)} for mxfp8, found {block!r}")
-        return replace(BlockFP8Format.parse(section), block=MX_BLOCK, scale_format="ue8m0")
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
+def parse_mxfp8(section: Fields) -> BlockFP8Format:
+    """``mxfp8``: a power of two for 32 columns of a row. Raises ConfigError for settings that are not supported."""
+    block = section.raw.get("weight_block_size")
+    if block not in (None, list(MX_BLOCK)):
+        section.fail("weight_block_size", f"must be {list(MX_BLOCK)} for mxfp8, found {block!r}")
+    return replace(BlockFP8Format.parse(section), block=MX_BLOCK, scale_format="ue8m0")
 
 
-class ModelOpt:
-    """Entry of the table of formats: ``modelopt``, and hf_quant_config.json."""
-
-    checkpoint = "ModelOpt"
-
-    @staticmethod
-    def parse(section: Fields) -> WeightFormat:
-        """Raises ConfigError for settings that are not supported."""
-        if section.raw.get("quant_algo") is None and section.raw.get("kv_cache_quant_algo"):
-            return PLAIN  # only the KV cache was calibrated
-        algorithm = section.text("quant_algo")
-        if algorithm == "MXFP8":
-            return BlockFP8Format(MX_BLOCK, "ue8m0", _left_out(section))
-        schemes: dict[str, Scheme] = {"FP8": MatrixFloat8(), "NVFP4": NVFP4}
-        if algorithm not in schemes:
-            section.fail("quant_algo", f"{algorithm!r} is not supported; served are FP8, MXFP8 and NVFP4")
-        if algorithm == "NVFP4" and section.integer("group_size", 16) != 16:
-            section.fail("group_size", "must be 16")
-        return SchemeFormat("modelopt", every_linear(schemes[algorithm]), _left_out(section))
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
+def parse_modelopt(section: Fields) -> WeightFormat:
+    """``modelopt``, and hf_quant_config.json. Raises ConfigError for settings that are not supported."""
+    if section.raw.get("quant_algo") is None and section.raw.get("kv_cache_quant_algo"):
+        return PLAIN  # only the KV cache was calibrated
+    algorithm = section.text("quant_algo")
+    if algorithm == "MXFP8":
+        return BlockFP8Format(MX_BLOCK, "ue8m0", _left_out(section))
+    schemes: dict[str, Scheme] = {"FP8": MatrixFloat8(), "NVFP4": NVFP4}
+    if algorithm not in schemes:
+        section.fail("quant_algo", f"{algorithm!r} is not supported; served are FP8, MXFP8 and NVFP4")
+    if algorithm == "NVFP4" and section.integer("group_size", 16) != 16:
+        section.fail("group_size", "must be 16")
+    return SchemeFormat("modelopt", every_linear(schemes[algorithm]), _left_out(section))
 
 
 def _left_out(section: Fields) -> Modules:

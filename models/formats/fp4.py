@@ -21,7 +21,7 @@ from moe_engine.kernels.weight_forms import FOUR_BITS, WeightForm
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import SCALES, consume, read_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.formats.schemes import SchemeBase
+from moe_engine.models.formats.schemes import Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ _UNUSED = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
-class FP4(SchemeBase):
+class FP4(Scheme):
     """A `Scheme`.
 
     Attributes:

@@ -20,7 +20,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE
 from moe_engine.models.formats.plain import plain_tensor
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, family_of
-from moe_engine.models.formats.schemes import Scheme, SchemeBase, SchemeFormat
+from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _MERGED = (
 
 
 @dataclass(frozen=True)
-class Blocks(SchemeBase):
+class Blocks(Scheme):
     """A `Scheme`: the blocks of one type.
 
     Attributes:
@@ -65,10 +65,6 @@ class Blocks(SchemeBase):
     def form(self) -> WeightForm | None:
         form = self.kernel_format()
         return None if form is None else form.form
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        return ()
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         return f"{prefix}.weight" in names
@@ -118,7 +114,6 @@ class GGUFFormat(SchemeFormat):
 
     types: tuple[tuple[str, Blocks], ...] = ()
 
-    checkpoint = "GGUF"
     stores_head = True
 
     @staticmethod
@@ -130,10 +125,6 @@ class GGUFFormat(SchemeFormat):
         schemes = _schemes(types)
         rules = tuple((NONE, scheme) for scheme in dict.fromkeys(schemes.values()))
         return GGUFFormat(METHOD, rules, types=tuple(sorted(schemes.items())))
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
 
     @cached_property
     def _by_name(self) -> dict[str, Blocks]:

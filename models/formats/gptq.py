@@ -65,27 +65,17 @@ class GPTQ(IntegerScheme):
         return Codes(values, scales, zeros, 0, groups)
 
 
-class GPTQFormat:
-    """Entry of the table of formats: ``quant_method: gptq``."""
-
-    checkpoint = "GPTQ"
-
-    @staticmethod
-    def parse(section: Fields) -> SchemeFormat:
-        """Raises ConfigError for settings that are not supported."""
-        form = section.choice("checkpoint_format", "gptq", "gptq", "gptq_v2")
-        symmetric, offset = section.flag("sym", True), int(form == "gptq")
-        bits, group, ordered = parse_bits(section), parse_group(section), section.flag("desc_act", False)
-        scheme = GPTQ(bits, group, symmetric, ordered, zero_offset=offset)
-        skipped = Modules(
-            ("lm_head",) if not section.flag("lm_head", False) else (), name_list(section, "modules_to_not_convert")
-        )
-        rules, left_out = _dynamic(section, scheme)
-        return SchemeFormat("gptq", (*rules, *every_linear(scheme)), Modules(skipped.targets + left_out, skipped.parts))
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return None
+def parse_gptq(section: Fields) -> SchemeFormat:
+    """``quant_method: gptq``. Raises ConfigError for settings that are not supported."""
+    form = section.choice("checkpoint_format", "gptq", "gptq", "gptq_v2")
+    symmetric, offset = section.flag("sym", True), int(form == "gptq")
+    bits, group, ordered = parse_bits(section), parse_group(section), section.flag("desc_act", False)
+    scheme = GPTQ(bits, group, symmetric, ordered, zero_offset=offset)
+    skipped = Modules(
+        ("lm_head",) if not section.flag("lm_head", False) else (), name_list(section, "modules_to_not_convert")
+    )
+    rules, left_out = _dynamic(section, scheme)
+    return SchemeFormat("gptq", (*rules, *every_linear(scheme)), Modules(skipped.targets + left_out, skipped.parts))
 
 
 def _dynamic(section: Fields, scheme: GPTQ) -> tuple[list[tuple[Modules, Scheme]], tuple[str, ...]]:

@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,6 +16,7 @@ from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.schemes import Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +30,8 @@ _SPELLED = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
-class IntegerScheme(ABC):
-    """A `Scheme` of `bits`-bit codes: value = (code - zero) * scale.
+class IntegerScheme(Scheme):
+    """Scheme of `bits`-bit codes: value = (code - zero) * scale.
 
     Attributes:
         bits: 4 or 8.
@@ -63,9 +64,6 @@ class IntegerScheme(ABC):
 
     def num_groups(self, k: int) -> int:
         return 1 if self.group == 0 else -(-k // self.group)
-
-    @abstractmethod
-    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]: ...
 
     @abstractmethod
     def read(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> Codes:

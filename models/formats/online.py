@@ -17,7 +17,7 @@ from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
-from moe_engine.models.formats.schemes import SchemeFormat
+from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +36,8 @@ _UNQUANTIZED = ("kv_b_proj", "o_a_proj", "compressor", "eh_proj", "lm_head", "sh
 
 
 @dataclass(frozen=True)
-class Online:
-    """A `Scheme`: plain in the files.
+class Online(Scheme):
+    """Plain in the files.
 
     Attributes:
         codes: the form for kernels, which quantize plain weights; None: FP8 blocks.
@@ -48,10 +48,6 @@ class Online:
     @property
     def form(self) -> WeightForm:
         return FP8_BLOCKS if self.codes is None else self.codes.form
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        return ()
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         return True

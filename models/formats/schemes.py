@@ -5,10 +5,11 @@ A scheme describes how one matrix is stored; `SchemeFormat` is the `WeightFormat
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, Multiplied, WeightForm, families
 from moe_engine.models.cut import Cut
@@ -22,54 +23,44 @@ if TYPE_CHECKING:
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
 
-class Scheme(Protocol):
-    """How one matrix [N, K] is stored. Arguments as in `WeightFormat`."""
+class Scheme(ABC):
+    """How one matrix [N, K] is stored. Arguments as in `WeightFormat`. By default weights are dequantized while
+    loading, to values that do not depend on the model's dtype."""
 
     @property
     def extras(self) -> tuple[str, ...]:
         """Ends of the names of a matrix's tensors that have no parameters of the model."""
+        return ()
 
     @property
     def form(self) -> WeightForm | None:
         """The form in which kernels may multiply it; None: only dequantized."""
+        return None
 
+    @abstractmethod
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         """True if a checkpoint with these names stores the matrix in this scheme."""
 
+    @abstractmethod
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]: ...
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
         """Memory in the kernels' form; None: only dequantized."""
-
-    def kernel_format(self) -> KernelFormat | None: ...
-
-    def of_dtype(self, dtype: str) -> Self:
-        """For a model whose unquantized weights have this dtype."""
-
-    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool: ...
-
-    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
-        """As `WeightFormat.load`; marks every tensor of the matrix as read."""
-
-
-class SchemeBase:
-    """Defaults of schemes: weights are dequantized while loading, to values that do not depend on the model's dtype."""
-
-    @property
-    def form(self) -> WeightForm | None:
-        return None
-
-    def bytes_per_element(self, shape: Shape) -> Fraction | None:
         return None
 
     def kernel_format(self) -> KernelFormat | None:
         return None
 
     def of_dtype(self, dtype: str) -> Self:
+        """For a model whose unquantized weights have this dtype."""
         return self
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         return False
+
+    @abstractmethod
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        """As `WeightFormat.load`; marks every tensor of the matrix as read."""
 
 
 @dataclass(frozen=True)

@@ -6,39 +6,51 @@ The format of a model comes from `quantization_config`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import NamedTuple
 
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.formats.auto_round import AutoRound
-from moe_engine.models.formats.awq import AWQFormat
-from moe_engine.models.formats.bitsandbytes import BitsAndBytes
-from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
-from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
-from moe_engine.models.formats.float8_checkpoints import MXFP8, FP8Format, ModelOpt, RowFP8
+from moe_engine.models.formats.auto_round import parse_auto_round
+from moe_engine.models.formats.awq import parse_awq
+from moe_engine.models.formats.bitsandbytes import parse_bitsandbytes
+from moe_engine.models.formats.block_fp8 import FP8, BlockFP8Format, has_scales
+from moe_engine.models.formats.compressed_tensors import parse_compressed_tensors, parse_row_int8
+from moe_engine.models.formats.float8_checkpoints import parse_fp8, parse_modelopt, parse_mxfp8, parse_row_fp8
 from moe_engine.models.formats.fused_experts import FUSED, FusedExpertsFormat
 from moe_engine.models.formats.gguf import GGUFFormat
-from moe_engine.models.formats.gptq import GPTQFormat
+from moe_engine.models.formats.gptq import parse_gptq
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import Shape, WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.tensor_header import WeightFile
 
-FORMATS: dict[str, type[Any]] = {
-    "fp8": FP8Format,
-    "fbgemm_fp8": RowFP8,
-    "w8a8_fp8": RowFP8,
-    "mxfp8": MXFP8,
-    "modelopt": ModelOpt,
-    "compressed-tensors": CompressedTensors,
-    "awq": AWQFormat,
-    "gptq": GPTQFormat,
-    "auto-round": AutoRound,
-    "w8a8_int8": RowInt8,
-    "bitsandbytes": BitsAndBytes,
-    "gguf": GGUFFormat,
+
+class Method(NamedTuple):
+    """A `quant_method`. `parse`: of the section of config.json; `checkpoint`: the name in messages."""
+
+    checkpoint: str
+    parse: Callable[[Fields], WeightFormat]
+
+
+FORMATS: dict[str, Method] = {
+    "fp8": Method("block-FP8", parse_fp8),
+    "fbgemm_fp8": Method("fbgemm_fp8", parse_row_fp8),
+    "w8a8_fp8": Method("fbgemm_fp8", parse_row_fp8),
+    "mxfp8": Method("MXFP8", parse_mxfp8),
+    "modelopt": Method("ModelOpt", parse_modelopt),
+    "compressed-tensors": Method("compressed-tensors", parse_compressed_tensors),
+    "awq": Method("AWQ", parse_awq),
+    "gptq": Method("GPTQ", parse_gptq),
+    "auto-round": Method("AutoRound", parse_auto_round),
+    "w8a8_int8": Method("w8a8_int8", parse_row_int8),
+    "bitsandbytes": Method("bitsandbytes", parse_bitsandbytes),
+    "gguf": Method("GGUF", GGUFFormat.parse),
 }
-"""Formats by `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`,
-`hint(dtype)`, and `checkpoint`, the name in messages."""
+"""By `quant_method`."""
+HINTS = {
+    **dict.fromkeys(FP8, "block FP8 needs a weight_scale_inv with it"),
+    "I8": "int8 weights need a weight_scale each",
+}
+"""What a tensor of a dtype lacks, if it was expected to be plain."""
 
 
 def parse_format(fields: Fields) -> WeightFormat:
@@ -49,7 +61,7 @@ def parse_format(fields: Fields) -> WeightFormat:
     method = section.text("quant_method")
     if method not in FORMATS:
         section.fail("quant_method", f"{method!r} is not supported; use a checkpoint in {supported_checkpoints()}")
-    found: WeightFormat = FORMATS[method].parse(section)
+    found = FORMATS[method].parse(section)
     dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype")
     return found.of_dtype(dtype) if isinstance(found, SchemeFormat) and isinstance(dtype, str) else found
 
@@ -80,8 +92,7 @@ def format_in_headers(declared: WeightFormat, files: Mapping[str, WeightFile]) -
 
 def hint_for(dtype: str) -> str:
     """A parenthesis that explains an unexpected dtype, or nothing."""
-    found = next((hint for known in FORMATS.values() if (hint := known.hint(dtype))), None)
-    return f" ({found})" if found else ""
+    return f" ({HINTS[dtype]})" if dtype in HINTS else ""
 
 
 def supported_checkpoints() -> str:

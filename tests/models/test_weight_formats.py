@@ -25,13 +25,12 @@ from moe_engine.kernels.quantization.protocol import Normal
 from moe_engine.kernels.weight_forms import Multiplied, WeightForm, families
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
-from moe_engine.models.formats.table import FORMATS, format_in_files
+from moe_engine.models.formats.table import FORMATS, Method, format_in_files
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
@@ -80,15 +79,6 @@ class Int8Format:
     """`WeightFormat`: `prefix.values` and `prefix.row_scale`, no tensor `prefix.weight`."""
 
     name = "int8"
-    checkpoint = "int8"
-
-    @classmethod
-    def parse(cls, section: Fields) -> Int8Format:
-        return cls()
-
-    @staticmethod
-    def hint(dtype: str) -> str | None:
-        return "int8 needs scales" if dtype == "I8" else None
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
         if f"{prefix}.weight" in names:  # eh_proj and lm_head
@@ -163,7 +153,7 @@ class Int8Experts(TorchExperts):
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A checkpoint in int8, and the same weights dequantized."""
-    monkeypatch.setitem(FORMATS, "int8", Int8Format)
+    monkeypatch.setitem(FORMATS, "int8", Method("int8", lambda section: Int8Format()))
     path = make_checkpoint("deepseek_v3", tmp_path / "int8", seed=4, tokenizer=False)
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
