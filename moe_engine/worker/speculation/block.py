@@ -19,15 +19,14 @@ from torch import Tensor
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.block_head import BlockLayers
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import NewRow
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches
-from moe_engine.worker.speculation.drafter import Computed
+from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask, target_ids
 
 
-class BlockDrafter:
+class BlockDrafter(Drafter):
     """The drafter of the module docstring; implements `Drafter`."""
 
     def __init__(self, layers: BlockLayers, batches: DraftBatches, sampler: Sampler, stream: DeviceStream) -> None:
@@ -35,12 +34,6 @@ class BlockDrafter:
         self.batches = batches
         self._sampler = sampler
         self._stream = stream
-
-    def enter(self, new: NewRow) -> None:
-        return None
-
-    def skip(self, rows: np.ndarray) -> None:
-        return None
 
     def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
         """The forward of the blocks, then passes of the LM head."""
@@ -53,9 +46,6 @@ class BlockDrafter:
         if sizes:
             v = self.layers.forward(ForwardBatch.nothing(self.batches.kv, sizes[0], self._stream.device))
             self._join_passes(v, sizes[1:])
-
-    def join_extend(self) -> None:
-        return None
 
     def update_cache(self, computed: Computed) -> None:
         self.layers.remember(computed.hidden, computed.forward)

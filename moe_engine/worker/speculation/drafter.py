@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.batch.dp_step import chain_forwards
 from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 
@@ -35,8 +35,9 @@ class Computed:
     forward: ForwardBatch
 
 
-class Drafter(Protocol):
-    """One drafter of a rank. Legend: D requests with drafts."""
+class Drafter:
+    """One drafter of a rank. The defaults are those of a drafter of chains without state and without a draft extend.
+    Legend: D requests with drafts."""
 
     def enter(self, new: NewRow) -> None:
         """A new request in a row; resets the row's state."""
@@ -46,9 +47,11 @@ class Drafter(Protocol):
 
     def propose(self, task: DraftTask) -> Drafts:
         """Draft trees for the rows of a task; may write KV to the slots from a row's last token on."""
+        raise NotImplementedError
 
     def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
         """See `dp_step.DraftForwards`."""
+        return chain_forwards(num_drafting, depth)
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         """Runs idle batches in draft forwards of these sizes of other attention groups; collective.

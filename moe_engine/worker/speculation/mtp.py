@@ -34,13 +34,13 @@ from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
-from moe_engine.worker.batch.dp_step import DPSteps, chain_forwards
+from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
-from moe_engine.worker.speculation.drafter import Computed
+from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask, target_ids
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # of models with a vision tower alone
     from moe_engine.worker.speculation.draft_images import DraftImages
 
 
-class MTPDrafter:
+class MTPDrafter(Drafter):
     """The drafter of the module docstring; implements `Drafter`. A row gets drafts only if draft extends have covered
     all its tokens.
 
@@ -87,9 +87,6 @@ class MTPDrafter:
     def enter(self, new: NewRow) -> None:
         self.num_cached[new.row] = len(new.slots)
 
-    def skip(self, rows: np.ndarray) -> None:
-        return None
-
     # -- drafting
 
     def propose(self, task: DraftTask) -> Drafts:
@@ -115,9 +112,6 @@ class MTPDrafter:
             tokens.append(target_ids(self.layers.ids, self._sampler.draw(head, state, sampled, sizes)))
         self.join(task.sizes[task.depth :], task.depth)
         return Drafts(torch.stack(tokens, 1))
-
-    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
-        return chain_forwards(num_drafting, depth)
 
     def join(self, sizes: Sequence[StepSizes], first: int = 0) -> None:
         """`Drafter.join` from draft step `first` on."""

@@ -9,23 +9,19 @@ Legend: D rows with drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
-from moe_engine.worker.batch.dp_step import chain_forwards
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.speculation.drafter import Computed
+from moe_engine.worker.speculation.drafter import Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.ngram_match import TextIndex, find_on_device
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """The drafter of the module docstring; implements `Drafter`. On the host it keeps an index of each row's text."""
 
     def __init__(self, history: TokenBuffer, min_match: int, max_match: int, stream: DeviceStream) -> None:
@@ -38,21 +34,6 @@ class NgramDrafter:
 
     def enter(self, new: NewRow) -> None:
         self._indexes[new.row] = TextIndex()
-
-    def skip(self, rows: np.ndarray) -> None:
-        return None
-
-    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
-        return chain_forwards(num_drafting, depth)
-
-    def join(self, sizes: Sequence[StepSizes]) -> None:
-        return None
-
-    def join_extend(self) -> None:
-        return None
-
-    def update_cache(self, computed: Computed) -> None:
-        return None
 
     def propose(self, task: DraftTask) -> Drafts:
         drafts = self._on_device(task) if self._texts is None else self._on_host(self._texts, task)  # [D, depth]

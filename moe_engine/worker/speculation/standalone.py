@@ -22,19 +22,17 @@ from torch import Tensor
 
 from moe_engine.models.batch import Model
 from moe_engine.models.step_memory import DRAFT_CATCH_UP, DRAFT_FEW
-from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
-from moe_engine.worker.batch.dp_step import chain_forwards
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches
-from moe_engine.worker.speculation.drafter import Computed
+from moe_engine.worker.speculation.drafter import Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
 
-class StandaloneDrafter:
+class StandaloneDrafter(Drafter):
     """The drafter of the module docstring; implements `Drafter`."""
 
     def __init__(
@@ -63,18 +61,6 @@ class StandaloneDrafter:
 
     def skip(self, rows: np.ndarray) -> None:
         self._drafted[rows] = False
-
-    def forwards(self, num_drafting: int, depth: int) -> Sequence[tuple[int, int]]:
-        return chain_forwards(num_drafting, depth)
-
-    def join(self, sizes: Sequence[StepSizes]) -> None:
-        return None
-
-    def join_extend(self) -> None:
-        return None
-
-    def update_cache(self, computed: Computed) -> None:
-        return None
 
     def propose(self, task: DraftTask) -> Drafts:
         hidden = self._draft_extend(task.rows, task.lengths + 1)  # [D, E], of the roots
