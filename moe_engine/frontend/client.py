@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,7 @@ class CoreClient:
 
     # -- requests
 
-    async def stream(self, request: AddRequest, direct: DirectReader | None = None) -> AsyncIterator[RequestDelta]:
+    async def stream(self, request: AddRequest, direct: DirectReader | None = None) -> AsyncGenerator[RequestDelta]:
         if request.rid in self._inboxes:
             raise ValueError(f"request id {request.rid!r} is in use")
         router = self._router

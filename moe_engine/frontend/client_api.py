@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,7 +123,7 @@ DirectReader = Callable[[RequestDelta], bool]
 class EngineClient(Protocol):
     info: EngineInfo
 
-    def stream(self, request: AddRequest, direct: DirectReader | None = None) -> AsyncIterator[RequestDelta]:
+    def stream(self, request: AddRequest, direct: DirectReader | None = None) -> AsyncGenerator[RequestDelta]:
         """Submits a request and yields its deltas, merged if the reader is slow, until one has `finish`.
 
         Closing the iterator early (client disconnected, stop string found) aborts the request.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any
 
@@ -51,8 +51,8 @@ class Frontend:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings or FrontendSettings()
-        self.observer: Observer | None = None
-        """Receives each sequence's events."""
+        self.observers: tuple[Observer, ...] = ()
+        """Receive each sequence's events."""
         self.weights = ServedWeights(client.info.model_path, self.settings.weight_version)
         self.paused = False
         """See `frontend.pausing`."""
@@ -226,16 +226,16 @@ class Frontend:
     async def _run(self, sequence: Sequence, sink: PieceSink | None) -> AsyncGenerator[Piece]:
         await sequence.go.wait()
         generation = sequence.generation
-        observer = self.observer if generation.observed else None
-        if observer is not None:
+        observers = self.observers if generation.observed else ()
+        for observer in observers:
             observer.received(generation)
         try:
-            async with aclosing(self._deltas(sequence, direct_reader(sequence, observer, sink))) as deltas:
+            async with aclosing(self._deltas(sequence, direct_reader(sequence, observers, sink))) as deltas:
                 async for delta in deltas:
                     if sequence.failed is not None:
                         raise sequence.failed
                     if generation.finish is None:  # else a stop string ended it in the sink
-                        feed(sequence, delta, observer)
+                        feed(sequence, delta, observers)
                     _raise_if_refused(generation)
                     if generation.finish is not None:
                         break
@@ -250,7 +250,7 @@ class Frontend:
             sequence.let_followers_go()
             self._leave(sequence)
             generation.finished_at = generation.finished_at or time.monotonic()
-            if observer is not None:
+            for observer in observers:
                 observer.finished(generation)
 
     def _deltas(self, sequence: Sequence, direct: DirectReader | None) -> AsyncGenerator[RequestDelta]:
@@ -258,7 +258,7 @@ class Frontend:
         if sequence.aborted is not None:  # before it was sent to the engine
             return _only(RequestDelta(request.rid, [], FinishReason("abort", message=sequence.aborted).to_dict()))
         sequence.is_sent = True
-        return _closable(self.client.stream(request, direct))
+        return self.client.stream(request, direct)
 
     def _enter(self, job: Job) -> list[Sequence]:
         """The sequences of a job; registers their ids."""
@@ -299,10 +299,6 @@ class Frontend:
 
 async def _only(delta: RequestDelta) -> AsyncGenerator[RequestDelta]:
     yield delta
-
-
-def _closable(iterator: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-    return iterator  # type: ignore[return-value]  # EngineClient.stream returns closable iterators
 
 
 def _raise_if_refused(generation: Generation) -> None:

@@ -49,7 +49,7 @@ class Prompt:
     """`max_new_tokens` is refused if it does not fit; else it is reduced to the free space."""
     prepared: Constraint | None = None
     """The constraint in the form that the engine gets, once its grammar is checked."""
-    max_new_tokens: int = field(default=0)
+    max_new_tokens: int = 0
     """Resolved against the context length."""
 
 
@@ -78,12 +78,13 @@ def split_prompts(
         extra_key = _namespace(one)
         if inp.max_thinking_tokens is not None:
             samplings[i] = replace(samplings[i], max_thinking_tokens=inp.max_thinking_tokens)
-        processor = one.value("custom_logit_processor")
+        if processor := one.value("custom_logit_processor"):
+            samplings[i] = replace(samplings[i], custom_logit_processor=processor)
         prompts.append(
             Prompt(
                 text=texts[i] if texts is not None else None,
                 ids=batch_of_ids[i] if texts is None else [],
-                sampling=_with_processor(samplings[i], processor) if processor else samplings[i],
+                sampling=samplings[i],
                 rid=rids[i] if rids else uuid.uuid4().hex,
                 logprobs=_logprobs(one),
                 extra_key=extra_key,
@@ -222,10 +223,6 @@ def _samplings(values: Any, count: int, is_batch: bool, preferred: Mapping[str, 
 
 def _sampling(values: Any, preferred: Mapping[str, Any], where: str) -> SamplingParams:
     return values if isinstance(values, SamplingParams) else parse_sampling(values or {}, where, preferred)
-
-
-def _with_processor(sampling: SamplingParams, processor: str) -> SamplingParams:
-    return replace(sampling, custom_logit_processor=processor)
 
 
 def _pick(value: Any, index: int, count: int, is_batch: bool, where: str) -> Any:

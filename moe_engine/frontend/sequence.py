@@ -15,12 +15,20 @@ SHARED_PROMPT_TOKENS = 32
 """With n > 1, prompts of at least this length are computed once: other copies wait for the first one's first token."""
 
 
-class Observer(Protocol):
+class Observer:
     """Receives the events of each sequence (metrics, request log)."""
 
-    def received(self, generation: Generation) -> None: ...
-    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None: ...
-    def finished(self, generation: Generation) -> None: ...
+    def received(self, generation: Generation) -> None:
+        pass
+
+    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
+        """`seconds`: since the last token, or since the request was received."""
+
+    def finished(self, generation: Generation) -> None:
+        pass
+
+
+Observers = tuple[Observer, ...]
 
 
 class PieceSink(Protocol):
@@ -93,31 +101,34 @@ def sequences_of(generations: list[Generation]) -> list[Sequence]:
     return sequences
 
 
-def feed(sequence: Sequence, delta: RequestDelta, observer: Observer | None) -> None:
+def feed(sequence: Sequence, delta: RequestDelta, observers: Observers) -> None:
     """Adds a delta to the output."""
     generation = sequence.generation
     before, last = len(generation.output_ids), generation.last_token_at
     generation.feed(delta)
-    _fed(sequence, observer, before, last)
+    _fed(sequence, observers, before, last)
 
 
-def _fed(sequence: Sequence, observer: Observer | None, before: int, last: float | None) -> None:
+def _fed(sequence: Sequence, observers: Observers, before: int, last: float | None) -> None:
     """Called after a delta. `before`, `last`: number of tokens, and time of the last token, before it."""
     generation = sequence.generation
     if sequence.followers and (generation.output_ids or generation.finish):
         sequence.let_followers_go()
-    if observer is not None and len(generation.output_ids) > before:
-        _observe(observer, generation, len(generation.output_ids) - before, last)
+    if observers and (count := len(generation.output_ids) - before) > 0:
+        assert generation.last_token_at is not None
+        seconds = generation.last_token_at - (generation.received_at if last is None else last)
+        for observer in observers:
+            observer.tokens(generation, count, seconds, first=last is None)
 
 
-def direct_reader(sequence: Sequence, observer: Observer | None, sink: PieceSink | None) -> DirectReader | None:
+def direct_reader(sequence: Sequence, observers: Observers, sink: PieceSink | None) -> DirectReader | None:
     """Feeds plain deltas and passes their pieces to the sink. A stop string or an error wakes the task, which ends the
     sequence."""
     if sink is None:
         return None
     generation, ready, put = sequence.generation, sink.ready, sink.put
     put_text: Callable[[str], None] | None = None
-    is_asked, is_watched = not generation.streams_plainly, observer is not None or bool(sequence.followers)
+    is_asked, is_watched = not generation.streams_plainly, bool(observers or sequence.followers)
 
     def take(delta: RequestDelta) -> bool:
         nonlocal put_text, is_asked
@@ -129,12 +140,12 @@ def direct_reader(sequence: Sequence, observer: Observer | None, sink: PieceSink
             before, last = len(generation.output_ids), generation.last_token_at
             if put_text is not None and (text := generation.take_text(delta)) is not None:
                 if is_watched:
-                    _fed(sequence, observer, before, last)
+                    _fed(sequence, observers, before, last)
                 put_text(text)
                 return True
             piece = generation.take_plain(delta)
             if is_watched:
-                _fed(sequence, observer, before, last)
+                _fed(sequence, observers, before, last)
             if generation.finish is not None:
                 return False  # the task ends the sequence
             if piece is not None:
@@ -145,9 +156,3 @@ def direct_reader(sequence: Sequence, observer: Observer | None, sink: PieceSink
         return True
 
     return take
-
-
-def _observe(observer: Observer, generation: Generation, count: int, last: float | None) -> None:
-    assert generation.last_token_at is not None
-    since = generation.received_at if last is None else last
-    observer.tokens(generation, count, generation.last_token_at - since, first=last is None)

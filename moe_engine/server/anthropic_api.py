@@ -14,7 +14,7 @@ from moe_engine.server.anthropic_prompt import NAMES, chat_request
 from moe_engine.server.anthropic_types import AnthropicUsage, CountRequest, MessagesRequest, OutputBlock, TokenCount
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import anthropic_body, stream_error
-from moe_engine.server.event_stream import EventStream
+from moe_engine.server.event_stream import Events, EventStream
 from moe_engine.server.field_names import named
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
 from moe_engine.server.openai_chat import ChatApi
@@ -81,7 +81,7 @@ def limits_thinking(state: ServerState) -> bool:
     return all(tokenizer.token_id(tag) is not None for tag in (form.start, form.free_end))
 
 
-class _Events:
+class _Events(Events):
     """Events of a stream."""
 
     def __init__(self, model: str, parsers: ParserOptions, max_tokens: int) -> None:
@@ -113,12 +113,6 @@ class _Events:
             delta = {"stop_reason": reason, "stop_sequence": sequence}
             yield _event("message_delta", delta=delta, usage=_usage(g, self._parsers))
             yield _event("message_stop")
-
-    def end(self) -> bytes:
-        return b""
-
-    def around_text(self, generation: Generation) -> None:
-        return None  # every event has a name or a number
 
     def failed(self, error: Exception) -> bytes:
         return stream_error(error, anthropic_body)

@@ -13,20 +13,20 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from moe_engine import __version__
 from moe_engine.errors import nearest
 from moe_engine.frontend.client_api import EngineClient
 from moe_engine.frontend.frontend import Frontend, Observer
 from moe_engine.server.auth import KeyCheck
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.body_work import body_work
-from moe_engine.server.control_api import version
 from moe_engine.server.doctor_api import History
 from moe_engine.server.edge import EdgeCheck
 from moe_engine.server.endpoints import endpoints
 from moe_engine.server.errors import Handler, Problem, error_format_of, error_response, guarded
 from moe_engine.server.metrics import Buckets, Metrics
 from moe_engine.server.metrics_http import StatusCount
-from moe_engine.server.observers import Observers, RequestTimeLog
+from moe_engine.server.observers import RequestTimeLog
 from moe_engine.server.request_ids import RequestIds
 from moe_engine.server.request_log import RequestLog, RequestLogSettings
 from moe_engine.server.responses_store import ResponseStore
@@ -151,7 +151,7 @@ def _open_tracing(state: ServerState) -> Tracing | None:
         return None
     from moe_engine.server.tracing import Tracing
 
-    return Tracing.over_http(flags.otlp_traces_endpoint, state.model_name, version(), flags.otlp_service_name)
+    return Tracing.over_http(flags.otlp_traces_endpoint, state.model_name, __version__, flags.otlp_service_name)
 
 
 def _observe(state: ServerState, tracing: Tracing | None) -> Metrics | None:
@@ -166,13 +166,10 @@ def _observe(state: ServerState, tracing: Tracing | None) -> Metrics | None:
         observers.append(tracing)
     metrics = None
     if flags.enable_metrics:
-        metrics = Metrics(
-            state.model_name, state.client.info, version(), Buckets.of(flags), json.loads(flags.extra_metric_labels)
-        )
-    if metrics is not None:
+        labels = json.loads(flags.extra_metric_labels)
+        metrics = Metrics(state.model_name, state.client.info, __version__, Buckets.of(flags), labels)
         observers.append(metrics)
-    if observers:
-        state.frontend.observer = observers[0] if len(observers) == 1 else Observers(*observers)
+    state.frontend.observers = tuple(observers)
     return metrics
 
 

@@ -6,13 +6,12 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from functools import cache
-from importlib import metadata
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moe_engine import __version__
 from moe_engine.config.server import SECRETS
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend.client_api import Health, kernel_flags
@@ -115,7 +114,7 @@ class ControlApi:
                     "released_memory": sorted(self._state.frontend.released),
                     "internal_states": [{**s, "memory_usage": self._memory()} for s in internal],
                     "startup_time": self._state.started_at,
-                    "version": version(),
+                    "version": __version__,
                 }
             )
         )
@@ -162,7 +161,7 @@ class ControlApi:
         }
         answer: Loads = {
             "timestamp": datetime.now(UTC).isoformat(),
-            "version": version(),
+            "version": __version__,
             "dp_rank_count": len(loads),
             "loads": loads,
             "aggregate": aggregate,
@@ -214,11 +213,3 @@ async def internal_states(state: ServerState) -> list[dict[str, Any]]:
         return await asyncio.wait_for(state.client.call("internal_state"), STATE_TIMEOUT)
     except (TimeoutError, MoeEngineError):
         return []
-
-
-@cache
-def version() -> str:
-    try:
-        return metadata.version("moe-engine")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"

@@ -67,7 +67,7 @@ class EngineApi:
             raise InputError(message, field="flush_cache")
         abort = bool(asked.abort_all_requests)
         updated = self.updates.update(asked.model_path, asked.load_format, asked.weight_version, abort=abort)
-        done = await asyncio.shield(asyncio.ensure_future(updated))  # continues if the client disconnects
+        done = await asyncio.shield(updated)  # continues if the client disconnects
         return updated_response(done)
 
     async def update_tensors(self, request: Request) -> Response:
@@ -82,9 +82,7 @@ class EngineApi:
             asked.weight_version,
             abort=bool(asked.abort_all_requests),
         )
-        return updated_response(
-            await asyncio.shield(asyncio.ensure_future(updated))
-        )  # continues if the client disconnects
+        return updated_response(await asyncio.shield(updated))  # continues if the client disconnects
 
     async def update_version(self, request: Request) -> Response:
         """Renames the weights, without a change of them."""
@@ -101,8 +99,7 @@ class EngineApi:
 
         Read from the memory that the kernels multiply, on all ranks. With several replicas a list of these.
         """
-        has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
-        asked = await read_small(request, WeightRequest) if has_body else read_query(request, WeightQuery)
+        asked = await read_small(request, WeightRequest) if _has_body(request) else read_query(request, WeightQuery)
         found = await read_weight(self._frontend.client, asked.name, asked.truncate_size)
         return json_response(found[0] if len(found) == 1 else found)
 
@@ -113,12 +110,12 @@ class EngineApi:
         """
         asked = await read_small(request, LoadLoraRequest)
         change = self._adapters.load(asked.lora_name, asked.lora_path, bool(asked.pinned))
-        return _changed(await asyncio.shield(asyncio.ensure_future(change)))  # continues if the client disconnects
+        return _changed(await asyncio.shield(change))  # continues if the client disconnects
 
     async def unload_lora(self, request: Request) -> Response:
         """Unloads a LoRA adapter: new requests are refused immediately, and running ones end first."""
         asked = await read_small(request, UnloadLoraRequest)
-        return _changed(await asyncio.shield(asyncio.ensure_future(self._adapters.unload(asked.lora_name))))
+        return _changed(await asyncio.shield(self._adapters.unload(asked.lora_name)))
 
     async def pause(self, request: Request) -> Response:
         """Stops computing, until /continue_generation: new requests wait.
@@ -127,7 +124,7 @@ class EngineApi:
         place and KV (in_place). A weight update while generation is paused replaces the weights of running requests.
         """
         mode = (await _read_or_default(request, PauseRequest)).mode
-        count = await asyncio.shield(asyncio.ensure_future(self._pausing.pause(mode)))
+        count = await asyncio.shield(self._pausing.pause(mode))
         answer: Paused = {
             "status": "ok", "message": "Generation paused successfully.", "num_paused_requests": count,
         }  # fmt: skip
@@ -136,7 +133,7 @@ class EngineApi:
     async def resume(self, request: Request) -> Response:
         """Continues after /pause_generation."""
         await _read_or_default(request, ContinueRequest)
-        was_paused = await asyncio.shield(asyncio.ensure_future(self._pausing.resume()))
+        was_paused = await asyncio.shield(self._pausing.resume())
         message = "Generation continued successfully." if was_paused else "Generation was not paused."
         answer: Continued = {"status": "ok", "message": message}
         return json_response(answer)
@@ -147,12 +144,12 @@ class EngineApi:
         Needs --enable-memory-saver, and an idle engine or paused generation. Requests get 503 meanwhile.
         """
         asked = await _read_or_default(request, MemoryRequest)
-        return self._memory_changed(await asyncio.shield(asyncio.ensure_future(self._memory.release(asked.tags))))
+        return self._memory_changed(await asyncio.shield(self._memory.release(asked.tags)))
 
     async def resume_memory(self, request: Request) -> Response:
         """Allocates the memory again: the weights are as before, the KV cache is empty."""
         asked = await _read_or_default(request, MemoryRequest)
-        return self._memory_changed(await asyncio.shield(asyncio.ensure_future(self._memory.resume(asked.tags))))
+        return self._memory_changed(await asyncio.shield(self._memory.resume(asked.tags)))
 
     def _memory_changed(self, done: Updated) -> Response:
         answer: MemoryChanged = {
@@ -217,9 +214,11 @@ def _changed(change: AdapterChange) -> Response:
 
 async def _read_or_default(request: Request, kind: type[Body]) -> Body:
     """The request's body; the default without one."""
-    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-        return await read_small(request, kind)
-    return kind()
+    return await read_small(request, kind) if _has_body(request) else kind()
+
+
+def _has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
 
 
 def _refuse(asked: Any, *names: str) -> None:

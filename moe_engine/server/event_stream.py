@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,21 +22,25 @@ def sse(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
-class Events(Protocol):
+class Events:
     """An endpoint's events of one job."""
 
     def of(self, piece: Piece) -> bytes:
         """The events of a piece; may be empty."""
+        raise NotImplementedError
 
     def end(self) -> bytes:
         """The events after the last piece."""
+        return b""
 
     def failed(self, error: Exception) -> bytes:
         """The events that end a stream after an error. Only called if an event was sent before."""
+        raise NotImplementedError
 
     def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
         """What is before and after the JSON of a plain piece's text, if the event is the same for all such pieces
         after the first piece, and none for a piece without text; else None."""
+        return None
 
 
 class EventStream(StreamedResponse):
@@ -112,7 +116,7 @@ class _ConnectionSink:
         return put_text
 
 
-class DataEvents:
+class DataEvents(Events):
     """Base of events without names, ended by [DONE]."""
 
     def __init__(self, shape: ErrorFormat) -> None:
@@ -120,6 +124,3 @@ class DataEvents:
 
     def failed(self, error: Exception) -> bytes:
         return stream_error(error, self._shape) + DONE
-
-    def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
-        return None

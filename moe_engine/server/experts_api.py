@@ -8,10 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moe_engine import __version__
 from moe_engine.errors import InputError
 from moe_engine.frontend.expert_gain import gain_view
 from moe_engine.frontend.expert_records import ExpertRecords
-from moe_engine.server.control_api import version
 from moe_engine.server.expert_types import ExpertGain, ExpertLaunch
 from moe_engine.server.http_io import json_response
 from moe_engine.server.live_pages import HEADERS, page
@@ -27,7 +27,7 @@ class ExpertsApi:
         args, info = state.settings.args, state.client.info
         self._launch: ExpertLaunch = {
             "model": info.served_model_name,
-            "version": version(),
+            "version": __version__,
             "mode": args.experts.expert_distribution_recorder_mode,
             "ranks": args.parallel.ep_size,
             "nodes": args.parallel.nnodes,

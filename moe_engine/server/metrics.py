@@ -14,6 +14,7 @@ from moe_engine.config.buckets import token_buckets
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.frontend.client_api import EngineClient, EngineInfo
 from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.sequence import Observer
 from moe_engine.server.experts_metrics import ExpertMetrics
 from moe_engine.server.metric_families import MetricFamilies
 from moe_engine.server.prefill_delayer_metrics import PrefillDelayerMetrics
@@ -143,7 +144,7 @@ _PARTS: dict[str, tuple[Callable[[MetricFamilies], Any], Callable[[Mapping[str, 
 """Metrics that begin when a core first reports their part of the state: how they are made, and that part."""
 
 
-class Metrics:
+class Metrics(Observer):
     """An `Observer` of the frontend that renders the Prometheus page."""
 
     def __init__(
@@ -190,9 +191,6 @@ class Metrics:
         self._parts: dict[str, Any] = {}
 
     # -- Observer
-
-    def received(self, generation: Generation) -> None:
-        pass
 
     def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
         self._generation_tokens.inc(count)

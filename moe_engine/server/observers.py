@@ -1,4 +1,4 @@
-"""Log of the times of requests, and a composite of several observers."""
+"""Log of the times of requests."""
 
 from __future__ import annotations
 
@@ -12,33 +12,8 @@ from moe_engine.frontend.request_times import durations
 logger = logging.getLogger("moe_engine.server")
 
 
-class Observers:
-    """Forwards every event to each of `members`."""
-
-    def __init__(self, *members: Observer) -> None:
-        self.members = members
-
-    def received(self, generation: Generation) -> None:
-        for member in self.members:
-            member.received(generation)
-
-    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
-        for member in self.members:
-            member.tokens(generation, count, seconds, first=first)
-
-    def finished(self, generation: Generation) -> None:
-        for member in self.members:
-            member.finished(generation)
-
-
-class RequestTimeLog:
+class RequestTimeLog(Observer):
     """`--enable-request-time-stats-logging`: a line with the times of each sequence at its end."""
-
-    def received(self, generation: Generation) -> None:
-        pass
-
-    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
-        pass
 
     def finished(self, generation: Generation) -> None:
         finish = generation.finish

@@ -13,13 +13,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moe_engine import __version__
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind
 from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.bodies import Plan
-from moe_engine.server.control_api import version
 from moe_engine.server.errors import ollama_body, stream_error
-from moe_engine.server.event_stream import EventStream
+from moe_engine.server.event_stream import Events, EventStream
 from moe_engine.server.field_names import named
 from moe_engine.server.http_io import (
     cancel_on_disconnect,
@@ -189,7 +189,7 @@ class OllamaApi:
 
     async def version(self, request: Request) -> Response:
         """Version of this engine."""
-        answer: Version = {"version": version()}
+        answer: Version = {"version": __version__}
         return json_response(answer)
 
     def _listed(self, name: str) -> ListedModel:
@@ -220,7 +220,7 @@ class JsonLines(EventStream):
     media_type = JSON_LINES
 
 
-class _Lines:
+class _Lines(Events):
     """Lines of a stream, or the whole answer; `is_chat`: with messages."""
 
     def __init__(self, model: str, is_chat: bool, parser: ChoiceParser) -> None:
@@ -253,9 +253,6 @@ class _Lines:
 
     def _line(self, text: str = "", **more: Any) -> bytes:
         return encode_json(self.part(text, **more))[:-1] + LINE_END
-
-    def end(self) -> bytes:
-        return b""
 
     def around_text(self, generation: Generation) -> tuple[bytes, bytes] | None:
         if self._parser.parses:

@@ -47,7 +47,7 @@ class OperationsApi:
         if asked.log_requests_level is not None:
             self._log = replace(self._log, level=asked.log_requests_level)
         frontend = self._state.frontend
-        frontend.observer = with_request_log(frontend.observer, self._log if self._log_requests else None)
+        frontend.observers = with_request_log(frontend.observers, self._log if self._log_requests else None)
         return Response(status_code=200)
 
     async def freeze_gc(self, request: Request) -> Response:

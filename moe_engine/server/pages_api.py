@@ -7,10 +7,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moe_engine import __version__
 from moe_engine.errors import InputError
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.server.anthropic_types import model_info
-from moe_engine.server.control_api import internal_states, version
+from moe_engine.server.control_api import internal_states
 from moe_engine.server.http_io import json_response
 from moe_engine.server.live_pages import HEADERS, page, wants_page
 from moe_engine.server.metrics import Metrics
@@ -87,7 +88,7 @@ class PagesApi:
         settings = self._state.settings
         native = parse_sampling(settings.frontend.preferred_sampling_params)
         model = parse_sampling(settings.sampling_defaults)
-        found = openapi(request.app.state.endpoints, version(), native, model)
+        found = openapi(request.app.state.endpoints, __version__, native, model)
         root = self._state.flags.fastapi_root_path
         return {**found, "servers": [{"url": root}]} if root else found
 

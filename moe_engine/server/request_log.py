@@ -24,7 +24,6 @@ from moe_engine.frontend.frontend import Observer
 from moe_engine.frontend.generation import Generation
 from moe_engine.logs import DATE_FORMAT
 from moe_engine.processes.unblocked_stream import unblocked
-from moe_engine.server.observers import Observers
 from moe_engine.server.request_ids import request_id
 from moe_engine.types import SamplingParams
 
@@ -107,7 +106,7 @@ class _HourFiles(_Dropping, TimedRotatingFileHandler):
                 stream.close()
 
 
-class RequestLog:
+class RequestLog(Observer):
     """Raises ConfigError: a folder of the targets cannot be written."""
 
     def __init__(self, settings: RequestLogSettings) -> None:
@@ -124,9 +123,6 @@ class RequestLog:
         if self._level >= 2:
             facts["text"] = self._cut(generation.prompt_text)
         self._write("Receive", "request.received", facts)
-
-    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
-        pass
 
     def finished(self, generation: Generation) -> None:
         facts: dict[str, Any] = {"rid": generation.rid, "meta_info": generation.meta_info()}
@@ -149,15 +145,10 @@ class RequestLog:
         return text[:PARTIAL_CHARS] + " ..."
 
 
-def with_request_log(observer: Observer | None, settings: RequestLogSettings | None) -> Observer | None:
+def with_request_log(observers: Iterable[Observer], settings: RequestLogSettings | None) -> tuple[Observer, ...]:
     """The same observers with a request log of these settings instead of the previous one; None: without one."""
-    members: Iterable[Observer] = (
-        observer.members if isinstance(observer, Observers) else [observer] if observer else ()
-    )
-    rest = [member for member in members if not isinstance(member, RequestLog)]
-    if settings is not None:
-        rest.append(RequestLog(settings))
-    return rest[0] if len(rest) == 1 else Observers(*rest) if rest else None
+    rest = [observer for observer in observers if not isinstance(observer, RequestLog)]
+    return (*rest, RequestLog(settings)) if settings is not None else tuple(rest)
 
 
 def _logger(target: str) -> logging.Logger:

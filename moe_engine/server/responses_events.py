@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moe_engine.frontend.generation import Generation, Piece
+from moe_engine.frontend.generation import Piece
 from moe_engine.server.errors import problem_of
+from moe_engine.server.event_stream import Events
 from moe_engine.server.http_io import encode_json
 from moe_engine.server.output_parts import Change, Part
 from moe_engine.server.responses_answer import Answer, content_of
@@ -16,7 +17,7 @@ from moe_engine.server.responses_types import ResponseObject
 TEXT_EVENTS = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
-class ResponseEvents:
+class ResponseEvents(Events):
     """A failure after the first event ends the stream with `response.failed`; a failure before it is an HTTP error.
 
     Args:
@@ -44,9 +45,6 @@ class ResponseEvents:
         response = self._answer.ended()
         self._keep(self._answer, response)
         return self._stream.event(f"response.{response['status']}", response=response)
-
-    def around_text(self, generation: Generation) -> None:
-        return None  # every event has a name or a number
 
     def failed(self, error: Exception) -> bytes:
         return self._stream.event("response.failed", response=self._answer.failed(problem_of(error).message))

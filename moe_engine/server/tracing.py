@@ -29,6 +29,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.sequence import Observer
 from moe_engine.server.errors import CLIENT_CLOSED_REQUEST
 from moe_engine.server.metrics_http import ObservedSend
 from moe_engine.server.trace_context import RequestTrace, request_trace
@@ -54,7 +55,7 @@ def otlp_exporter(endpoint: str) -> OTLPSpanExporter:
     return OTLPSpanExporter(endpoint=f"{scheme}://{host}/{path if slash and path else 'v1/traces'}")
 
 
-class Tracing:
+class Tracing(Observer):
     """Makes and exports the spans: an `Observer` of the frontend, and the tracer of `TraceRequests`.
 
     Args:
@@ -95,9 +96,6 @@ class Tracing:
         if found.body_read_at is not None and not found.is_tokenized:
             found.is_tokenized = True
             self._phase("tokenize", found.context, found.body_read_at, generation.received_at)
-
-    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
-        pass
 
     def finished(self, generation: Generation) -> None:
         found = self._traces.pop(generation, None)

@@ -70,7 +70,7 @@ class TrainerApi:
 
 async def _shielded(work: Coroutine[Any, Any, Updated]) -> Updated:
     """Continues if the client disconnects."""
-    return await asyncio.shield(asyncio.ensure_future(work))
+    return await asyncio.shield(work)
 
 
 def _changed(done: Updated) -> Response:

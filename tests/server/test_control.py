@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_engine import __version__
 from moe_engine.config.args import EngineArgs
 from moe_engine.core.messages import Call, encode
 from moe_engine.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import Health
 from moe_engine.server import native_api
-from moe_engine.server.control_api import version
 from moe_engine.server.endpoints import REFUSED_PATHS
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.settings import load_sampling_defaults
@@ -160,7 +160,7 @@ async def test_metrics_of_the_process_the_version_and_http():
     }
     assert sum(s.value for s in families["sglang:http_requests"].samples) == 7
     (build,) = families["moe_engine_build_info"].samples
-    assert build.name == "moe_engine_build_info" and build.labels["version"] == version()
+    assert build.name == "moe_engine_build_info" and build.labels["version"] == __version__
     assert {"process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds"} <= families.keys()
 
 

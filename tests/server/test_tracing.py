@@ -162,7 +162,7 @@ def test_without_the_flag_nothing_is_traced():
     app = make_app(FakeClient())
     names = {item.cls.__name__ for item in app.user_middleware}  # type: ignore[attr-defined]
     assert app.state.tracing is None and "TraceRequests" not in names and request_trace.get() is None
-    assert app.state.server.frontend.observer is None
+    assert not app.state.server.frontend.observers
     app.state.server.bodies.close()
 
 
