@@ -34,6 +34,7 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
 from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
+from tests.kernels.choices import Routed
 from tests.kernels.drawn import coded_weight
 
 Call = Callable[[], Any]
@@ -63,7 +64,7 @@ class KernelCase:
     Attributes:
         work: of the call, or a function of the case that counts it when it is first asked for.
         fp8: the products are in FP8, or the result is: parity has a wider bound.
-        compared: the call's result -> the tensors that parity compares.
+        compared: the call's result -> what parity compares: tensors, or a router's choices.
     """
 
     family: str
@@ -159,7 +160,7 @@ def _route(ops: Any, device: str, tokens: int, hidden: int, experts: int, top_k:
     if grouped:
         spec = RouterSpec(experts, top_k, "sigmoid", True, 8, 4, "top2", True, 2.5)
     bias = torch.randn(experts, device=device) if grouped else None
-    return lambda: ops.route(x, gate, bias, spec)
+    return lambda: Routed(*ops.route(x, gate, bias, spec), x, gate, bias, spec)
 
 
 def _sample(sampling: Any, device: str, rows: int, vocab: int) -> Call:

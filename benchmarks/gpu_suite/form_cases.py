@@ -32,6 +32,7 @@ from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.reference import dequantize_rows
+from tests.kernels.choices import Routed
 from tests.kernels.drawn import (
     block_residual,
     block_weights,
@@ -285,12 +286,13 @@ def _router(name: str, spec: RouterSpec, tokens: int, hidden: int, ahead: bool =
         given = torch.randint(spec.num_experts, (tokens, spec.top_k), dtype=torch.int32, device=device)
         more, wanted = (None, given) if name in GIVEN else (), normal(hidden, hidden, device=device)
 
-        def run(ops: Any) -> tuple[Tensor, ...]:
+        def run(ops: Any) -> Routed:
             early = ops.capabilities.route_ahead
             if early is None or not ahead:
-                return _route(ops, x, ops.prepare_gate(gate), bias, spec, *more)
-            weights, ids = early(x, ops.prepare_gate(gate), bias, spec, None, None, wanted)
-            return weights, ids
+                found = _route(ops, x, ops.prepare_gate(gate), bias, spec, *more)
+            else:
+                found = early(x, ops.prepare_gate(gate), bias, spec, None, None, wanted)
+            return Routed(*found, x, gate, bias, spec, given=given if name in GIVEN else None)
 
         return run
 
@@ -306,7 +308,7 @@ def _norm_route(name: str, spec: RouterSpec, tokens: int, hidden: int, quantized
         weight, (gate, bias) = 1 + 0.1 * normal(hidden, device=device), _gate(spec, hidden, device)
         ahead = normal(hidden, hidden, device=device) if spec.num_shared else None
 
-        def run(ops: Any) -> tuple[Tensor, ...]:
+        def run(ops: Any) -> tuple[Tensor, Tensor, Routed]:
             stream, fused, given = (
                 residual.clone(),
                 ops.capabilities.add_norm_route,
@@ -314,12 +316,10 @@ def _norm_route(name: str, spec: RouterSpec, tokens: int, hidden: int, quantized
             )
             if fused is None:
                 normed = ops.add_rms_norm(x, stream, weight, EPS)
-                routed = _route(ops, normed, *given)
-                return (normed, stream) if tokens > FEW_ROWS else (normed, *routed, stream)
-            normed, *routed = fused(format, x, stream, weight, EPS, *given, None, False, ahead)
-            if tokens > FEW_ROWS:  # near ties of so many choices depend on the rounding of the norm
-                return normed.unquantized if quantized else normed, stream
-            return normed.unquantized if quantized else normed, *routed, stream
+                return normed, stream, Routed(*_route(ops, normed, *given), normed, gate, bias, spec)
+            normed, weights, ids = fused(format, x, stream, weight, EPS, *given, None, False, ahead)
+            normed = normed.unquantized if quantized else normed
+            return normed, stream, Routed(weights, ids, stream, gate, bias, spec, (weight, EPS), roundings=1)
 
         return run
 

@@ -28,6 +28,7 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.kernels.quantization.reference import dequantize_rows, quantize_rows
 from moe_engine.kernels.queries import AttentionBatch
+from tests.kernels.choices import Routed
 
 
 def absorb(tokens: int, heads: int, nope: int = 128, latent: int = 512, rotary: int = 64) -> KernelCase:
@@ -112,14 +113,15 @@ def norm_route(tokens: int, hidden: int, experts: int, top_k: int) -> KernelCase
         gate = ops.prepare_gate(normal(experts, hidden, device=device, dtype=torch.float32, scale=hidden**-0.5))
         fused = ops.capabilities.add_norm_route
 
-        def apart() -> tuple[Tensor, ...]:
+        def apart() -> tuple[Any, ...]:
             stream = residual.clone()
             normed = ops.add_rms_norm(x, stream, weight, 1e-6)
-            return normed, *ops.route(normed, gate, None, spec), stream
+            return normed, Routed(*ops.route(normed, gate, None, spec), normed, gate, None, spec), stream
 
-        def together() -> tuple[Tensor, ...]:
+        def together() -> tuple[Any, ...]:
             stream = residual.clone()
-            return *fused(UNQUANTIZED, x, stream, weight, 1e-6, gate, None, spec, None, False), stream
+            normed, *found = fused(UNQUANTIZED, x, stream, weight, 1e-6, gate, None, spec, None, False)
+            return normed, Routed(*found, stream, gate, None, spec, (weight, 1e-6), roundings=1), stream
 
         return apart if fused is None else together
 
@@ -215,7 +217,8 @@ def router(label: str, tokens: int) -> KernelCase:
     def prepare(ops: Any, device: str) -> Call:
         x, gate = normal(tokens, hidden, device=device), normal(spec.num_experts, hidden, device=device)
         bias = 0.1 * torch.randn(spec.num_experts, device=device) if spec.has_bias else None
-        return lambda: ops.route(x, gate * hidden**-0.5, bias, spec)
+        gate = gate * hidden**-0.5
+        return lambda: Routed(*ops.route(x, gate, bias, spec), x, gate, bias, spec)
 
     return counted("ops", f"router.{label}.t{tokens}", prepare)
 

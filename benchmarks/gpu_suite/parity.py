@@ -13,6 +13,7 @@ from benchmarks.gpu_suite.attempts import Attempts
 from benchmarks.gpu_suite.rows import Rows
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.kernel_cases import KernelCase, NotServed
+from tests.kernels.choices import Routed
 
 BF16_ERROR = 1e-2
 FP8_ERROR = 6e-2
@@ -44,11 +45,11 @@ def compare(cases: Iterable[KernelCase], rows: Rows, setting: Setting) -> dict[s
             continue
         expected: list[tuple[Tensor, ...]] = []
         for name, kernel in others.items():
-            attempts.run(case, name, partial(_compared, case, kernel, kernels["torch"], expected, setting.kind))
+            attempts.run(case, name, partial(line_of, case, kernel, kernels["torch"], expected, setting.kind))
     return values(attempts.lines) | {"left_out": left_out}
 
 
-def _compared(
+def line_of(
     case: KernelCase, kernel: Any, reference: Any, expected: list[tuple[Tensor, ...]], device: str
 ) -> dict[str, Any]:
     """One row's line. `expected` caches the reference's result."""
@@ -70,8 +71,8 @@ def _compared(
 def _result(case: KernelCase, kernel: Any, device: str) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     found = case.compared(case.prepare(kernel, device)())
-    tensors = found if isinstance(found, tuple) else (found,)
-    return tuple(tensor.clone() for tensor in tensors)
+    parts = found if isinstance(found, tuple) else (found,)
+    return tuple(part.relative_weights() if isinstance(part, Routed) else part.clone() for part in parts)
 
 
 def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:

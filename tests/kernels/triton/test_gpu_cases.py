@@ -3,6 +3,8 @@ of torch's rows."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.gpu_suite import cases, parity
@@ -11,6 +13,7 @@ from benchmarks.gpu_suite.rows import Rows, triton_row
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.kernel_cases import KernelCase, all_cases
 from moe_engine.kernels.device import cpu_device
+from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.triton import modules
 
 TINY = {case.name: case for case in cases.tiny_cases()}
@@ -78,3 +81,21 @@ def test_a_tiny_case_in_the_interpreter(name):
     rows.kernels[case.family]["triton"] = triton_row(case.family)
     (line,) = parity.compare([case], rows, Setting.of("cpu", 600))["lines"]
     assert line["ok"] and "error" in line, line
+
+
+class OtherBias(TorchOps):
+    """A router with the biases of other experts; without biases, with the weight of its second choice twice."""
+
+    def route(self, x: Any, gate: Any, bias: Any, *rest: Any) -> Any:
+        weights, ids = super().route(x, gate, None if bias is None else bias.roll(1), *rest)
+        if bias is None:
+            weights[:, 0] = weights[:, 1]
+        return weights, ids
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if "route" in name and "llama-4" not in name])
+def test_a_wrong_router_is_found(name):
+    """`llama-4` has one choice and no bias."""
+    case, right = TINY[name], TorchOps()
+    wrong, found = (parity.line_of(case, kernel, right, [], "cpu") for kernel in (OtherBias(), right))
+    assert not wrong["ok"] and "the router" in wrong["failed"] and found["error"] == 0.0

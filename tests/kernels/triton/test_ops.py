@@ -17,6 +17,7 @@ from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, unquantized
 from tests.kernels import row_checks
+from tests.kernels.choices import Routed
 from tests.kernels.cpu.formulas import (
     NAN,
     close,
@@ -388,12 +389,10 @@ def test_norm_and_router_in_one_launch(ops, dtype, name, format, tokens, width):
         close(found, ops.add_rms_norm(x, streams[1], weight, EPS).double(), 2)
     assert torch.equal(streams[0], streams[1])
     exact = rms_norm(streams[0].double(), weight.double(), EPS)
-    got = torch.zeros(tokens, spec.num_experts + 1).scatter_(-1, ids.long() % (spec.num_experts + 1), weights)
     whole = fused(format, x, residual.clone(), weight, EPS, gate, bias, spec, None, True)
     assert torch.equal(ids, torch.where(real.bool()[:, None], whole[2], -1)) and torch.equal(weights, whole[1])
     assert ids.dtype == torch.int32 and whole[2].dtype == torch.int64
-    if dtype == torch.float32:  # in bfloat16 near ties depend on the rounding of the norm
-        close(got[real == 1, :-1], routed_weights(exact.float(), gate, bias, spec)[real == 1], 4)
+    Routed(whole[1], whole[2], exact, gate, bias, spec, roundings=int(dtype == torch.bfloat16)).relative_weights()
 
 
 def test_logits_of_norm_and_router_are_those_of_the_norm(ops):
