@@ -90,10 +90,10 @@ def summary(results: Sequence[Result]) -> str:
     found = {name: [one["results"][name] for one in results if name in one["results"]] for name in WORKLOAD_LABELS}
     medians = [median([share for one in ones for share in _fractions(one)]) for ones in found.values() if ones]
     peers = [peer for name in found if (peer := PEERS.get(results[0]["shape"], {}).get(name))]
-    others = f"; the best other engine {_range([peer.fraction for peer in peers])}" if peers else ""
+    others = f" (the best other engine on its machine: {_range([peer.fraction for peer in peers])})" if peers else ""
     return (
-        f"- **How fast**: on two CPU cores {_range(medians)} of what their memory and arithmetic units allow{others} "
-        "([figures](#speed-on-two-cores)). GPU speeds are estimates of a cost model."
+        f"- **How fast**: on two CPU cores {_range(medians)} of what their memory and arithmetic units allow{others};\n"
+        "  [figures](#speed-on-two-cores). GPU speeds are estimates of a cost model."
     )
 
 
