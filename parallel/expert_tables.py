@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.uploads import upload
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.replicas import Algorithm, LayerChoice, ReplicaChoice
 
@@ -51,6 +52,7 @@ class ExpertTables:
         trivial = np.arange(placement.num_physical) % placement.num_experts
         self._table = np.vstack([placement.physical_to_logical, np.tile(trivial, (num_more_layers, 1))])
         self._num_experts, self._num_ranks = placement.num_experts, placement.num_ranks
+        self._device = torch.device(device)
         whole = ExpertPlacement(self._table, placement.num_experts, placement.num_ranks)
         self._choice = ReplicaChoice(whole, rank, algorithm, num_nodes=num_nodes, device=device)
 
@@ -93,4 +95,4 @@ class ExpertTables:
         self._table[layer] = table
         self._choice.update_layer(self.prepare(layer, table) if prepared is None else prepared)
         if counter is not None:
-            counter.update_layer(layer, torch.from_numpy(self._table[layer]))
+            counter.update_layer(layer, upload(self._table[layer], self._device))

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.uploads import pinned
 from moe_engine.parallel.placement.placement import ExpertPlacement
 
 Algorithm = Literal["static", "dynamic"]
@@ -60,8 +61,8 @@ def _deal(copies: list[int], per_rank: int, per_node: int, turn: int, ranks: Seq
 
 
 class LayerChoice(NamedTuple):
-    """Candidate copies of a layer, on the host: slots int32 [E, X], or [E, 1] if already chosen, and the number of
-    copies, [E]."""
+    """Candidate copies of a layer, on the host, pinned for a GPU: slots int32 [E, X], or [E, 1] if already chosen, and
+    the number of copies, [E]."""
 
     layer: int
     slots: Tensor
@@ -96,7 +97,7 @@ class ReplicaChoice:
             raise ConfigError(f"--ep-dispatch-algorithm {algorithm}: unknown; choose from {', '.join(ALGORITHMS)}")
         self._rank = rank
         self._dynamic = algorithm == "dynamic"
-        self._num_nodes = num_nodes
+        self._num_nodes, self._device = num_nodes, torch.device(device)
         width = max(1, placement.num_physical - placement.num_experts + 1) if self._dynamic else 1
         # one extra row: index -1 (no expert) is the last row, and maps to -1
         shape = (placement.num_layers, placement.num_experts + 1)
@@ -119,15 +120,15 @@ class ReplicaChoice:
             if slots.shape[1] > self._slots.shape[2]:
                 raise ValueError(f"{slots.shape[1]} copies of an expert; the maximum is {self._slots.shape[2]}")
             copies = np.maximum(placement.num_valid[0], 1)
-            return LayerChoice(layer, torch.from_numpy(slots), torch.from_numpy(copies))
+            return LayerChoice(layer, pinned(slots, self._device), pinned(copies, self._device))
         chosen = static_choice(placement, num_nodes=self._num_nodes, first_layer=layer, ranks=[self._rank])[0, 0]
-        return LayerChoice(layer, torch.from_numpy(chosen)[:, None])
+        return LayerChoice(layer, pinned(chosen[:, None], self._device))
 
     def update_layer(self, choice: LayerChoice) -> None:
         """Applies a prepared layer; between two steps, when the experts are in their slots."""
-        self._slots[choice.layer, :-1, : choice.slots.shape[1]].copy_(choice.slots)
+        self._slots[choice.layer, :-1, : choice.slots.shape[1]].copy_(choice.slots, non_blocking=True)
         if choice.copies is not None:
-            self._copies[choice.layer, :-1].copy_(choice.copies)
+            self._copies[choice.layer, :-1].copy_(choice.copies, non_blocking=True)
 
     def to_physical(self, layer: int, topk_ids: Tensor) -> Tensor:
         """topk_ids [T, K] logical, -1 for none -> int32 [T, K] slots, -1 kept."""

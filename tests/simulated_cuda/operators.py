@@ -135,7 +135,7 @@ def copy_lists(into: list[Tensor], sources: list[Tensor], non_blocking: bool = F
 
 
 def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) -> None:
-    pinned = is_pinned(source)
+    pinned = is_pinned(source) and _moves_at_once(source, into)
     if launch.graph is not None and not (pinned and non_blocking):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing (upload of pageable memory)")
     if not pinned:
@@ -166,7 +166,7 @@ def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) 
     if observer.observer is not None:
         observer.observer.copy(launch, source.nbytes, False)
     content = MEMORY.host(source)
-    if non_blocking and is_pinned(into):
+    if non_blocking and is_pinned(into) and _moves_at_once(into, source):
         if into.dtype != source.dtype:
             raise NotImplementedError("a simulated download that converts")
         if launch.graph is not None:
@@ -178,6 +178,19 @@ def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) 
         return
     note_wait("a download")
     into.copy_(content)
+
+
+def _moves_at_once(host: Tensor, device: Tensor) -> bool:
+    """Whether a copy reads or writes the host's tensor itself. If not, torch copies through a contiguous temporary
+    tensor, in pageable memory (torch, native/cuda/Copy.cu, copy_requires_temporaries)."""
+    if host.shape != device.shape:  # the host's is expanded
+        return host.numel() == 1 == device.numel()
+    return host.is_contiguous() or (host.dtype == device.dtype and host.stride() == device.stride() and _dense(host))
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether the elements fill their memory, in any order of dimensions."""
+    return sum((n - 1) * step for n, step in zip(x.size(), x.stride())) + 1 == x.numel()
 
 
 def _still_owned(host: Tensor) -> Callable[[], Tensor]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_engine.kernels.uploads import upload
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.expert_settings import RebalanceSettings
 from moe_engine.parallel.expert_tables import ExpertTables
@@ -177,13 +178,13 @@ class EPLBManager:
             length = len(plan.program)
             if plan.unmoved is not None:
                 self._interval.after_rebalance(plan.before - plan.unmoved, self.stats.after - plan.before)
-        header = self._tensor(torch.tensor([length, self._throttle.passes_per_move, self._interval.passes]))
+        header = self._upload(np.array([length, self._throttle.passes_per_move, self._interval.passes]))
         length, *values = self._world.broadcast(header, self._planning_rank).tolist()
         self.stats.passes_per_move, self.stats.interval = values
         if not length:
             return
-        program = torch.from_numpy(plan.program) if self._is_planning_rank else torch.zeros(length, dtype=torch.int64)
-        program = self._world.broadcast(self._tensor(program), self._planning_rank).cpu()
+        program = self._upload(plan.program if self._is_planning_rank else np.empty(length, dtype=np.int64))
+        program = self._world.broadcast(program, self._planning_rank).cpu()
         layers = decode_moves(program.numpy(), self._placement)
         self._pending = deque(deque(chunks) for chunks in layers)
         self.stats.before, self.stats.after = plan.before, plan.after
@@ -270,8 +271,8 @@ class EPLBManager:
     def _is_planning_rank(self) -> bool:
         return self._world.rank == self._planning_rank
 
-    def _tensor(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self._world.device)
+    def _upload(self, values: NDArray[np.int64]) -> torch.Tensor:
+        return upload(values, self._world.device)
 
     def _log(self, line: str, *args: object) -> None:
         if self._is_planning_rank:

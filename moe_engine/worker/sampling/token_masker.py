@@ -241,7 +241,7 @@ class TokenMasker:
         else:
             if self._device_bounds is None:
                 self._device_bounds = self._stream.upload(torch.from_numpy(BOUNDS))
-            packed = self._stream.upload(torch.from_numpy(tables))
+            packed = self._stream.upload(torch.tensor(tables))  # a copy: arrays of masks are read-only
             found = self._device_bounds.index_select(0, packed.view(-1).int())
         return found.view(len(tables), -1)[:, : self._vocab_size]
 

@@ -182,6 +182,23 @@ def test_graphs_refuse_calls_that_cannot_be_captured() -> None:
             call()
 
 
+def test_copies_of_strided_host_memory_go_through_pageable_memory() -> None:
+    pinned = torch.ones(4, 6).pin_memory()
+    x = torch.zeros(4, 6, device=GPU)
+    direct = [(x, pinned), (x[:, ::2], torch.ones(4, 3).pin_memory()), (x.t(), pinned.t()), (x[1:3], pinned[:2])]
+    direct += [(host, device) for device, host in direct]
+    strided = [(x[:, :3], pinned[:, :3]), (x, pinned[:1]), (x, torch.ones(6, 4).pin_memory().t())]
+    strided += [(pinned[:, ::2], x[:, ::2])]
+    for copies, waits in ((direct, False), (strided, True)):
+        for into, source in copies:
+            torch.cuda.synchronize()
+            streams.waits.clear()
+            into.copy_(source, non_blocking=True)
+            assert bool(streams.waits) == waits, (into.stride(), source.stride())
+    with pytest.raises(RuntimeError, match="pageable memory"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x[:, :3].copy_(pinned[:, :3], non_blocking=True)
+
+
 def test_memory_that_a_graph_reads_must_be_kept() -> None:
     x, out = torch.ones(3, device=GPU), torch.zeros(3, device=GPU)
     graph = torch.cuda.CUDAGraph()

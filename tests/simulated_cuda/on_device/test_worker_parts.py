@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.kernels.ops.hashed_rows import HashedRows
+from moe_engine.parallel.expert_tables import ExpertTables
+from moe_engine.parallel.placement.placement import ExpertPlacement
+from moe_engine.parallel.placement.replicas import ALGORITHMS
+from moe_engine.parallel.recording.accumulators import LogicalMap
+from moe_engine.parallel.recording.config import RecorderConfig
+from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.types import NewRow, SamplingParams
 from moe_engine.worker.device_stream import DeviceStream, StepClock
 from moe_engine.worker.sampling.token_masker import TokenMasker
@@ -101,3 +108,22 @@ def test_captured_reads_follow_another_table() -> None:
     old.follow(new)
     graph.replay()
     assert torch.equal(found.cpu(), new.read(ids.cpu(), torch.float32))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_moved_experts_are_announced_without_waits(algorithm: str, tmp_path: Path) -> None:
+    """Tables and counters of a model's layer and an MTP layer, between two steps."""
+    first = ExpertPlacement(np.array([[0, 1, 2, 0]], dtype=np.int32), 3, 2)
+    tables = ExpertTables(first, 1, algorithm, num_more_layers=1, device="cuda")  # type: ignore[arg-type]
+    config = RecorderConfig("stat", 1, 3, 4, tmp_path, device="cuda")
+    counters = LogicalMap(config), DraftCounts(1, torch.tensor([[0, 1, 2, 0]], device="cuda"), 3)
+    moved = [2, 1, 0, 2]
+    streams.waits.clear()
+    for layer, counter in enumerate(counters):
+        tables.update_layer(layer, moved, counter, tables.prepare(layer, moved))
+    assert streams.waits == []
+    ids, logical = torch.arange(-1, 3, device="cuda")[:, None], counters[0].to_logical
+    for layer in range(2):
+        slots = tables.to_physical(layer, ids).flatten().tolist()
+        assert slots[:3] == [-1, 2, 1] and slots[3] in (0, 3)
+    assert logical(torch.tensor([[1, 2, 4, 8]], dtype=torch.int32, device="cuda")).tolist() == [[4, 2, 9]]
