@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -50,6 +52,13 @@ _ENCODER_OF = {
     "kimi_k3": KIMI_K3,
 }
 """Loaders by `model_type`."""
+
+
+RENDER_SECONDS = 5.0
+"""Processor time of one rendering: a template that loops without end would hold the server's event loop for ever. The
+longest conversations take less than a second."""
+_DEADLINE = ContextVar("_DEADLINE", default=float("inf"))
+"""End of the running rendering, in seconds of `time.thread_time`."""
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -121,6 +130,7 @@ class ChatTemplate(ChatEncoder):
             messages = [_as_system(m) for m in messages]
         prepared = [prepare_message(m, keep_parts=self._wants_parts[name]) for m in messages]
         template = self._templates[name]
+        _DEADLINE.set(time.thread_time() + RENDER_SECONDS)
         try:
             try:
                 return template.render(messages=prepared, **context)
@@ -131,7 +141,9 @@ class ChatTemplate(ChatEncoder):
                 return template.render(messages=[_arguments_as_text(m) for m in prepared], **context)
         except jinja2.TemplateError as exc:
             raise InputError(f"messages: the chat template refuses them: {exc}", field="messages") from exc
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as exc:
+        except (
+            TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError
+        ) as exc:  # fmt: skip
             raise InputError(
                 f"messages: the chat template cannot render them ({type(exc).__name__}: {exc})", field="messages"
             ) from exc
@@ -254,11 +266,31 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Iterations of loops and calls of macros check the deadline, by a test: a call would pass the sandbox, which takes
+    longer than the iteration."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all((nodes.For, nodes.Macro)):
+            check = nodes.Test(nodes.Const(None), "in_time", [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(check).set_lineno(node.lineno))
+        return tree
+
+
+@jinja2.pass_context  # evaluated while rendering, not while compiling
+def _in_time(context: jinja2.runtime.Context, value: None) -> bool:
+    if time.thread_time() > _DEADLINE.get():
+        raise jinja2.TemplateError(f"it takes more than {RENDER_SECONDS:g} s of processor time")
+    return True
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    environment.tests["in_time"] = _in_time
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["namespace"] = _Namespace

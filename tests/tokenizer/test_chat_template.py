@@ -8,6 +8,7 @@ import re
 import pytest
 
 from moe_engine.errors import ConfigError, InputError
+from moe_engine.tokenizer import chat_template
 from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
 from tests.tokenizer.tiny_tokenizer import TEMPLATE, make_tokenizer
 
@@ -73,6 +74,28 @@ def test_refusals_name_messages():
             ChatTemplate(source).render([USER], kwargs={"n": 0})
     with pytest.raises(InputError, match=r"chat_template_kwargs\.messages"):
         CHAT.render([USER], kwargs={"messages": []})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in range(99999) recursive %}{{ loop(range(9)) if loop.depth < 30 }}{% endfor %}",
+    ],
+)
+def test_a_template_without_end_is_refused(source, monkeypatch):
+    """Its rendering holds the event loop, where no signal ends the server."""
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.05)
+    with pytest.raises(InputError, match="it takes more than 0.05 s of processor time") as info:
+        ChatTemplate(source).render([USER])
+    assert info.value.field == "messages"
+    assert ChatTemplate("{% for a in range(3) %}{{ a }}{% endfor %}").render([USER]) == "012"
+
+
+def test_a_template_beyond_memory_is_refused():
+    with pytest.raises(InputError, match="cannot render them \\(MemoryError"):
+        ChatTemplate("{{ 'x' * 10**17 }}").render([USER])
 
 
 @pytest.mark.parametrize(
