@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from moe_engine.errors import ConfigError
 from moe_engine.executor.options import RankGroupOptions, RankPlace
 from moe_engine.processes.addresses import INTERFACE_VARIABLE, interface_towards
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 STORE_BACKLOG = 2048
 """Listen backlog: ranks that may connect to the store simultaneously."""
+
+REACH_SECONDS = 30.0
+"""Time to reach the store, which is open before any rank has its address."""
+RETRY_SECONDS = 0.5
 
 
 def quieten_torch() -> None:
@@ -46,6 +52,28 @@ def open_store(options: RankGroupOptions, host: str) -> Any:
         )
 
 
+def check_reachable(host: str, port: int) -> None:
+    """Waits until the leader's store accepts a connection: torch would wait for the whole time of the start, without a
+    word.
+
+    Raises:
+        ConfigError: it does not; a firewall admits the port of --dist-init-addr only.
+    """
+    deadline = time.monotonic() + REACH_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), deadline - time.monotonic()).close()
+            return
+        except OSError as error:
+            if time.monotonic() + RETRY_SECONDS >= deadline:
+                raise ConfigError(
+                    f"the store of rank 0, {host}:{port}, cannot be reached from {socket.gethostname()} ({error}): let "
+                    "firewalls admit all TCP ports between the nodes, not that of --dist-init-addr alone, and test "
+                    "every link with moe-engine cluster-check"
+                ) from None
+        time.sleep(RETRY_SECONDS)
+
+
 class RankWorld:
     """This process's membership in the torch.distributed world.
 
@@ -63,6 +91,7 @@ class RankWorld:
         """Blocks until all ranks have joined.
 
         Raises:
+            ConfigError: as of `check_reachable`.
             PeerLost: another rank died meanwhile, or is unreachable.
         """
         import torch.distributed as dist
@@ -71,6 +100,7 @@ class RankWorld:
         timeout = timedelta(seconds=self._options.limits.start)
         with self._rendezvous_errors():
             if self._store is None:
+                check_reachable(self._host, self._port)
                 self._store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
             self._init("world", self._place.rank, self._place.size)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import psutil
 
 from moe_engine.errors import ConfigError
+
+logger = logging.getLogger("moe_engine")
 
 ELSEWHERE = ("192.0.2.1", 9)
 """An unassigned address (RFC 5737): its route is the default route."""
@@ -18,11 +23,34 @@ LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface of gloo and of the engine's own sockets between nodes."""
 
+NAME_SECONDS = 60.0
+"""Time in which a host's name may become known: Kubernetes publishes the name of a pod seconds after its start, and its
+DNS remembers for up to 30 s that there was none."""
+RETRY_SECONDS = 1.0
+UNKNOWN = (socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
+
+Found = TypeVar("Found")
+
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port of an address of this machine on which no program listens."""
     with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def wait_for_name(host: str, lookup: Callable[[], Found]) -> Found:
+    """The result of a lookup of `host`, tried again for `NAME_SECONDS` while the name is unknown. Raises its error."""
+    deadline, is_logged = time.monotonic() + NAME_SECONDS, False
+    while True:
+        try:
+            return lookup()
+        except socket.gaierror as error:
+            if error.errno not in UNKNOWN or time.monotonic() >= deadline:
+                raise
+            if not is_logged:
+                logger.warning("--dist-init-addr: unknown host %s: %s; trying for %.0f s", host, error, NAME_SECONDS)
+            is_logged = True
+        time.sleep(RETRY_SECONDS)
 
 
 def own_address_towards(host: str, port: int = 9) -> str:
@@ -32,9 +60,10 @@ def own_address_towards(host: str, port: int = 9) -> str:
         ConfigError: the host cannot be resolved.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        found = wait_for_name(host, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM))
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{host}, the host of --dist-init-addr, is unknown: {error}") from None
+    family, _, _, _, address = found[0]
     own = _source_address(family, address)
     if own.startswith("127.") and own != "127.0.0.1":  # `host` is this machine's own name, in /etc/hosts
         own = network_address() or own

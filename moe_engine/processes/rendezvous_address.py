@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
-from moe_engine.processes.addresses import network_address
+from moe_engine.processes.addresses import network_address, wait_for_name
 
 logger = logging.getLogger("moe_engine")
 
@@ -65,7 +65,7 @@ class RendezvousAddress:
 
     def _ip(self) -> str:
         try:
-            return socket.gethostbyname(self.host)
+            return wait_for_name(self.host, lambda: socket.gethostbyname(self.host))
         except (OSError, UnicodeError) as error:
             hint = "; IPv6 addresses are not supported, give an IPv4 address or a name" if ":" in self.host else ""
             raise ConfigError(f"--dist-init-addr {self.text}: unknown host: {error}{hint}") from None

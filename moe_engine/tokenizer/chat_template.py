@@ -272,7 +272,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        for node in tree.find_all((nodes.For, nodes.Macro)):
+        repeated: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for node in repeated:
             check = nodes.Test(nodes.Const(None), "in_time", [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(check).set_lineno(node.lineno))
         return tree

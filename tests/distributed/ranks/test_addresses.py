@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_engine.errors import ConfigError
+from moe_engine.executor import process_groups
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.processes import addresses as rank_addresses
 from tests.distributed.ranks.hosts import ADDRESSES, two_hosts, why_not
@@ -58,11 +59,36 @@ def test_the_interface_for_small_messages_is_taken_before_the_default_route(monk
     assert rank_addresses.network_address() == "127.0.0.1"
 
 
+@pytest.mark.parametrize("number", [socket.EAI_NONAME, socket.EAI_AGAIN])
+def test_a_name_may_become_known_during_the_start(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pod of Kubernetes starts before the DNS knows the name of the leader's pod."""
+    tries = []
+
+    def lookup(*asked: object, **kind: object) -> object:
+        tries.append(asked)
+        if len(tries) % 3:
+            raise socket.gaierror(number, "unknown")
+        found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("10.1.2.3", 9))]
+        return "10.1.2.3" if len(asked) == 1 else found
+
+    monkeypatch.setattr(rank_addresses, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(rank_addresses, "_source_address", lambda family, destination: destination[0])
+    for name in ("gethostbyname", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, lookup)
+    assert options().leader_tcp() == "tcp://10.1.2.3:20000" and len(tries) == 3
+    assert rank_addresses.own_address_towards("node0") == "10.1.2.3" and len(tries) == 6
+    (line, _) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("--dist-init-addr: unknown host node0: ") and line.endswith("; trying for 60 s")
+
+
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> str:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", fail)
+    monkeypatch.setattr(rank_addresses, "NAME_SECONDS", 0.0)
     with pytest.raises(ConfigError, match="--dist-init-addr node0:20000: unknown host"):
         options().leader_tcp()
 
@@ -85,6 +111,7 @@ def test_own_address_is_the_one_on_the_way_out(monkeypatch: pytest.MonkeyPatch) 
 
 LISTEN = """
 import sys, zmq
+from moe_engine.executor import process_groups
 from moe_engine.executor.options import RankGroupOptions
 options = RankGroupOptions(2, print, num_nodes=2, leader_address="node0:20000")
 socket = zmq.Context.instance().socket(zmq.REP)
@@ -97,6 +124,7 @@ while True:
 """
 ASK = """
 import zmq
+from moe_engine.executor import process_groups
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.processes.addresses import own_address_towards
 options = RankGroupOptions(2, print, num_nodes=2, node_rank=1, leader_address="node0:20000")
@@ -136,3 +164,14 @@ def test_a_host_with_such_a_name_is_reached_from_another(tmp_path: Path) -> None
                 process.wait()
     assert bound.startswith(f"tcp://{ADDRESSES[0]}:")
     assert answer == f"from node0 to {ADDRESSES[1]}\n"
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall admits the port of --dist-init-addr only: torch would wait for the whole time of the start."""
+    monkeypatch.setattr(process_groups, "REACH_SECONDS", 0.2)
+    monkeypatch.setattr(process_groups, "RETRY_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        process_groups.check_reachable("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}, cannot be reached .*firewalls .*cluster-check"):
+        process_groups.check_reachable("127.0.0.1", port)

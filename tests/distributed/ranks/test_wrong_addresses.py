@@ -13,6 +13,7 @@ import pytest
 
 from moe_engine.cli import main as cli
 from moe_engine.cluster import node as rank_node
+from moe_engine.processes import addresses
 from moe_engine.processes.addresses import free_port
 from tests.distributed.ranks.drill import PATIENCE
 
@@ -26,6 +27,11 @@ STEP = {
     "SLURM_NODEID": "1",
     "SLURM_LOCALID": "0",
 }
+
+
+@pytest.fixture(autouse=True)
+def names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "NAME_SECONDS", 0.0)
 
 
 @pytest.fixture
