@@ -81,9 +81,6 @@ class ImageInputs(Decoder):
         rows = self.tower.forward(pixels.to(self.embedding.weight.dtype), grid)
         return rows if self.row_ends is None else self.row_ends.insert(rows, grid)
 
-    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        return super().attention_args(self.place(batch))
-
     def place(self, batch: ForwardBatch) -> ForwardBatch:
         return batch if self._axis_rows is None else self._axis_rows.place(batch)
 

@@ -50,9 +50,6 @@ class KimiLinearModel(DeepseekModel):
         embedded = super().embed(batch)
         return spread_blocks(embedded, self.config) if self.config.residual_block else embedded
 
-    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        return super().attention_args(self.place(batch))
-
     def place(self, batch: ForwardBatch) -> ForwardBatch:
         """All tokens read the only row of the rotary table, which rotates nothing."""
         return replace(batch, positions=batch.positions.new_zeros(batch.num_tokens))

@@ -24,9 +24,6 @@ class NemotronHModel(DenseModel):
             return Mamba2(self.config, layer_index, reader, self.backends, self.parallel)
         return super().make_attention(layer_index, reader, rotary)
 
-    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        return super().attention_args(self.place(batch))
-
     def place(self, batch: ForwardBatch) -> ForwardBatch:
         """Without positions all tokens read the only row of the rotary table, which rotates nothing."""
         if self.config.rope.kind != "none":

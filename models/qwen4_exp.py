@@ -71,8 +71,9 @@ class Qwen4ExpModel(StreamResidual, ImageInputs, Qwen3NextModel):
             prefixes = f"{name}.ple.", f"{_gates_of(f'{name}.input_layernorm')}."
             yield Reloadable(prefixes, layer.ngrams, partial(self._ngrams, layer_index=layer_index))
 
-    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        given, batch = batch, self.place(batch)
+    def step_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        given = self.begin_step(batch)
+        batch = self.place(given)
         (inputs,) = group_inputs(batch, self.config.cache_groups, self.backends.attention)  # type: ignore[arg-type]
         return batch, [PooledInputs.of(inputs, self._steps.of(batch), self._turns_of(given))]
 

@@ -286,12 +286,12 @@ class Decoder:
         raise NotImplementedError
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        """Attention arguments besides the hidden states; computed once per step on the host."""
+        """Attention arguments besides the hidden states; computed once per step on the host. `batch`: of `place`."""
         return (batch,)
 
     def step_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """`attention_args` of the batch; on many ranks with the step's sizes set."""
-        return self.attention_args(self.begin_step(batch))
+        return self.attention_args(self.place(self.begin_step(batch)))
 
     def draft_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """`step_args` of MTP layers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, wait_ready
 from moe_engine.frontend.watchdog import watch
 from moe_engine.frontend.weight_reads import read_weight
-from moe_engine.frontend.weight_updates import WeightUpdates
+from moe_engine.frontend.weight_updates import Updated, WeightUpdates
 from moe_engine.planning.output.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
 from moe_engine.server_args import ServerArgs
@@ -264,10 +264,7 @@ class Engine:
     ) -> tuple[bool, str]:
         """Replaces the weights by a checkpoint of the same architecture, as `/update_weights_from_disk`: success, and a
         message. Running requests end first, or are aborted."""
-        updated = self._loop.run(
-            self._updates.update(model_path, load_format, weight_version, abort=abort_all_requests)
-        )
-        return updated.success, updated.message
+        return self._updated(self._updates.update(model_path, load_format, weight_version, abort=abort_all_requests))
 
     def pause_generation(self, mode: PauseMode = "abort") -> int:
         """Stops computing, as `/pause_generation`: the number of requests that wait for `continue_generation`."""
@@ -283,13 +280,11 @@ class Engine:
         Raises:
             InputError: without `enable_memory_saver=True`, or an unknown tag.
         """
-        done = self._loop.run(self._memory.release(tags))
-        return done.success, done.message
+        return self._updated(self._memory.release(tags))
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
         """Allocates released memory again, as `/resume_memory_occupation`: success, and a message."""
-        done = self._loop.run(self._memory.resume(tags))
-        return done.success, done.message
+        return self._updated(self._memory.resume(tags))
 
     def set_internal_state(self, **server_args: Any) -> list[dict[str, Any]]:
         """Changes settings of the schedulers, as `/set_internal_state`: the values in force, by scheduler.
@@ -328,11 +323,10 @@ class Engine:
         """
         if load_format not in (None, "auto"):
             return False, f"load_format {load_format!r}: None or 'auto'"
-        updated = self._updates.update_tensors(
+        update = self._updates.update_tensors(
             lambda files: files.add_tensors(named_tensors), weight_version, abort=abort_all_requests
         )
-        done = self._loop.run(updated)
-        return done.success, done.message
+        return self._updated(update)
 
     def init_weights_update_group(
         self,
@@ -347,13 +341,11 @@ class Engine:
     ) -> tuple[bool, str]:
         """Joins every rank to a group with a trainer, as `/init_weights_update_group`: success, and a message."""
         trainer = Trainer(master_address, master_port, rank_offset, world_size, group_name, backend)
-        done = self._loop.run(self._groups.init(trainer, timeout))
-        return done.success, done.message
+        return self._updated(self._groups.init(trainer, timeout))
 
     def destroy_weights_update_group(self, group_name: str = GROUP) -> tuple[bool, str]:
         """Ends the membership, as `/destroy_weights_update_group`: success, and a message."""
-        done = self._loop.run(self._groups.destroy(group_name))
-        return done.success, done.message
+        return self._updated(self._groups.destroy(group_name))
 
     def update_weights_from_distributed(
         self,
@@ -373,7 +365,10 @@ class Engine:
             names, [str(dtype) for dtype in dtypes], shapes, group_name, weight_version,
             abort=abort_all_requests, seconds=timeout,
         )  # fmt: skip
-        done = self._loop.run(update)
+        return self._updated(update)
+
+    def _updated(self, work: Coroutine[Any, Any, Updated]) -> tuple[bool, str]:
+        done = self._loop.run(work)
         return done.success, done.message
 
     def open_session(

@@ -52,48 +52,42 @@ class Buckets:
 
 
 _GAUGES = {
-    "num_running_reqs": "Requests running now.",
-    "num_queue_reqs": "Requests waiting.",
-    "num_used_tokens": "KV slots held by running requests.",
-    "token_usage": "Share of the KV pool in use.",
-    "kv_used_tokens": "KV slots held by running requests, as the schedulers count them.",
-    "kv_available_tokens": "KV slots that are free.",
-    "kv_evictable_tokens": "KV slots with cached prefixes that are not in use.",
-    "gen_throughput": "Generated tokens per second.",
-    "cache_hit_rate": "Share of the last prefill batch's tokens found in the prefix cache.",
-    "num_retracted_reqs": "Requests retracted to the queue because KV slots ran out.",
-    "new_token_ratio": "Share of the remaining output length that admission reserves.",
-    "utilization": "Running requests over the maximum.",
-    "is_cuda_graph": "Schedulers whose last decode step was replayed from a CUDA graph.",
-    "compilations_after_ready": "Kernels compiled after READY.",
-    "num_alive_schedulers": "Data-parallel ranks alive.",
-    "max_total_num_tokens": "KV slots.",
-    "page_size": "KV slots per page.",
-    "context_len": "Longest sequence, tokens.",
-    "weight_memory_usage_gb": "Memory of the weights, GB.",
-    "kv_cache_memory_usage_gb": "Memory of the KV pool, GB.",
-    "hicache_host_used_tokens": "Tokens in the host-RAM tier of the KV cache.",
-    "hicache_storage_paused": "Schedulers that do not read their storage because it hangs.",
-    "num_decode_transfer_queue_reqs": "Requests whose KV is on its way from a prefill server.",
-    "num_prefill_inflight_queue_reqs": "Requests whose KV is on its way to a decode server.",
-    "hicache_host_total_tokens": "Size of the host-RAM tier of the KV cache in tokens; 0 without it.",
+    "num_running_reqs": ("", "Requests running now."),
+    "num_queue_reqs": ("", "Requests waiting."),
+    "num_used_tokens": ("", "KV slots held by running requests."),
+    "token_usage": ("", "Share of the KV pool in use."),
+    "kv_used_tokens": ("num_used", "KV slots held by running requests, as the schedulers count them."),
+    "kv_available_tokens": ("num_free", "KV slots that are free."),
+    "kv_evictable_tokens": ("num_evictable", "KV slots with cached prefixes that are not in use."),
+    "gen_throughput": ("last_gen_throughput", "Generated tokens per second."),
+    "cache_hit_rate": ("cache_hit_rate", "Share of the last prefill batch's tokens found in the prefix cache."),
+    "num_retracted_reqs": ("num_retracted", "Requests retracted to the queue because KV slots ran out."),
+    "new_token_ratio": ("new_token_ratio", "Share of the remaining output length that admission reserves."),
+    "utilization": ("", "Running requests over the maximum."),
+    "is_cuda_graph": ("is_cuda_graph", "Schedulers whose last decode step was replayed from a CUDA graph."),
+    "compilations_after_ready": ("compilations_after_ready", "Kernels compiled after READY."),
+    "num_alive_schedulers": ("", "Data-parallel ranks alive."),
+    "max_total_num_tokens": ("", "KV slots."),
+    "page_size": ("", "KV slots per page."),
+    "context_len": ("", "Longest sequence, tokens."),
+    "weight_memory_usage_gb": ("", "Memory of the weights, GB."),
+    "kv_cache_memory_usage_gb": ("", "Memory of the KV pool, GB."),
+    "hicache_host_used_tokens": ("host_used_tokens", "Tokens in the host-RAM tier of the KV cache."),
+    "hicache_storage_paused": ("storage_paused", "Schedulers that do not read their storage because it hangs."),
+    "num_decode_transfer_queue_reqs": (
+        "num_incoming_transfers",
+        "Requests whose KV is on its way from a prefill server.",
+    ),
+    "num_prefill_inflight_queue_reqs": (
+        "num_outgoing_transfers",
+        "Requests whose KV is on its way to a decode server.",
+    ),
+    "hicache_host_total_tokens": (
+        "host_total_tokens",
+        "Size of the host-RAM tier of the KV cache in tokens; 0 without it.",
+    ),
 }
-_FROM_STATE = {
-    "kv_used_tokens": "num_used",
-    "kv_available_tokens": "num_free",
-    "kv_evictable_tokens": "num_evictable",
-    "gen_throughput": "last_gen_throughput",
-    "cache_hit_rate": "cache_hit_rate",
-    "num_retracted_reqs": "num_retracted",
-    "new_token_ratio": "new_token_ratio",
-    "hicache_host_used_tokens": "host_used_tokens",
-    "hicache_host_total_tokens": "host_total_tokens",
-    "hicache_storage_paused": "storage_paused",
-    "num_decode_transfer_queue_reqs": "num_incoming_transfers",
-    "num_prefill_inflight_queue_reqs": "num_outgoing_transfers",
-    "is_cuda_graph": "is_cuda_graph",
-    "compilations_after_ready": "compilations_after_ready",
-}
+"""Name -> (field of a core's state, or empty: set from elsewhere; help text)."""
 _MEANS = {"cache_hit_rate", "new_token_ratio"}
 """Averaged over several schedulers; all others are summed."""
 
@@ -114,10 +108,7 @@ _TOTALS_FROM_STATE = {
         "running_timeouts_total",
         "Requests that ran for longer than --request-running-timeout.",
     ),
-    "hicache_host_hit_tokens_total": (
-        "host_hit_tokens_total",
-        "Tokens loaded from the host-RAM tier of the KV cache.",
-    ),
+    "hicache_host_hit_tokens_total": ("host_hit_tokens_total", "Tokens loaded from the host-RAM tier of the KV cache."),
     "hicache_storage_hit_tokens_total": (
         "storage_hit_tokens_total",
         "Of the tokens loaded from the host-RAM tier, those that were read from storage.",
@@ -126,10 +117,7 @@ _TOTALS_FROM_STATE = {
         "storage_backed_up_tokens_total",
         "Tokens written to the storage below the host-RAM tier.",
     ),
-    "kv_transferred_tokens_total": (
-        "transferred_tokens_total",
-        "Tokens whose KV arrived from prefill servers.",
-    ),
+    "kv_transferred_tokens_total": ("transferred_tokens_total", "Tokens whose KV arrived from prefill servers."),
     "num_transfer_failed_reqs_total": (
         "failed_transfers_total",
         "Transfers of KV that failed; the prompts were computed by the decode server.",
@@ -187,7 +175,7 @@ class Metrics(Observer):
         self._totals = {name: families.counter(name, text) for name, (_, text) in _TOTALS_FROM_STATE.items()}
         self._seen: dict[tuple[str, int], int] = {}
         """The last total of each scheduler, by metric and data-parallel rank: a lost one has no state."""
-        self._gauges = {name: families.gauge(name, text) for name, text in _GAUGES.items()}
+        self._gauges = {name: families.gauge(name, text) for name, (_, text) in _GAUGES.items()}
         self._parts: dict[str, Any] = {}
 
     # -- Observer
@@ -233,7 +221,7 @@ class Metrics(Observer):
             "weight_memory_usage_gb": info.weight_bytes / 2**30,
             "kv_cache_memory_usage_gb": info.kv_bytes / 2**30,
         }
-        for name, key in _FROM_STATE.items():
+        for name, (key, _) in _GAUGES.items():
             found = [s[key] for s in states if isinstance(s.get(key), (int, float))]
             if found:
                 values[name] = sum(found) / (len(found) if name in _MEANS else 1)
