@@ -23,9 +23,9 @@ usage: %s NAME [options of the benchmark]
 Runs a benchmark of the source checkout; `moe-engine bench NAME --help` explains its options.
 
 examples:
-  moe-engine bench serving --num-prompts 100 --request-rate 4    a running server on port 30000
-  moe-engine bench one_batch --batch-size 8                      one static batch, without a server
-  moe-engine bench gpu_suite                                     every check and measurement on a GPU
+  moe-engine bench serving --dataset-name random --num-prompts 100    a running server on port 30000
+  moe-engine bench one_batch --batch-size 8 --input-len 128           one static batch, without a server
+  moe-engine bench gpu_suite                                          every check and measurement on a GPU
 
 benchmarks:
 %s"""

@@ -56,7 +56,7 @@ class Report:
             lines += ["", *text_of(finding)]
         held = {finding.name for finding in self.findings}
         good = [rule.name for rule in RULES if rule.name not in held and rule.name not in self.without_facts]
-        lines += ["", f"in order: {', '.join(good) or 'nothing'}"]
+        lines += ["", f"no finding: {', '.join(good) or 'nothing'}"]
         if self.without_facts:
             why = "lines about it" if self.num_lines else "samples"
             lines.append(f"not evaluated, for lack of {why}: {', '.join(self.without_facts)}")

@@ -30,7 +30,7 @@ def text_of(found: Found, cluster: Cluster | None) -> str:
         lines.append(f"do not fit ({len(found.refused)} forms):")
         for name, why in list(found.refused.items())[:SHOWN_REFUSALS]:
             lines.append(f"   {name}: {why}")
-    lines.append(f"{found.tried} configurations were compared.")
+    lines.append(f"configurations compared: {found.tried}")
     return "\n".join(lines)
 
 
