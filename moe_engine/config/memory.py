@@ -76,15 +76,15 @@ class MemoryArgs:
     )
     swa_full_tokens_ratio: float = flag(
         0.8,
-        "Tokens in the KV pool of layers with a sliding window over those of the other layers, between 0 and 1, where "
-        "memory is too small for the windows of all running requests. Smaller for long contexts; DeepSeek V4 has "
-        "0.1 unless it is set.",
+        "Size of the KV pool of sliding-window layers relative to that of the other layers, between 0 and 1, if "
+        "memory is too small for the windows of all running requests. Choose less for long contexts. DeepSeek V4: "
+        "0.1 unless set.",
         metavar="RATIO",
     )
     max_mamba_cache_size: int | None = flag(
         None,
-        "States of a model with recurrent layers: of running requests and, beyond --max-running-requests, snapshots "
-        "for cached prefixes. Left out: one snapshot for each running request.",
+        "States of a model with recurrent layers: one for each running request, the others are snapshots for cached "
+        "prefixes. Left out: one snapshot for each running request.",
         metavar="STATES",
     )
     mamba_track_interval: int = flag(

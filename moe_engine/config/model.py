@@ -55,17 +55,17 @@ class ModelArgs:
     )
     weight_loader_prefetch_checkpoints: bool = flag(
         False,
-        "Threads of each rank read the weight files into the page cache ahead of the loader, at most 2 GiB, and the "
-        "ranks of a machine read different parts: for files on NFS or Lustre. Left out: one thread of a single rank "
-        "does; several ranks do not read ahead.",
+        "Threads of each rank read the weight files into the page cache ahead of the loader, at most 2 GiB; the "
+        "ranks of a machine read different parts. For files on NFS or Lustre. Left out: a single rank reads ahead "
+        "with one thread, several ranks do not.",
     )
     weight_loader_prefetch_num_threads: int = flag(
         4, "Threads of each rank with --weight-loader-prefetch-checkpoints.", parse=parse_count, metavar="THREADS"
     )
     model_loader_extra_config: str = flag(
         "{}",
-        'JSON object. {"enable_multithread_load": true, "num_threads": N}, with 8 threads if left out, is served as '
-        "--weight-loader-prefetch-checkpoints with so many threads. Other settings are refused.",
+        'JSON object. {"enable_multithread_load": true, "num_threads": N} means '
+        "--weight-loader-prefetch-checkpoints with N threads (8 if left out). Other settings are refused.",
         parse=parse_json_object,
         metavar="JSON",
     )

@@ -12,7 +12,7 @@ from moe_engine.config.values import parse_json_object
 class MultimodalArgs:
     language_model_only: bool = flag(
         False,
-        "Of a model with a vision tower load the language model alone: images are refused, drafts are allowed.",
+        "Load only the language model of a checkpoint with a vision tower: images are refused.",
     )
     allowed_local_media_path: str | None = flag(
         None,

@@ -29,9 +29,8 @@ class SchedulingArgs:
     )
     autopilot: bool = flag(
         False,
-        "Adapt settings to the load while serving: running requests, prefill chunks and their number in sequence, "
-        "conservativeness, order by arrival or by prefix, interval of EPLB. Each change is measured, logged, and "
-        "undone if it hurt.",
+        "Adapt settings to the load while serving: running requests, prefill chunks, conservativeness, schedule "
+        "policy, interval of EPLB. Each change is measured, logged, and undone if it does not help.",
     )
     slo: str | None = flag(
         None,
@@ -41,10 +40,9 @@ class SchedulingArgs:
     )
     session_hold: float | None = flag(
         None,
-        "Longest wait, in seconds, of a request that could only run by evicting KV of sessions whose next turn is "
-        "expected. Left out: as long as a rotation of sessions takes that costs 2.5% of the time; on an idle engine as "
-        "long as that KV takes to compute. 0: no KV is held for sessions. No effect with --hicache-storage-backend, "
-        "which reads KV back.",
+        "Longest wait, in seconds, of a request that could only run by evicting the KV of sessions whose next turn "
+        "is expected. Left out: until such evictions cost at most 2.5% of the time. 0: no KV is held for sessions. "
+        "No effect with --hicache-storage-backend.",
         metavar="SECONDS",
     )
     schedule_conservativeness: float = flag(
@@ -60,9 +58,9 @@ class SchedulingArgs:
     disable_radix_cache: bool = flag(False, "Disable the radix cache (prefix cache): no prompt prefix is reused.")
     radix_eviction_policy: str = flag(
         "lru",
-        "KV that leaves the radix cache and the host-RAM tier first. lru: used longest ago; lfu: used least often; "
-        "slru: used once, then used longest ago; priority: of requests with the least priority; tlru: the end of long "
-        "conversations, as far as the next turn can compute it in time. Of equal ones that used longest ago.",
+        "Which KV leaves the radix cache and the host-RAM tier first. lru: used longest ago; lfu: used least often; "
+        "slru: used only once; priority: of the least urgent requests; tlru: the end of long conversations, as far "
+        "as the next turn can compute it in time. Ties: used longest ago.",
         choices=("lru", "lfu", "slru", "priority", "tlru"),
     )
     radix_eviction_policy_config: str = flag(
@@ -107,30 +105,31 @@ class SchedulingArgs:
     )
     prefill_max_requests: int | None = flag(None, "Max prompts started in one step. Left out: no limit.", metavar="N")
     prefill_decode_interval: int = flag(
-        0, "Decode steps of running requests after each step with prompts, before the next one; 0: no fixed number.",
+        0,
+        "Decode steps between two steps with prompts, while requests decode. 0: no fixed number.",
         metavar="STEPS",
     )  # fmt: skip
     prefill_decode_interval_min_bs: int = flag(
-        0, "--prefill-decode-interval applies only while at least so many requests decode.", metavar="N"
+        0, "Number of decoding requests from which --prefill-decode-interval applies.", metavar="N"
     )
     enable_prefill_delayer: bool = flag(
         False,
-        "Let prompts wait until they can share a step: until all attention groups have prompts, and until a prefill "
-        "batch of the usual size has free rows. Fewer steps delay the running requests, first tokens come later.",
+        "Delay prompts until they can share a step: until all attention groups have prompts, and a prefill batch of "
+        "the usual size has free rows. Running requests are interrupted less often, first tokens come later.",
     )
     prefill_delayer_max_delay_passes: int = flag(
-        30, "Longest wait by --enable-prefill-delayer, in steps, plus one.", metavar="STEPS"
+        30, "Most steps that --enable-prefill-delayer delays prompts, plus one.", metavar="STEPS"
     )
     prefill_delayer_token_usage_low_watermark: float | None = flag(
         None,
-        "--enable-prefill-delayer lets no prompt wait while a group with prompts uses less of its KV pool. Left out: "
-        "no such limit.",
+        "Share of its KV pool below which a group with prompts is not delayed by --enable-prefill-delayer. Left "
+        "out: no such limit.",
         metavar="SHARE",
     )
     prefill_delayer_queue_min_ratio: float | None = flag(
         None,
-        "With --enable-prefill-delayer prompts also wait until they are as many as this share of the running requests, "
-        "but at most as a usual prefill batch has (--prefill-max-requests). Left out: no such wait.",
+        "With --enable-prefill-delayer: prompts also wait until there are as many as this share of the running "
+        "requests, at most a usual prefill batch (--prefill-max-requests). Left out: no such wait.",
         metavar="SHARE",
     )
     prefill_delayer_max_delay_ms: float | None = flag(
@@ -138,13 +137,13 @@ class SchedulingArgs:
     )
     prefill_delayer_forward_passes_buckets: str | None = flag(
         None,
-        "Upper bounds of the buckets of waits by --enable-prefill-delayer, in steps, rising. Left out: SGLang's.",
+        "Upper bounds of the histogram of --enable-prefill-delayer's delays in steps, rising. Left out: SGLang's.",
         many=True,
         metavar="STEPS",
     )
     prefill_delayer_wait_seconds_buckets: str | None = flag(
         None,
-        "Upper bounds of the buckets of these waits in seconds, rising. Left out: SGLang's.",
+        "Upper bounds of the histogram of --enable-prefill-delayer's delays in seconds, rising. Left out: SGLang's.",
         many=True,
         metavar="SECONDS",
     )

@@ -27,11 +27,11 @@ def parse_steps(text: str) -> str:
 class SpeculativeArgs:
     speculative_algorithm: str | None = flag(
         None,
-        "Speculative decoding: draft tokens and verify them in one step; the same answers in fewer steps. NEXTN (or "
-        "EAGLE): drafts of the checkpoint's own multi-token-prediction (MTP) layers; EAGLE, EAGLE3: of the head in "
-        "--speculative-draft-model-path that was trained for the model; DFLASH, DSPARK: of such a head, or of DSpark "
-        "layers in the checkpoint, that fill in a block of tokens in one forward; STANDALONE: of a small model with "
-        "the same vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
+        "Speculative decoding: draft tokens and verify them in one step; the same answers in fewer steps. NEXTN: "
+        "the checkpoint's multi-token-prediction (MTP) layers draft; EAGLE, EAGLE3, DFLASH, DSPARK: a head in "
+        "--speculative-draft-model-path that was trained for the model (DSPARK also DSpark layers of the "
+        "checkpoint; EAGLE without a path: NEXTN); STANDALONE: a small model with the same vocabulary; NGRAM: "
+        "earlier text that followed the same tokens. Left out: off.",
         aliases=("--speculative-algo",),
         choices=("NEXTN", "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "STANDALONE", "NGRAM"),
         unsupported={
@@ -88,8 +88,8 @@ class SpeculativeArgs:
     )
     speculative_simulated_accept_length: float | None = flag(
         None,
-        "For benchmarks: accept drafts at random, so that a verify step yields this many tokens on average (at least "
-        "1), not by the model's tokens. Answers are not the model's; the log and every response have a mark.",
+        "For benchmarks: accept drafts at random, this many tokens of a verify step on average (at least 1). "
+        "Answers are not the model's; the log and every response have a mark.",
         metavar="TOKENS",
     )
     speculative_ngram_min_match_window_size: int = flag(
