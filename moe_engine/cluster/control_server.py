@@ -190,15 +190,19 @@ class ControlServer:
     def _on_hello(self, hello: messages.Hello) -> None:
         self._uninvited.add(hello.rank)
         self._detector.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
-        who = f"{self._detector.describe(hello.rank)} on {hello.host}"
+        who = self._detector.describe(hello.rank)
         if hello.fingerprint != self._options.fingerprint:
             others = _differences(hello.fingerprint, self._options.fingerprint)
             self._detector.give_up(
-                f"{who} was started with flags different from rank 0's ({others}): use the same flags on all nodes"
+                f"{who} was started with flags or versions different from rank 0's ({others}): "
+                "use the same on all nodes",
+                config_error=True,
             )
         elif hello.checkpoint != self._options.checkpoint:
             self._detector.give_up(
-                f"{who} has files of weights or a config.json different from rank 0's: copy one checkpoint to all nodes"
+                f"{who} has files of weights or a config.json different from rank 0's: "
+                "copy one checkpoint to all nodes",
+                config_error=True,
             )
 
     def _send_welcomes(self) -> None:

@@ -12,6 +12,7 @@ from moe_engine.executor.make_worker import make_worker
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions, RankPlace
 from moe_engine.executor.progress import Progress
 from moe_engine.models import sizes
+from moe_engine.planning.inputs.code_identity import code_identity
 from moe_engine.planning.output.weights_identity import weights_identity
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.zmq_sockets import job_keys
@@ -53,7 +54,8 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
 
 
 def fingerprint(config: ResolvedConfig) -> dict[str, str]:
-    """Equal on nodes whose ranks compute the same: the values, by name, that determine shapes, plans and tokens."""
+    """Equal on nodes whose ranks compute the same: the values, by name, that determine shapes, plans and tokens, with
+    several nodes the code too."""
     plan = config.parallel
     shared = {
         "topology": plan.topology,
@@ -72,7 +74,7 @@ def fingerprint(config: ResolvedConfig) -> dict[str, str]:
         "speculation": config.speculation,
         "experts": replace(config.experts, directory=Path()),
     }
-    found: dict[str, str] = {}
+    found = dict(code_identity()) if plan.num_nodes > 1 else {}
     for name, value in shared.items():
         if is_dataclass(value):
             found |= {f"{name}.{field.name}": str(getattr(value, field.name)) for field in fields(value)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.dispatch.deepep import generation
 from moe_engine.planning.inputs.checkpoint import embedded_model
 from moe_engine.planning.inputs.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.inputs.code_identity import code_identity
 from moe_engine.planning.parallelism.resolve_parallel import SINGLE_PROCESS, ParallelPlan, even_groups, resolve_parallel
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolution_log import Record
@@ -527,11 +529,29 @@ def test_nodes_with_other_files_have_other_checkpoints(tmp_path: Path) -> None:
     assert found[0] == found[1] and len(set(found)) == 3
 
 
+def test_nodes_compare_their_code(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000", "load_format": "dummy"}
+    of_node = fingerprint(prepare(EngineArgs.from_kwargs(**flags)))
+    assert of_node.items() >= code_identity().items() >= {("torch", metadata.version("torch"))}
+    sources, copies = tmp_path / "kernels", [tmp_path / name for name in "abc"]
+    sources.mkdir()
+    (sources / "x.py").write_text("1")
+    for copy in copies:  # a checkout links its folders, an installed package has them
+        copy.mkdir()
+        (copy / "report.md").write_text(copy.name)
+    (copies[0] / "kernels").symlink_to(sources)
+    shutil.copytree(sources, copies[1] / "kernels")
+    shutil.copytree(sources, copies[2] / "kernels")
+    (copies[2] / "kernels" / "x.py").write_text("2")
+    first, same, other = (code_identity(copy)["moe-engine's code"] for copy in copies)
+    assert first == same != other
+
+
 @pytest.mark.parametrize(
     ("fingerprint", "checkpoint", "words"),
     [
         ({"dtype": "a"}, "b", ""),
-        ({"dtype": "x"}, "b", "flags different from rank 0's (dtype x, not a): use"),
+        ({"dtype": "x"}, "b", "flags or versions different from rank 0's (dtype x, not a): use"),
         ({"dtype": "a", "page_size": "1"}, "b", "(page_size 1, not none)"),
         ({}, "b", "(dtype none, not a)"),
         ({"dtype": "a"}, "x", "copy one checkpoint to all nodes"),
@@ -540,8 +560,13 @@ def test_nodes_with_other_files_have_other_checkpoints(tmp_path: Path) -> None:
 def test_ranks_of_other_flags_or_files_are_refused(fingerprint: dict[str, str], checkpoint: str, words: str) -> None:
     server: Any = ControlServer.__new__(ControlServer)
     refusals: list[str] = []
+
+    def give_up(message: str, *, config_error: bool) -> None:
+        assert config_error  # exit code 2: no supervisor starts it again
+        refusals.append(message)
+
     server._uninvited, server._options = set(), RankGroupOptions(2, print, fingerprint={"dtype": "a"}, checkpoint="b")
-    server._detector = SimpleNamespace(joined=print, describe=lambda rank: f"TP{rank}", give_up=refusals.append)
+    server._detector = SimpleNamespace(joined=print, describe=lambda rank: f"TP{rank}", give_up=give_up)
     server._on_hello(Hello(1, "there", 9, fingerprint, checkpoint=checkpoint))
     assert len(refusals) == bool(words) and all(words in refusal for refusal in refusals)
 
