@@ -29,6 +29,11 @@ class InputError(MoeEngineError):
         self.field = field
         self.status = status
 
+    @classmethod
+    def at(cls, field: str, problem: str, *, status: int = 400) -> InputError:
+        """An error whose message begins with the field."""
+        return cls(f"{field}: {problem}", field=field, status=status)
+
 
 class TooLongError(InputError):
     """A prompt, or a prompt with the tokens asked for, is longer than the context or the KV cache."""

@@ -123,7 +123,7 @@ def build_sampling(
 
     def refuse(name: str, words: str) -> InputError:
         field = f"{where}.{names.get(name, name)}".lstrip(".")
-        return InputError(f"{field}: {words}", field=field)
+        return InputError.at(field, words)
 
     values = {**defaults, **given(request)}
     for name, theirs in names.items():
@@ -178,4 +178,4 @@ def _check_constrained(
     for name, value in (("min_new_tokens", min_new_tokens), ("allowed_token_ids", allowed_token_ids)):
         if value:
             field = f"{where}.{names.get(name, name)}".lstrip(".")
-            raise InputError(f"{field}: cannot be combined with {constraint.where}; leave one out", field=field)
+            raise InputError.at(field, f"cannot be combined with {constraint.where}; leave one out")

@@ -57,7 +57,7 @@ def refuse_unavailable(request: msgspec.Struct, where: str = "") -> None:
         if value if may_be_empty else value is not None:
             instead = _INSTEAD.get(name, "leave it out")
             name = f"{where}.{name}".lstrip(".")
-            raise InputError(f"{name}: not available yet in moe-engine; {instead}", field=name)
+            raise InputError.at(name, f"not available yet in moe-engine; {instead}")
 
 
 @cache
@@ -108,11 +108,11 @@ def _error(message: str, value: Any, kind: Any, where: str) -> InputError:
     name = re.search("`(.*)`", what)
     if name and what.startswith("Object missing required field"):
         field = f"{field}.{name[1]}".lstrip(".")
-        return InputError(f"{field}: is required", field=field)
+        return InputError.at(field, "is required")
     if name and what.startswith("Object contains unknown field"):
         field, known = f"{field}.{name[1]}".lstrip("."), _known_fields(kind)
         meant = did_you_mean(name[1], known)
-        return InputError(f"{field}: unknown field{meant}; known ones are {', '.join(known)}", field=field)
+        return InputError.at(field, f"unknown field{meant}; known ones are {', '.join(known)}")
     if what.startswith("Invalid enum value"):
         what = "expected " + " or ".join(map(repr, _choices(kind, path)))
     expected = re.sub("`(.*?)`", lambda found: _in_words(found[1]), what.partition(", got ")[0])
@@ -120,7 +120,7 @@ def _error(message: str, value: Any, kind: Any, where: str) -> InputError:
     expected = expected.replace(f"a string matching regex {_EFFORT!r}", "a word such as none, low, medium, high or max")
     expected = expected.replace(f"a string matching regex {_PATH!r}", "a string without null characters")
     if place.startswith("key`"):
-        return InputError(f"{field}: {_start(expected)} as each key", field=field)
+        return InputError.at(field, f"{_start(expected)} as each key")
     found = f", got {_at(value, path)!r:.80}" if "[...]" not in place else ""
     return InputError(f"{field or 'the request body'}: {_start(expected)}{found}", field=field or None)
 
@@ -169,7 +169,7 @@ def string_at(value: Mapping[str, Any], name: str, where: str) -> str:
     """The string in the field `name` of the object at `where`. Raises InputError: no string there."""
     found = value.get(name)
     if not isinstance(found, str):
-        raise InputError(f"{where}.{name}: expected a string, got {found!r:.60}", field=f"{where}.{name}")
+        raise InputError.at(f"{where}.{name}", f"expected a string, got {found!r:.60}")
     return found
 
 
@@ -183,9 +183,7 @@ def check_unicode(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as exc:
         name = where.encode("ascii", "backslashreplace").decode()
-        raise InputError(
-            f"{name}: character {exc.start} is half of a surrogate pair; send valid Unicode", field=name
-        ) from None
+        raise InputError.at(name, f"character {exc.start} is half of a surrogate pair; send valid Unicode") from None
 
 
 def check_unicode_within(value: Any) -> None:

@@ -25,8 +25,8 @@ def apply_mode(mode: str, prompts: list[Prompt]) -> None:
             if prompt.logprobs is not None:
                 prompt.logprobs = replace(prompt.logprobs, start=None)
         else:
-            raise InputError(
-                "bootstrap_room: this server serves whole requests; start it with --disaggregation-mode prefill or "
+            raise InputError.at(
+                "bootstrap_room",
+                "this server serves whole requests; start it with --disaggregation-mode prefill or "
                 "decode, or leave the field out",
-                field="bootstrap_room",
             )

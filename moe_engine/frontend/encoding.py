@@ -77,7 +77,7 @@ def check_dimensions(info: EngineInfo, dimensions: int | None) -> None:
     elif pooling.dimensions and dimensions not in pooling.dimensions:
         problem = f"{dimensions} is not one of the model's {', '.join(map(str, pooling.dimensions))}"
     if problem is not None:
-        raise InputError(f"dimensions: {problem}", field="dimensions")
+        raise InputError.at("dimensions", problem)
 
 
 def aborted(generation: Generation) -> InputError:

@@ -266,9 +266,7 @@ class Frontend:
             raise InputError(released_message(self.released), status=503)
         for generation in job.generations:
             if generation.rid in self._live:
-                raise InputError(
-                    f"rid: a request with id {generation.rid!r} is still running; use another id", field="rid"
-                )
+                raise InputError.at("rid", f"a request with id {generation.rid!r} is still running; use another id")
         sequences = sequences_of(job.generations)
         self._live.update((sequence.generation.rid, sequence) for sequence in sequences)
         try:

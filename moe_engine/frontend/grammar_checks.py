@@ -65,7 +65,7 @@ class GrammarChecks:
             self._verdicts.move_to_end(key)
             verdict = self._verdicts[key]
         if verdict.problem is not None:
-            raise InputError(f"{constraint.where}: {verdict.problem}", field=constraint.where)
+            raise InputError.at(constraint.where, verdict.problem)
         return verdict.prepared or constraint
 
     def close(self) -> None:
@@ -124,7 +124,10 @@ class CheckChild(FrameChild):
         if answer is None:
             self.kill()
             if self.is_starved:  # not a verdict, which would be kept
-                words = f"{constraint.where}: other work of the machine left no processor time to compile it; try again"
-                raise InputError(words, field=constraint.where, status=503)
+                raise InputError.at(
+                    constraint.where,
+                    "other work of the machine left no processor time to compile it; try again",
+                    status=503,
+                )
             return Verdict(f"the compilation takes longer than {COMPILE_SECONDS:g} s; make it simpler")
         return _decode(answer)

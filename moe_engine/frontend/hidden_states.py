@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NOT_ENABLED = "return_hidden_states: start the server with --enable-return-hidden-states"
+NOT_ENABLED = "start the server with --enable-return-hidden-states"
 
 
 class HiddenStates:

@@ -28,7 +28,7 @@ def sources_of(image_data: Any, index: int, count: int, is_batch: bool) -> list[
         return []
     if is_batch:
         if not isinstance(image_data, list) or len(image_data) != count:
-            raise InputError(f"{FIELD}: a batch of {count} prompts needs a list with the images of each", field=FIELD)
+            raise InputError.at(FIELD, f"a batch of {count} prompts needs a list with the images of each")
         image_data = image_data[index]
     own = image_data if isinstance(image_data, list) else [image_data]
     field = f"{FIELD}[{index}]" if is_batch else FIELD
@@ -40,13 +40,13 @@ def _source(value: Any, field: str) -> ImageSource:
     if isinstance(value, ImageSource):
         return value
     if not isinstance(value, str) or not value:
-        raise InputError(f"{field}: expected an address, a path or base64, got {value!r:.80}", field=field)
+        raise InputError.at(field, f"expected an address, a path or base64, got {value!r:.80}")
     return ImageSource(value, field)
 
 
 def text_only(model_name: str, field: str) -> InputError:
     """The refusal of an image by a model without a vision tower."""
-    return InputError(f"{field}: {model_name} takes text alone; leave the images out", field=field)
+    return InputError.at(field, f"{model_name} takes text alone; leave the images out")
 
 
 class ImagePrompts:
@@ -76,10 +76,10 @@ class ImagePrompts:
             return
         if not sources:
             if vision.image_token in ids or vision.video_token in ids:
-                raise InputError(
-                    f"{field}: the prompt has a placeholder of an image or video, and the request has no images; leave "
+                raise InputError.at(
+                    field,
+                    "the prompt has a placeholder of an image or video, and the request has no images; leave "
                     f"the placeholder out, or send the image ({FIELD}, or an image_url part of a message)",
-                    field=field,
                 )
             return
         if is_joined:
@@ -88,7 +88,7 @@ class ImagePrompts:
         if len(sources) > most:
             surplus = sources[most].field
             words = f"image {most + 1} of {len(sources)}; this server takes {most} in a request"
-            raise InputError(f"{surplus}: {words} (--limit-mm-data-per-request)", field=surplus)
+            raise InputError.at(surplus, f"{words} (--limit-mm-data-per-request)")
 
     async def place(
         self, ids: Sequence[int], sources: Sequence[ImageSource], field: str

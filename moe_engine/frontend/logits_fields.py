@@ -42,25 +42,25 @@ def complete_sampling(prompts: Iterable[Prompt], tokenizer: Tokenizer | None, wh
 
 def _check_processor(text: str, *, enabled: bool) -> None:
     if not enabled:
-        raise InputError(f"custom_logit_processor: {NOT_ENABLED}", field="custom_logit_processor")
+        raise InputError.at("custom_logit_processor", NOT_ENABLED)
     try:
         pickled_bytes(text)
     except ValueError as error:
-        raise InputError(f"custom_logit_processor: {error}", field="custom_logit_processor") from None
+        raise InputError.at("custom_logit_processor", str(error)) from None
 
 
 def _bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer | None, field: str) -> tuple[tuple[int, ...], ...]:
     """Token ids of each word at the beginning of a text, and after a space if these ids differ. vLLM leaves out the
     second form if its number of tokens differs; a common word may then still appear in the middle of a text."""
     if tokenizer is None:
-        raise InputError(f"{field}: needs a tokenizer, and this server runs with --skip-tokenizer-init", field=field)
+        raise InputError.at(field, "needs a tokenizer, and this server runs with --skip-tokenizer-init")
     bare = [word.lstrip() for word in words]
     ids = tokenizer.encode_batch([*bare, *(f" {word}" for word in bare)], False)
     found = []
     for i, word in enumerate(words):
         first, spaced = tuple(ids[i]), tuple(ids[len(bare) + i])
         if not first:
-            raise InputError(f"{field}: {word!r:.40} has no tokens; leave it out", field=field)
+            raise InputError.at(field, f"{word!r:.40} has no tokens; leave it out")
         found.append(first)
         if spaced[-len(first) :] != first:
             found.append(spaced)
@@ -83,4 +83,4 @@ def thinking_tags(reasoning: FreeReasoning | None, parser: str | None, tokenizer
         if start is not None and end is not None:
             return start, end
         problem = f"needs tags that are tokens, and {reasoning.end!r:.40} is several in this vocabulary"
-    raise InputError(f"max_thinking_tokens: {problem}", field="max_thinking_tokens")
+    raise InputError.at("max_thinking_tokens", problem)

@@ -78,7 +78,7 @@ class MemoryReleases:
 def _checked(tags: Sequence[str] | None) -> list[str]:
     for tag in tags or ():
         if tag == "cuda_graph":
-            raise InputError("tags: cuda_graph is not available yet in moe-engine; leave it out", field="tags")
+            raise InputError.at("tags", "cuda_graph is not available yet in moe-engine; leave it out")
         if tag not in TAGS:
-            raise InputError(f"tags: {tag!r:.40}: use {' or '.join(TAGS)}", field="tags")
+            raise InputError.at("tags", f"{tag!r:.40}: use {' or '.join(TAGS)}")
     return list(dict.fromkeys(tags)) if tags else list(TAGS)

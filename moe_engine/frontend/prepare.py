@@ -125,7 +125,7 @@ class Preparer:
         prompts, is_batch = split_prompts(inp, settings.preferred_sampling_params, settings.max_sequences)
         self._checks.logprobs(inp, prompts)
         if not settings.enable_return_hidden_states and any(prompt.hidden for prompt in prompts):
-            raise InputError(NOT_ENABLED, field="return_hidden_states")
+            raise InputError.at("return_hidden_states", NOT_ENABLED)
         self._tokenize(inp, prompts)
         self._checks.total(inp, prompts)
         custom = settings.enable_custom_logit_processor
@@ -186,7 +186,7 @@ class Preparer:
             self._checks.prompt(inp, prompt, where)
             if len(prompt.ids) < count:
                 words = f"{count} tokens with its images are longer than this server takes, and images are not cut"
-                raise InputError(f"{where}: {words}; send fewer or smaller images", field=where)
+                raise InputError.at(where, f"{words}; send fewer or smaller images")
         self._checks.total(inp, read.prompts)
 
     async def _check_grammars(self, prompts: list[Prompt]) -> None:
@@ -208,8 +208,7 @@ class Preparer:
         reasoning, name = inp.reasoning, self._settings.reasoning_parser
         if inp.require_reasoning:
             if name is None:
-                words = "require_reasoning: needs a server with --reasoning-parser"
-                raise InputError(words, field="require_reasoning")
+                raise InputError.at("require_reasoning", "needs a server with --reasoning-parser")
             reasoning = FreeReasoning(REASONING_FORMATS[name].start, REASONING_FORMATS[name].free_end, inside=True)
         for prompt in prompts:
             if prompt.sampling.max_thinking_tokens is not None:
@@ -224,9 +223,7 @@ class Preparer:
         if not texts:
             return
         if self._tokenizer is None:
-            raise InputError(
-                f"{inp.text_field}: this server runs with --skip-tokenizer-init; send input_ids", field=inp.text_field
-            )
+            raise InputError.at(inp.text_field, "this server runs with --skip-tokenizer-init; send input_ids")
         if not self._settings.allow_auto_truncate:
             limit = self._info.context_len
             for text in texts:
@@ -234,7 +231,7 @@ class Preparer:
                     raise too_long(f"at least {least}", limit, inp.text_field)
         for prompt, ids in zip(prompts, self._tokenizer.encode_batch(texts, inp.add_special_tokens), strict=True):
             if not ids:
-                raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
+                raise InputError.at(inp.text_field, "the prompt has no tokens; send some text")
             prompt.ids = ids
 
     def _request(self, inp: GenerateInput, prompt: Prompt, rid: str, copy: int, seed: int) -> AddRequest:

@@ -28,7 +28,7 @@ class PromptChecks:
         settings = self._settings
         if inp.priority is not None and settings.abort_on_priority_when_disabled and not settings.uses_priority:
             words = "priority scheduling is off (--enable-priority-scheduling), and this server refuses the field then"
-            raise InputError(f"priority: {words}; leave it out", field="priority")
+            raise InputError.at("priority", f"{words}; leave it out")
 
     def logprobs(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         limit = self._settings.max_logprobs
@@ -37,19 +37,18 @@ class PromptChecks:
                 continue
             for where, count in ((inp.top_logprobs_field, options.top), ("token_ids_logprob", len(options.token_ids))):
                 if count > limit:
-                    raise InputError(
-                        f"{where}: {count} log-probabilities per token exceed this server's limit of {limit}; "
+                    raise InputError.at(
+                        where,
+                        f"{count} log-probabilities per token exceed this server's limit of {limit}; "
                         "ask for fewer, or start it with a higher --max-logprobs",
-                        field=where,
                     )
 
     def total(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         limit, total = self._settings.max_prompt_tokens, sum(len(p.ids) * p.sampling.n for p in prompts)
         if limit is not None and total > limit:
             where = inp.ids_field if inp.text is None else inp.text_field
-            raise InputError(
-                f"{where}: {total} prompt tokens, counting all n copies; send at most {limit} in one request",
-                field=where,
+            raise InputError.at(
+                where, f"{total} prompt tokens, counting all n copies; send at most {limit} in one request"
             )
 
     def prompt(self, inp: GenerateInput, prompt: Prompt, where: str) -> None:
@@ -59,8 +58,9 @@ class PromptChecks:
         sampling = prompt.sampling
         if (sampling.stop or sampling.stop_regex) and self._tokenizer is None:
             name = "sampling_params.stop" if sampling.stop else "sampling_params.stop_regex"
-            words = "needs a tokenizer, and this server runs with --skip-tokenizer-init; use stop_token_ids"
-            raise InputError(f"{name}: {words}", field=name)
+            raise InputError.at(
+                name, "needs a tokenizer, and this server runs with --skip-tokenizer-init; use stop_token_ids"
+            )
         for pattern in sampling.stop_regex:
             compiled(pattern, f"{inp.sampling_field}.stop_regex".lstrip("."))
         if prompt.sampling.constraint is not None:
@@ -69,9 +69,8 @@ class PromptChecks:
             check_token_ids(prompt.logprobs.token_ids or (0,), info.vocab_size, "token_ids_logprob")
         self._fit(prompt, inp.max_tokens_field, where if prompt.text is None else inp.text_field)
         if prompt.logprobs is not None and (prompt.logprobs.start or 0) > len(prompt.ids):
-            raise InputError(
-                f"logprob_start_len: {prompt.logprobs.start} is beyond the prompt ({len(prompt.ids)} tokens)",
-                field="logprob_start_len",
+            raise InputError.at(
+                "logprob_start_len", f"{prompt.logprobs.start} is beyond the prompt ({len(prompt.ids)} tokens)"
             )
 
     def _check_grammars_available(self, constraint: Constraint) -> None:
@@ -81,7 +80,7 @@ class PromptChecks:
         elif self._tokenizer is None:
             missing = "needs a tokenizer, and this server runs with --skip-tokenizer-init"
         if missing is not None:
-            raise InputError(f"{constraint.where}: {missing}", field=constraint.where)
+            raise InputError.at(constraint.where, missing)
 
     def _fit(self, prompt: Prompt, where: str, prompt_field: str) -> None:
         """Resolves `max_new_tokens`. A default is reduced to the free space. A client's value that does not fit is

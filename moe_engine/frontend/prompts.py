@@ -63,9 +63,7 @@ def split_prompts(
     """
     if (inp.text is None) == (inp.input_ids is None):
         state = "both are" if inp.text is not None else "neither is"
-        raise InputError(
-            f"{inp.text_field}: give exactly one of {inp.text_field} and input_ids; {state} set", field=inp.text_field
-        )
+        raise InputError.at(inp.text_field, f"give exactly one of {inp.text_field} and input_ids; {state} set")
     texts, batch_of_ids, is_batch = _prompts(inp)
     count = len(texts) if texts is not None else len(batch_of_ids)
     _check_count(count, max_sequences, inp.text_field)
@@ -118,10 +116,10 @@ def _bootstrap(one: _One) -> tuple[str, int, int] | None:
     if room is None:
         return None
     if one.is_batch and one.count > 1 and not isinstance(one.inp.bootstrap_room, list):
-        raise InputError("bootstrap_room: a batch needs a list with a room for each prompt", field="bootstrap_room")
+        raise InputError.at("bootstrap_room", "a batch needs a list with a room for each prompt")
     host = one.value("bootstrap_host")
     if not host:
-        raise InputError("bootstrap_host: bootstrap_room needs the prefill server's host", field="bootstrap_host")
+        raise InputError.at("bootstrap_host", "bootstrap_room needs the prefill server's host")
     return host.strip("[]"), one.value("bootstrap_port") or 0, room
 
 
@@ -143,15 +141,13 @@ def _prompts(inp: GenerateInput) -> tuple[list[str] | None, list[list[int]], boo
         if isinstance(inp.text, str):
             return [_checked_text(inp.text, where)], [], False
         if not isinstance(inp.text, list):
-            raise InputError(
-                f"{where}: expected a string or a list of strings, got {type(inp.text).__name__}", field=where
-            )
+            raise InputError.at(where, f"expected a string or a list of strings, got {type(inp.text).__name__}")
         _not_empty(inp.text, where)
         return [_checked_text(text, f"{where}[{i}]") for i, text in enumerate(inp.text)], [], True
     ids: Any = inp.input_ids
     where = inp.ids_field
     if not isinstance(ids, list):
-        raise InputError(f"{where}: expected a list of token ids, got {type(ids).__name__}", field=where)
+        raise InputError.at(where, f"expected a list of token ids, got {type(ids).__name__}")
     _not_empty(ids, where)
     if isinstance(ids[0], list):
         for i, one in enumerate(ids):
@@ -164,19 +160,17 @@ def _prompts(inp: GenerateInput) -> tuple[list[str] | None, list[list[int]], boo
 
 def _check_count(count: int, limit: int | None, where: str) -> None:
     if limit is not None and count > limit:
-        raise InputError(
-            f"{where}: {count} sequences (prompts times n); send at most {limit} in one request", field=where
-        )
+        raise InputError.at(where, f"{count} sequences (prompts times n); send at most {limit} in one request")
 
 
 def _not_empty(values: Sequence[Any], where: str) -> None:
     if not values:
-        raise InputError(f"{where}: the prompt is empty; give at least one token", field=where)
+        raise InputError.at(where, "the prompt is empty; give at least one token")
 
 
 def _checked_text(text: Any, where: str) -> str:
     if not isinstance(text, str):
-        raise InputError(f"{where}: expected a string, got {text!r:.80}", field=where)
+        raise InputError.at(where, f"expected a string, got {text!r:.80}")
     _not_empty(text, where)
     check_unicode(text, where)
     return text
@@ -202,15 +196,15 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
         rids = [f"{rid}_{i}" for i in range(count)] if is_batch else [rid]
     elif isinstance(rid, list) and is_batch:
         if len(rid) != count:
-            raise InputError(f"rid: {len(rid)} ids for {count} prompts; give one for each", field="rid")
+            raise InputError.at("rid", f"{len(rid)} ids for {count} prompts; give one for each")
         rids = rid
     else:
-        raise InputError(f"rid: expected a string, got {rid!r:.80}", field="rid")
+        raise InputError.at("rid", f"expected a string, got {rid!r:.80}")
     for one in rids:
         if not one.isprintable():
-            raise InputError(f"rid: {one!r:.80} holds characters that cannot be printed", field="rid")
+            raise InputError.at("rid", f"{one!r:.80} holds characters that cannot be printed")
     if len(set(rids)) < len(rids):
-        raise InputError("rid: duplicate id in one batch; make the ids unique", field="rid")
+        raise InputError.at("rid", "duplicate id in one batch; make the ids unique")
     return rids
 
 
@@ -230,9 +224,9 @@ def _pick(value: Any, index: int, count: int, is_batch: bool, where: str) -> Any
     if not isinstance(value, list):
         return value
     if not is_batch:
-        raise InputError(f"{where}: a list is for a batch of prompts, and this is one; give one value", field=where)
+        raise InputError.at(where, "a list is for a batch of prompts, and this is one; give one value")
     if len(value) != count:
-        raise InputError(f"{where}: {len(value)} values for {count} prompts; give one for each", field=where)
+        raise InputError.at(where, f"{len(value)} values for {count} prompts; give one for each")
     return value[index]
 
 

@@ -42,12 +42,8 @@ def durations(generation: Timed) -> dict[str, float]:
 
 def meta_times(generation: Timed) -> dict[str, float]:
     """Fields of `meta_info` of an ended request, with SGLang's names: seconds, tokens per second, and Unix times."""
-    begin, first, last, end = (
-        generation.received_at,
-        generation.first_token_at,
-        generation.last_token_at,
-        generation.finished_at,
-    )
+    begin, first = generation.received_at, generation.first_token_at
+    last, end = generation.last_token_at, generation.finished_at
     if end is None:
         return {}
     unix = time.time() - time.monotonic()

@@ -32,8 +32,9 @@ class RunSettingsOfAll:
                 try:
                     answers = await self._client.call("set_settings", changes=dict(changes), check_only=check_only)
                 except OverflowError:  # of the messages to the schedulers
-                    words = "server_args: a number is out of range; /get_internal_state has the bounds"
-                    raise InputError(words, field="server_args") from None
+                    raise InputError.at(
+                        "server_args", "a number is out of range; /get_internal_state has the bounds"
+                    ) from None
                 for answer in answers:
                     if "refused" in answer:
                         raise InputError(answer["refused"], field="server_args")

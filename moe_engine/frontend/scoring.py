@@ -169,4 +169,4 @@ def _joined(req: ScoreRequest) -> tuple[list[str] | None, list[list[int]] | None
 
 
 def _refuse(field: str, problem: str) -> NoReturn:
-    raise InputError(f"{field}: {problem}", field=field)
+    raise InputError.at(field, problem)

@@ -88,9 +88,8 @@ class ServedAdapters:
         if lora_path is None:
             return named
         if named is not None and named != lora_path:
-            raise InputError(
-                f"lora_path: {lora_path!r:.80}, but model {model!r:.80} selects {named!r:.80}; give one of them",
-                field="lora_path",
+            raise InputError.at(
+                "lora_path", f"{lora_path!r:.80}, but model {model!r:.80} selects {named!r:.80}; give one of them"
             )
         if lora_path not in self._by_name:
             raise self._unknown("lora_path", f"lora_path: {lora_path!r:.80}")

@@ -60,8 +60,7 @@ class Sessions:
         self._sweep()
         name = session_id or uuid.uuid4().hex
         if (same := self._open.get(name)) is not None and not self._has_timed_out(same):
-            words = f"session_id: session {name!r:.80} is open already; close it, or use another id"
-            raise InputError(words, field="session_id")
+            raise InputError.at("session_id", f"session {name!r:.80} is open already; close it, or use another id")
         self.close(name)
         self._open[name] = Session(name, streaming, timeout, self._clock())
         self._make_room()
@@ -91,7 +90,7 @@ class Sessions:
             keep = slice(None, params.offset).indices(keep)[1]
         new = ids[1:] if keep and ids[0] == self._bos_id else ids
         if not new:
-            raise InputError("session_params: the request adds no token to its session", field="session_params")
+            raise InputError.at("session_params", "the request adds no token to its session")
         return parent.prefix(keep) + new, Joined(session, parent, keep, replace)
 
     def begin(self, generation: Generation) -> list[str]:
@@ -107,9 +106,8 @@ class Sessions:
         if self._open.get(session.id) is not session:
             raise _not_open(session.id)
         if session.streaming and session.num_running:
-            raise InputError(
-                f"session_params.id: a request of streaming session {session.id!r:.80} is running; wait for its end",
-                field="session_params.id",
+            raise InputError.at(
+                "session_params.id", f"a request of streaming session {session.id!r:.80} is running; wait for its end"
             )
         keep = min(joined.keep, len(generation.prompt_ids))
         own = array("q", generation.prompt_ids[keep:])
@@ -153,7 +151,7 @@ class Sessions:
     def _session(self, params: SessionParams) -> Session:
         self._sweep()
         if not params.id:
-            raise InputError("session_params.id: is required; /open_session returns it", field="session_params.id")
+            raise InputError.at("session_params.id", "is required; /open_session returns it")
         session = self._open.get(params.id)
         if session is None or self._has_timed_out(session):
             raise _not_open(params.id)
@@ -190,7 +188,7 @@ def _last_turn(session: Session, params: SessionParams) -> Turn | None:
     for name in ("replace", "drop_previous_output", "offset"):
         if getattr(params, name):
             where = f"session_params.{name}"
-            raise InputError(f"{where}: a streaming session only appends; leave it out", field=where)
+            raise InputError.at(where, "a streaming session only appends; leave it out")
     return next(reversed(session.turns.values()), None)
 
 
@@ -199,22 +197,21 @@ def _earlier_turn(session: Session, params: SessionParams) -> Turn | None:
         return None
     turn = session.turns.get(params.rid)
     if turn is None:
-        raise InputError(
-            f"session_params.rid: session {session.id!r:.80} has no request {params.rid!r:.80}; give the id in the "
+        raise InputError.at(
+            "session_params.rid",
+            f"session {session.id!r:.80} has no request {params.rid!r:.80}; give the id in the "
             "meta_info of an earlier answer",
-            field="session_params.rid",
         )
     if turn.running is not None and not params.replace:
-        raise InputError(
-            f"session_params.rid: request {params.rid!r:.80} is running; wait for its end, or set replace",
-            field="session_params.rid",
+        raise InputError.at(
+            "session_params.rid", f"request {params.rid!r:.80} is running; wait for its end, or set replace"
         )
     return turn
 
 
 def _not_open(session_id: str) -> InputError:
-    return InputError(
-        f"session_params.id: session {session_id!r:.80} is not open; it was closed, timed out, was replaced by newer "
+    return InputError.at(
+        "session_params.id",
+        f"session {session_id!r:.80} is not open; it was closed, timed out, was replaced by newer "
         "ones, or the server has restarted",
-        field="session_params.id",
     )

@@ -56,17 +56,18 @@ class TensorFiles:
             try:
                 data = base64.b64decode(item, validate=True)
             except (binascii.Error, ValueError):
-                raise InputError(f"{field}: not base64; {HOW}", field=field) from None
+                raise InputError.at(field, f"not base64; {HOW}") from None
             file = self._new()
             _write(file, [data])
             try:
                 read_header(file)
             except CheckpointError as error:
                 if data[:1] == b"\x80" or data[:2] == b"PK":
-                    message = f"{field}: a pickle, which is never loaded, because it can run any code; {HOW}"
-                    raise InputError(message, field=field) from None
+                    raise InputError.at(
+                        field, f"a pickle, which is never loaded, because it can run any code; {HOW}"
+                    ) from None
                 reason = str(error).removeprefix(f"{file}: ").removesuffix("; download it again")
-                raise InputError(f"{field}: {reason}; {HOW}", field=field) from None
+                raise InputError.at(field, f"{reason}; {HOW}") from None
 
     def add_tensors(self, named: Iterable[tuple[str, Any]]) -> None:
         """Writes torch tensors, of any device.
@@ -84,8 +85,7 @@ class TensorFiles:
         for name, tensor in tensors.items():
             dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
             if dtype is None:
-                message = f"named_tensors: {name} is {tensor.dtype}, which no checkpoint has"
-                raise InputError(message, field="named_tensors")
+                raise InputError.at("named_tensors", f"{name} is {tensor.dtype}, which no checkpoint has")
             stop = start + tensor.numel() * ELEMENT_BYTES[dtype]
             header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
             start = stop

@@ -103,7 +103,7 @@ class Images:
                 return found
             return await asyncio.shield(self._running.get(digest) or self._begin(digest, data))
         except MediaError as error:
-            raise InputError(f"{source.field}: {error}", field=source.field) from None
+            raise InputError.at(source.field, str(error)) from None
 
     def _begin(self, digest: bytes, data: bytes) -> asyncio.Future[Picture]:
         future = asyncio.get_running_loop().run_in_executor(self._threads, self._process, data)
@@ -140,16 +140,16 @@ def place_images(
     """
     placeholders = [place for place, token in enumerate(ids) if token == vision.image_token]
     if len(placeholders) != len(pictures):
-        raise InputError(
-            f"{field}: {len(pictures)} images for {len(placeholders)} image placeholders in the prompt (token "
+        raise InputError.at(
+            field,
+            f"{len(pictures)} images for {len(placeholders)} image placeholders in the prompt (token "
             f"{vision.image_token}); the prompt needs one for each image",
-            field=field,
         )
     if pictures and vision.video_token in ids:
-        raise InputError(
-            f"{field}: {len(pictures)} images and token {vision.video_token} in the prompt, which needs a placeholder "
+        raise InputError.at(
+            field,
+            f"{len(pictures)} images and token {vision.video_token} in the prompt, which needs a placeholder "
             f"(token {vision.image_token}) for each image, and takes no videos",
-            field=field,
         )
     out: list[int] = []
     images, begin = [], 0

@@ -42,7 +42,7 @@ def check_fits(request: Request, config: SchedulerConfig) -> None:
     if prompt == 0:
         raise InputError("the prompt is empty; send at least one token", field="input_ids")
     if new < 0:
-        raise InputError(f"sampling_params.max_new_tokens: {new} is negative", field="sampling_params.max_new_tokens")
+        raise InputError.at("sampling_params.max_new_tokens", f"{new} is negative")
     if request.sampling.max_new_tokens is None:
         room = min(config.context_len, config.num_slots) - prompt
         if room >= 1:

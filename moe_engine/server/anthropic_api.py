@@ -48,7 +48,7 @@ class AnthropicApi:
             return EventStream(self._state.frontend, job, events, anthropic_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         g, parser = job.generations[0], ChoiceParser(parsers)
-        content = [_block(part) for part in parts_of(parser, g.text, g.beginnings)]
+        content = [_block(part) for part in parts_of(parser, g)]
         stop = _stop(parser.finish_reason(g.finish), g, max_tokens)
         return json_response(_message(g, model, content, stop, _usage(g, parsers)))
 
@@ -89,27 +89,22 @@ class _Events(Events):
         self._max_tokens = max_tokens
         self._parsers = parsers
         self._parser = ChoiceParser(parsers)
-        self._parts = OutputParts()
+        self._parts = OutputParts(self._parser)
         self._started = False
 
     def of(self, piece: Piece) -> bytes:
         return b"".join(self._of(piece))
 
     def _of(self, piece: Piece) -> Iterator[bytes]:
-        g, parser = piece.generation, self._parser
+        g = piece.generation
         if not self._started:
             self._started = True
             empty = _message(g, self._model, [], (None, None), _usage(g, self._parsers, begins=True))
             yield _event("message_start", message=empty)
-        deltas = parser.push(piece.text)
-        if piece.finish is not None:
-            deltas += parser.finish(piece.generation.beginnings)
-        for change in self._parts.push(deltas):
+        for change in self._parts.push(piece):
             yield _change(*change)
         if piece.finish is not None:
-            for change in self._parts.close():
-                yield _change(*change)
-            reason, sequence = _stop(parser.finish_reason(piece.finish), g, self._max_tokens)
+            reason, sequence = _stop(self._parser.finish_reason(piece.finish), g, self._max_tokens)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
             yield _event("message_delta", delta=delta, usage=_usage(g, self._parsers))
             yield _event("message_stop")

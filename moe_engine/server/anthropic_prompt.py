@@ -70,7 +70,7 @@ def _choice(req: CountRequest) -> dict[str, Any]:
     if choice["type"] != "tool":
         return {"tool_choice": CHOICES[choice["type"]], **parallel}
     if "name" not in choice:
-        raise InputError("tool_choice.name: is required with type tool", field="tool_choice.name")
+        raise InputError.at("tool_choice.name", "is required with type tool")
     return {"tool_choice": {"type": "function", "function": {"name": choice["name"]}}, **parallel}
 
 
@@ -78,7 +78,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise InputError(f"{field}.type: {tool['type']!r:.60} is a tool of Anthropic's servers; send custom tools")
     if not isinstance(tool.get("input_schema"), dict):
-        raise InputError(f"{field}.input_schema: is required", field=f"{field}.input_schema")
+        raise InputError.at(f"{field}.input_schema", "is required")
     fields = {**tool, "parameters": tool["input_schema"]}
     names = ("name", "description", "parameters", "strict")  # in the order of OpenAI's clients, which templates show
     function = {name: fields[name] for name in names if fields.get(name) is not None}
@@ -155,8 +155,7 @@ def _part(block: Any, place: str, *, images: bool) -> dict[str, Any]:
     if kind != "image":
         raise _unavailable(block, place)
     if not images:
-        words = "an image's number of tokens is known only once it is read; count the text alone"
-        raise InputError(f"{place}: {words}", field=place)
+        raise InputError.at(place, "an image's number of tokens is known only once it is read; count the text alone")
     return PlacedImage(_image_address(block, place), f"{place}.source")
 
 
@@ -172,8 +171,7 @@ def _document(block: Any, place: str) -> str:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else source
     if kind not in ("text", "content"):
-        field = f"{place}.source.type"
-        raise InputError(f"{field}: documents of type {kind!r:.60} are not available here; send text", field=field)
+        raise InputError.at(f"{place}.source.type", f"documents of type {kind!r:.60} are not available here; send text")
     text = string_at(source, "data", f"{place}.source") if kind == "text" else _content(source, f"{place}.source")
     return f"{block['title']}\n\n{text}" if isinstance(block.get("title"), str) else text
 
@@ -182,7 +180,7 @@ def _content(block: Any, place: str) -> str:
     """The texts of `content`."""
     found, place = block.get("content"), f"{place}.content"
     if not isinstance(found, str | list):
-        raise InputError(f"{place}: expected a string or a list, got {found!r:.60}", field=place)
+        raise InputError.at(place, f"expected a string or a list, got {found!r:.60}")
     return _text(found, place)
 
 
@@ -190,16 +188,16 @@ def _image_address(block: Any, place: str) -> str:
     """The address of an image, a data address for base64."""
     source = block.get("source")
     if not isinstance(source, dict):
-        raise InputError(f"{place}.source: is required", field=f"{place}.source")
+        raise InputError.at(f"{place}.source", "is required")
     if source.get("type") not in ("base64", "url"):
-        words = f"expected base64 or url, got {source.get('type')!r:.60}"
-        raise InputError(f"{place}.source.type: {words}", field=f"{place}.source.type")
+        raise InputError.at(f"{place}.source.type", f"expected base64 or url, got {source.get('type')!r:.60}")
     if source["type"] == "url":
         return string_at(source, "url", f"{place}.source")
     kind, data = string_at(source, "media_type", f"{place}.source"), string_at(source, "data", f"{place}.source")
     if not kind.startswith("image/"):
-        words = f"expected a type of images such as image/png, got {kind!r:.60}"
-        raise InputError(f"{place}.source.media_type: {words}", field=f"{place}.source.media_type")
+        raise InputError.at(
+            f"{place}.source.media_type", f"expected a type of images such as image/png, got {kind!r:.60}"
+        )
     return f"data:{kind};base64,{data}"
 
 
@@ -216,4 +214,4 @@ def _text(content: Any, field: str) -> str:
 
 def _unavailable(block: Any, place: str) -> InputError:
     kind = block.get("type") if isinstance(block, dict) else block
-    return InputError(f"{place}.type: {kind!r:.60} is not available here; send text", field=f"{place}.type")
+    return InputError.at(f"{place}.type", f"{kind!r:.60} is not available here; send text")

@@ -76,7 +76,7 @@ class Bodies:
         assert isinstance(done, Plan)
         if (rank := request.headers.get(DP_RANK)) is not None:
             if not (rank.isascii() and rank.isdigit() and len(rank) <= 5):
-                raise InputError(f"{DP_RANK}: expected the number of a rank, got {rank!r:.40}", field=DP_RANK)
+                raise InputError.at(DP_RANK, f"expected the number of a rank, got {rank!r:.40}")
             done.read.inp.routed_dp_rank = int(rank)
         return done
 

@@ -33,7 +33,7 @@ def rendered_input(state: ServerState, req: EmbeddingRequest, messages: list[dic
         InputError: names the field.
     """
     if (req.input is None) == (messages is None):
-        raise InputError("input: give exactly one of input and messages", field="input")
+        raise InputError.at("input", "give exactly one of input and messages")
     if messages is not None:
         plain, images = take_images(state, messages)
         return _fields([render_prompt(state, plain, req)], [images], "messages", is_batch=False)
@@ -47,12 +47,12 @@ def rendered_input(state: ServerState, req: EmbeddingRequest, messages: list[dic
 def _item(state: ServerState, item: Any, field: str) -> tuple[str, list[ImageSource]]:
     """The prompt of {"text", "image"} and its images. Without a chat template the text is the prompt."""
     if not isinstance(item, dict):
-        raise InputError(f"{field}: the other inputs are objects; give all as objects, or all as texts", field=field)
+        raise InputError.at(field, "the other inputs are objects; give all as objects, or all as texts")
     text, image = item.get("text"), item.get("image")
     if item.get("video"):
-        raise InputError(f"{field}.video: videos are not supported; send text and images", field=f"{field}.video")
+        raise InputError.at(f"{field}.video", "videos are not supported; send text and images")
     if not text and not image:
-        raise InputError(f"{field}: needs text, image or both", field=field)
+        raise InputError.at(field, "needs text, image or both")
     images = [ImageSource(image, f"{field}.image")] if image else []
     if images:
         check_images(state, images[0].field)

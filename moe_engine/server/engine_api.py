@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.memory_release import MemoryReleases
@@ -63,8 +63,7 @@ class EngineApi:
         asked = await read_small(request, UpdateWeightsRequest)
         _refuse(asked, "keep_pause")
         if asked.flush_cache is False:
-            message = "flush_cache: false would continue prompts cached with other weights; leave it out"
-            raise InputError(message, field="flush_cache")
+            raise InputError.at("flush_cache", "false would continue prompts cached with other weights; leave it out")
         abort = bool(asked.abort_all_requests)
         updated = self.updates.update(asked.model_path, asked.load_format, asked.weight_version, abort=abort)
         done = await asyncio.shield(updated)  # continues if the client disconnects
@@ -183,7 +182,7 @@ class EngineApi:
         }
         prefix = "-".join(part for part in (asked.profile_prefix, asked.profile_id) if part)
         if "/" in prefix:
-            raise InputError("profile_id: a name without '/'", field="profile_id")
+            raise InputError.at("profile_id", "a name without '/'")
         paths = await self._profiling.start(asked.output_dir, prefix or None, options)
         return _lines("Start profiling.", paths)
 
@@ -224,8 +223,8 @@ def _has_body(request: Request) -> bool:
 def _refuse(asked: Any, *names: str) -> None:
     for name in names:
         if getattr(asked, name):
-            raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
+            raise InputError.at(name, "not available yet in moe-engine; leave it out")
 
 
 def _lines(first: str, paths: list[str]) -> Response:
-    return Response("\n".join([first, *paths, ""]), media_type="text/plain; charset=utf-8")
+    return PlainTextResponse("\n".join([first, *paths, ""]))

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from moe_engine import __version__
 from moe_engine.errors import InputError
@@ -39,12 +39,12 @@ class ExpertsApi:
     async def start(self, request: Request) -> Response:
         """Starts expert recording."""
         await self._records.start()
-        return _text_line("Start recording expert distribution.")
+        return PlainTextResponse("Start recording expert distribution.\n")
 
     async def stop(self, request: Request) -> Response:
         """Stops expert recording."""
         await self._records.stop()
-        return _text_line("Stop recording expert distribution.")
+        return PlainTextResponse("Stop recording expert distribution.\n")
 
     async def dump(self, request: Request) -> Response:
         """Writes the recorded counts to the server's folder.
@@ -53,7 +53,7 @@ class ExpertsApi:
         """
         dump = await self._records.dump()
         lost = [f"Without the records of what was lost: {loss}" for loss in dump.lost]
-        return _text_line("\n".join(["Dump expert distribution record.", *lost]))
+        return PlainTextResponse("\n".join(["Dump expert distribution record.", *lost, ""]))
 
     async def page(self, request: Request) -> Response:
         """Live page of the experts."""
@@ -84,7 +84,3 @@ class ExpertsApi:
 
 NOTHING: dict[str, Any] = {"layers": 0, "experts": 0, "counts": [], "balancedness": {}, "recording": False, "pass": -1}
 """The view of a server with recording off."""
-
-
-def _text_line(line: str) -> Response:
-    return Response(f"{line}\n", media_type="text/plain; charset=utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.chunks import Chunks
@@ -74,7 +74,7 @@ class NativeApi:
         """Aborts requests."""
         asked = await read_small(request, AbortRequest)
         if not asked.abort_all and not asked.rid:
-            raise InputError("rid: give the id of the request to abort, or abort_all: true", field="rid")
+            raise InputError.at("rid", "give the id of the request to abort, or abort_all: true")
         rid = "" if asked.abort_all else asked.rid or ""
         self._state.frontend.abort(rid, all=bool(asked.abort_all), reason="Abort in /abort_request")
         return Response(status_code=200)
@@ -83,10 +83,9 @@ class NativeApi:
         """Clears the prefix cache."""
         seconds = read_query(request, FlushQuery).timeout
         if await cancel_on_disconnect(request, self._flush(time.monotonic() + seconds)):
-            return Response(
+            return PlainTextResponse(
                 "Cache flushed.\nPlease check backend logs for more details. "
-                "(When there are running or waiting requests, the operation will not be performed.)\n",
-                media_type="text/plain",
+                "(When there are running or waiting requests, the operation will not be performed.)\n"
             )
         health = self._state.client.health()
         raise InputError(
@@ -109,7 +108,7 @@ class NativeApi:
         tokenizer = self._state.tokenizer()
         add_special = asked.add_special_tokens is not False
         if (asked.prompt is None) == (asked.messages is None):
-            raise InputError("prompt: give exactly one of prompt and messages", field="prompt")
+            raise InputError.at("prompt", "give exactly one of prompt and messages")
         many, counts, strings = isinstance(asked.prompt, list), list[int](), list[list[str]]()
         texts = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt or ""]
         if asked.messages is not None:

@@ -93,12 +93,6 @@ class WeightVersionRequest(Struct):
     abort_all_requests: bool = True
 
 
-class WeightVersionUpdated(TypedDict):
-    success: bool
-    message: str
-    new_version: str
-
-
 class WeightQuery(Struct):
     """`name`: as in the checkpoint. `truncate_size`: number of rows."""
 
@@ -118,15 +112,13 @@ class ContinueRequest(Struct):
     torch_empty_cache: bool | None = None
 
 
-class Paused(TypedDict):
-    status: str
-    message: str
-    num_paused_requests: int
-
-
 class Continued(TypedDict):
     status: str
     message: str
+
+
+class Paused(Continued):
+    num_paused_requests: int
 
 
 class LoadLoraRequest(Struct):
@@ -209,15 +201,17 @@ class DoctorQuery(Struct):
 # -- answers
 
 
-class WeightsUpdated(TypedDict):
-    success: bool
-    message: str
-    num_paused_requests: int
-
-
 class GroupChanged(TypedDict):
     success: bool
     message: str
+
+
+class WeightsUpdated(GroupChanged):
+    num_paused_requests: int
+
+
+class WeightVersionUpdated(GroupChanged):
+    new_version: str
 
 
 class StateSet(TypedDict):
@@ -234,19 +228,15 @@ class StateShown(TypedDict):
     bounds: dict[str, list[float | str | None]]
 
 
-class MemoryChanged(TypedDict):
+class MemoryChanged(GroupChanged):
     """`released`: the parts whose memory is released now."""
 
-    success: bool
-    message: str
     released: list[str]
 
 
-class LoraChanged(TypedDict):
+class LoraChanged(GroupChanged):
     """`loaded_adapters`: path by name."""
 
-    success: bool
-    message: str
     loaded_adapters: dict[str, str]
     error_message: NotRequired[str]
 

@@ -137,7 +137,7 @@ class OllamaApi:
 
     def _plain_plan(self, asked: OllamaGenerateRequest) -> Plan:
         if asked.images:
-            raise InputError("images: not with raw or suffix; leave them out", field="images")
+            raise InputError.at("images", "not with raw or suffix; leave them out")
         tokenizer, text = self._state.tokenizer(), asked.prompt
         if asked.suffix:
             text = fill_in_middle(tokenizer, text, asked.suffix, self._state.flags.completion_template)
@@ -225,7 +225,7 @@ class _Lines(Events):
 
     def __init__(self, model: str, is_chat: bool, parser: ChoiceParser) -> None:
         self._head = {"model": model, "created_at": _iso(time.time())}
-        self._is_chat, self._parser, self._parts = is_chat, parser, OutputParts()
+        self._is_chat, self._parser, self._parts = is_chat, parser, OutputParts(parser)
 
     def part(self, text: str = "", thinking: str = "", calls: list[OllamaCall] | None = None) -> dict[str, Any]:
         """A part of an answer, without `done`."""
@@ -236,15 +236,11 @@ class _Lines(Events):
         return {**self._head, "message": {"role": "assistant", "content": text, **more}}
 
     def of(self, piece: Piece) -> bytes:
-        parser, lines = self._parser, b""
-        deltas = parser.push(piece.text)
-        if piece.finish is not None:
-            deltas += parser.finish(piece.generation.beginnings)
-        if not parser.parses:
-            lines = b"".join(self._line(delta["content"]) for delta in deltas)
+        lines = b""
+        if not self._parser.parses:
+            lines = self._line(piece.text) if piece.text else b""
         else:
-            changes = [*self._parts.push(deltas), *(self._parts.close() if piece.finish is not None else ())]
-            for change, part, text in changes:
+            for change, part, text in self._parts.push(piece):
                 if part.kind == "call":
                     lines += self._line(calls=[_call(part)]) if change == "end" else b""
                 elif change == "add":
@@ -266,7 +262,7 @@ class _Lines(Events):
     def whole(self, g: Generation) -> dict[str, Any]:
         if not self._parser.parses:
             return self.part(g.text) | _end(g)
-        parts = parts_of(self._parser, g.text, g.beginnings)
+        parts = parts_of(self._parser, g)
         text, thinking = ("".join(part.text for part in parts if part.kind == kind) for kind in ("text", "reasoning"))
         return self.part(text, thinking, [_call(part) for part in parts if part.kind == "call"]) | _end(g)
 

@@ -103,17 +103,15 @@ class ChatApi:
     def _given_prompt(self, ids: list[int], images: Sequence[ImageSource]) -> str:
         """The text of a prompt of token ids, for the parsers of its output."""
         if images:
-            raise InputError("input_ids: cannot be combined with images; leave one out", field="input_ids")
+            raise InputError.at("input_ids", "cannot be combined with images; leave one out")
         tokenizer = self._state.tokenizer()
         if (top := max(ids)) >= tokenizer.vocab_size:
-            raise InputError(
-                f"input_ids: {top} is not a token id; the vocabulary has {tokenizer.vocab_size}", field="input_ids"
-            )
+            raise InputError.at("input_ids", f"{top} is not a token id; the vocabulary has {tokenizer.vocab_size}")
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     def _input(self, req: ChatRequest, prompt: str) -> GenerateInput:
         if req.top_logprobs and not req.logprobs:
-            raise InputError("top_logprobs: needs logprobs: true", field="top_logprobs")
+            raise InputError.at("top_logprobs", "needs logprobs: true")
         inp = generate_input(
             req,
             {**self._state.settings.sampling_defaults, "max_new_tokens": None},
@@ -143,8 +141,9 @@ class ChatApi:
         if constraint is given or constraint is None:
             return Enforced()
         if inp.reasoning is not None and req.separate_reasoning is False:
-            words = f"separate_reasoning: false cannot be combined with {constraint.where}; leave one out"
-            raise InputError(words, field="separate_reasoning")
+            raise InputError.at(
+                "separate_reasoning", f"false cannot be combined with {constraint.where}; leave one out"
+            )
         other = TOOL_FORMATS[form].reasoning_end if form and given is None else ""
         if inp.reasoning is not None and other:
             inp.reasoning = replace(inp.reasoning, end=other)

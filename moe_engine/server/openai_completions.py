@@ -150,10 +150,10 @@ def _num_generated(req: CompletionRequest) -> int:
 def _check(req: CompletionRequest, is_text: bool) -> None:
     """Raises InputError: fields that exclude each other."""
     if req.best_of is not None and req.best_of < (req.n or 1):
-        raise InputError(f"best_of: {req.best_of} sequences are fewer than n ({req.n}); raise it", field="best_of")
+        raise InputError.at("best_of", f"{req.best_of} sequences are fewer than n ({req.n}); raise it")
     if req.stream and _num_generated(req) > (req.n or 1):
-        raise InputError("best_of: above n not in a stream; leave out stream or best_of", field="best_of")
+        raise InputError.at("best_of", "above n not in a stream; leave out stream or best_of")
     if req.suffix and not is_text:
-        raise InputError("suffix: needs a prompt of text, not of token ids", field="suffix")
+        raise InputError.at("suffix", "needs a prompt of text, not of token ids")
     if req.suffix and req.echo:
-        raise InputError("suffix: cannot be combined with echo; leave one out", field="suffix")
+        raise InputError.at("suffix", "cannot be combined with echo; leave one out")

@@ -53,7 +53,7 @@ def _with_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(content, list) and any(part["type"] in THOUGHT_KINDS for part in content):
         found = [part.get("thinking", part.get("text")) for part in content if part["type"] in THOUGHT_KINDS]
         if not all(isinstance(text, str) for text in found):
-            raise InputError(f"{where}.content: parts of reasoning need the text `thinking`", field=f"{where}.content")
+            raise InputError.at(f"{where}.content", "parts of reasoning need the text `thinking`")
         thoughts = "\n".join(found)
         message = {**message, "content": [part for part in content if part["type"] not in THOUGHT_KINDS]}
     if isinstance(thoughts, str) and message.get("reasoning_content") is None:
@@ -64,19 +64,21 @@ def _with_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
 def _part(part: dict[str, Any], where: str, sources: list[ImageSource]) -> dict[str, Any]:
     kind = part["type"]
     if kind in THOUGHT_KINDS:
-        raise InputError(f"{where}.type: {kind} is part of the assistant's messages alone", field=f"{where}.type")
+        raise InputError.at(f"{where}.type", f"{kind} is part of the assistant's messages alone")
     if kind in OTHER_KINDS:
         raise InputError(f"{where}: {OTHER_KINDS[kind]} not supported; send text and images", field=f"{where}.type")
     if kind in TEXT_KINDS:
         name = TEXT_KINDS[kind]
         if not isinstance(part.get(name), str):
-            raise InputError(f"{where}.{name}: is required", field=f"{where}.{name}")
+            raise InputError.at(f"{where}.{name}", "is required")
         return part if kind == "text" else {"type": "text", "text": part[name]}
     image = part.get("image_url")
     address = image.get("url") if isinstance(image, dict) else None
     if not isinstance(address, str) or not address:
-        words = 'is required: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
-        raise InputError(f"{where}.image_url.url: {words}", field=f"{where}.image_url.url")
+        raise InputError.at(
+            f"{where}.image_url.url",
+            'is required: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
+        )
     field = part.field if isinstance(part, PlacedImage) else f"{where}.image_url.url"
     sources.append(ImageSource(address, field))
     return {"type": "image"}
@@ -87,8 +89,8 @@ def check_images(state: ServerState, field: str) -> None:
     if state.client.info.vision is None:
         raise text_only(state.model_name, field)
     if state.chat_template is not None and not state.chat_template.reads_parts:
-        raise InputError(
-            f"{field}: the chat template reads no content parts, so it cannot place images; start the server with "
+        raise InputError.at(
+            field,
+            "the chat template reads no content parts, so it cannot place images; start the server with "
             "--chat-template FILE of a template that does",
-            field=field,
         )

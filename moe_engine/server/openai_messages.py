@@ -37,7 +37,7 @@ def render_prompt(
     """
     for i, message in enumerate(messages):
         if message.get("content") is None and message["role"] != "assistant":
-            raise InputError(f"messages[{i}].content: is required", field=f"messages[{i}].content")
+            raise InputError.at(f"messages[{i}].content", "is required")
     if state.chat_template is None:
         raise InputError(
             "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
@@ -50,13 +50,10 @@ def render_prompt(
     if options.continue_final_message:
         last = messages[-1]
         if last["role"] != "assistant" or not isinstance(last.get("content"), str):
-            raise InputError(
-                "continue_final_message: the last message must be the assistant's, with text",
-                field="continue_final_message",
-            )
+            raise InputError.at("continue_final_message", "the last message must be the assistant's, with text")
         messages, prefix = messages[:-1], state.chat_template.begun(last, arguments)
         if not messages:
-            raise InputError("messages: there is no message before the one to be continued", field="messages")
+            raise InputError.at("messages", "there is no message before the one to be continued")
     rendered = state.chat_template.render(
         messages,
         tools=tools,

@@ -76,8 +76,7 @@ def tool_wish(req: ChatRequest, tools: list[dict[str, Any]], form: str | None) -
     if not tools:
         raise _needs_tools()
     if form is None:
-        words = f"tool_choice: {shown} needs a server with --tool-call-parser; use auto or none"
-        raise InputError(words, field="tool_choice")
+        raise InputError.at("tool_choice", f"{shown} needs a server with --tool-call-parser; use auto or none")
     return ToolWish(tools, called, required=required, several=several)
 
 
@@ -92,13 +91,12 @@ def _allowed(choice: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[list[
     field = "tool_choice.allowed_tools"
     wanted = choice.get("allowed_tools")
     if not isinstance(wanted, dict):
-        raise InputError(f"{field}: expected an object, got {wanted!r:.80}", field=field)
+        raise InputError.at(field, f"expected an object, got {wanted!r:.80}")
     mode, names = wanted.get("mode"), wanted.get("tools")
     if mode not in ("auto", "required"):
-        raise InputError(f"{field}.mode: expected 'auto' or 'required', got {mode!r:.80}", field=f"{field}.mode")
+        raise InputError.at(f"{field}.mode", f"expected 'auto' or 'required', got {mode!r:.80}")
     if not isinstance(names, list) or not names:
-        words = f"{field}.tools: expected a list of length >= 1, got {names!r:.80}"
-        raise InputError(words, field=f"{field}.tools")
+        raise InputError.at(f"{field}.tools", f"expected a list of length >= 1, got {names!r:.80}")
     called = [_named(name, f"{field}.tools[{i}]", tools) for i, name in enumerate(names)]
     return [tool for tool in tools if any(tool is other for other in called)], mode == "required"
 
@@ -108,19 +106,19 @@ def _named(choice: Any, field: str, tools: list[dict[str, Any]]) -> dict[str, An
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind != "function":
         kinds = "'function' or 'allowed_tools'" if field == "tool_choice" else "'function'"
-        raise InputError(f"{field}.type: expected {kinds}, got {kind!r:.80}", field=f"{field}.type")
+        raise InputError.at(f"{field}.type", f"expected {kinds}, got {kind!r:.80}")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     field = f"{field}.function.name"
     if not isinstance(name, str):
-        raise InputError(f"{field}: expected a string, got {name!r:.80}", field=field)
+        raise InputError.at(field, f"expected a string, got {name!r:.80}")
     for tool in tools:
         if tool["function"]["name"] == name:
             return tool
     if not tools:
         raise _needs_tools()
-    raise InputError(f"{field}: {name!r:.80} is not the name of one of the tools", field=field)
+    raise InputError.at(field, f"{name!r:.80} is not the name of one of the tools")
 
 
 def _needs_tools() -> InputError:
-    return InputError("tool_choice: needs tools; send some, or leave it out", field="tool_choice")
+    return InputError.at("tool_choice", "needs tools; send some, or leave it out")

@@ -318,7 +318,7 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
     if getattr(req, "thinking_token_budget", None) is not None:
         names["max_thinking_tokens"] = "thinking_token_budget"
     if req.return_hidden_states and req.stream:
-        raise InputError("return_hidden_states: not in a stream; leave out stream", field="return_hidden_states")
+        raise InputError.at("return_hidden_states", "not in a stream; leave out stream")
     return GenerateInput(
         return_hidden_states=req.return_hidden_states,
         sampling_params=build_sampling(req, defaults, names=names),

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from moe_engine.errors import InputError
 from moe_engine.server.http_io import read_small
@@ -55,7 +55,7 @@ class OperationsApi:
         gc.collect()
         gc.freeze()
         await self._state.client.collective_rpc("freeze_gc")
-        return Response("Garbage collection frozen.\n", media_type="text/plain; charset=utf-8")
+        return PlainTextResponse("Garbage collection frozen.\n")
 
     async def clear_storage(self, request: Request) -> Response:
         """Removes all pages of the storage below the KV cache, including those of other models. Prefixes in the KV
@@ -69,4 +69,4 @@ class OperationsApi:
             if time.monotonic() > deadline:
                 raise InputError(f"the storage is not cleared after {CLEAR_SECONDS:g} s; it continues", status=503)
             await asyncio.sleep(CLEAR_POLL_SECONDS)
-        return Response("Hierarchical cache storage backend cleared.\n", media_type="text/plain; charset=utf-8")
+        return PlainTextResponse("Hierarchical cache storage backend cleared.\n")

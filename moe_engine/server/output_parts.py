@@ -5,12 +5,13 @@ For APIs whose answers are lists of parts. The chat endpoint streams the deltas 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.openai_choice import ChoiceParser
-from moe_engine.tokenizer.stop import Beginnings
 
 Change = Literal["begin", "add", "end"]
 
@@ -30,17 +31,21 @@ class Part:
 
 
 class OutputParts:
-    """Collects the deltas of a `ChoiceParser`. White space between parts belongs to no part."""
+    """Collects the deltas of a parser. White space between parts belongs to no part."""
 
-    def __init__(self) -> None:
+    def __init__(self, parser: ChoiceParser) -> None:
+        self._parser = parser
         self.parts: list[Part] = []
         self._open: Part | None = None
         self._call: int | None = None
         """Index of the open call among the calls."""
         self._space = ""
 
-    def push(self, deltas: list[dict[str, Any]]) -> Iterator[tuple[Change, Part, str]]:
+    def push(self, piece: Piece) -> Iterator[tuple[Change, Part, str]]:
         """The changes of parts; those of kind `add` have the added text."""
+        deltas, finish = self._parser.push(piece.text), piece.finish
+        if finish is not None:
+            deltas += self._parser.finish(piece.generation.beginnings)
         for delta in sorted(deltas, key=self._begins):
             if text := delta.get("reasoning_content"):
                 yield from self._text("reasoning", text)
@@ -52,13 +57,15 @@ class OutputParts:
                     yield from self._begin(Part("call", len(self.parts), id=call["id"], name=function["name"]))
                     self._call = call["index"]
                 yield from self._add(function["arguments"])
+        if finish is not None:
+            yield from self._close(is_whole=finish["type"] == "stop")
 
     def _begins(self, delta: dict[str, Any]) -> bool:
         """False for further arguments of the open call, which come before the text of the same deltas."""
         return not any("id" not in call and call["index"] == self._call for call in delta.get("tool_calls", ()))
 
-    def close(self, is_whole: bool = True) -> Iterator[tuple[Change, Part, str]]:
-        """Call after the last deltas. `is_whole`: the output was not cut off."""
+    def _close(self, is_whole: bool) -> Iterator[tuple[Change, Part, str]]:
+        """The end of the output. `is_whole`: it was not cut off."""
         if (space := self._space) and not self.parts:
             yield from self._begin(Part("text", 0))
             yield from self._add(space)
@@ -90,11 +97,13 @@ class OutputParts:
             yield "add", self._open, text
 
 
-def parts_of(parser: ChoiceParser, text: str, beginnings: Beginnings | None) -> list[Part]:
-    """The parts of a complete output; `beginnings` as of `ChoiceParser.finish`."""
-    parts = OutputParts()
-    for _ in parts.push(parser.push(text) + parser.finish(beginnings)):
-        pass
-    for _ in parts.close():
-        pass
+def whole_piece(g: Generation) -> Piece:
+    """The output of a sequence that has ended."""
+    return Piece(g, g.text, g.output_ids, g.output_logprobs, g.finish)
+
+
+def parts_of(parser: ChoiceParser, g: Generation) -> list[Part]:
+    """The parts of an output that has ended."""
+    parts = OutputParts(parser)
+    deque(parts.push(whole_piece(g)), maxlen=0)
     return parts.parts

@@ -70,9 +70,7 @@ def _unsupported(field: str) -> frozenset[str]:
 
 def _choice(field: str, name: str | None, known: tuple[str, ...]) -> str:
     if name in _unsupported(field):
-        raise InputError(
-            f"{field}: {name!r:.40} is not available yet in moe-engine; choose one of {', '.join(known)}", field=field
-        )
+        raise InputError.at(field, f"{name!r:.40} is not available yet in moe-engine; choose one of {', '.join(known)}")
     if name is None or name not in known:
-        raise InputError(f"{field}: choose one of {', '.join(known)}, got {name!r:.40}", field=field)
+        raise InputError.at(field, f"choose one of {', '.join(known)}, got {name!r:.40}")
     return name

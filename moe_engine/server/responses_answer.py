@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any, cast
 
 from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
-from moe_engine.server.output_parts import Change, OutputParts, Part
+from moe_engine.server.output_parts import Change, OutputParts, Part, whole_piece
 from moe_engine.server.responses_logprobs import TextLogprobs
 from moe_engine.server.responses_tools import Called, called_tools, custom_input
 from moe_engine.server.responses_types import OutputContent, OutputItem, ResponseObject, ResponsesPlan, ResponseUsage
@@ -33,8 +33,7 @@ class Answer:
         self.id = g.rid if g.rid.startswith("resp_") else f"resp_{g.rid}"
         self._generation, self._parsers, self._model = g, parsers, model
         self._created = int(time.time())
-        self._parser = ChoiceParser(parsers)
-        self._parts = OutputParts()
+        self._parts = OutputParts(ChoiceParser(parsers))
         self._tools = called_tools(asked.fields["tools"])
         self._logprobs: TextLogprobs | None = None
         if g.logprob_format is not None and g.tokenizer is not None:
@@ -45,11 +44,7 @@ class Answer:
         """The changes of the parts, with the log-probabilities of added text."""
         if self._logprobs is not None:
             self._logprobs.add(piece.token_ids, piece.logprobs)
-        finish = piece.finish
-        ends = finish is not None
-        deltas = self._parser.push(piece.text) + (self._parser.finish(piece.generation.beginnings) if ends else [])
-        close = () if finish is None else self._parts.close(is_whole=finish["type"] == "stop")
-        for change, part, text in chain(self._parts.push(deltas), close):
+        for change, part, text in self._parts.push(piece):
             entries = []
             if change == "add" and self._logprobs is not None:
                 entries = self._logprobs.of(part.kind, text)
@@ -58,9 +53,7 @@ class Answer:
 
     def whole(self) -> ResponseObject:
         """The response of an output that was not streamed and has ended."""
-        g = self._generation
-        for _ in self.push(Piece(g, g.text, g.output_ids, g.output_logprobs, g.finish)):
-            pass
+        deque(self.push(whole_piece(self._generation)), maxlen=0)
         return self.ended()
 
     def begun(self) -> ResponseObject:

@@ -131,7 +131,7 @@ class ResponsesApi:
             return []
         if self._store is None:
             words = f"bodies above {PROCESS_BYTES} bytes cannot continue a stored response; send the whole conversation"
-            raise InputError(f"previous_response_id: {words} as input", field="previous_response_id")
+            raise InputError.at("previous_response_id", f"{words} as input")
         return self._store.conversation(req.previous_response_id)
 
     def _keep(self, answer: Answer, response: ResponseObject) -> None:
@@ -165,8 +165,7 @@ class ResponsesApi:
         """A stored response, or the state of one in the background."""
         assert self._store is not None
         if read_query(request, RetrieveQuery).stream:
-            words = "a stored response is not streamed; request it until its status is completed"
-            raise InputError(f"stream: {words}", field="stream")
+            raise InputError.at("stream", "a stored response is not streamed; request it until its status is completed")
         return Response(self._store.response(request.path_params["response_id"]), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:

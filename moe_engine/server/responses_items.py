@@ -50,7 +50,7 @@ def page_of(items: list[dict[str, Any]], query: InputItemsQuery) -> ItemList:
     if query.after is not None:
         places = [i for i, item in enumerate(ordered) if item["id"] == query.after]
         if not places:
-            raise InputError(f"after: {query.after!r:.80} is not the id of an item of this input", field="after")
+            raise InputError.at("after", f"{query.after!r:.80} is not the id of an item of this input")
         begin = places[0] + 1
     page = ordered[begin : begin + query.limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")

@@ -64,13 +64,14 @@ def chat_request(
 def check_options(req: ResponsesRequest) -> None:
     """Raises InputError for fields that contradict each other or this API."""
     if req.n not in (None, 1):
-        raise InputError(f"n: a response has one output; got {req.n}", field="n")
+        raise InputError.at("n", f"a response has one output; got {req.n}")
     if req.background and req.stream:
-        words = "is not available with background: true; leave out one, and request the response until it has ended"
-        raise InputError(f"stream: {words}", field="stream")
+        raise InputError.at(
+            "stream",
+            "is not available with background: true; leave out one, and request the response until it has ended",
+        )
     if req.background and req.store is False:
-        words = "needs store: true, as the answer is read from the store"
-        raise InputError(f"background: {words}", field="background")
+        raise InputError.at("background", "needs store: true, as the answer is read from the store")
 
 
 def shortened(messages: list[dict[str, Any]], plan_of: Callable[[list[dict[str, Any]]], T]) -> T:
@@ -145,7 +146,7 @@ def _message(item: Any, field: str) -> dict[str, Any]:
     kind = item.get("type") or "message"
     if kind == "message":
         if "role" not in item:
-            raise InputError(f"{field}.role: is required", field=f"{field}.role")
+            raise InputError.at(f"{field}.role", "is required")
         content = item.get("content")
         if item["role"] != "assistant" and isinstance(content, list) and any(map(_is_image, content)):
             return {"role": item["role"], "content": _parts(content, f"{field}.content")}
@@ -160,7 +161,7 @@ def _message(item: Any, field: str) -> dict[str, Any]:
     if kind == "reasoning":
         thoughts = item.get("content") or item.get("summary") or []
         return {"role": "assistant", "content": None, "reasoning_content": _text(thoughts, f"{field}.content")}
-    raise InputError(f"{field}.type: {kind!r:.60} is not available here", field=f"{field}.type")
+    raise InputError.at(f"{field}.type", f"{kind!r:.60} is not available here")
 
 
 def _is_image(part: Any) -> bool:
@@ -175,7 +176,7 @@ def _parts(content: list[Any], field: str) -> list[dict[str, Any]]:
         if not _is_image(part):
             found.append({"type": "text", "text": _text([part], field)})
         elif part.get("file_id") is not None:
-            raise InputError(f"{place}.file_id: files are not stored; send image_url", field=f"{place}.file_id")
+            raise InputError.at(f"{place}.file_id", "files are not stored; send image_url")
         else:
             found.append(PlacedImage(string_at(part, "image_url", place), f"{place}.image_url"))
     return found
@@ -185,14 +186,14 @@ def _text(content: Any, field: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InputError(f"{field}: expected a string or a list of parts, got {content!r:.60}", field=field)
+        raise InputError.at(field, f"expected a string or a list of parts, got {content!r:.60}")
     texts = []
     for i, part in enumerate(content):
         place = f"{field}[{i}]"
         kind = part.get("type") if isinstance(part, dict) else part
         name = TEXTS.get(str(kind)) if isinstance(part, dict) else None
         if name is None:
-            raise InputError(f"{place}.type: {kind!r:.60} is not available here; send text", field=f"{place}.type")
+            raise InputError.at(f"{place}.type", f"{kind!r:.60} is not available here; send text")
         texts.append(string_at(part, name, place))
     return "".join(texts)
 
@@ -215,7 +216,7 @@ def _format(req: ResponsesRequest) -> dict[str, Any] | None:
     if found["type"] == "json_object":
         return {"type": "json_object"}
     if "schema" not in found:
-        raise InputError("text.format.schema: is required", field="text.format.schema")
+        raise InputError.at("text.format.schema", "is required")
     return {"type": "json_schema", "json_schema": {name: value for name, value in found.items() if name != "type"}}
 
 

@@ -63,8 +63,7 @@ class ResponseStore:
         """The items that a response was made from. Raises like `response`, and InputError for one that has not ended;
         `field`: the client's name of the id."""
         if name in self._running:
-            words = f"the response {name!r:.80} has not ended; wait until its status is completed"
-            raise InputError(f"{field}: {words}", field=field)
+            raise InputError.at(field, f"the response {name!r:.80} has not ended; wait until its status is completed")
         found: list[dict[str, Any]] = msgspec.json.decode(self._entry(name, field)[1])
         return found
 
@@ -83,7 +82,7 @@ class ResponseStore:
     def check_begin(self, name: str) -> None:
         """Raises InputError: its id is that of a response in the background, or there are too many of them (503)."""
         if name in self._running:
-            raise InputError(f"rid: the response {name!r:.80} has not ended; use another id", field="rid")
+            raise InputError.at("rid", f"the response {name!r:.80} has not ended; use another id")
         if len(self._running) >= self._max_responses:
             raise InputError(f"{len(self._running)} responses are in the background already; try later", status=503)
 
@@ -96,8 +95,9 @@ class ResponseStore:
         await self._end(name)
         found = self.response(name)
         if not msgspec.json.decode(found)["background"]:
-            words = f"the response {name!r:.80} is not in the background; the end of its connection ends it"
-            raise InputError(f"response_id: {words}", field="response_id")
+            raise InputError.at(
+                "response_id", f"the response {name!r:.80} is not in the background; the end of its connection ends it"
+            )
         return found
 
     async def _end(self, name: str) -> None:
@@ -112,10 +112,10 @@ class ResponseStore:
 
     def _entry(self, name: str, field: str) -> tuple[bytes, bytes]:
         if name not in self._kept:
-            raise InputError(
-                f"{field}: no response {name!r:.80} is stored; it was created with store: false, was deleted, was "
+            raise InputError.at(
+                field,
+                f"no response {name!r:.80} is stored; it was created with store: false, was deleted, was "
                 "replaced by newer ones, or the server has restarted",
-                field=field,
                 status=404,
             )
         self._kept.move_to_end(name)

@@ -104,7 +104,7 @@ def _callable(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str,
 def _called(tool: Mapping[str, Any], field: str, namespace: str | None = None) -> Called:
     if tool["type"] not in ("function", "custom"):
         words = "is a tool of OpenAI's servers, which is not available; send functions"
-        raise InputError(f"{field}.type: {tool['type']!r:.60} {words}", field=f"{field}.type")
+        raise InputError.at(f"{field}.type", f"{tool['type']!r:.60} {words}")
     return Called(tool["type"], string_at(tool, "name", field), namespace)
 
 

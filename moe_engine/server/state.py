@@ -56,10 +56,10 @@ class ServerState:
         """
         if model is not None and ":" in model and model not in self._names:
             base, _, adapter = model.partition(":")
-            raise InputError(
-                f"model: {adapter!r:.80} in {model!r:.80} names a LoRA adapter, and vectors and scores have none; send "
+            raise InputError.at(
+                "model",
+                f"{adapter!r:.80} in {model!r:.80} names a LoRA adapter, and vectors and scores have none; send "
                 f"{base!r:.80}",
-                field="model",
             )
         return self.response_model(model)
 

@@ -1,10 +1,8 @@
-"""Endpoints of trainers that send weights through a process group."""
+"""Endpoints of trainers that send weights through a process group. Work continues if the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -42,12 +40,12 @@ class TrainerApi:
             asked.group_name,
             asked.backend,
         )
-        return _changed(await _shielded(self._groups.init(trainer, asked.timeout)))
+        return _changed(await asyncio.shield(self._groups.init(trainer, asked.timeout)))
 
     async def destroy_group(self, request: Request) -> Response:
         """Ends the membership of every rank in a group."""
         asked = decode_body(await read_large(request) or b"{}", DestroyGroupRequest)
-        return _changed(await _shielded(self._groups.destroy(asked.group_name)))
+        return _changed(await asyncio.shield(self._groups.destroy(asked.group_name)))
 
     async def update_weights(self, request: Request) -> Response:
         """Replaces weights by tensors that the trainer broadcasts meanwhile.
@@ -65,12 +63,7 @@ class TrainerApi:
             abort=bool(asked.abort_all_requests),
             seconds=asked.timeout,
         )
-        return updated_response(await _shielded(update))
-
-
-async def _shielded(work: Coroutine[Any, Any, Updated]) -> Updated:
-    """Continues if the client disconnects."""
-    return await asyncio.shield(work)
+        return updated_response(await asyncio.shield(update))
 
 
 def _changed(done: Updated) -> Response:

@@ -89,7 +89,7 @@ def _of_structured_outputs(value: Mapping[str, Any] | None) -> Iterator[Found]:
         field = f"structured_outputs.{name}"
         if name not in IN_STRUCTURED_OUTPUTS:
             known = ", ".join(IN_STRUCTURED_OUTPUTS)
-            raise InputError(f"{field}: not available yet in moe-engine; known are {known}", field=field)
+            raise InputError.at(field, f"not available yet in moe-engine; known are {known}")
         yield field, IN_STRUCTURED_OUTPUTS[name], given
 
 
@@ -103,7 +103,7 @@ def _of_response_format(form: Mapping[str, Any] | None) -> Iterator[Found]:
         field = "response_format.json_schema"
         described = form.get("json_schema")
         if not isinstance(described, dict) or "schema" not in described:
-            raise InputError(f"{field}: expected an object with name and schema", field=field)
+            raise InputError.at(field, "expected an object with name and schema")
         yield f"{field}.schema", "json_schema", described["schema"]
     elif kind == "structural_tag":
         yield "response_format", "structural_tag", form
@@ -116,7 +116,7 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
     unread = False
     if kind == "json_object":
         if value is not True:
-            raise InputError(f"{field}: expected true or false, got {value!r:.80}", field=field)
+            raise InputError.at(field, f"expected true or false, got {value!r:.80}")
         kind, source = "json_schema", ANY_OBJECT
     elif kind == "json_schema" and (text := _large_text(value, field)) is not None:
         source, unread = text, True
@@ -126,17 +126,17 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
         source = _choices(field, value)
     else:
         if not isinstance(value, str) or not value:
-            raise InputError(f"{field}: expected a string, got {value!r:.80}", field=field)
+            raise InputError.at(field, f"expected a string, got {value!r:.80}")
         check_unicode(value, field)
         source = value
     if len(source) > MAX_CHARS:
-        raise InputError(f"{field}: {len(source)} characters; at most {MAX_CHARS} are allowed", field=field)
+        raise InputError.at(field, f"{len(source)} characters; at most {MAX_CHARS} are allowed")
     return Constraint(kind, source, field, unread=unread)
 
 
 def _choices(field: str, value: Any) -> str:
     if not isinstance(value, list) or not value or {*map(type, value)} != {str} or "" in value:
-        raise InputError(f"{field}: expected a list of texts, got {value!r:.80}", field=field)
+        raise InputError.at(field, f"expected a list of texts, got {value!r:.80}")
     try:
         "".join(value).encode()
     except UnicodeEncodeError:
@@ -180,16 +180,16 @@ def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
         if source.count("{") + source.count("[") > MAX_DEPTH:
             _check_depth(field, value)
     except json.JSONDecodeError as error:
-        raise InputError(f"{field}: is not valid JSON: {error}", field=field) from None
+        raise InputError.at(field, f"is not valid JSON: {error}") from None
     except RecursionError:
-        raise InputError(f"{field}: nested too deep; at most {MAX_DEPTH} levels", field=field) from None
+        raise InputError.at(field, f"nested too deep; at most {MAX_DEPTH} levels") from None
     except UnicodeEncodeError:
-        raise InputError(f"{field}: contains half of a surrogate pair; send valid Unicode", field=field) from None
+        raise InputError.at(field, "contains half of a surrogate pair; send valid Unicode") from None
     except ValueError as error:
         why = "an object or list contains itself" if "Circular" in str(error) else "a number is not finite, or too long"
-        raise InputError(f"{field}: {why}", field=field) from None
+        raise InputError.at(field, why) from None
     if not isinstance(value, types):
-        raise InputError(f"{field}: expected a JSON object, got {source:.80}", field=field)
+        raise InputError.at(field, f"expected a JSON object, got {source:.80}")
     return source
 
 
@@ -232,4 +232,4 @@ def _check_depth(field: str, value: Any) -> None:
     ]:  # fmt: skip
         depth += 1
         if depth > MAX_DEPTH:
-            raise InputError(f"{field}: nested too deep; at most {MAX_DEPTH} levels", field=field)
+            raise InputError.at(field, f"nested too deep; at most {MAX_DEPTH} levels")

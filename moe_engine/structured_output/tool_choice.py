@@ -78,7 +78,7 @@ def tool_constraint(
     for i, tool in enumerate(tools):
         function, field = tool["function"], f"tools[{i}].function"
         if function["name"] in seen:
-            raise InputError(f"{field}.name: {function['name']!r:.80} is defined twice", field=f"{field}.name")
+            raise InputError.at(f"{field}.name", f"{function['name']!r:.80} is defined twice")
         seen.add(function["name"])
         calls.append(_call(function, form, syntax, field, enforced=required or function.get("strict") is True))
     found = Calls(
@@ -95,7 +95,7 @@ def tool_constraint(
 def _call(function: Mapping[str, Any], form: str, syntax: CallSyntax, field: str, *, enforced: bool) -> OneCall:
     name = function["name"]
     if not _is_readable(name, form, syntax):
-        raise InputError(f"{field}.name: {name!r:.80} cannot be written in format {form}", field=f"{field}.name")
+        raise InputError.at(f"{field}.name", f"{name!r:.80} cannot be written in format {form}")
     schema = _arguments(function.get("parameters"), f"{field}.parameters") if enforced else ANY_ARGUMENTS
     if syntax.parameters is not None:
         whole = schema if enforced else function.get("parameters")
@@ -124,5 +124,5 @@ def _arguments(parameters: Any, field: str) -> Any:
         return NO_PARAMETERS
     json_source(field, parameters, (dict,))
     if parameters.get("type", "object") != "object":
-        raise InputError(f"{field}.type: expected 'object', got {parameters['type']!r:.80}", field=f"{field}.type")
+        raise InputError.at(f"{field}.type", f"expected 'object', got {parameters['type']!r:.80}")
     return {"type": "object", **parameters}

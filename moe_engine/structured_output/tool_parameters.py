@@ -40,13 +40,11 @@ def parameters_of_call(
         InputError: names the part that is not enforced.
     """
     for word in sorted(set(schema) - _OF_OBJECT) if strict else ():
-        raise InputError(
-            f"{field}.{word}: is not enforced in this format of calls; leave it out", field=f"{field}.{word}"
-        )
+        raise InputError.at(f"{field}.{word}", "is not enforced in this format of calls; leave it out")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         where = f"{field}.required" if isinstance(properties, Mapping) else f"{field}.properties"
-        raise InputError(f"{where}: has the wrong type", field=where)
+        raise InputError.at(where, "has the wrong type")
     rest = schema.get("additionalProperties", True)
     found = []
     for name in [*properties, *(name for name in required if name not in properties)]:
@@ -55,7 +53,7 @@ def parameters_of_call(
             found.append(_parameter(name, own, schema, syntax, name in required, strict))
         elif name in required and strict:
             where = f"{field}.properties" if name in properties else f"{field}.required"
-            raise InputError(f"{where}: {name!r:.80} cannot be written in this format of calls", field=where)
+            raise InputError.at(where, f"{name!r:.80} cannot be written in this format of calls")
     return found
 
 

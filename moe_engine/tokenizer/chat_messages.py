@@ -55,7 +55,7 @@ def refuse_reserved(kwargs: Mapping[str, Any] | None) -> None:
     """
     if clash := _RESERVED & set(kwargs or {}):
         where = f"chat_template_kwargs.{min(clash)}"
-        raise InputError(f"{where}: is set by the server; leave it out", field=where)
+        raise InputError.at(where, "is set by the server; leave it out")
 
 
 def prepare_message(message: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]:

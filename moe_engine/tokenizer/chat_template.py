@@ -140,12 +140,12 @@ class ChatTemplate(ChatEncoder):
                 # templates that concatenate arguments, such as DeepSeek's, need them as text, as OpenAI sends them
                 return template.render(messages=[_arguments_as_text(m) for m in prepared], **context)
         except jinja2.TemplateError as exc:
-            raise InputError(f"messages: the chat template refuses them: {exc}", field="messages") from exc
+            raise InputError.at("messages", f"the chat template refuses them: {exc}") from exc
         except (
             TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError
         ) as exc:  # fmt: skip
-            raise InputError(
-                f"messages: the chat template cannot render them ({type(exc).__name__}: {exc})", field="messages"
+            raise InputError.at(
+                "messages", f"the chat template cannot render them ({type(exc).__name__}: {exc})"
             ) from exc
 
     def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:

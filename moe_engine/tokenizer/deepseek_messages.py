@@ -113,10 +113,9 @@ class DeepseekChat(ChatEncoder, ABC):
         return f"{reasoning}{content}{self.eos}"
 
     def unknown_role(self, role: str, i: int) -> InputError:
-        return InputError(
-            f"messages[{i}].role: {role!r:.40} is unknown to {self.model}; use system, developer, user, assistant or "
-            "tool",
-            field=f"messages[{i}].role",
+        return InputError.at(
+            f"messages[{i}].role",
+            f"{role!r:.40} is unknown to {self.model}; use system, developer, user, assistant or tool",
         )
 
 
@@ -171,7 +170,7 @@ def _call(call: Mapping[str, Any], mark: str, place: str) -> str:
     arguments = function["arguments"]
     if not isinstance(arguments, dict):
         where = f"{place}.function.arguments"
-        raise InputError(f"{where}: must be a JSON object", field=where)
+        raise InputError.at(where, "must be a JSON object")
     lines = []
     for key, value in arguments.items():
         is_text = isinstance(value, str)

@@ -92,9 +92,6 @@ def _result(turns: Sequence[Mapping[str, Any]], i: int, ends: bool) -> str:
         first -= 1
     calls = turns[first - 1].get("tool_calls") if first else None
     if not calls or i - first >= len(calls):
-        raise InputError(
-            f"messages[{i}]: a tool result without a tool call of the assistant's message before it",
-            field=f"messages[{i}]",
-        )
+        raise InputError.at(f"messages[{i}]", "a tool result without a tool call of the assistant's message before it")
     begin = "\n\n<function_results>" if i == first else ""
     return f"{begin}\n<result>{turns[i]['content']}</result>" + ("\n</function_results>" if ends else "")

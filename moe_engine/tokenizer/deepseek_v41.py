@@ -79,7 +79,7 @@ class DeepseekV41Chat(DeepseekV4Chat):
         if isinstance(asked, int) and not isinstance(asked, bool):
             if not 1 <= asked <= _MOST:
                 where = "chat_template_kwargs.reasoning_effort"
-                raise InputError(f"{where}: {asked} is not from 1 to {_MOST}", field=where)
+                raise InputError.at(where, f"{asked} is not from 1 to {_MOST}")
             return self.effort_text.replace(_BUDGET, str(asked))
         budget = self.efforts.get(str(asked), self.efforts.get(self.default_effort))
         return "" if budget is None else self.effort_text.replace(_BUDGET, str(budget))

@@ -31,4 +31,4 @@ def fill_in_middle(tokenizer: Tokenizer, prompt: str, suffix: str, form: str | N
         if all(tokenizer.token_id(token) is not None for token in (before, hole, end)):
             return f"{before}{prompt}{hole}{suffix}{end}"
     missing = "tokens for the middle of a text" if form is None else f"{' '.join(FORMS[form])} (--completion-template)"
-    raise InputError(f"suffix: the vocabulary of this model has no {missing}; leave it out", field="suffix")
+    raise InputError.at("suffix", f"the vocabulary of this model has no {missing}; leave it out")

@@ -77,7 +77,7 @@ class KimiK3Chat(ChatEncoder):
             else:
                 where = f"messages[{i}].role"
                 known = "system, developer, user, assistant or tool"
-                raise InputError(f"{where}: {role!r:.40} is unknown to Kimi K3; use {known}", field=where)
+                raise InputError.at(where, f"{role!r:.40} is unknown to Kimi K3; use {known}")
         out += _in_order(results)
         if add_generation_prompt:
             out.append(_tag("message", role="assistant") + (RESPONSE if effort is None else THINK))
@@ -115,7 +115,7 @@ def _effort(kwargs: Mapping[str, Any] | None) -> str | None:
     if effort == "none":
         return None
     if effort is not None and effort not in EFFORTS:
-        raise InputError(f"{name}: {effort!r:.40} is unknown to Kimi K3; use none, {', '.join(EFFORTS)}", field=name)
+        raise InputError.at(name, f"{effort!r:.40} is unknown to Kimi K3; use none, {', '.join(EFFORTS)}")
     return effort or "max"
 
 
@@ -143,7 +143,7 @@ def _call(call: Mapping[str, Any], j: int, place: str) -> str:
     arguments = call["function"]["arguments"]
     if not isinstance(arguments, dict):
         where = f"{place}.function.arguments"
-        raise InputError(f"{where}: must be a JSON object", field=where)
+        raise InputError.at(where, "must be a JSON object")
     written = []
     for key, value in arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -158,7 +158,7 @@ def _result(turn: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], given: 
     name = calls[place]["function"]["name"] if place < len(calls) else turn.get("name")
     if name is None:
         where = f"messages[{i}].tool_call_id"
-        raise InputError(f"{where}: no call of the answer before it has this id; give `name`", field=where)
+        raise InputError.at(where, "no call of the answer before it has this id; give `name`")
     return place + 1, _message(turn["content"], role="tool", tool=name, index=place + 1)
 
 

@@ -144,7 +144,7 @@ def compiled(pattern: str, field: str) -> StopRegex:
     try:
         return StopRegex(pattern)
     except ValueError as error:
-        raise InputError(f"{field}: {pattern!r:.80} {error}", field=field) from None
+        raise InputError.at(field, f"{pattern!r:.80} {error}") from None
 
 
 class RegexMatcher:

@@ -85,5 +85,6 @@ class SamplingParams:
         ):
             for token in ids:
                 if not 0 <= token < vocab_size:
-                    words = f"token id {token} is outside the vocabulary [0, {vocab_size})"
-                    raise InputError(f"{prefix}.{name}: {words}", field=f"{prefix}.{name}")
+                    raise InputError.at(
+                        f"{prefix}.{name}", f"token id {token} is outside the vocabulary [0, {vocab_size})"
+                    )
