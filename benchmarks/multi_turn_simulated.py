@@ -8,8 +8,8 @@ reads the answer, and pauses. Two variants, each measured at every load:
 - hold: the KV of sessions that fit is held (the default)
 
 Reported: output tokens per second of turns that ended in the measured interval; time to first token of returning turns;
-the cached share of prompts. Target: with hold the throughput never falls below 0.95 of its peak at a larger load. The
-simulator has no host tier.
+the cached share of prompts. Target: with hold the throughput never falls below 0.95 of its peak at a larger load.
+Simulated without a host tier.
 """
 
 from __future__ import annotations

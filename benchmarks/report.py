@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from moe_engine.cli.output_file import writing
 from moe_engine.config.flags import Parser
+from moe_engine.config.help import Formatter
 from moe_engine.errors import ConfigError
 
 QUIET_LOAD = 0.5
@@ -177,8 +178,9 @@ class _Parser(Parser):
 
 def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
     """The parser of ``moe-engine bench NAME``; its help begins with `doc`, the benchmark's docstring."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    return _Parser(f"moe-engine bench {name}", description=doc, formatter_class=formatter, **options)
+    program = f"moe-engine bench {name}"
+    options.setdefault("usage", f"{program} [options]")
+    return _Parser(program, description=doc, formatter_class=Formatter, **options)
 
 
 def parse_with_engine_flags(
