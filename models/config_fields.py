@@ -233,6 +233,12 @@ def rope_section(fields: Fields) -> Fields | None:
     return next((section for section in found if section is not None and section.raw), None)
 
 
+def check_heads(section: Fields, name: str, heads: int, width: int) -> None:
+    """Raises ConfigError for heads of a vision tower that rows and columns cannot rotate."""
+    if width % heads or (width // heads) % 4:
+        section.fail(name, f"{heads} does not divide {width} into heads of a multiple of 4 channels")
+
+
 def _original_length(fields: Fields, section: Fields) -> int:
     """Positions before scaling. A field next to the section comes first, as in transformers."""
     own = (part.integer(_ORIGINAL_LENGTH, None) for part in (fields, section))
@@ -264,13 +270,9 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
     if attention_factor is None:
         both = bool(mscale) and bool(all_dim)
         attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor)
-    return RopeConfig(
-        base.theta,
-        base.width,
-        base.interleaved,
-        "yarn",
+    return replace(
+        base,
         factor=factor,
-        original_max_position=base.original_max_position,
         max_position=int(factor * base.original_max_position),
         beta_fast=section.number("beta_fast", 32.0, above=0),
         beta_slow=section.number("beta_slow", 1.0, above=0),

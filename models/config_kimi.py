@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_deepseek
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_fields import Fields, check_heads
 from moe_engine.models.vision_config import KIMI, KIMI_K3, VisionConfig
 
 NORM_EPS = 1e-5
@@ -28,8 +28,7 @@ def parse_kimi_k25(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         _integer(section, "vt_hidden_size", "hidden_size"),
         _integer(section, "vt_num_attention_heads", "num_attention_heads"),
     )
-    if width % heads or (width // heads) % 4:
-        section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")
+    check_heads(section, "num_attention_heads", heads, width)
     projected = section.integer("mm_hidden_size", None) or fields.integer("projection_hidden_size", width)
     if projected != width:
         fields.fail("projection_hidden_size", f"{projected} is not the width {width} of the tower")
@@ -72,10 +71,7 @@ def kimi_k3_vision(fields: Fields, section: Fields, out_width: int) -> VisionCon
             section.fail(name, f"{found!r} is not supported; supported: {value!r}")
     width, heads = section.integer("vt_hidden_size"), section.integer("vt_num_attention_heads")
     inner = section.integer("qkv_hidden_size", None) or width
-    if inner % heads or (inner // heads) % 4:
-        section.fail(
-            "vt_num_attention_heads", f"{heads} does not divide {inner} into heads of a multiple of 4 channels"
-        )
+    check_heads(section, "vt_num_attention_heads", heads, inner)
     if (projected := section.integer("mm_hidden_size", width)) != width:
         section.fail("mm_hidden_size", f"{projected} is not the width {width} of the tower")
     return VisionConfig(

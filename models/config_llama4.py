@@ -10,7 +10,7 @@ from typing import Any
 from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_families import check_moe, parse_gqa
-from moe_engine.models.config_fields import Fields, added_tokens
+from moe_engine.models.config_fields import Fields, added_tokens, check_heads
 from moe_engine.models.formats.fp4 import FP4
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
@@ -76,8 +76,7 @@ def _tower(fields: Fields, section: Fields, out_width: int) -> VisionConfig:
     section.check_served({"hidden_act": "gelu", "vision_feature_select_strategy": "default"})
     section.check_served({"multi_modal_projector_bias": False})
     width, heads = section.integer("hidden_size", 768), section.integer("num_attention_heads", 16)
-    if width % heads or (width // heads) % 4:
-        section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")
+    check_heads(section, "num_attention_heads", heads, width)
     size, patch = section.integer("image_size", 448), section.integer("patch_size", 14)
     ratio = section.number("pixel_shuffle_ratio", 0.5, above=0)
     merge = round(1 / ratio)

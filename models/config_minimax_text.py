@@ -69,7 +69,6 @@ def _scales(fields: Fields, part: str, is_attention: int) -> tuple[float, float]
     own = f"{part}_attn" if is_attention else part
     published = f"layernorm_{part}_attention" if is_attention else f"layernorm_{part}"
     alpha, beta = (
-        fields.number(f"{own}_{name}_factor", fields.number(f"{published}_{name}", 1.0))
-        for name in ("alpha", "beta")
+        fields.number(f"{own}_{name}_factor", fields.number(f"{published}_{name}", 1.0)) for name in ("alpha", "beta")
     )
     return alpha, beta

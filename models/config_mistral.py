@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_families import parse_deepseek, parse_dense, parse_gqa
-from moe_engine.models.config_fields import Fields, added_tokens, rope_section
+from moe_engine.models.config_fields import Fields, added_tokens, check_heads, rope_section
 from moe_engine.models.formats.float8 import Float8
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
@@ -111,8 +111,7 @@ def parse_llava(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 
 def tower_of(fields: Fields, section: Fields, config: ModelConfig) -> VisionConfig:
     width, heads = section.integer("hidden_size", 1024), section.integer("num_attention_heads", 16)
-    if width % heads or (width // heads) % 4:
-        section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")
+    check_heads(section, "num_attention_heads", heads, width)
     fields.check_served({"vision_feature_layer": (-1, [-1]), "projector_hidden_act": "gelu"})
     activation = section.choice("hidden_act", "gelu", "silu", "gelu")
     rotary = section.section("rope_parameters") or section

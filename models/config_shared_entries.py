@@ -22,7 +22,7 @@ from moe_engine.models.config_compressed import (
     with_expert_format,
 )
 from moe_engine.models.config_families import build_config
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_fields import Fields, check_heads
 from moe_engine.models.engram_config import EngramConfig
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.vision_config import DEEPSEEK_V41, VisionConfig
@@ -72,8 +72,7 @@ def _vision(fields: Fields, out_width: int) -> VisionConfig | None:
     if section is None or not (layers := section.integer("num_hidden_layers", 32, minimum=0)):
         return None
     width, heads = section.integer("hidden_size", 1024), section.integer("num_attention_heads", 16)
-    if width % heads or (width // heads) % 4:
-        section.fail("num_attention_heads", f"{heads} does not divide {width} into heads of a multiple of 4 channels")
+    check_heads(section, "num_attention_heads", heads, width)
     return VisionConfig(
         tower=DEEPSEEK_V41,
         width=width,

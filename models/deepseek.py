@@ -13,11 +13,9 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.decoder_layer import FeedForward
+from moe_engine.models.layers.gated_mla import GatedMLAAttention
 from moe_engine.models.layers.input_queries import InputSparseMLA
 from moe_engine.models.layers.mla import MLAAttention
-from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.sparse_mla import SparseMLAAttention
 from moe_engine.models.layers.stack import LayerStack
@@ -43,10 +41,13 @@ class DeepseekModel(Decoder):
         self._max_expanded_tokens = max_expanded_tokens
         super().__init__(config, reader, backends, parallel, max_positions)
 
-    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> MLAAttention:
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         attention, kind = self.config.attention, MLAAttention
-        if isinstance(attention, MLAConfig) and attention.indexer is not None:
+        assert isinstance(attention, MLAConfig)
+        if attention.indexer is not None:
             kind = InputSparseMLA if attention.indexer.from_input else SparseMLAAttention
+        elif attention.gate_width:
+            kind = GatedMLAAttention
         return kind(
             self.config,
             layer_index,
@@ -56,16 +57,6 @@ class DeepseekModel(Decoder):
             rotary,
             max_expanded_tokens=self._max_expanded_tokens,
         )
-
-    def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
-        config = self.config
-        is_mtp = layer_index >= config.num_layers
-        is_moe = config.is_moe if is_mtp else config.moe_layers[layer_index]
-        if is_moe:
-            return MoE(config, layer_index, self.backends, reader, self.parallel)
-        widths = config.hidden_size, config.intermediate_size
-        name, form = f"model.layers.{layer_index}.mlp", config.dense_activation
-        return MLP.dense(self.backends, reader, self.parallel, name, *widths, activation=form)
 
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
         return self.stack_of_layers(first_norm)

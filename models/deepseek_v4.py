@@ -12,8 +12,6 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.layers.compressed_attention import CompressedAttention
 from moe_engine.models.layers.compressed_step import StepRows
-from moe_engine.models.layers.decoder_layer import FeedForward
-from moe_engine.models.layers.moe import MoE
 from moe_engine.models.stream_residual import StreamResidual
 from moe_engine.models.weights import WeightSource
 
@@ -41,9 +39,6 @@ class DeepseekV4Model(StreamResidual):
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> CompressedAttention:
         return CompressedAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary, self._steps)
-
-    def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
-        return MoE(self.config, layer_index, self.backends, reader, self.parallel)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self._steps.of(batch)

@@ -8,12 +8,8 @@ from typing import Any
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.gqa import GQAttention, group_inputs
-from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.normed_experts import NormedMoE
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource
 
@@ -32,13 +28,3 @@ class DenseModel(Decoder):
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, group_inputs(batch, self.config.cache_groups, self.backends.attention)  # type: ignore[arg-type]
-
-    def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
-        config, layer = self.config, f"model.layers.{layer_index}"
-        is_mtp = layer_index >= config.num_layers
-        if config.is_mtp_moe if is_mtp else config.moe_layers[layer_index]:
-            normed = config.moe is not None and config.moe.normed
-            return (NormedMoE if normed else MoE)(config, layer_index, self.backends, reader, self.parallel)
-        widths = config.hidden_size, config.intermediate_size
-        own = config.mlp_bias, config.dense_activation
-        return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, *own)

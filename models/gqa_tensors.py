@@ -11,7 +11,7 @@ from moe_engine.models.config import GQAConfig
 from moe_engine.models.tensor_spec import Kind, TensorSpec, linear, norm
 
 ROTATED_NORMS = ("query_layernorm", "key_layernorm")
-"""Norms of q and k after the rotation (Hunyuan)."""
+"""Norms of q and k after the rotation (Hunyuan, Ling 2.5)."""
 ROUTER_NORM, EXPERT_SCALES = "router_norm", "per_expert_scale"
 MLP_NORM = "pre_feedforward_layernorm"
 """The norm of the MLP's input, which is in no block."""

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import MLAConfig
 from moe_engine.models.deepseek import DeepseekModel
 from moe_engine.models.image_text import ImageInputs
 from moe_engine.models.layers.block_norm import BlockNorm, block_prefix, spread_blocks
-from moe_engine.models.layers.gated_mla import GatedMLAAttention
 from moe_engine.models.layers.kimi_delta_attention import KimiDeltaAttention
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource
@@ -28,11 +26,7 @@ class KimiLinearModel(DeepseekModel):
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         if layer_index in self.config.state_layers:
             return KimiDeltaAttention(self.config, layer_index, reader, self.backends, self.parallel)
-        assert isinstance(self.config.attention, MLAConfig)
-        if not self.config.attention.gate_width:
-            return super().make_attention(layer_index, reader, rotary)
-        layer = self.config, layer_index, reader, self.backends, self.parallel, rotary
-        return GatedMLAAttention(*layer, max_expanded_tokens=self._max_expanded_tokens)
+        return super().make_attention(layer_index, reader, rotary)
 
     def make_norm(self, reader: WeightSource, prefix: str) -> Any:
         if not self.config.residual_block:

@@ -14,7 +14,6 @@ from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesC
 from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.delta_tensors import delta_tensors
 from moe_engine.models.gqa_tensors import MLP_NORM, ROUTER_NORM, gqa_tensors, normed_experts_tensors
-from moe_engine.models.gqa_tensors import ROTATED_NORMS as ROTATED_NORMS
 from moe_engine.models.mla_tensors import indexer_tensors, mla_tensors
 from moe_engine.models.pooling import score_layers
 from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
@@ -30,7 +29,6 @@ GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
 BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 HEAD_BIAS = "lm_head.bias"
 LAYER_FACTOR = "layer_scalar"
-"""Norms of q and k after the rotation."""
 _ROTARY = "rotary_emb.inv_freq"
 _DECAYS = (".slope", ".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 ROTARY_FACTORS = "model.rotary_emb.alpha"

@@ -32,6 +32,7 @@ from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import LayerNorm, RMSNorm
+from moe_engine.models.layers.normed_experts import NormedMoE
 from moe_engine.models.layers.overlap_stages import Stages, interleave
 from moe_engine.models.layers.pooler import Pooler
 from moe_engine.models.layers.result_norm import ResultNorm, norm_names
@@ -283,7 +284,15 @@ class Decoder:
         raise NotImplementedError
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
-        raise NotImplementedError
+        """An MLP, or experts."""
+        config, layer = self.config, f"model.layers.{layer_index}"
+        is_mtp = layer_index >= config.num_layers
+        if config.is_mtp_moe if is_mtp else config.moe_layers[layer_index]:
+            normed = config.moe is not None and config.moe.normed
+            return (NormedMoE if normed else MoE)(config, layer_index, self.backends, reader, self.parallel)
+        widths = config.hidden_size, config.intermediate_size
+        own = config.mlp_bias, config.dense_activation
+        return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, *own)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """Attention arguments besides the hidden states; computed once per step on the host. `batch`: of `place`."""

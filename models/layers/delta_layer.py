@@ -31,6 +31,8 @@ class DeltaLayer:
 
     fused = None
     """The layer in one call, for draft chains: no kernel has it."""
+    inner_norms: Sequence[RMSNorm] = ()
+    """Norms whose results linear layers read: none."""
 
     def __init__(
         self, layer_index: int, backends: Backends, shape: DeltaShape, weights: DeltaWeights, out: Linear
@@ -55,11 +57,6 @@ class DeltaLayer:
         if self._narrow is None:
             return wide[:, : -self._narrow_rows], wide[:, -self._narrow_rows :]
         return wide, self._narrow(hidden)
-
-    @property
-    def inner_norms(self) -> list[RMSNorm]:
-        """Norms whose results linear layers read: none."""
-        return []
 
     @property
     def input_format(self) -> ActivationFormat:

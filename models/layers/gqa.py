@@ -73,6 +73,8 @@ class GQAttention:
 
     fused = None
     """The layer in one call, for draft chains: no kernel has it."""
+    inner_norms: Sequence[RMSNorm] = ()
+    """Norms whose results linear layers read: none."""
     in_stack: FusedGQA | None = None
     """The layer in a call of all layers, if the kernels support it."""
 
@@ -169,11 +171,6 @@ class GQAttention:
         self._head_norms: HeadNorms | None = None
         if self._q_norm is not None and self._k_norm is not None:
             self._head_norms = HeadNorms(self._q_norm.weight, self._k_norm.weight, self._norm_eps)
-
-    @property
-    def inner_norms(self) -> list[RMSNorm]:
-        """Norms whose results linear layers read: none."""
-        return []
 
     @property
     def first_product(self) -> Linear:

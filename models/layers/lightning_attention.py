@@ -6,6 +6,7 @@ Legend: T tokens, D hidden, H heads of this rank, Dh width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,13 +30,22 @@ EPS = 1e-6
 """Of the norm over all heads, whatever the model's is."""
 
 
+def decay_rates(layer_index: int, num_layers: int, heads: int) -> Tensor:
+    """Log decays of heads, negated, float32 [H]: slopes of ALiBi, smaller in later layers."""
+    slopes = 2.0 ** (-8 / heads * torch.arange(1, heads + 1, dtype=torch.float64))
+    return (slopes * (1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5)).float()
+
+
 class LightningAttention:
     """hidden [T, D] -> [T, D]: SiLU of q, k and v, the recurrence, a norm over all heads of all ranks, a gate. On
     several ranks each has some heads, and the result is a partial sum."""
 
     fused = in_stack = None
+    inner_norms: Sequence[RMSNorm] = ()
+    """Norms whose results linear layers read: none."""
     norm, out = "norm", "out_proj"
     """Names of tensors."""
+    decay_rates = staticmethod(decay_rates)
 
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends, parallel: ParallelContext
@@ -55,7 +65,7 @@ class LightningAttention:
             backends.ops, reader, f"{prefix}.{self.norm}.weight", self._channels, whole.norm_groups, eps,
             parallel.attn_tp,
         )  # fmt: skip
-        rates = self._rates(layer_index, config.num_layers, whole.value_heads)[share.cut(whole.value_heads)]
+        rates = self.decay_rates(layer_index, config.num_layers, whole.value_heads)[share.cut(whole.value_heads)]
         a_log = torch.zeros_like(rates) if reader.made_up else rates.log()
         a_log, none = a_log.to(reader.device), torch.zeros(heads, device=reader.device)
         self._weights = DeltaWeights(none, a_log, none, none, eps)
@@ -64,15 +74,6 @@ class LightningAttention:
         """The projections of the hidden states: q, k, v and gates."""
         rows, names = [3 * self._channels, self._channels], [f"{prefix}.{name}" for name in ("qkv_proj", "output_gate")]
         return load_linear(backends.linear, reader, names, rows, hidden, out_shares=[share, share])
-
-    def _rates(self, layer_index: int, num_layers: int, heads: int) -> Tensor:
-        """Log decays of all ranks' heads, negated, float32."""
-        return decay_rates(layer_index, num_layers, heads)
-
-    @property
-    def inner_norms(self) -> list[RMSNorm]:
-        """Norms whose results linear layers read: none."""
-        return []
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -95,9 +96,3 @@ class LightningAttention:
         heads, width = self._shape.value_heads, self._shape.value
         qkv, gate = self._inputs(hidden).split((3 * heads * width, heads * width), 1)
         return silu(qkv).unflatten(1, (heads, -1)), gate.unflatten(1, (heads, -1))
-
-
-def decay_rates(layer_index: int, num_layers: int, heads: int) -> Tensor:
-    """Log decays of heads, negated, float32 [H]: slopes of ALiBi, smaller in later layers."""
-    slopes = 2.0 ** (-8 / heads * torch.arange(1, heads + 1, dtype=torch.float64))
-    return (slopes * (1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5)).float()

@@ -50,7 +50,3 @@ class PostNorm(ResidualNorm):
     def _kept(self, normed: Tensor, residual: Tensor) -> Tensor:
         torch.mul(normed, self._alpha, out=residual)
         return normed
-
-    def stream(self, residual: Tensor) -> Tensor:
-        """See `RMSNorm`."""
-        return residual

@@ -14,12 +14,27 @@ from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
+from moe_engine.models.gqa_tensors import ROTATED_NORMS
 from moe_engine.models.layers.lightning_attention import LightningAttention
 from moe_engine.models.layers.linear import Linear, Projection, load_stacked
-from moe_engine.models.tensors import ROTATED_NORMS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share
+
+
+def decay_rates(layer_index: int, num_layers: int, heads: int) -> Tensor:
+    """Log decays of heads, negated, float32 [H]: slopes of ALiBi, smaller in later layers. As in the published file and
+    in transformers; SGLang and vLLM have the rates of the next layer."""
+    factor = 1 - (layer_index - 1) / (num_layers - 1) + 1e-5
+    return torch.tensor([slope * factor for slope in _slopes(heads)], dtype=torch.float64).float()
+
+
+def _slopes(heads: int) -> list[float]:
+    """2^(-8 i / H), i from 1; for a number of heads that is no power of two those of the next lower power, then every
+    second one of the next higher power."""
+    lower = 1 << (heads.bit_length() - 1)
+    found = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    return found if lower == heads else found + _slopes(2 * lower)[::2][: heads - lower]
 
 
 class RotatedLightning(LightningAttention):
@@ -27,6 +42,7 @@ class RotatedLightning(LightningAttention):
     scale Dh^-0.5 of q is in the epsilon of the norm of the results."""
 
     norm, out = "g_norm", "o_proj"
+    decay_rates = staticmethod(decay_rates)
 
     def __init__(
         self, config: ModelConfig, layer_index: int, reader: WeightSource, backends: Backends,
@@ -50,9 +66,6 @@ class RotatedLightning(LightningAttention):
         parts.append(Projection(f"{prefix}.g_proj", (channels, hidden), Cut(own)))
         return load_stacked(backends.linear, reader, parts)
 
-    def _rates(self, layer_index: int, num_layers: int, heads: int) -> Tensor:
-        return decay_rates(layer_index, num_layers, heads)
-
     def _mixed(self, hidden: Activation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         parts = self._inputs(hidden).unflatten(1, (4, self._shape.value_heads, -1))
         q, k, v, gate = parts.unbind(1)  # [T, H, Dh] each
@@ -67,18 +80,3 @@ class RotatedLightning(LightningAttention):
         for x in (q, k):
             self._ops.rotate_leading(x, batch.positions, table)
         return torch.cat((q, k, v), 2), gate
-
-
-def decay_rates(layer_index: int, num_layers: int, heads: int) -> Tensor:
-    """Log decays of heads, negated, float32 [H]: slopes of ALiBi, smaller in later layers. As in the published file and
-    in transformers; SGLang and vLLM have the rates of the next layer."""
-    factor = 1 - (layer_index - 1) / (num_layers - 1) + 1e-5
-    return torch.tensor([slope * factor for slope in _slopes(heads)], dtype=torch.float64).float()
-
-
-def _slopes(heads: int) -> list[float]:
-    """2^(-8 i / H), i from 1; for a number of heads that is no power of two those of the next lower power, then every
-    second one of the next higher power."""
-    lower = 1 << (heads.bit_length() - 1)
-    found = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
-    return found if lower == heads else found + _slopes(2 * lower)[::2][: heads - lower]

@@ -72,10 +72,6 @@ class StreamNorm(ResidualNorm):
         assert other is None
         return self._normed(x, residual)
 
-    def stream(self, residual: Tensor) -> Tensor:
-        """All streams: `HiddenTaps` takes their mean."""
-        return residual
-
     def write(self, x: Tensor, residual: Tensor) -> Tensor:
         """Adds x [T, D] to the streams, in place; returns them, [T, n D]."""
         self._read(x, residual)

@@ -21,8 +21,8 @@ class StopSwitch:
     """Passed to the HTTP server; `stop_after` stops it from inside."""
 
     def __init__(self) -> None:
-        self._stop: Callable[[], None] | None = None
-        self._disconnect: Callable[[], None] | None = None
+        self._stop: Callable[[], None] = lambda: None
+        self._disconnect: Callable[[], None] = lambda: None
 
     def connect(self, stop: Callable[[], None], disconnect: Callable[[], None]) -> None:
         """Called by the server with its functions to drain, and to close all connections."""
@@ -32,16 +32,8 @@ class StopSwitch:
         """Stops the server like SIGTERM, after a delay to respond to clients. The drain has a limit, which ends it for
         clients that read or send too slowly."""
         loop = asyncio.get_running_loop()
-        loop.call_later(seconds, self._fire)
-        loop.call_later(seconds + drain_seconds, self._end_drain)
-
-    def _fire(self) -> None:
-        if self._stop is not None:
-            self._stop()
-
-    def _end_drain(self) -> None:
-        if self._disconnect is not None:
-            self._disconnect()
+        loop.call_later(seconds, lambda: self._stop())
+        loop.call_later(seconds + drain_seconds, lambda: self._disconnect())
 
 
 class SecondSignal:

@@ -10,14 +10,13 @@ Legend: T tokens of this rank, N received tokens, R ranks, A live ranks other th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.parallel.collectives import Group
+from moe_engine.parallel.dispatch.all_to_all import VariableHandle
 from moe_engine.parallel.dispatch.buffers import RecordBuffer, RowBuffer
 from moe_engine.parallel.dispatch.expert_ids import live_ranks
 from moe_engine.parallel.dispatch.payload import RecordFormat
@@ -25,16 +24,6 @@ from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Token
 
 HEAD_BYTES = 16
 """Message header: rows in the message, and tokens of the sender; int64."""
-
-
-@dataclass(frozen=True)
-class Handle:
-    """Combine handle: the rows sent to and received from each rank, and their tokens."""
-
-    slot: int
-    positions: Tensor  # int32 [T, R] each token's row in the send buffer, by rank, then by token; -1: none
-    num_sent: list[int]
-    num_received: list[int]
 
 
 class HostAllToAll:
@@ -68,7 +57,7 @@ class HostAllToAll:
         for number, rank in enumerate(self._away, start=num_away):
             self._begins[rank] = number * room + HEAD_BYTES
 
-    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Handle]:
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, VariableHandle]:
         group, num_tokens = self._group, len(tokens.ids)
         positions, counts = self._permutation.route(tokens.ids, self._experts[1], self._live)
         num_sent: list[int] = counts.tolist()
@@ -92,9 +81,9 @@ class HostAllToAll:
             self._permutation.pack(parts, positions, [0] * group.size, self._records, leaving)
             group.all_to_all(records, leaving, num_received, num_sent)
             self._permutation.localize(arrived.ids, self._experts)
-        return arrived, Handle(slot, positions, num_sent, num_received)
+        return arrived, VariableHandle(slot, positions, num_sent, num_received)
 
-    def collect(self, partial: Tensor, handle: Handle) -> Tensor:
+    def collect(self, partial: Tensor, handle: VariableHandle) -> Tensor:
         returned = self._returned[handle.slot].take(sum(handle.num_sent))
         self._group.all_to_all(returned, partial, handle.num_sent, handle.num_received)
         return self._permutation.combine(returned, handle.positions)
