@@ -50,7 +50,7 @@ def parse_kimi_k25(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         video_token=fields.integer("video_token_id", None, minimum=0),
         num_positions=_positions(section) ** 2,
         norm_eps=NORM_EPS,
-        activation="gelu_pytorch_tanh",
+        activation=section.choice("hidden_act", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
     )
     return replace(config, vision=vision)
 

@@ -480,18 +480,28 @@ def check(shape: Shape, folder: Path, seed: int) -> float:
         config |= {name: None for name in shape.nulled if name in config}
         kept = {name: value for name, value in config.items() if name not in shape.dropped}
         file.write_text(json.dumps(kept | shape.added))
-        tokens, want = _reference(path, seed, shape.fields["vocab_size"])
+        tokens, want = reference(path, seed, shape.fields["vocab_size"])
     except Exception as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
     if not shape.has_index:
         (path / "model.safetensors.index.json").unlink(missing_ok=True)
-    model = stepper.load(path, shape.row, seed=seed)
-    parts = [(tokens[:23], False), (tokens[23:40], False), *(([token], True) for token in tokens[40:50])]
-    got = torch.cat([model.step([Chunk(0, part, decode)])[0] for part, decode in [*parts, (tokens[50:], True)]])
+    return difference(logits(path, shape.row, seed, tokens), want)
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    """The largest error of a token's logits, relative to their norm."""
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
 
-def _reference(path: Path, seed: int, vocab: int) -> tuple[list[int], Tensor]:
+def logits(path: Path, row: str, seed: int, tokens: list[int]) -> Tensor:
+    """[T, V] of a prompt in chunks and decodes."""
+    model = stepper.load(path, row, seed=seed)
+    parts = [(tokens[:23], False), (tokens[23:40], False), *(([token], True) for token in tokens[40:50])]
+    return torch.cat([model.step([Chunk(0, part, decode)])[0] for part, decode in [*parts, (tokens[50:], True)]])
+
+
+def reference(path: Path, seed: int, vocab: int) -> tuple[list[int], Tensor]:
+    """Tokens of a prompt, and their logits by transformers [T, V]. Raises ValueError: tensors are missing or left."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import CheckpointError
+from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.media.image_process import load_processor
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
@@ -107,3 +107,11 @@ def test_names_and_config(made: Made, tmp_path: Path, architecture: str | None) 
     del files["lm_head.weight"]
     with pytest.raises(CheckpointError, match=r"lm_head.weight .* is missing"):
         check_headers(path, files, config)
+
+
+def test_other_activations_of_the_tower_are_refused(made: Made, tmp_path: Path) -> None:
+    raw = json.loads((made.path / "config.json").read_text())
+    raw["vision_config"]["hidden_act"] = "silu"
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"vision_config\.hidden_act: 'silu' is not supported"):
+        load_model_config(tmp_path)

@@ -1,5 +1,6 @@
 """Logits of random shapes of random families equal transformers', with fields of config.json left out; of sparse
-families; of families with formulas or published formats; of towers with several images; of quantized weights."""
+families; of families with formulas or published formats; of towers with several images; of quantized weights; after a
+change of config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import pytest
 
 from moe_engine.errors import MoeEngineError
 from tests.examples import examples
-from tests.models import random_formats, random_images, random_reference_shapes, random_shapes, random_sparse_shapes
+from tests.models import (
+    changed_fields,
+    random_formats,
+    random_images,
+    random_reference_shapes,
+    random_shapes,
+    random_sparse_shapes,
+)
 from tests.models.checkpoints import KINDS, MORE_KINDS
 from tests.models.random_shapes import Refused
 
@@ -44,6 +52,10 @@ def compare(
 
 def test_logits_equal_transformers(tmp_path: Path) -> None:
     compare(SHAPES, random_shapes.draw, random_shapes.check, tmp_path, examples(3))
+
+
+def test_no_changed_field_is_ignored(tmp_path: Path) -> None:
+    compare(SHAPES, changed_fields.draw, changed_fields.check, tmp_path, examples(3))
 
 
 two_of_these = pytest.mark.drawn(2, group="random shapes of formulas and published formats")
