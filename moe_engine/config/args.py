@@ -13,9 +13,9 @@ from moe_engine.config.backends import BackendArgs
 from moe_engine.config.disaggregation import DisaggregationArgs
 from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import FieldInfo, fields_of, option_of
-from moe_engine.config.flags import Parser, add_flags, parse_flags
+from moe_engine.config.flags import GROUPS, Parser, add_flags, parse_flags
 from moe_engine.config.graphs import GraphArgs
-from moe_engine.config.help import Formatter
+from moe_engine.config.help import Formatter, Help
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.lora import LoraArgs
 from moe_engine.config.memory import MemoryArgs
@@ -115,10 +115,11 @@ class EngineArgs:
 
 
 def build_parser(prog: str | None = None, **options: Any) -> Parser:
-    """The command-line parser with every flag; `options` of argparse."""
+    """The command-line parser with every flag and `--help [TOPIC]`; `options` of argparse."""
     options.setdefault("formatter_class", Formatter)
     options.setdefault("usage", prog and f"{prog} [--model-path PATH] [flags]")
     parser = Parser(prog=prog, add_help=False, **options)
+    parser.add_argument("-h", "--help", action=Help, titles=GROUPS.values())
     add_flags(parser, list(PARTS.values()))
     return parser
 

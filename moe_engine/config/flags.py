@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from moe_engine.config.absent_flags import absent_flags, keyword_of, unknown_flag
 from moe_engine.config.field import FieldInfo, fields_of, option_of
-from moe_engine.config.help import Help
 from moe_engine.config.numbers import READERS
 from moe_engine.errors import ConfigError, did_you_mean
 
@@ -67,8 +66,7 @@ class _Store(argparse.Action):
 
 
 def add_flags(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
-    """Adds `--help [TOPIC]`, the `--config` file and a flag for each field of the parts."""
-    parser.add_argument("-h", "--help", action=Help, titles=GROUPS.values())
+    """Adds the `--config` file and a flag for each field of the parts."""
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
