@@ -113,5 +113,5 @@ def test_other_activations_of_the_tower_are_refused(made: Made, tmp_path: Path) 
     raw = json.loads((made.path / "config.json").read_text())
     raw["vision_config"]["hidden_act"] = "silu"
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=r"vision_config\.hidden_act: 'silu' is not supported"):
+    with pytest.raises(ConfigError, match=r"vision_config\.hidden_act 'silu' is not supported"):
         load_model_config(tmp_path)
