@@ -15,7 +15,7 @@ serve_replicas() {
     return 2
   fi
   if ! $ROUTER --help >/dev/null 2>&1; then
-    echo "no router: \`$ROUTER --help\` fails; pip install '.[router]', or set ROUTER to its command" >&2
+    echo "no router: \`$ROUTER --help\` fails; pip install -e '.[router]', or set ROUTER to its command" >&2
     return 2
   fi
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -37,7 +37,12 @@ def test_moe_engine_is_installed_from_a_checkout_or_an_address() -> None:
         for name, text in texts()
         for found in re.finditer(r"pip install [^`\n]*?moe-engine(?:\[[a-z0-9,-]+\])?(?! @ git\+)['\" `]", text)
     ]
-    assert not wrong, "write pip install '.[EXTRA]', or 'moe-engine[EXTRA] @ git+ADDRESS'"
+    assert not wrong, "write pip install -e '.[EXTRA]', or 'moe-engine[EXTRA] @ git+ADDRESS'"
+
+
+def test_an_extra_is_added_to_the_checkout_in_place() -> None:
+    """Without -e pip replaces the installation of `make serve` by a copy, without benchmarks."""
+    assert not [name for name, text in texts() if re.search(r"pip install '?\.\[", text)]
 
 
 def test_extras_that_are_named_exist() -> None:

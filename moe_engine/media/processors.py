@@ -44,7 +44,7 @@ class _Child(FrameChild):
         problem = "not in time" if answer is None else msgspec.msgpack.decode(answer)
         if problem is not None:
             raise GenerationError(
-                f"the process that reads images failed to start: {problem} (needs pip install '.[vision]')"
+                f"the process that reads images failed to start: {problem} (needs pip install -e '.[vision]')"
             )
 
     def ask(self, data: bytes) -> Processed:

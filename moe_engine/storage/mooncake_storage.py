@@ -61,7 +61,7 @@ class MooncakeStorage:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise ConfigError(
-                f"--hicache-storage-backend mooncake: {error}; install it: pip install '.[mooncake]' (without a GPU "
+                f"--hicache-storage-backend mooncake: {error}; install it: pip install -e '.[mooncake]' (without a GPU "
                 "mooncake-transfer-engine-non-cuda), and the system's libibverbs"
             ) from error
         self._max_bytes = settings["global_segment_size"]

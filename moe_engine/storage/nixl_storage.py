@@ -51,7 +51,7 @@ class NixlStorage(FileStorage):
         try:
             self._agent()
         except ImportError as error:
-            raise ConfigError(f"--hicache-storage-backend nixl: {error}; install it: pip install '.[nixl]'") from error
+            raise ConfigError(f"--hicache-storage-backend nixl: {error}; pip install -e '.[nixl]'") from error
         except Exception as error:  # of the library's own types
             raise ConfigError(f"--hicache-storage-backend nixl: plugin {self._plugin}: {error}") from error
 

@@ -39,7 +39,7 @@ def test_flags_are_refused(words: str, mode: str) -> None:
 def test_absent_libraries_are_named(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", name]
     monkeypatch.setattr(validate, "installed", lambda module: module != extra)
-    with pytest.raises(ConfigError, match=re.escape(f"{name}: {extra} is not installed; pip install '.[{extra}]'")):
+    with pytest.raises(ConfigError, match=re.escape(f"{name}: {extra} is not installed; pip install -e '.[{extra}]'")):
         check(EngineArgs.from_cli(words))
     monkeypatch.setattr(validate, "installed", lambda module: True)
     monkeypatch.setattr(validate, "loadable", lambda library: True)

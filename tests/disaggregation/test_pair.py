@@ -71,7 +71,7 @@ def test_tokens_are_those_of_one_server(pair: Pair, tmp_path: Path) -> None:
 
 def test_images(tmp_path: Path) -> None:
     """After text, at the end of the prompt, and the same image again: tokens of transformers; KV is transferred."""
-    pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+    pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
     path = make_checkpoint("qwen3_vl_moe", tmp_path / "model", random.randrange(1000))
     oracle, processor = Oracle(path), load_processor(str(path))
     pictures = [random_picture(90, 130, random.randrange(1000)) for _ in range(2)]

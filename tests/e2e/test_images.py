@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
 
 from tests.e2e.server_process import ServerProcess
 from tests.models.vision_checkpoints import END, IMAGE, NAMES, START, Oracle, Pixels, make_checkpoint, random_picture

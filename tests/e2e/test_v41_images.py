@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 
-pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
 
 from moe_engine.media.image_process import load_processor
 from tests.e2e.server_process import ServerProcess

@@ -18,7 +18,7 @@ ATTEMPTS = 12
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_the_oracle(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+    pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
     for attempt in range(ATTEMPTS):
         form = draw(kind, random.Random(random.getrandbits(32)))
         try:

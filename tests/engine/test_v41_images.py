@@ -31,7 +31,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> V41Oracle:
-    pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+    pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
     folder = tmp_path_factory.mktemp("v41")
     return V41Oracle(make_v41_dspark(folder, random.randrange(1 << 30), agreeing=True, vision=VISION))
 

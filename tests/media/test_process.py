@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
 
 from PIL import Image
 

@@ -75,7 +75,7 @@ def test_requests(made: Made, drafts: bool, tmp_path: Path) -> None:
 
 def test_pixels(made: Made) -> None:
     """transformers' processor, also with fewer tokens; the largest image is the planner's."""
-    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install '.[vision]'")
+    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install -e '.[vision]'")
     from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
 
     args: dict[str, Any] = {"model_path": str(made.path), "max_total_tokens": 64}

@@ -62,7 +62,7 @@ def test_requests(made: Made, tmp_path: Path) -> None:
 
 def test_pixels(made: Made) -> None:
     """An image that fits keeps its pixels and is padded to whole tokens; others are resized to a number of patches."""
-    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install '.[vision]'")
+    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install -e '.[vision]'")
     own = {"media_proc_cfg": {"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 60}}
     (made.path / "preprocessor_config.json").write_text(json.dumps(own))
     found = load_processor(str(made.path))

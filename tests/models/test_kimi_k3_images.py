@@ -85,7 +85,7 @@ BOARD = {
 
 def test_transparent_pixels(tmp_path: Path) -> None:
     """They are on a chessboard whose squares are not resized; images without transparency are as in Kimi K2.5."""
-    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install '.[vision]'")
+    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install -e '.[vision]'")
     own = {"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 16, "transparent_bg_config": BOARD}
     fields = {"media_proc_cfg": own | {"transparent_bg_fill_stage": "after_resize"}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))

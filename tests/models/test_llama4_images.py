@@ -139,7 +139,7 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pixels(made: Made) -> None:
     """transformers' processor needs torchvision, whose code is read here: scaled into the upper left corner of a black
     canvas, in bfloat16, with Pillow's filter."""
-    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install '.[vision]'")
+    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install -e '.[vision]'")
     config = prepare(EngineArgs.from_kwargs(model_path=str(made.path), max_total_tokens=64))
     assert config.model.vision is not None and config.model.vision.max_patches == (MOST + 1) * SIDE**2
     found, side = load_processor(str(made.path)), SIDE * PATCH

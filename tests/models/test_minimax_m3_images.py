@@ -84,7 +84,7 @@ def test_places(made: Made) -> None:
 def test_pixels(made: Made) -> None:
     """transformers' processor needs torchvision, whose code is read here: its sizes and order of patches, with Pillow's
     bicubic filter."""
-    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install '.[vision]'")
+    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install -e '.[vision]'")
     found = load_processor(str(made.path))
     config = prepare(EngineArgs.from_kwargs(model_path=str(made.path), max_total_tokens=64))
     assert config.model.vision is not None and config.model.vision.max_patches == 60 * MERGE**2

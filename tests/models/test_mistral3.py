@@ -74,7 +74,7 @@ def test_requests(made: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize("whole_file", [False, True])
 def test_pixels(made: Made, tmp_path: Path, whole_file: bool) -> None:
     """The patches of transformers' processor, with settings in either file."""
-    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install '.[vision]'")
+    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install -e '.[vision]'")
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
     settings = json.loads((made.path / "preprocessor_config.json").read_text())

@@ -77,14 +77,14 @@ def test_formulas_and_published_formats(tmp_path: Path, kind: str) -> None:
 @two_of_these
 @pytest.mark.parametrize("kind", random_images.FORMULAS)
 def test_towers_of_formulas(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+    pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
     draw, check = random_images.draw, random_images.check
     compare([kind], draw, check, tmp_path, examples(1), random_reference_shapes.TOLERANCE)
 
 
 @one_of_three
 def test_towers_and_several_images(tmp_path: Path) -> None:
-    pytest.importorskip("PIL", reason="images need pillow: pip install '.[vision]'")
+    pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
     compare(random_images.KINDS, random_images.draw, random_images.check, tmp_path, examples(1))
 
 

@@ -132,7 +132,7 @@ def test_limits_of_images() -> None:
 
 def test_pixels(tmp_path: Path) -> None:
     """Read in rows of patches, channel by channel; gray beside an image that is narrower than its patches."""
-    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install '.[vision]'")
+    image_module = pytest.importorskip("PIL.Image", reason="images need pillow: pip install -e '.[vision]'")
     own = {"model_type": "deepseek_v41", "vision_config": {"min_pixels": 100, "max_image_tokens": 40}}
     (tmp_path / "config.json").write_text(json.dumps(own))
     processor = load_processor(str(tmp_path))

@@ -17,7 +17,7 @@ from moe_engine.processes.addresses import free_port
 START_SECONDS = 120
 
 needs_router = pytest.mark.skipif(
-    importlib.util.find_spec("sglang_router") is None, reason="needs sglang-router: pip install '.[router]'"
+    importlib.util.find_spec("sglang_router") is None, reason="needs sglang-router: pip install -e '.[router]'"
 )
 
 

@@ -20,7 +20,7 @@ from moe_engine.server.trace_context import request_trace
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, make_app
 
-WHY = "needs OpenTelemetry's SDK: pip install '.[trace]'"
+WHY = "needs OpenTelemetry's SDK: pip install -e '.[trace]'"
 
 
 class Collector:

@@ -180,7 +180,7 @@ def test_replicas_that_cannot_start_are_explained(shell: Shell) -> None:
     done = shell.run("serve.sbatch", REPLICAS="3", ROUTER=str(router))
     assert done.returncode == 2 and "2 nodes cannot be divided" in done.stderr
     done = shell.run("serve.sbatch", REPLICAS="2", ROUTER="/no/router")
-    assert done.returncode == 2 and "pip install '.[router]'" in done.stderr
+    assert done.returncode == 2 and "pip install -e '.[router]'" in done.stderr
 
 
 def test_preset_secret_is_kept(shell: Shell) -> None:

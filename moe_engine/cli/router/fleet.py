@@ -93,7 +93,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags of the router] -- [flags of `moe-engine serve`]",
-        description="Starts several servers on this machine and sglang-router before them (pip install '.[router]').",
+        description="Several servers on this machine, and sglang-router before them (pip install -e '.[router]').",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -123,7 +123,7 @@ def _program(given: str | None) -> list[str]:
         return shlex.split(given)
     if importlib.util.find_spec("sglang_router") is None:
         raise ConfigError(
-            "the package sglang-router is not installed: pip install '.[router]', or name the program of "
+            "the package sglang-router is not installed: pip install -e '.[router]', or name the program of "
             "another environment: --router-program '/path/python -m sglang_router.launch_router'"
         )
     return [sys.executable, "-m", MODULE]

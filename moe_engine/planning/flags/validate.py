@@ -212,7 +212,7 @@ def _transfers(args: EngineArgs) -> Iterator[str]:
     module, extra = TRANSPORT_LIBRARIES.get(backend, ("moe_engine", ""))
     if not installed(module):
         yield (
-            f"--disaggregation-transfer-backend {backend}: {module} is not installed; pip install '.[{extra}]', or "
+            f"--disaggregation-transfer-backend {backend}: {module} is not installed; pip install -e '.[{extra}]', or "
             "use tcp"
         )
     elif module == "mooncake" and not loadable("libibverbs.so.1"):  # its import fails, behind the load of the weights

@@ -46,7 +46,7 @@ def server_problems(args: EngineArgs) -> Iterator[str]:
         yield f"--enable-custom-logit-processor: {NO_DILL}"
     if server.grammar_backend == "xgrammar":
         if find_spec("xgrammar") is None:
-            yield "--grammar-backend xgrammar: is not installed; pip install '.[xgrammar]', or use llguidance"
+            yield "--grammar-backend xgrammar: is not installed; pip install -e '.[xgrammar]', or use llguidance"
         if server.constrained_json_whitespace_pattern is not None:
             yield "--constrained-json-whitespace-pattern needs --grammar-backend llguidance: xgrammar has none"
     name = model.served_model_name
@@ -96,7 +96,7 @@ def _tracing(args: EngineArgs) -> Iterator[str]:
     if not flags.enable_trace:
         return
     if not all(installed(name) for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")):
-        yield "--enable-trace: OpenTelemetry is not installed; pip install '.[trace]'"
+        yield "--enable-trace: OpenTelemetry is not installed; pip install -e '.[trace]'"
     address = flags.otlp_traces_endpoint
     scheme, separator, rest = address.rpartition("://")
     if (separator and scheme not in ("http", "https")) or not rest.partition("/")[0]:
