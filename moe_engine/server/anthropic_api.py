@@ -14,7 +14,7 @@ from moe_engine.server.anthropic_prompt import NAMES, chat_request
 from moe_engine.server.anthropic_types import AnthropicUsage, CountRequest, MessagesRequest, OutputBlock, TokenCount
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import anthropic_body, stream_error
-from moe_engine.server.event_stream import Events, EventStream
+from moe_engine.server.event_stream import Events, EventStream, named_event
 from moe_engine.server.field_names import named
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
 from moe_engine.server.openai_chat import ChatApi
@@ -100,21 +100,17 @@ class _Events(Events):
         if not self._started:
             self._started = True
             empty = _message(g, self._model, [], (None, None), _usage(g, self._parsers, begins=True))
-            yield _event("message_start", message=empty)
+            yield named_event("message_start", message=empty)
         for change in self._parts.push(piece):
             yield _change(*change)
         if piece.finish is not None:
             reason, sequence = _stop(self._parser.finish_reason(piece.finish), g, self._max_tokens)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
-            yield _event("message_delta", delta=delta, usage=_usage(g, self._parsers))
-            yield _event("message_stop")
+            yield named_event("message_delta", delta=delta, usage=_usage(g, self._parsers))
+            yield named_event("message_stop")
 
     def failed(self, error: Exception) -> bytes:
         return stream_error(error, anthropic_body)
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + encode_json({"type": kind, **fields}) + b"\n\n"
 
 
 def _block(part: Part, *, begins: bool = False) -> OutputBlock:
@@ -138,11 +134,11 @@ def _arguments(text: str) -> Any:
 
 def _change(change: Change, part: Part, text: str) -> bytes:
     if change == "begin":
-        return _event("content_block_start", index=part.index, content_block=_block(part, begins=True))
+        return named_event("content_block_start", index=part.index, content_block=_block(part, begins=True))
     if change == "end":
-        return _event("content_block_stop", index=part.index)
+        return named_event("content_block_stop", index=part.index)
     kind, name = DELTAS[part.kind]
-    return _event("content_block_delta", index=part.index, delta={"type": kind, name: text})
+    return named_event("content_block_delta", index=part.index, delta={"type": kind, name: text})
 
 
 def _stop(reason: str | None, g: Generation, max_tokens: int) -> tuple[str | None, str | None]:

@@ -22,6 +22,11 @@ def sse(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
+def named_event(name: str, /, **fields: Any) -> bytes:
+    """A server-sent event with a name, which is also the `type` of its data."""
+    return b"event: " + name.encode() + b"\ndata: " + encode_json({"type": name, **fields}) + b"\n\n"
+
+
 class Events:
     """An endpoint's events of one job."""
 

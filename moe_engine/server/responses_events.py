@@ -7,8 +7,7 @@ from typing import Any
 
 from moe_engine.frontend.generation import Piece
 from moe_engine.server.errors import problem_of
-from moe_engine.server.event_stream import Events
-from moe_engine.server.http_io import encode_json
+from moe_engine.server.event_stream import Events, named_event
 from moe_engine.server.output_parts import Change, Part
 from moe_engine.server.responses_answer import Answer, content_of
 from moe_engine.server.responses_tools import custom_input
@@ -58,9 +57,8 @@ class _Stream:
         self._number = 0
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        data = encode_json({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        number, self._number = self._number, self._number + 1
+        return named_event(kind, sequence_number=number, **fields)
 
     def events(self, change: Change, part: Part, text: str, logprobs: list[Any]) -> Iterator[bytes]:
         if change == "begin":
