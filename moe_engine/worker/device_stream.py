@@ -8,6 +8,7 @@ downloads are awaited on an event, so that the launching thread never waits.
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -108,6 +109,10 @@ class DeviceStream:
             for begin, part in zip(begins, parts)
         ]
 
+    def from_array(self, array: np.ndarray) -> Tensor:
+        """`upload` of an array."""
+        return self.upload(torch.from_numpy(array))
+
     def from_list(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """A small device tensor of host values or lists of them, for values that change rarely."""
         return self.upload(torch.tensor(values, dtype=dtype))
@@ -158,10 +163,7 @@ class DeviceStream:
         """
         if self.asynchronous or not hasattr(mmap, "MAP_ANONYMOUS"):
             return torch.zeros(*shape, dtype=dtype, device=self.device)
-        numel = 1
-        for size in shape:
-            numel *= size
-        if numel == 0:
+        if not (numel := math.prod(shape)):
             return torch.zeros(*shape, dtype=dtype)
         mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(mapping, dtype=dtype).view(*shape)

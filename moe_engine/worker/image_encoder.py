@@ -39,17 +39,17 @@ class ImageEncoder:
         """The model's input rows for the image tokens of a step (`before` as in `ImageRows`). Images are encoded one by
         one, so that the peak memory is that of the largest image. `keep`: a draft extend follows, which reads the
         results again and then calls `drop_oldest`."""
-        upload = self._stream.upload
+        put = self._stream.from_array
         if self._group is not None:
             self._encode_together(self._group, {image.key: image for image, _ in step.parts})
-        rows = [self._encoded(image).index_select(0, upload(torch.from_numpy(own))) for image, own in step.parts]
+        rows = [self._encoded(image).index_select(0, put(own)) for image, own in step.parts]
         if not keep:
             self.drop_oldest()
         return replace(self.positions(step), rows=torch.cat(rows), before=before)
 
     def positions(self, step: StepImages) -> ImageRows:
         """Tokens and positions of `rows`, with an empty table."""
-        tokens, axes = (self._stream.upload(torch.from_numpy(part)) for part in (step.tokens, step.axes))
+        tokens, axes = (self._stream.from_array(part) for part in (step.tokens, step.axes))
         return ImageRows(tokens, self._model.embedding.weight[:0], axes)
 
     def has(self, image: ImageTokens) -> bool:

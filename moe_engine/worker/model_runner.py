@@ -236,10 +236,11 @@ class ModelRunner:
         return logits
 
     def _drafted_shape(self, plan: StepPlan) -> StepShape | None:
-        """The same for a step whose drafts are captured too."""
+        """Shape of the graphs that run the step with its drafts; None: the step is not captured with them."""
         drafted = self.drafted
-        takes = drafted is not None and drafted.takes(plan) and self.forward.replays(plan) and self._all_follow(plan)
-        return drafted.graphs.shape_of(plan) if drafted is not None and takes else None
+        if drafted is None or not (drafted.takes(plan) and self.forward.replays(plan) and self._all_follow(plan)):
+            return None
+        return drafted.graphs.shape_of(plan)
 
     def _all_follow(self, plan: StepPlan) -> bool:
         """Whether the drafter of every group with tokens covers the step, if it has to."""

@@ -193,10 +193,8 @@ class WeightUpdate:
         parts = self._parts()
         names = TensorNames(self._options.model, len(parts) > 1).check(TENSORS, files)
         structure = structure_of(self._runner, self._options)
-        received, marks = (
-            ReceivedWeights(source, structure, self._options.model.num_layers),
-            mask_source(structure, names),
-        )
+        received = ReceivedWeights(source, structure, self._options.model.num_layers)
+        marks = mask_source(structure, names)
         staged: dict[tuple[int, int], _Staged] = {}
         mapped: list[_StagedTable] = []
         with torch.no_grad():

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from moe_engine.types.image_tokens import ImageTokens, image_key
 from moe_engine.worker.batch.row_images import StepImages
+from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.image_encoder import ImageEncoder, divide
 from tests.examples import examples
 
 WIDTH, PATCH = 6, 4
 VISION: Any = SimpleNamespace(row_width=WIDTH, patch_width=PATCH, num_tokens=lambda grid: grid[1] * grid[2] // 4)
-HOST: Any = SimpleNamespace(device=torch.device("cpu"), upload=lambda tensor: tensor)
+HOST = DeviceStream("cpu")
 
 
 class Model:

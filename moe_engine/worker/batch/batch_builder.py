@@ -181,7 +181,7 @@ class BatchBuilder:
         self._check(plan)
         rows, starts, counts = (np.array(v, dtype=np.int64) for v in (plan.rows, plan.starts, plan.counts))
         ends = np.cumsum(counts)
-        decode_rows = self._stream.upload(torch.from_numpy(rows[: plan.num_decodes]))
+        decode_rows = self._stream.from_array(rows[: plan.num_decodes])
         return self.assemble(
             RaggedTokens(
                 rows=rows,
@@ -206,10 +206,8 @@ class BatchBuilder:
         states after the plan."""
         if plan.state_ops is None or not plan.state_ops.cuts or self._rows.states is None:
             return None
-        spans, first = (
-            {row: span for row, *span in zip(plan.rows, plan.starts, plan.counts)},
-            self._rows.states.first_snapshot,
-        )
+        first = self._rows.states.first_snapshot
+        spans = {row: span for row, *span in zip(plan.rows, plan.starts, plan.counts)}
         found: dict[int, list[tuple[int, int]]] = {}
         for row, length, snapshot in plan.state_ops.cuts:
             start, count = spans[row]
@@ -301,7 +299,7 @@ class BatchBuilder:
         if num_device and in_order:
             ids_device[:num_device] = runs.device_ids
         elif num_device:
-            places = self._stream.upload(torch.from_numpy(step_token[:num_device]))
+            places = self._stream.from_array(step_token[:num_device])
             ids_device.index_copy_(0, places, runs.device_ids)
         given_slots, *of_queries = pieces32
         self._rows.write_slots(given_device, given_slots)
@@ -327,7 +325,7 @@ class BatchBuilder:
         """Attention masks of the decode group: those of the draft trees."""
         if len(visible) < num_tokens:
             raise ValueError("a step with draft trees cannot have prompt chunks in its decode group")
-        return self._stream.upload(torch.from_numpy(visible))
+        return self._stream.from_array(visible)
 
     def _order(self, runs: RaggedTokens) -> tuple[np.ndarray, int, list[SharedRun]]:
         """The runs in the order of the step's tokens, the number of runs in the decode group, and shared prefixes of

@@ -188,7 +188,7 @@ class RequestRows:
         before = images.ends[new.row].copy()
         new = images.enter(new)
         if self.image_ends is not None and not np.array_equal(after := images.ends[new.row].copy(), before):
-            self.image_ends[new.row].copy_(self._stream.upload(torch.from_numpy(after)))
+            self.image_ends[new.row].copy_(self._stream.from_array(after))
         return new
 
     def _forget(self, row: int) -> None:
@@ -209,7 +209,7 @@ class RequestRows:
             return
         if start + len(slots) > self.width:
             raise ValueError(f"row {row}: tokens up to {start + len(slots)} exceed the row's width {self.width}")
-        values = self._stream.upload(torch.from_numpy(np.array(slots, dtype=np.int32)))
+        values = self._stream.from_array(np.array(slots, dtype=np.int32))
         self.slot_table[row, start : start + len(slots)].copy_(values)
         if self.windows is not None:
             self.windows.point(row, start, values)

@@ -36,7 +36,7 @@ class TokenBuffer:
         self.ends = FinishTracker(max_rows)
 
     def enter(self, new: NewRow) -> None:
-        ids = self._stream.upload(torch.from_numpy(np.array(new.token_ids, dtype=np.int32)))
+        ids = self._stream.from_array(np.array(new.token_ids, dtype=np.int32))
         self.tokens[new.row, : len(ids)].copy_(ids)
         self.set_lengths([new.row], [len(new.slots)])
         self.ends.enter(new)

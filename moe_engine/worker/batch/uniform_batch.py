@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moe_engine.kernels.decoder.drafting import ChainSteps
@@ -122,7 +121,7 @@ class UniformBatches:
             base=(rows * self._rows.width)[:, None],
             rows_int32=rows_device.int(),
             query_lens=[count] * len(rows),
-            query_starts=self._stream.upload(torch.from_numpy(starts)),
+            query_starts=self._stream.from_array(starts),
             sampled_rows=rows.repeat(count) if many else rows,
             sampled_device=rows_device.repeat_interleave(count) if many else rows_device,
             offsets=offsets,

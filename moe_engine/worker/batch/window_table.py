@@ -48,7 +48,7 @@ class WindowTable:
 
     def write_from_host(self, flat: np.ndarray, slots: np.ndarray) -> None:
         """`write` of arrays."""
-        self.write(*(self._stream.upload(torch.from_numpy(array)) for array in (flat, slots)))
+        self.write(*(self._stream.from_array(array) for array in (flat, slots)))
 
     def of(self, flat: Tensor) -> WindowSlots:
         """The window slots of a step's tokens, by their indices flat [T] int64 into the table."""

@@ -28,33 +28,25 @@ class ExpertControl:
         observed: ExpertRecordingModel | None = None,
         observe: Callable[[bool], None] | None = None,
     ) -> None:
-        self._recorder = recorder
-        self._balance = balance
+        self.recorder = recorder
+        self.balance = balance
         self.observed = observed
         self._observe = observe
         self._observing = False
         self._update_observing()
 
-    @property
-    def recorder(self) -> ExpertRecorder | None:
-        return self._recorder
-
-    @property
-    def balance(self) -> EPLBManager | None:
-        return self._balance
-
     def start(self) -> bool:
         """Records from the next pass on; False without a recorder."""
-        if self._recorder is not None:
-            self._recorder.start()
+        if self.recorder is not None:
+            self.recorder.start()
             self._update_observing()
-        return self._recorder is not None
+        return self.recorder is not None
 
     def stop(self) -> bool:
-        if self._recorder is not None:
-            self._recorder.stop()
+        if self.recorder is not None:
+            self.recorder.stop()
             self._update_observing()
-        return self._recorder is not None
+        return self.recorder is not None
 
     def _update_observing(self) -> None:
         watching = self.observed is not None and self.observed.is_watching
@@ -64,22 +56,22 @@ class ExpertControl:
 
     def dump_part(self) -> dict[str, Any] | None:
         """This rank's part of a dump, for `merge.write_parts`; None without a recorder."""
-        return None if self._recorder is None else self._recorder.dump_part()
+        return None if self.recorder is None else self.recorder.dump_part()
 
     def snapshot(self) -> dict[str, Any] | None:
         """This rank's part of the live view, for `joined_replies.sum_snapshots`."""
-        return None if self._recorder is None else self._recorder.snapshot()
+        return None if self.recorder is None else self.recorder.snapshot()
 
     def state(self) -> dict[str, Any]:
         """For metrics: ``balancedness`` as `BalanceWindows.values` (if reported), ``eplb`` as `BalanceStats`; may be
         read from any thread."""
         state: dict[str, Any] = {}
-        if self._recorder is not None and (balancedness := self._recorder.balance.values()):
+        if self.recorder is not None and (balancedness := self.recorder.balance.values()):
             state["balancedness"] = balancedness
-        if self._balance is not None:
-            state["eplb"] = self._balance.stats.to_dict()
+        if self.balance is not None:
+            state["eplb"] = self.balance.stats.to_dict()
         return state
 
     def close(self) -> None:
-        if self._balance is not None:
-            self._balance.close()
+        if self.balance is not None:
+            self.balance.close()

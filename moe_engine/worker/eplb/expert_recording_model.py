@@ -90,28 +90,20 @@ class ExpertRecordingModel:
         return result
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        recorder, model = self._recorder, self.model
-        if self._balance is not None:
-            self._balance.between_passes()
-        if recorder.counting:
-            recorder.begin_pass(model.passes + 1)
-            if recorder.wants_batches:
-                self._describe([batch])
-        hidden = model.forward(batch)
-        recorder.end_pass()
-        if self._log:
-            self._log_balancedness()
-        return hidden
+        return self._recorded([batch], lambda: self.model.forward(batch))
 
     def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
         """As `Decoder.forward_overlapped`: both halves are one pass."""
+        return self._recorded(batches, lambda: self.model.forward_overlapped(batches))
+
+    def _recorded(self, batches: Sequence[ForwardBatch], run: Callable[[], Result]) -> Result:
         if self._balance is not None:
             self._balance.between_passes()
         if self._recorder.counting:
             self._recorder.begin_pass(self.model.passes + 1)
             if self._recorder.wants_batches:
                 self._describe(batches)
-        hidden = self.model.forward_overlapped(batches)
+        hidden = run()
         self._recorder.end_pass()
         if self._log:
             self._log_balancedness()

@@ -10,7 +10,7 @@ more than `COPY_BYTES`, or if a load that it needs has arrived on the leader but
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -60,12 +60,12 @@ class KVCopies:
     ) -> None:
         self._pool = pool
         self._stream, self._num_places = stream, num_places
-        widths = pool.row_widths
-        self.host = HostPool(num_places, widths, layout, stream)
+        self.host = HostPool(num_places, pool.row_widths, layout, stream)
         self._windows = HostPool(num_window_slots, pool.window_widths, layout, stream) if num_window_slots else None
-        self._at_once = max(1, COPY_BYTES // sum(widths))
         self._copies = make_copy_stream(stream)
-        self._staging = stream.host_bytes(self._at_once, sum(widths)) if staged and self._copies is not None else None
+        self._staging: Tensor | None = None
+        if staged and self._copies is not None:
+            self._staging = stream.host_bytes(_at_once(self.host), self.host.width)
         self.storage: StorageIO | None = None
         """Set if the tier has storage below it."""
         self._states = states
@@ -86,13 +86,13 @@ class KVCopies:
             arrived = self._loading.pop(number, None)
             if arrived is not None:
                 arrived.result()
-        for begin in range(0, len(ops.store_slots), self._at_once):
-            part = slice(begin, begin + self._at_once)
-            self._store(ops.store_slots[part], ops.store_places[part])
+        self._store(self.host, ops.store_slots, ops.store_places)
         if ops.state_stores:
             self._store_states(ops.state_stores)
         if ops.window_stores:
-            self._store_windows(ops.window_stores)
+            assert self._windows is not None
+            slots = self._slots_of([page for page, _ in ops.window_stores])
+            self._store(self._windows, slots, self._places_of([entry for _, entry in ops.window_stores]))
         for load in ops.loads:
             if self._copies is None:
                 self._load(load)
@@ -141,13 +141,6 @@ class KVCopies:
                 self._storing_states = self._copies.run(self._states.download, rows, entries)
                 self._storing_states.add_done_callback(self._stored)
 
-    def _store_windows(self, pairs: list[tuple[int, int]]) -> None:
-        assert self._windows is not None
-        at_once = max(1, COPY_BYTES // self._windows.width)
-        slots, places = self._slots_of([page for page, _ in pairs]), self._places_of([entry for _, entry in pairs])
-        for begin in range(0, len(slots), at_once):
-            self._store(slots[begin : begin + at_once], places[begin : begin + at_once], windows=self._windows)
-
     def _slots_of(self, pages: list[int]) -> list[int]:
         """The window slots of pages, which are named by their first slot."""
         return [slot for page in pages for slot in range(page, page + self._pool.page_size)]
@@ -157,21 +150,22 @@ class KVCopies:
         size = self._pool.page_size
         return [place for entry in entries for place in range(entry * size, (entry + 1) * size)]
 
-    def _store(self, slots: list[int], places: list[int], windows: HostPool | None = None) -> None:
-        if self._storing is not None:
-            self._storing.result()  # its rows are still in memory
-        read = self._pool.read_rows if windows is None else self._pool.read_windows
-        rows = read(self._stream.from_list(slots, torch.int64))
-        if self._copies is None:
-            (windows or self.host).put(torch.tensor(places), rows)
-        else:
-            download = self._download if windows is None else windows.download
-            self._storing = self._copies.run(download, rows, places)
-            self._storing.add_done_callback(self._stored)
+    def _store(self, host: HostPool, slots: list[int], places: list[int]) -> None:
+        """Copies slots of the KV pool to places of a host pool."""
+        read = self._pool.read_rows if host is self.host else self._pool.read_windows
+        for part in _parts(host, len(slots)):
+            if self._storing is not None:
+                self._storing.result()  # its rows are still in memory
+            rows = read(self._stream.from_list(slots[part], torch.int64))
+            if self._copies is None:
+                host.put(torch.tensor(places[part]), rows)
+            else:
+                self._storing = self._copies.run(self._download, host, rows, places[part])
+                self._storing.add_done_callback(self._stored)
 
-    def _download(self, rows: Tensor, places: list[int]) -> None:
-        if self._staging is None:
-            self.host.download(rows, places)
+    def _download(self, host: HostPool, rows: Tensor, places: list[int]) -> None:
+        if self._staging is None or host is not self.host:
+            host.download(rows, places)
             return
         staged = self._staging[: len(places)]
         staged.copy_(rows, non_blocking=True)
@@ -179,37 +173,30 @@ class KVCopies:
         self.host.put(torch.tensor(places), staged)
 
     def _load(self, load: KVLoad) -> None:
-        for begin in range(0, len(load.slots), self._at_once):
-            places = load.places[begin : begin + self._at_once]
-            slots = self._stream.from_list(load.slots[begin : begin + self._at_once], torch.int64)
-            if self._copies is None:
-                rows = self.host.take(torch.tensor(places))
-            else:
-                rows = torch.empty(len(places), self.host.width, dtype=torch.uint8, device=self._stream.device)
-                self._upload(places, rows)
-            self._pool.write_rows(slots, rows)
+        self._load_rows(self.host, load.places, load.slots)
         if load.states:
             assert self._states is not None
             self._states.upload(load.states)
         if load.windows:
-            self._load_windows(load.windows)
+            assert self._windows is not None
+            places = self._places_of([entry for entry, _ in load.windows])
+            self._load_rows(self._windows, places, self._slots_of([page for _, page in load.windows]))
 
-    def _load_windows(self, pairs: list[tuple[int, int]]) -> None:
-        assert self._windows is not None
-        at_once = max(1, COPY_BYTES // self._windows.width)
-        places, slots = self._places_of([entry for entry, _ in pairs]), self._slots_of([page for _, page in pairs])
-        for begin in range(0, len(slots), at_once):
-            part = places[begin : begin + at_once]
+    def _load_rows(self, host: HostPool, places: list[int], slots: list[int]) -> None:
+        """The inverse of `_store`."""
+        write = self._pool.write_rows if host is self.host else self._pool.write_windows
+        for part in _parts(host, len(slots)):
+            own = self._stream.from_list(slots[part], torch.int64)
             if self._copies is None:
-                rows = self._windows.take(torch.tensor(part))
+                rows = host.take(torch.tensor(places[part]))
             else:
-                rows = torch.empty(len(part), self._windows.width, dtype=torch.uint8, device=self._stream.device)
-                self._windows.upload(part, rows)
-            self._pool.write_windows(self._stream.from_list(slots[begin : begin + at_once], torch.int64), rows)
+                rows = torch.empty(len(places[part]), host.width, dtype=torch.uint8, device=self._stream.device)
+                self._upload(host, places[part], rows)
+            write(own, rows)
 
-    def _upload(self, places: list[int], rows: Tensor) -> None:
-        if self._staging is None:
-            self.host.upload(places, rows)
+    def _upload(self, host: HostPool, places: list[int], rows: Tensor) -> None:
+        if self._staging is None or host is not self.host:
+            host.upload(places, rows)
             return
         self._stream.wait_for_copies()  # copies of the rows staged earlier
         staged = self._staging[: len(places)]
@@ -224,3 +211,14 @@ class KVCopies:
         """Handles the end of a store, whose places count as valid for the scheduler once its step has run."""
         if (error := done.exception()) is not None and self.listener is not None:
             self.listener(STORE, error)
+
+
+def _at_once(host: HostPool) -> int:
+    """Rows of one copy."""
+    return max(1, COPY_BYTES // host.width)
+
+
+def _parts(host: HostPool, count: int) -> Iterator[slice]:
+    """The copies of `count` rows."""
+    for begin in range(0, count, _at_once(host)):
+        yield slice(begin, begin + _at_once(host))

@@ -147,7 +147,7 @@ class LogitsProcessors:
             if lengths[index] < edit.min_length:
                 banned.append((index, edit.end_ids, edit.bias_values[:0]))
         for places, ids, values in _pieces(biased):
-            added = self._stream.upload(torch.from_numpy(values))
+            added = self._stream.from_array(values)
             logits.index_put_(self._indices(places, ids), added, accumulate=True)
         for places, ids, _ in _pieces(banned):
             logits.index_put_(self._indices(places, ids), logits.new_full((), -torch.inf))
@@ -161,7 +161,7 @@ class LogitsProcessors:
         return errors
 
     def _indices(self, places: np.ndarray, ids: np.ndarray) -> tuple[Tensor, Tensor]:
-        place, token = self._stream.upload(torch.from_numpy(np.stack((places, ids))))
+        place, token = self._stream.from_array(np.stack((places, ids)))
         return place, token
 
 

@@ -99,8 +99,8 @@ class Penalties:
         the path. No row has more than `width` tokens."""
         which, count = rows[places], len(places)
         ints = np.stack([places, which, seen[places], self._num_prompt[which]])
-        place, row, begin, prompt = self._stream.upload(torch.from_numpy(ints))
-        strengths = self._stream.upload(torch.from_numpy(self._strengths[which]))
+        place, row, begin, prompt = self._stream.from_array(ints)
+        strengths = self._stream.from_array(self._strengths[which])
         repetition, frequency, presence = strengths.T.unsqueeze(-1)  # each [Q, 1]
         columns = torch.arange(width, device=logits.device)
         inside = columns < begin[:, None]  # [Q, W]

@@ -240,7 +240,7 @@ class TokenMasker:
             found = torch.from_numpy(BOUNDS.take(tables, axis=0))
         else:
             if self._device_bounds is None:
-                self._device_bounds = self._stream.upload(torch.from_numpy(BOUNDS))
+                self._device_bounds = self._stream.from_array(BOUNDS)
             packed = self._stream.upload(torch.tensor(tables))  # a copy: arrays of masks are read-only
             found = self._device_bounds.index_select(0, packed.view(-1).int())
         return found.view(len(tables), -1)[:, : self._vocab_size]

@@ -18,10 +18,10 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.worker.captured_groups import AttentionWindows
 from moe_engine.worker.speculation.block import BlockDrafter, all_of
-from moe_engine.worker.speculation.chain_drafters import ChainParts, StaticBatch
+from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
 
 
-class BlockChain:
+class BlockChain(ChainDrafter):
     """`ChainDrafter` of layers that fill in blocks.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,17 +110,19 @@ class StaticBatch:
         self.plan.renew()
 
 
-class ChainDrafter(Protocol):
-    """The drafts of one captured size."""
+class ChainDrafter:
+    """The drafts of one captured size; here without forwards."""
 
     def prepare(self) -> bool:
         """Plans its forwards again; False as in `StaticBatch.prepare`."""
+        return True
 
     def renew(self, lens: list[int]) -> None:
         """Renews the plans that verification does not renew; `lens`: upper bounds [R] of context tokens."""
 
     def draft(self) -> None:
         """Runs after `ChainKernels.inputs`: writes the drafts to `ChainBuffers.ids`."""
+        raise NotImplementedError
 
     def follow(self, hidden: Tensor, verified: ForwardBatch) -> None:
         """Runs after `ChainKernels.accept`, with the hidden states [R * K, *] of verification."""
@@ -167,7 +169,7 @@ class _ModelDrafts:
         self.chain.ids[:, 1:].copy_(self.chain.draft_ids[1:].t())
 
 
-class MTPChain:
+class MTPChain(ChainDrafter):
     """`ChainDrafter` of MTP layers or an EAGLE head. Several layers follow in a run, which begins with the tokens whose
     KV in deeper layers depends on tokens accepted just now.
 
@@ -240,7 +242,7 @@ class MTPChain:
         parts.kernels.keep_states(last.view(len(last), -1), whole, chain.rows, every)
 
 
-class StandaloneChain:
+class StandaloneChain(ChainDrafter):
     """`ChainDrafter` of a draft model. Its KV may lack the last two tokens, the last accepted draft and the root: the
     first forward computes both."""
 
@@ -280,25 +282,13 @@ class StandaloneChain:
             torch.clamp_min(drafts.draw(step, state, model.logits, None), 0, out=chain.draft_ids[step + 1])
         drafts.store()
 
-    def follow(self, hidden: Tensor, verified: ForwardBatch) -> None:
-        return None
 
-
-class NgramChain:
+class NgramChain(ChainDrafter):
     """`ChainDrafter` of prompt lookup."""
 
     def __init__(self, parts: ChainParts, chain: ChainBuffers, drafter: NgramDrafter) -> None:
         self._parts, self._chain, self._sizes = parts, chain, (drafter.min_match, drafter.max_match)
 
-    def prepare(self) -> bool:
-        return True
-
-    def renew(self, lens: list[int]) -> None:
-        return None
-
     def draft(self) -> None:
         if self._chain.num_drafts:
             self._parts.kernels.find_ngrams(self._parts.tables, self._chain, *self._sizes)
-
-    def follow(self, hidden: Tensor, verified: ForwardBatch) -> None:
-        return None

@@ -5,6 +5,7 @@ Legend: R requests, S drafts of each, K = S + 1; maxima over all sizes unless st
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -101,13 +102,7 @@ class ChainMemory:
         }  # fmt: skip
 
     def _views(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-        views = {}
-        for name, shape in shapes.items():
-            count = 1
-            for length in shape:
-                count *= length
-            views[name] = self._memory[name][:count].view(shape)
-        return views
+        return {name: self._memory[name][: math.prod(shape)].view(shape) for name, shape in shapes.items()}
 
     def of(self, requests: int, drafts: int) -> ChainBuffers:
         """The buffers of a size: R and S of that size."""

@@ -167,7 +167,7 @@ class MTPDrafter(Drafter):
             batch, plain = self.batches.runs(rows, first, sizes, num_decodes=0)
             plain = replace(plain, sizes=self._shared.exchange(plain.num_tokens))
             # the batch may reorder runs; hidden has them in their original order
-            hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
+            hidden = hidden.index_select(0, self._stream.from_array(places_in_runs(batch.offsets, sizes)))
             v = hidden
             for layer in range(self._lookback + 1):
                 forward = self._with_images(batch, plain, rows, first, sizes, batch.offsets, layer + 1)
@@ -186,7 +186,7 @@ class MTPDrafter(Drafter):
         batch, forward = self.batches.runs(rows, starts, counts, num_decodes=0)
         begins = np.cumsum(counts) - counts
         in_runs = np.arange(int(counts.sum())) + np.repeat(offsets - begins, counts)  # place of each run's tokens
-        index = self._upload(in_runs[places_in_runs(batch.offsets, counts)])
+        index = self._stream.from_array(in_runs[places_in_runs(batch.offsets, counts)])
         hidden = computed.hidden.index_select(0, index)
         return replace(computed, batch=batch, forward=forward, hidden=hidden, offsets=batch.offsets)
 
@@ -210,8 +210,8 @@ class MTPDrafter(Drafter):
         if self._host_state is not None and host is not None:
             self._host_state[rows] = host[computed.offsets + self._stream.read(computed.kept) - 1]
         else:
-            last = self._upload(computed.offsets - 1) + computed.kept
-            self.states.index_copy_(0, self._upload(rows), hidden.index_select(0, last))
+            last = self._stream.from_array(computed.offsets - 1) + computed.kept
+            self.states.index_copy_(0, self._stream.from_array(rows), hidden.index_select(0, last))
 
     def _prepend_last(self, computed: Computed, again: np.ndarray) -> Tensor:
         """The step's hidden states, with the `again[i]` last ones of earlier steps before those of run i, by row."""
@@ -224,7 +224,7 @@ class MTPDrafter(Drafter):
         for row, offset, count, num in zip(computed.rows, computed.offsets, computed.counts, again):
             end = (row + 1) * self._lookback
             index += [*range(end - num, end), *range(len(old) + offset, len(old) + offset + count)]
-        return both.index_select(0, self._upload(np.array(index, dtype=np.int64)))
+        return both.index_select(0, self._stream.from_array(np.array(index, dtype=np.int64)))
 
     def _store_last(self, rows: np.ndarray, hidden: Tensor, offsets: np.ndarray, kept: np.ndarray) -> None:
         """Stores the hidden states at each row's last positions; zeros before a short run, which are never read."""
@@ -232,9 +232,6 @@ class MTPDrafter(Drafter):
         for row, offset, count in zip(rows.tolist(), offsets.tolist(), kept.tolist()):
             num = min(self._lookback, count)
             self.last_states[row, self._lookback - num :] = hidden[offset + count - num : offset + count]
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        return self._stream.upload(torch.from_numpy(values))
 
 
 class _LevelByLevel:

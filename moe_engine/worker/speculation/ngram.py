@@ -52,6 +52,6 @@ class NgramDrafter(Drafter):
         tokens, width = self._history.tokens, self._history.width
         found = find_on_device(tokens, task.rows, task.lengths, self.min_match, self.max_match, self._stream)
         places = found[:, None] + torch.arange(task.depth, device=tokens.device)
-        last = self._stream.upload(torch.from_numpy(task.lengths))[:, None]
+        last = self._stream.from_array(task.lengths)[:, None]
         drafts = self._history.at((task.rows_device * width)[:, None] + places.clamp_max(width - 1))
         return torch.where(places <= last, drafts, -1)

@@ -124,7 +124,7 @@ class StandaloneDrafter(Drafter):
     def _ids(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
         begins = np.cumsum(counts) - counts
         flat = np.repeat(rows * self._history.width + starts - begins, counts) + np.arange(int(counts.sum()))
-        return self._history.at(self._stream.upload(torch.from_numpy(flat)))
+        return self._history.at(self._stream.from_array(flat))
 
 
 def _pieces(counts: np.ndarray) -> list[tuple[int, int]]:

@@ -136,7 +136,7 @@ class SpeculativeStep:
             )
         else:
             self.drafter.skip(rows[decodes.counts == 1])
-            index = self._upload(with_drafts)
+            index = self._stream.from_array(with_drafts)
             some, lengths = rows[with_drafts], starts[with_drafts]
             task = DraftTask(some, lengths, decodes.rows_device[index], roots[index], depth, topk, decodes.most, sizes)
             drafts = _spread(self.drafter.propose(task), index, roots)
@@ -188,7 +188,9 @@ class SpeculativeStep:
             node = torch.arange(tokens.shape[1], device=tokens.device)
             below = torch.where(parents[:, None, :] == node[:, None], tokens[:, None, :], -1)  # [D, N, N]
         out = below.new_full((len(sampled.rows), below.shape[-1]), -1)
-        out[: decodes.num_nodes] = below.flatten(0, 1).index_select(0, self._upload(np.flatnonzero(decodes.real)))
+        out[: decodes.num_nodes] = below.flatten(0, 1).index_select(
+            0, self._stream.from_array(np.flatnonzero(decodes.real))
+        )
         return out
 
     def accept(self, drawn: Drawn, sampled: SampledRows, verification: Verification) -> tuple[Accepted, Tensor]:
@@ -211,7 +213,7 @@ class SpeculativeStep:
             if self._rows.states is not None:
                 self._rows.states.accept(verification.rows_device, accepted.counts)
             rows, starts, tokens, counts = self._stream.arrays(
-                verification.rows_device, self._upload(verification.starts), accepted.tokens, accepted.counts
+                verification.rows_device, self._stream.from_array(verification.starts), accepted.tokens, accepted.counts
             )
             tokens = tokens * (tokens > 0)  # 0 for invalid logits
             self._history.advance(rows, starts, starts + counts, tokens)
@@ -241,7 +243,9 @@ class SpeculativeStep:
         """The same for a step without speculation; tokens [S] >= 0 are the sampled ones."""
         self._computed(plan, [i for i in range(plan.num_decodes, len(plan.rows)) if not plan.samples[i]])
         self.drafter.skip(sampled.rows)
-        self._history.append(*self._stream.arrays(sampled.rows_device, self._upload(sampled.lengths), tokens))
+        self._history.append(
+            *self._stream.arrays(sampled.rows_device, self._stream.from_array(sampled.lengths), tokens)
+        )
 
     def advance_decodes(self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
         """The same for a fused step of decodes, see `fused_decode.Advance`."""
@@ -264,20 +268,20 @@ class SpeculativeStep:
         if num < len(plan.rows):
             rows, counts = np.array(plan.rows, dtype=np.int64), np.array(plan.counts, dtype=np.int64)
             starts = np.concatenate((starts, np.array(plan.starts[num:], dtype=np.int64)))
-            kept = torch.cat((kept, self._upload(counts[num:])))
+            kept = torch.cat((kept, self._stream.from_array(counts[num:])))
         if verification.parents is not None:  # the accepted path of each tree becomes a run
-            path = self._upload(offsets[:num])[:, None] + accepted.path
+            path = self._stream.from_array(offsets[:num])[:, None] + accepted.path
             paths = np.where(counts[:num] > 1, path.shape[1], 1)  # without drafts there is only one slot
             counts = np.concatenate((paths, counts[num:]))
             path = path.flatten().index_select(
-                0, self._upload(np.flatnonzero(np.arange(path.shape[1]) < counts[:num, None]))
+                0, self._stream.from_array(np.flatnonzero(np.arange(path.shape[1]) < counts[:num, None]))
             )
             own = [np.arange(o, o + c) for o, c in zip(offsets[num:].tolist(), counts[num:].tolist())]
-            chunks = self._upload(np.concatenate([np.zeros(0, dtype=np.int64), *own]))
+            chunks = self._stream.from_array(np.concatenate([np.zeros(0, dtype=np.int64), *own]))
             batch, forward = self._batches.runs(rows, starts, counts, num_decodes=num)
             offsets = batch.offsets
             in_runs = torch.cat((path, chunks))
-            hidden = hidden.index_select(0, in_runs[self._upload(places_in_runs(offsets, counts))])
+            hidden = hidden.index_select(0, in_runs[self._stream.from_array(places_in_runs(offsets, counts))])
         self.drafter.update_cache(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
 
     # -- helpers
@@ -285,7 +289,7 @@ class SpeculativeStep:
     def _accept_at_random(self, on_nodes: Tensor, verification: Verification) -> Accepted:
         assert self.config.simulated_accept_length is not None
         seeds = self._rows.sampling.mixed_seed[verification.rows]
-        numbers = self._upload(uniforms(seeds, verification.starts, FORCE_SALT))
+        numbers = self._stream.from_array(uniforms(seeds, verification.starts, FORCE_SALT))
         return accept_at_random(on_nodes, verification.tokens, self.config.simulated_accept_length, numbers)
 
     def _forced(self, chances: Tensor, sampled: SampledRows, verification: Verification) -> Tensor:
@@ -301,8 +305,8 @@ class SpeculativeStep:
         seeds = self._rows.sampling.mixed_seed[rows]
         # siblings get independent numbers
         columns = [uniforms(seeds[:, n], lengths[:, n], FORCE_SALT + n) for n in range(num_nodes)]
-        numbers = self._upload(np.stack(columns, 1))
-        drawn = self._upload(self._rows.sampling.draw[verification.rows] != Draw.GREEDY)
+        numbers = self._stream.from_array(np.stack(columns, 1))
+        drawn = self._stream.from_array(self._rows.sampling.draw[verification.rows] != Draw.GREEDY)
         return force(chance, numbers, config.accept_threshold_single, config.accept_threshold_acc) & drawn[:, None]
 
     def _move(self, verification: Verification, accepted: Accepted) -> None:
@@ -310,16 +314,13 @@ class SpeculativeStep:
         width = accepted.path.shape[1]
         step = torch.arange(width, device=accepted.path.device)
         inside = step < accepted.counts[:, None]
-        base = self._upload(verification.rows * self._rows.width + verification.starts)[:, None]
+        base = self._stream.from_array(verification.rows * self._rows.width + verification.starts)[:, None]
         target = self._rows.slots_at((base + torch.where(inside, step, 0)).flatten())
         source = self._rows.slots_at((base + torch.where(inside, accepted.path, 0)).flatten())
         self._kv_pool.move(source, target)
         if self._rows.edits.keeps_tokens:
             assert self._rows.slot_tokens is not None
             self._rows.slot_tokens.move(source, target)
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        return self._stream.upload(torch.from_numpy(values))
 
 
 def _spread(drafts: Drafts, index: Tensor | slice, roots: Tensor) -> Drafts:

@@ -117,12 +117,12 @@ class VerificationBatches:
             plan_rows=plan_rows,
             plan_counts=plan_counts,
             rows=rows,
-            rows_device=self._upload(rows),
+            rows_device=self._stream.from_array(rows),
             counts=counts,
             most=most,
             is_even=bool((counts == most).all()),
             with_drafts=np.flatnonzero(counts > 1),
-            nodes=self._upload(nodes),
+            nodes=self._stream.from_array(nodes),
             host_nodes=nodes,
         )
 
@@ -144,7 +144,7 @@ class VerificationBatches:
         ids = verification.tokens.clamp_min(0)
         if num and ids.numel() != num_decode_tokens:
             computed = np.arange(ids.shape[1]) < verification.counts[:, None]
-            ids = ids.flatten().index_select(0, self._upload(np.flatnonzero(computed)))
+            ids = ids.flatten().index_select(0, self._stream.from_array(np.flatnonzero(computed)))
         positions = visible = None
         if verification.parents is not None:
             drafts = Drafts(verification.tokens, verification.parents)
@@ -177,7 +177,7 @@ class VerificationBatches:
             assert self._rows.states is not None
             count, num = decodes.most, len(decodes.rows)
             starts = torch.from_numpy(np.arange(0, (num + 1) * count, count, dtype=np.int32))
-            places = self._upload(self._rows.states.positions(decodes.rows, count).ravel())
+            places = self._stream.from_array(self._rows.states.positions(decodes.rows, count).ravel())
             stored = [range(1, count + 1)] * num
             runs = StateRuns([count] * num, self._stream.upload(starts), decodes.rows_device, stored, places)
             self._runs = decodes, runs
@@ -191,6 +191,3 @@ class VerificationBatches:
         for row, count, own in zip(decodes.plan_rows, decodes.plan_counts, places):
             stores[row] = list(enumerate(own[:count], 1))
         return stores
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        return self._stream.upload(torch.from_numpy(values))

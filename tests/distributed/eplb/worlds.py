@@ -149,7 +149,7 @@ class Lines(logging.Handler):
 def balanced(loaded: Loaded, prompts: list[list[int]]) -> Balanced:
     seen = Balanced([], [], [], [])
     stepper, tables = loaded.stepper, loaded.parallel.experts
-    balance: EPLBManager | None = loaded.control._balance
+    balance: EPLBManager | None = loaded.control.balance
     for number, prompt in enumerate(prompts):
         stepper.lengths[number % 8] = 0
         mine = loaded.parallel.attn_dp_rank == 0
