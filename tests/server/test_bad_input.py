@@ -379,6 +379,18 @@ def test_template_refusal_and_no_template():
     assert "--chat-template" in response.json()["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [("/generate", {"text": "a"}, "text"), ("/v1/completions", {"prompt": "a"}, "prompt"),
+     ("/v1/chat/completions", CHAT, "messages")],
+)  # fmt: skip
+def test_a_tokenizer_of_another_model_is_named(path, body, field):
+    """A client that sends text knows no token ids."""
+    error = post(FakeClient(vocab_size=2), path, body).json()["error"]
+    assert error["param"] == field and error["message"].startswith(f"{field}: the tokenizer gives token id ")
+    assert error["message"].endswith("its files are of another model, or have tokens without weights")
+
+
 async def test_bad_request_does_not_affect_others():
     import asyncio
 
