@@ -119,6 +119,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2_lite", {"attention_bias": True}),
     ("deepseek_v3", {"n_shared_experts": 0}),
     ("deepseek_v2", {"norm_topk_prob": False, "topk_method": "greedy"}),
+    ("deepseek_v2", {"mlp_bias": True, "first_k_dense_replace": 3}),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
