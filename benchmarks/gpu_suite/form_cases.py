@@ -262,7 +262,7 @@ def routers(tokens: int, many: int, hidden: int) -> Iterator[KernelCase]:
         yield _router(name, ROUTERS[name], tokens, hidden, ahead=True)
     for name, quantizes in NORM_ROUTES.items():
         for quantized in {False, quantizes}:
-            for count in (tokens,) if quantized else (tokens, FEW_ROWS + tokens):  # in two launches and in one
+            for count in (tokens, FEW_ROWS + tokens):  # in two launches and in one
                 yield _norm_route(name, ROUTERS[name], count, hidden, quantized)
     ling = replace(ROUTERS["v3"], num_experts=512)
     for count in (tokens, FEW_ROWS + tokens):

@@ -286,6 +286,7 @@ def timed_cases(tokens: int, hidden: int, top_k: int, context: int) -> list[Kern
         heads_quantized(tokens, 128),
         combine_norm(tokens, hidden, top_k),
         norm_route(tokens, hidden, 256, top_k),
+        norm_route(tokens, 2048, 64, 6),
         attention_values(tokens, context, 16),
         mlp(tokens, hidden, 2048),
         normed_query(tokens, 3072, 1536),

@@ -74,7 +74,7 @@ def launches_of(case: KernelCase) -> list[Launch]:
 
 def work_of(case: KernelCase, setting: Setting) -> Counted:
     """Bytes and operations of the case's launches."""
-    from benchmarks.step_costs import exchange_costs, family_costs, triton_costs  # noqa: F401
+    from benchmarks.step_costs import exchange_costs, family_costs, sampling_costs, triton_costs  # noqa: F401
 
     costs = [kernel_cost(launch.kernel, launch.arguments, setting) for launch in launches_of(case)]
     return Counted(round(sum(cost.bytes for cost in costs)), round(sum(cost.total_flops for cost in costs)))

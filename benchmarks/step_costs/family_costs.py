@@ -10,7 +10,8 @@ from typing import Any
 
 from benchmarks.step_costs.cost import Cost
 from benchmarks.step_costs.costs import Setting, cost_of, size
-from benchmarks.step_costs.triton_costs import FP32, NAMES, SECTOR, given, pieces_of
+from benchmarks.step_costs.sampling_costs import SECTOR
+from benchmarks.step_costs.triton_costs import FP32, NAMES, given, pieces_of
 
 
 def _records(heads: int, width: int, kind: int) -> int:

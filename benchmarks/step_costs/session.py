@@ -154,7 +154,7 @@ def _settings(case: Case) -> dict[str, Any]:
 
 def _start(case: Case, short: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
-    from benchmarks.step_costs import exchange_costs, family_costs, triton_costs  # noqa: F401
+    from benchmarks.step_costs import exchange_costs, family_costs, sampling_costs, triton_costs  # noqa: F401
     from benchmarks.step_costs.libraries import Libraries
     from benchmarks.step_costs.recorder import Recorder
     from tests.simulated_cuda import install, memory, observer

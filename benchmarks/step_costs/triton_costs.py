@@ -22,8 +22,6 @@ BF16 = 2
 WARP = 32
 INCREMENT_US = 0.0046
 """A warp's increments of shared memory: 8 clocks of 1.755 GHz, an estimate."""
-SECTOR = 32
-"""Bytes that a read of one number takes."""
 NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32"}
 
 
@@ -264,7 +262,8 @@ def fixed_gemm(a: Any, s: Setting) -> Cost:
     heads = len(a.weight) if a.weight.dim() == 3 else 1
     turns = -(-a.grid[0] * a.grid[1] // s.hardware["multiprocessors"])
     later = ((a.following, a.FOLLOWING), (a.later, a.LATER))
-    alone = turns * (a.BLOCK_M + a.BLOCK_N) * a.K * a.x.element_size() / s.hardware["program_bytes_per_s"] * 1e6
+    read = (min(a.num_rows, a.BLOCK_M) + a.BLOCK_N) * a.K * a.x.element_size()
+    alone = turns * read / s.hardware["program_bytes_per_s"] * 1e6
     return Cost(
         size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K), link_us=alone,
         weights=memory_of(a.weight), requests_own=size(a.weight) if a.AHEAD else 0,
@@ -443,96 +442,3 @@ def gate_up(a: Any, s: Setting) -> Cost:
 @cost_of("down_kernel")
 def down(a: Any, s: Setting) -> Cost:
     return _expert_product(a, s, a.WIDTH, False)
-
-
-# -- sampling
-
-
-@cost_of("greedy_kernel")
-def greedy(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.logits), size(a.tokens), programs=a.grid[0] * a.grid[1])
-
-
-@cost_of("decode_inputs_kernel")
-def decode_inputs(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.packed, a.rows) + a.count * 8, a.count * (4 + 3 * 8 + 2 * 4))
-
-
-@cost_of("keep_tokens_kernel")
-def keep_tokens(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.tokens, a.rows), size(a.tokens))
-
-
-@cost_of("chain_inputs_kernel", "chain_accept_kernel")
-def chain(a: Any, s: Setting) -> Cost:
-    """Reads a few numbers of each request."""
-    return Cost(size(a.ids), size(a.ids))
-
-
-@cost_of("tree_slots_kernel")
-def tree_slots(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.real), size(a.positions, a.slots, a.lens, a.real))
-
-
-@cost_of("tree_nodes_kernel")
-def tree_nodes(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.parents, a.chain_uniform), size(a.positions, a.visible, a.uniform))
-
-
-@cost_of("tree_walk_kernel")
-def tree_walk(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.ids, a.parents, a.sampled), size(a.path, a.taken, a.sources, a.chain_ids, a.chain_sampled))
-
-
-@cost_of("chain_runs_kernel")
-def chain_runs(a: Any, s: Setting) -> Cost:
-    return Cost(2 * size(a.positions) + size(a.cached), size(a.positions, a.slots, a.real, a.ids, a.sources, a.lens))
-
-
-@cost_of("gather_states_kernel")
-def gather_states(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.out) + size(a.sources), size(a.out))
-
-
-@cost_of("match_kernel")
-def match(a: Any, s: Setting) -> Cost:
-    """The text of each request, once from memory."""
-    return Cost(len(a.rows) * s.context * 4, size(a.best))
-
-
-@cost_of("match_drafts_kernel")
-def match_drafts(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.best, a.ids), size(a.ids))
-
-
-@cost_of("chain_states_kernel")
-def chain_states(a: Any, s: Setting) -> Cost:
-    """Reads a row of each request."""
-    moved = len(a.rows) * a.WIDTH * a.states.element_size()
-    return Cost(moved, moved)
-
-
-@cost_of("best_kernel")
-def best_and_chunks(a: Any, s: Setting) -> Cost:
-    """The best token of each row and of each chunk."""
-    written = size(a.best_out, a.limit_out, a.last_out, a.total_out, a.reach_out, a.chunk_best)
-    return Cost(size(a.logits, a.temperature), written, programs=a.grid[0] * a.grid[1])
-
-
-@cost_of("limits_kernel")
-def limits(a: Any, s: Setting) -> Cost:
-    """Greedy rows only, as in all cases: their limits are known."""
-    return Cost(size(a.temperature, a.total_out), 0, programs=a.grid[0] * a.grid[1])
-
-
-@cost_of("draw_kernel")
-def draw(a: Any, s: Setting) -> Cost:
-    """Greedy rows only: reads the limits."""
-    read = size(a.best_in, a.limit_in, a.last_in, a.total_in)
-    return Cost(read, size(a.tokens), programs=a.grid[0] * a.grid[1])
-
-
-@cost_of("look_up_kernel")
-def look_up(a: Any, s: Setting) -> Cost:
-    """A logit of each queried token, in a sector of its own."""
-    return Cost(size(a.tokens) + a.tokens.numel() * SECTOR, size(a.found))

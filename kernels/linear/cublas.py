@@ -15,11 +15,8 @@ from torch import Tensor
 from moe_engine.kernels.device import starts_early
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
-from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, MOST_NORMED, MOST_QUANTIZED
+from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, MAX_FEW_BYTES, MOST_NORMED, MOST_QUANTIZED
 from moe_engine.kernels.quantization.protocol import BLOCK
-
-MAX_FEW_BYTES = 1 << 25
-"""Size of the largest weight for which a gap is worth more than tuned tiles: about 8 us of an H200's memory."""
 
 MAX_NORMED_BYTES = 1 << 26
 """The same of a product that norms its rows, where a gap and a launch are worth more than tuned tiles."""

@@ -31,11 +31,14 @@ def weight_tile(weight, rows, lane, K: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
+def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, live=None):
     """Channels [step * BLOCK_K, + BLOCK_K) of a tile's rows, zeros beyond K. The tile is pointers to its first step, or
-    with TMA the descriptor of a matrix in which it starts at `row`."""
+    with TMA the descriptor of a matrix in which it starts at `row`. live: without TMA, the rows that are read; others
+    are zeros."""
     if TMA:
         values = tile.load([row, step * BLOCK_K])
+    elif live is not None:
+        values = tl.load(tile + step * BLOCK_K, mask=live[:, None] & (step * BLOCK_K + lane < K)[None, :], other=0.0)
     elif K % BLOCK_K == 0:
         values = tl.load(tile + step * BLOCK_K)
     else:

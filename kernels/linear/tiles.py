@@ -136,6 +136,8 @@ FIXED_PLAIN = PlainTiles(64, 64, 64, 4, 4)
 FIXED_WIDE = PlainTiles(32, 32, 32, 4, 3)
 """float32, without tensor cores."""
 FEW_ROWS = 16
+MAX_FEW_BYTES = 1 << 25
+"""Size of the largest weight for which a gap is worth more than a library's tiles: about 8 us of an H200's memory."""
 FEW_PLAIN = PlainTiles(16, 16, 256, 4, 4)
 """Up to `FEW_ROWS` rows: a program for each 16 rows of a weight; up to four programs share an SM, and their loads in
 flight hide the latency of memory."""

@@ -22,7 +22,7 @@ from moe_engine.kernels.linear.tiles import FEW_PLAIN, FIXED_PLAIN, FIXED_WIDE, 
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
-from moe_engine.kernels.triton.prefetch import IN_GAP, UNIT, bytes_ahead, can_request, prefetch_own, prefetch_shared
+from moe_engine.kernels.triton.prefetch import IN_GAP, UNIT, can_request, prefetch_own, prefetch_shared, requested
 
 _STRIDES = ("x_stride", "x_head_stride", "out_stride", "out_head_stride")
 
@@ -48,13 +48,13 @@ def fixed_gemm_kernel(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
-    x_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    live = rows < num_rows  # repeated rows would be read again: a part of a program's time if rows are few
     w_rows = tl.minimum(cols, N - 1)
-    x_tile = x + head * x_head_stride + x_rows[:, None] * x_stride + lane[None, :]
+    x_tile = x + head * x_head_stride + rows.to(tl.int64)[:, None] * x_stride + lane[None, :]
     w_tile = weight_tile(weight + head * (N * K), w_rows, lane, K, False)
     total = empty_tile(BLOCK_M, BLOCK_N, False)
     for step in range(STEPS):
-        a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
+        a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False, live)
         b = load_step(w_tile, 0, step, lane, K, BLOCK_K, False)
         total = add_product(total, a, b, 1.0, 1.0, False, False)
     if HAS_BIAS:
@@ -62,7 +62,7 @@ def fixed_gemm_kernel(
     prefetch_shared(following, FOLLOWING)
     prefetch_shared(later, LATER)
     place = out + head * out_head_stride + rows.to(tl.int64)[:, None] * out_stride + cols[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & (cols < N)[None, :])
+    tl.store(place, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
 
 
 def fixed_gemm(
@@ -89,10 +89,9 @@ def fixed_gemm(
     if m:
         per_head = stride_of(x, 1) if heads > 1 else 0, stride_of(out, 1) if heads > 1 else 0
         grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), heads)
-        counts = [bytes_ahead(each, IN_GAP) for each in following] + [0, 0]
-        requested = [each if count else None for each, count in zip((*following, None, None), counts)]
+        wanted, counts = zip(*(requested(each, IN_GAP) for each in (*following, None, None)[:2]))
         fixed_gemm_kernel[grid](
-            x, weight.contiguous(), bias, out, *requested[:2], m, stride_of(x, 0), per_head[0], stride_of(out, 0),
+            x, weight.contiguous(), bias, out, *wanted, m, stride_of(x, 0), per_head[0], stride_of(out, 0),
             per_head[1], **_constants(n, k, cut, bias is not None, weight), FOLLOWING=counts[0], LATER=counts[1],
             num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip

@@ -28,7 +28,7 @@ from moe_engine.kernels.quantization.triton_rows import store_norm
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import row_stride, with_contiguous_rows
-from moe_engine.kernels.triton.prefetch import IN_GAP, bytes_ahead, prefetch_shared
+from moe_engine.kernels.triton.prefetch import IN_GAP, prefetch_shared, requested
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -79,11 +79,11 @@ def combine_norm(
     if tokens:
         weights = with_contiguous_rows(rows.weights)
         add = None if rows.add is None else with_contiguous_rows(rows.add)
-        num_ahead = bytes_ahead(ahead, IN_GAP)
+        ahead, num_ahead = requested(ahead, IN_GAP)
         combine_norm_kernel[(tokens,)](
             rows.rows, rows.positions, weights, add, residual, weight, normed,
             None if quantized is None else quantized.data, None if quantized is None else quantized.scales,
-            ahead if num_ahead else None, 0 if quantized is None else quantized.scale_stride, eps, AHEAD=num_ahead,
+            ahead, 0 if quantized is None else quantized.scale_stride, eps, AHEAD=num_ahead,
             **_constants(top_k, width, row_stride(weights), 0 if add is None else row_stride(add), add, format),
             num_warps=_warps(width),
         )  # fmt: skip

@@ -18,7 +18,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.clamped_gate import bound_silu, clamp_gate_up, gelu, situ, squared_relu
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
-from moe_engine.kernels.triton.prefetch import IN_GAP, bytes_ahead, prefetch_shared
+from moe_engine.kernels.triton.prefetch import IN_GAP, prefetch_shared, requested
 
 _TILE = 1024
 """Elements per program for narrow rows; wider rows have one program each."""
@@ -121,9 +121,9 @@ def _launch(
     if not num_rows:
         return
     rows, block, warps = _tile(width)
-    num_ahead = bytes_ahead(ahead, IN_GAP)
+    ahead, num_ahead = requested(ahead, IN_GAP)
     rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, other, residual, weight, out, ahead if num_ahead else None, *strides, residual_stride, num_rows, eps,
+        x, other, residual, weight, out, ahead, *strides, residual_stride, num_rows, eps,
         HEADS=heads, WIDTH=width, ROWS=rows, BLOCK=block, ADD=add, PAIR=other is not None, AHEAD=num_ahead,
         num_warps=warps,
     )  # fmt: skip

@@ -8,6 +8,7 @@ after the weight.
 
 Behind a product of few rows, which announces the next launch, two dependent launches are quicker: the second takes as
 long as the barrier (1.6 us and 1.5 us, both estimated), and the first starts early, which a cooperative launch cannot.
+Behind a product of a library, which announces nothing, they are not: the bytes of the gate are the same in both forms.
 
 Legend: T tokens, D hidden, E experts, K experts per token. A row is a tile [D / 128, 128].
 """
@@ -20,13 +21,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moe_engine.kernels.linear.tiles import FEW_ROWS
+from moe_engine.kernels.linear.tiles import FEW_ROWS, MAX_FEW_BYTES
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.router_kernels import all_logits, choose, logits_of_tile
 from moe_engine.kernels.ops.triton_norm import add_rms_norm
 from moe_engine.kernels.ops.triton_router import (
     ONE_LAUNCH_TOKENS,
     OPTIONS,
+    QWEN3_MOE,
     V2,
     V2_LITE,
     V3,
@@ -49,7 +51,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import resident_programs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
-from moe_engine.kernels.triton.prefetch import BESIDE_ROUTER, bytes_ahead, prefetch_shared
+from moe_engine.kernels.triton.prefetch import BESIDE_ROUTER, prefetch_shared, requested
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -133,33 +135,33 @@ def add_norm_route(
         return done, *route(unquantized(done), gate, bias, spec, barrier, real=real, ids_dtype=ids_dtype)
     x, device = with_contiguous_rows(x), x.device
     exact = gate.dtype == torch.bfloat16
-    waits = _waits(format, count)
+    waits = _waits(count, hidden)
     constants, grid, warps, stages = _plan(format, spec, bias is not None, count, hidden, x.dtype, exact, real)
     normed = torch.empty_like(residual)
     rows = QuantizedRows.empty(count, hidden, device, exponents=format.exponents) if format.rows else None
     weights, ids = empty_choice(count, spec, ids_dtype, device)
     logits = torch.empty((grid[2], count, spec.num_logits), dtype=torch.float32, device=device)
-    num_ahead = bytes_ahead(ahead, BESIDE_ROUTER)
-    requested = ahead if num_ahead else None
+    ahead, num_ahead = requested(ahead, BESIDE_ROUTER)
     if not waits:
         sum_logits_kernel[grid](
-            x, residual, weight, gate, logits, requested, stride_of(x, 0), count, **_sums(constants), AHEAD=num_ahead,
+            x, residual, weight, gate, logits, ahead, stride_of(x, 0), count, **_sums(constants), AHEAD=num_ahead,
             num_warps=4, num_stages=stages,
         )  # fmt: skip
     programs = min(resident_programs(device), max(grid[0] * grid[1] * grid[2], count)) if waits else count
     norm_route_kernel[(programs,)](
         x, residual, weight, normed, None if rows is None else rows.data, None if rows is None else rows.scales, gate,
         logits, bias if spec.has_bias and bias is not None else logits, real, weights, ids, barrier if waits else None,
-        requested if waits else None, stride_of(x, 0), 0 if rows is None else rows.scale_stride, count, eps, spec.scale,
+        ahead if waits else None, stride_of(x, 0), 0 if rows is None else rows.scale_stride, count, eps, spec.scale,
         spec.first, **constants, AHEAD=num_ahead if waits else 0, WAITS=waits, num_warps=warps, num_stages=stages,
         **(OPTIONS if waits else {}),
     )  # fmt: skip
     return normed if rows is None else QuantizedActivation(rows, normed, x.dtype), weights, ids
 
 
-def _waits(format: ActivationFormat, count: int) -> bool:
-    """Whether the launch is a cooperative one. The large FP8 products before a norm announce nothing."""
-    return format.rows or count > FEW_ROWS
+def _waits(count: int, hidden: int) -> bool:
+    """Whether the launch is a cooperative one: where the product before it, taken as square, announces nothing. It is
+    attention's output projection, whose rows are mostly at least as wide as its results."""
+    return count > FEW_ROWS or 2 * hidden * hidden > MAX_FEW_BYTES
 
 
 def _norm(format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Activation:
@@ -193,7 +195,7 @@ def norm_route_cases(
 ) -> list[AotCase]:  # fmt: skip
     """The specializations launched by `add_norm_route` for `count` tokens. num_ahead: bytes of a weight that it
     prefetches."""
-    real, waits = torch.empty(0) if has_real else None, _waits(format, count)
+    real, waits = torch.empty(0) if has_real else None, _waits(count, hidden)
     constants, _, warps, stages = _plan(format, spec, spec.has_bias, count, hidden, dtype, exact, real)
     kind, wgmma = f"*{element(dtype)}", dtype == torch.bfloat16
     signature = dict.fromkeys(("x", "residual", "normed"), kind) | {
@@ -224,12 +226,13 @@ def norm_route_cases(
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek-V3 in FP8 as its tokens travel, V2 and V2-Lite, for one token and some."""
+    """DeepSeek-V3 in FP8 as its tokens travel, V2 and V2-Lite, for one token and some; Qwen3 in FP8 for one."""
     both, cases = ActivationFormat(True, True, True), []
     for count in (1, 128):
         cases += norm_route_cases("v3", 7168, V3, count, both, has_real=True, ids_dtype=torch.int64)
         cases += norm_route_cases("v2", 5120, V2, count)
         cases += norm_route_cases("v2_lite", 2048, V2_LITE, count, has_real=True)
         cases += norm_route_cases("v2_lite", 2048, V2_LITE, count, has_real=True, num_ahead=BESIDE_ROUTER)
+    cases += norm_route_cases("qwen3", 2048, QWEN3_MOE, 1, both)
     cases += norm_route_cases("v3", 7168, V3, 128, both, exact=False, num_ahead=BESIDE_ROUTER)
     return cases + norm_route_cases("v3", 7168, V3, 128, both, torch.float32, exact=False)

@@ -22,7 +22,7 @@ from moe_engine.kernels.ops.triton_sparse_mixer import sparse_mixer
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, resident_programs
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
-from moe_engine.kernels.triton.prefetch import BESIDE_ROUTER, bytes_ahead
+from moe_engine.kernels.triton.prefetch import BESIDE_ROUTER, requested
 
 _GROUP_SCORES = {None: 0, "max": 1, "top2": 2}
 
@@ -83,9 +83,9 @@ def route(
     bias = bias if has_bias else logits
     if count <= ONE_LAUNCH_TOKENS:
         programs = min(resident_programs(x.device), max(grid[0] * grid[1] * grid[2], count))
-        num_ahead = bytes_ahead(ahead, BESIDE_ROUTER)
+        ahead, num_ahead = requested(ahead, BESIDE_ROUTER)
         route_kernel[(programs,)](
-            x, gate, logits, bias, real, experts, weights, ids, barrier, ahead if num_ahead else None, stride_of(x, 0),
+            x, gate, logits, bias, real, experts, weights, ids, barrier, ahead, stride_of(x, 0),
             count, spec.scale, spec.first, **logits_constants | constants, AHEAD=num_ahead, num_warps=warps,
             num_stages=stages, **OPTIONS,
         )  # fmt: skip

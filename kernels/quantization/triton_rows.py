@@ -18,7 +18,7 @@ from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, Q
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.clamped_gate import silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
-from moe_engine.kernels.triton.prefetch import IN_GAP, bytes_ahead, prefetch_shared
+from moe_engine.kernels.triton.prefetch import IN_GAP, prefetch_shared, requested
 
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -193,9 +193,9 @@ def rms_norm_quantize(
     rows = QuantizedRows.empty(m, k, x.device, exponents=exponents)
     normed = torch.empty_like(x, memory_format=torch.contiguous_format) if keep else None
     if m:
-        num_ahead = bytes_ahead(ahead, IN_GAP)
+        ahead, num_ahead = requested(ahead, IN_GAP)
         rms_norm_quantize_kernel[(m,)](
-            x, other, residual, weight, normed, rows.data, rows.scales, ahead if num_ahead else None,
+            x, other, residual, weight, normed, rows.data, rows.scales, ahead,
             rows.scale_stride, eps, AHEAD=num_ahead,
             WIDTH=k, X_STRIDE=_stride(x), BLOCKS=norm_blocks(k), HAS_RESIDUAL=residual is not None,
             POWER_OF_TWO=power_of_two, KEEP=keep, PAIR=other is not None, num_warps=norm_warps(k),

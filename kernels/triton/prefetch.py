@@ -33,11 +33,10 @@ def can_request(weight: Tensor) -> bool:
     return starts_early(weight.device.type) and weight.data_ptr() % UNIT == 0
 
 
-def bytes_ahead(weight: Tensor | None, most: int) -> int:
-    """Bytes of a contiguous weight to request, at most `most`."""
-    if weight is None or not can_request(weight):
-        return 0
-    return min(weight.nbytes, most) // UNIT * UNIT
+def requested(weight: Tensor | None, most: int) -> tuple[Tensor | None, int]:
+    """A contiguous weight to request and the bytes of it, at most `most`; or None and 0."""
+    count = 0 if weight is None or not can_request(weight) else min(weight.nbytes, most) // UNIT * UNIT
+    return (weight, count) if count else (None, 0)
 
 
 _LINE = tl.constexpr(128)

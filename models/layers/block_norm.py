@@ -14,7 +14,7 @@ from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.ops.residual_blocks import BlockWeights, mix_blocks
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.norm import summed
+from moe_engine.models.layers.norm import RMSNorm, summed
 from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
@@ -42,6 +42,8 @@ class BlockNorm(ResidualNorm):
     Args:
         prefix: of the norm.
     """
+
+    _norm: RMSNorm
 
     def __init__(self, ops: Ops, reader: WeightSource, prefix: str, config: ModelConfig) -> None:
         super().__init__(ops, reader, prefix, config)

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.norm import summed
+from moe_engine.models.layers.norm import RMSNorm, summed
 from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.tensors import layer_index
 from moe_engine.models.weights import WeightSource
@@ -22,6 +22,8 @@ from moe_engine.models.weights import WeightSource
 class PostNorm(ResidualNorm):
     """The norm of the residual, which it then replaces, times the alpha of the part that follows: what this part's
     result, times its beta, is added to."""
+
+    _norm: RMSNorm
 
     def __init__(self, ops: Ops, reader: WeightSource, prefix: str, config: ModelConfig) -> None:
         super().__init__(ops, reader, prefix, config)

@@ -1,4 +1,4 @@
-"""The common part of norms whose residual has more than one row of D channels for a token."""
+"""The common part of norms that take the place of `RMSNorm` in layers."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class ResidualNorm:
     """Replaces `RMSNorm` in layers; a subclass has `__call__` and `add`.
 
     Args:
-        norm: prefix of the norm.
+        norm: prefix of the norm of the residual, or "" without one.
+        plus: as of `RMSNorm`.
     """
 
     fuses_router = adds_pairs = adds_rows = False
 
-    def __init__(self, ops: Ops, reader: WeightSource, norm: str, config: ModelConfig) -> None:
-        self._norm = RMSNorm(ops, reader, norm, config.hidden_size, config.norm_eps)
+    def __init__(self, ops: Ops, reader: WeightSource, norm: str, config: ModelConfig, plus: float = 0.0) -> None:
+        self.width = config.hidden_size
+        """Channels of a result."""
+        self._norm = RMSNorm(ops, reader, norm, self.width, config.norm_eps, plus) if norm else None
         self._all_reduce: CustomAllReduce | None = None
 
-    @property
-    def width(self) -> int:
-        """See `RMSNorm`."""
-        return self._norm.width
-
     def feed(self, *readers: ActivationFormat) -> None:
-        """See `RMSNorm`."""
-        self._norm.feed(*readers)
+        """See `RMSNorm`. A residual without a norm is read unquantized."""
+        if self._norm is not None:
+            self._norm.feed(*readers)
 
     def keep_unquantized(self) -> None:
         """See `RMSNorm`."""
-        self._norm.keep_unquantized()
+        if self._norm is not None:
+            self._norm.keep_unquantized()
 
     def stream(self, residual: Tensor) -> Tensor:
         """See `RMSNorm`: all rows, which `HiddenTaps` reduces to one."""

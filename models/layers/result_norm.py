@@ -5,20 +5,17 @@ Legend: T tokens, D hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
-from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.norm import RMSNorm, summed
+from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.tensors import LAYER_FACTOR, layer_index
 from moe_engine.models.weights import WeightSource
-
-if TYPE_CHECKING:
-    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 _OF_ATTENTION = "post_attention_layernorm"
 """`Decoder`'s name of the norm after attention."""
@@ -39,38 +36,20 @@ def norm_names(prefix: str, config: ModelConfig) -> tuple[str, str, str]:
     return result, prefix if own.before_attention or layer < 0 else "", factor
 
 
-class ResultNorm:
+class ResultNorm(ResidualNorm):
     """The norm of the residual, after the norm of a result is added to it; without a norm of the residual the residual.
 
     Args:
         names: of `norm_names`.
     """
 
-    fuses_router = adds_pairs = adds_rows = False
-
     def __init__(self, ops: Ops, reader: WeightSource, names: tuple[str, str, str], config: ModelConfig) -> None:
-        made = (
-            RMSNorm(ops, reader, name, config.hidden_size, config.norm_eps, config.norm_plus) if name else None
-            for name in names[:2]
-        )  # fmt: skip
-        self._of_result, self._norm = made
-        self._factor = reader.tensor(f"{names[2]}.weight", (1,), dtype=torch.float32) if names[2] else None
-        self.width = config.hidden_size
-        self._all_reduce: CustomAllReduce | None = None
-
-    def feed(self, *readers: ActivationFormat) -> None:
-        """See `RMSNorm`. The residual is read unquantized."""
-        if self._norm is not None:
-            self._norm.feed(*readers)
-
-    def keep_unquantized(self) -> None:
-        """See `RMSNorm`."""
-        if self._norm is not None:
-            self._norm.keep_unquantized()
-
-    def sum_over(self, all_reduce: CustomAllReduce) -> None:
-        """From now on `add` gets partial sums of the ranks' rows."""
-        self._all_reduce = all_reduce
+        result, own, factor = names
+        self._of_result = (
+            RMSNorm(ops, reader, result, config.hidden_size, config.norm_eps, config.norm_plus) if result else None
+        )
+        super().__init__(ops, reader, own, config, config.norm_plus)
+        self._factor = reader.tensor(f"{factor}.weight", (1,), dtype=torch.float32) if factor else None
 
     def __call__(self, residual: Tensor) -> Any:
         """residual [T, D] -> its norm."""
@@ -83,7 +62,3 @@ class ResultNorm:
         if self._factor is not None:
             return self(residual.add_(normed).mul_(self._factor))
         return residual.add_(normed) if self._norm is None else self._norm.add(normed, residual)
-
-    def stream(self, residual: Tensor) -> Tensor:
-        """See `RMSNorm`."""
-        return residual

@@ -17,6 +17,7 @@ from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
 from moe_engine.models.compressed_config import StreamsConfig
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.weights import WeightSource
 
@@ -40,6 +41,8 @@ class StreamNorm(ResidualNorm):
         prefix: of the weights of the streams. norm: prefix of the norm.
         is_last: the sum is the head's input; no result is added after it.
     """
+
+    _norm: RMSNorm
 
     def __init__(
         self, ops: Ops, reader: WeightSource, prefix: str, norm: str, config: ModelConfig, is_last: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.step_costs import blackwell, family_costs, libraries, mega_moe, roofline, triton_costs
+from benchmarks.step_costs import blackwell, family_costs, libraries, mega_moe, roofline, sampling_costs, triton_costs
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.cost import Cost
 from benchmarks.step_costs.costs import KERNELS, Routing, Setting, UnknownKernel, kernel_cost, size
@@ -255,12 +255,23 @@ def test_an_entry_is_read_by_one_program(tokens: int) -> None:
     assert found.bytes - apart.bytes == 2 * copied + tokens * 8
 
 
+@pytest.mark.parametrize(("rows", "tile"), [(1, 16), (9, 16), (40, 64)])
+def test_a_program_of_a_product_reads_its_rows_and_weights(rows: int, tile: int) -> None:
+    """The shared expert of Kimi K2 on 8 ranks: 32 programs, fewer than multiprocessors."""
+    given = SimpleNamespace(
+        x=meta(rows, 7168), weight=meta(512, 7168), out=meta(rows, 512), following=None, FOLLOWING=0, later=None,
+        LATER=0, BLOCK_M=tile, BLOCK_N=16, K=7168, N=512, num_rows=rows, AHEAD=0, grid=(32, 1),
+    )  # fmt: skip
+    found = triton_costs.fixed_gemm(given, replace(SETTING, hardware=H200))
+    assert found.link_us == pytest.approx((rows + 16) * 7168 * 2 / 112e9 * 1e6)
+
+
 def test_few_programs_read_slowly() -> None:
     """A row of 129,280 logits by one program, and by 32."""
     logits, tokens = meta(1, 129280, dtype=torch.float32), meta(1, dtype=torch.int64)
     times = []
     for programs in (1, 32):
-        found = triton_costs.greedy(SimpleNamespace(logits=logits, tokens=tokens, grid=(1, programs)), SETTING)
+        found = sampling_costs.greedy(SimpleNamespace(logits=logits, tokens=tokens, grid=(1, programs)), SETTING)
         times.append(H200.microseconds("stream", found, False) - H200["eager_gap_us"])
     assert times == pytest.approx([(129280 * 4 + 8) / 112e9 * 1e6, H200["kernel_floor_us"]])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_engine.kernels import device
-from moe_engine.kernels.linear import cublas, triton_block_gemm
+from moe_engine.kernels.linear import cublas, triton_block_gemm, triton_fixed_gemm
 from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
@@ -56,6 +56,21 @@ def test_which_products_are_dependent_launches(monkeypatch: pytest.MonkeyPatch) 
         both = x[:, None].expand(-1, 2, -1)
         close(kernel.run_heads(both, heads).flatten(1), x.double() @ weight.double().T)
     assert asked == [FEW_ROWS, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS + 1]
+
+
+def test_rows_that_a_tile_lacks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16: a repeated row would be read from the L2 cache again by each program."""
+    rows, load = random.randint(1, FEW_ROWS), triton_fixed_gemm.load_step
+    seen: list[int] = []
+
+    def recorded(*given: Any) -> Any:
+        if len(given) == 8:
+            seen.append(int(given[7].handle.data.sum()))
+        return load(*given)
+
+    monkeypatch.setattr(triton_fixed_gemm, "load_step", recorded)
+    fixed_gemm(torch.randn(rows, 300).to(BF16), torch.randn(20, 300).to(BF16), tiles=FEW_PLAIN)
+    assert seen == [rows] * 4  # of two programs with two steps each
 
 
 @pytest.mark.parametrize(

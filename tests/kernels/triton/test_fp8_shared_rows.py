@@ -75,8 +75,8 @@ def test_a_layer_quantizes_once_for_all_that_read(tmp_path: Path) -> None:
     assert together["rms_norm_kernel"] == 0 and together["combine_norm_kernel"] == 1  # the last one, before the head
     assert separate["rms_norm_quantize_kernel"] == 0 and separate["rms_norm_kernel"] == 3 * layers - mixtures
     assert separate["quantize_kernel"] == 4 * layers + mixtures
-    assert separate["sum_logits_kernel"] == mixtures  # the launch before it announces: its norm is not quantized
-    assert separate.total() - together.total() == 3 * layers + 2 * mixtures
+    assert together["sum_logits_kernel"] == separate["sum_logits_kernel"] == mixtures  # the launch before it announces
+    assert separate.total() - together.total() == 3 * layers + mixtures
     assert together["silu_mul_quantize_kernel"] == layers  # after the product: the dense and the shared MLP
 
 

@@ -10,6 +10,7 @@ import torch
 from moe_engine.kernels.kv_format import latent_records
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
+from moe_engine.kernels.linear.cublas import is_few
 from moe_engine.kernels.ops.head_factors import scale_heads
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
@@ -380,7 +381,7 @@ def test_norm_and_router_in_one_launch(ops, dtype, name, format, tokens, width):
     norms, fused = ops.capabilities.quantized_norms, ops.capabilities.add_norm_route
     with launches() as names:
         found, weights, ids = fused(format, x, streams[0], weight, EPS, gate, bias, spec, real, False)
-    assert names == ["sum_logits_kernel"] * (tokens == 1 and not format.rows) + ["norm_route_kernel"]
+    assert names == ["sum_logits_kernel"] * (tokens == 1) + ["norm_route_kernel"]
     if format.rows:
         apart = norms.add_rms_norm(format, x, streams[1], weight, EPS)
         assert torch.equal(found.unquantized, apart.unquantized) and torch.equal(found.rows.scales, apart.rows.scales)
@@ -434,6 +435,14 @@ def test_programs_of_norm_and_router_wait_for_each_other(ops, monkeypatch, progr
         for seed in range(3):  # the barrier's state is kept
             found = beside.run_ranks([run], kernel, seed)[0]
             assert all(torch.equal(a, b) for a, b in zip(found, want))
+
+
+@pytest.mark.parametrize(("hidden", "tokens", "num_launches"), [(4096, 16, 2), (4096, 17, 1), (4224, 16, 1)])
+def test_norm_and_router_are_two_launches_behind_a_product_that_announces(hidden, tokens, num_launches):
+    """A square weight of 32 MiB is the largest of such a product."""
+    assert len(norm_route.norm_route_cases("any", hidden, triton_router.V3, tokens)) == num_launches
+    square = torch.empty(hidden, hidden, dtype=torch.bfloat16, device="meta")
+    assert is_few(tokens, square) is (num_launches == 2)
 
 
 def test_norm_and_router_of_many_tokens_are_launches_of_their_own(ops, dtype, monkeypatch):
