@@ -24,7 +24,7 @@ from tests.fork_server import (  # noqa: F401
     fork_server,
     forked_processes,
 )
-from tests.forked_run import pytest_addoption, pytest_runtestloop, several  # noqa: F401
+from tests.forked_run import pytest_addoption, pytest_configure, pytest_runtestloop, several  # noqa: F401
 from tests.random_seed import (  # noqa: F401
     pytest_fixture_setup,
     pytest_report_header,

@@ -2,7 +2,9 @@
 
 The collection (17 CPU seconds in a clean clone) happens once, and test processes share the imported modules. Each
 process runs one file at a time; the files are distributed in the order of the collection. The main process shows the
-reports. A test whose process dies has failed; a new process continues with the tests after it.
+reports. A test whose process dies has failed; a new process continues with the tests after it. So has a test that
+exceeds its time limit in a call that no signal interrupts, as of a kernel that waits forever. `--session-timeout` ends
+the run with its reports.
 
 Modules must not start threads when they are imported: a forked process has only the thread that forked it.
 """
@@ -13,8 +15,10 @@ import atexit
 import contextlib
 import gc
 import importlib
+import math
 import multiprocessing
 import os
+import time
 from collections import deque
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
@@ -23,6 +27,7 @@ from typing import Any
 
 import pytest
 
+from tests import results_file
 from tests.fork_server import start_servers
 
 FORK = multiprocessing.get_context("fork")
@@ -31,10 +36,17 @@ ORACLES = "transformers.models.deepseek_v3.modeling_deepseek_v3"
 MANY_FILES = 100
 NEXT = "next"
 """A process's request for a file: the answer is a list of places in `session.items`, or None at the end."""
+LATE_S = 15.0
+"""Seconds after its time limit at which a test is ended with its process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, default=1, metavar="N", help="run the tests in N forked processes")
+    parser.addoption("--results", type=Path, metavar="FILE", help="results so far; leaves out what has passed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    results_file.register(config)
 
 
 def several(config: pytest.Config) -> bool:
@@ -60,6 +72,7 @@ class TestProcess:
         waiting: places of its file's tests that have not started.
         upcoming: its next file, requested before the last test of its file.
         running: place of the running test.
+        ends: when it is ended, in `time.monotonic`'s seconds.
     """
 
     __test__ = False
@@ -71,6 +84,7 @@ class TestProcess:
         self.waiting: list[int] = []
         self.upcoming: list[int] = []
         self.running: int | None = None
+        self.ends = math.inf
         self.process.start()
         other.close()
 
@@ -95,13 +109,21 @@ class TestProcesses:
             terminal.showfspath = False  # reports of several files arrive alternately
 
     def run(self, count: int) -> None:
+        seconds = self._session.config.getoption("session_timeout", None) or math.inf
+        over = time.monotonic() + seconds
         try:
             for _ in range(min(count, len(self._files))):
                 self._start()
             while self._running:
-                for connection in wait(list(self._running)):
+                for connection in wait(list(self._running), 1.0):
                     assert isinstance(connection, Connection)
                     self._receive(self._running[connection])
+                now = time.monotonic()
+                for test_process in self._running.values():
+                    if now > test_process.ends:
+                        test_process.process.kill()  # the end of its connection is received
+                if now > over:
+                    self._session.shouldstop = f"{seconds:.0f} s are over: {self._left()} tests did not end"
                 if self._session.shouldfail:
                     raise self._session.Failed(self._session.shouldfail)
                 if self._session.shouldstop:
@@ -109,6 +131,11 @@ class TestProcesses:
         finally:
             for test_process in self._running.values():
                 test_process.process.kill()
+
+    def _left(self) -> int:
+        waiting = [*self._files, *(process.waiting + process.upcoming for process in self._running.values())]
+        running = [process for process in self._running.values() if process.running is not None]
+        return sum(map(len, waiting)) + len(running)
 
     def _start(self) -> None:
         self._started += 1
@@ -131,12 +158,13 @@ class TestProcesses:
             assert test_process.waiting.pop(0) == value
             test_process.running = value
             item = self._session.items[value]
+            test_process.ends = time.monotonic() + _limit(item) + LATE_S
             self._hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         elif kind == "report":
             report = self._hook.pytest_report_from_serializable(config=self._session.config, data=value)
             self._hook.pytest_runtest_logreport(report=report)
         elif kind == "finish":
-            test_process.running = None
+            test_process.running, test_process.ends = None, math.inf
             item = self._session.items[value]
             self._hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
@@ -153,9 +181,9 @@ class TestProcesses:
             self._start()
 
     def _report_death(self, item: pytest.Item, test_process: TestProcess) -> None:
-        report = pytest.TestReport(
-            item.nodeid, item.location, {}, "failed", f"the test process died, {_end(test_process)}", "call"
-        )  # fmt: skip
+        late = time.monotonic() > test_process.ends
+        why = f"no end after {_limit(item) + LATE_S:.0f} s" if late else f"the test process died, {_end(test_process)}"
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
         self._hook.pytest_runtest_logreport(report=report)
         self._hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
@@ -165,9 +193,23 @@ def _end(test_process: TestProcess) -> str:
     return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
 
+def _limit(item: pytest.Item) -> float:
+    """Seconds of a test, by pytest-timeout's marker or option; infinite without."""
+    config = item.config
+    if not config.pluginmanager.hasplugin("timeout"):
+        return math.inf
+    given = config.getoption("timeout")
+    seconds = config.getini("timeout") if given is None else given
+    if mark := item.get_closest_marker("timeout"):
+        seconds = mark.args[0] if mark.args else mark.kwargs.get("timeout")
+    return float(seconds or 0) or math.inf
+
+
 def _unit(item: pytest.Item) -> Any:
     """Equal for tests that run in one process one after the other: those of a file, or of the files whose modules have
-    the same `SHARED`, because their caches have the same content."""
+    the same `SHARED`, because their caches have the same content; or as the attribute `unit` of the tests says."""
+    if (own := getattr(item, "unit", None)) is not None:
+        return own
     return getattr(getattr(item, "module", None), "SHARED", item.path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -38,7 +39,21 @@ def test_at_second_attempt(made):
 """,
     "test_c.py": "import os\ndef test_exit(): os._exit(7)\n",
     "test_d.py": "def test_last(): pass\n",
-    "conftest.py": "from tests.forked_run import pytest_addoption, pytest_runtestloop\n",
+    "test_e.py": """
+import pytest, signal, time
+
+@pytest.mark.timeout(1)
+@pytest.mark.flaky(reruns=0)
+def test_waits_in_a_call():  # as for a kernel: no signal ends it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    time.sleep(60)
+def test_after_it(): pass
+""",
+    "conftest.py": """
+from tests import forked_run
+from tests.forked_run import pytest_addoption, pytest_configure, pytest_runtestloop
+forked_run.LATE_S = 1.0
+""",
     "pytest.ini": "[pytest]\n",
 }
 
@@ -56,12 +71,35 @@ def run(folder: Path, *options: str) -> str:
 
 def test_two_processes(tmp_path: Path) -> None:
     shown = run(tmp_path, "--processes", "2")
-    assert "4 failed, 23 passed, 1 skipped, 2 rerun" in shown
+    assert "5 failed, 24 passed, 1 skipped, 2 rerun" in shown
+    assert "no end after 2 s" in shown
     assert "the test process died, by signal 9" in shown
     assert "the test process died, with exit code 7" in shown
     assert "printed by a test" in shown and "AssertionError: of a" in shown
     assert re.search(r"SKIPPED \[1\] test_b.py:\d+: for a reason", shown)
     assert re.search(r"FAILED test_b.py::test_hangs - Failed: Timeout", shown)
+
+
+def test_a_run_that_is_cut_keeps_its_results_and_continues(tmp_path: Path) -> None:
+    """The run ends at its time limit, with its reports; the next one leaves out what has passed."""
+    options, file = ("--processes", "2", "--results", "results.jsonl"), tmp_path / "results.jsonl"
+
+    def lines() -> list[dict[str, str]]:
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    (tmp_path / "test_0.py").write_text("import time\ndef test_long(): time.sleep(100)\n")
+    shown = run(tmp_path, *options, "--session-timeout", "12")
+    assert re.search(r"12 s are over: \d+ tests did not end", shown)
+    passed = [line["test"] for line in lines() if line["outcome"] == "passed"]
+    (tmp_path / "test_0.py").write_text("def test_long(): pass\n")
+    with file.open("a") as cut:
+        cut.write('\n{"test": "test_0.py::te')
+    shown = run(tmp_path, *options)
+    assert f"{len(passed)} deselected" in shown or not passed
+    file.write_text(file.read_text().replace('\n{"test": "test_0.py::te\n', "\n"))
+    found = {line["test"]: line for line in lines()}
+    assert len(found) == 31 and "AssertionError: of a" in found["test_a.py::test_output"]["why"]
+    assert sum(line["outcome"] == "passed" for line in found.values()) == 25
 
 
 def test_the_first_failure_ends_the_run(tmp_path: Path) -> None:

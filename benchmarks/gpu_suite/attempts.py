@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.gpu_suite.setting import Setting
-from benchmarks.kernel_cases import KernelCase
 
 DEVICE_LOST = 3
 """Exit code of a part that must be restarted."""
@@ -27,6 +26,16 @@ Line = dict[str, Any]
 def _group(kernel: str, row: str) -> tuple[str, str]:
     """The model or kind of a case, and the row."""
     return kernel.partition(".")[0], row
+
+
+class Case(Protocol):
+    """What has a line for each row."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def family(self) -> str: ...
 
 
 class DeviceLost(Exception):
@@ -50,14 +59,14 @@ class Attempts:
         self._known = {(line["kernel"], line["row"]) for line in self.lines}
         self._losses = Counter(_group(line["kernel"], line["row"]) for line in self.lines if "lost" in line)
 
-    def rows(self, case: KernelCase, rows: dict[str, Any]) -> dict[str, Any]:
+    def rows(self, case: Case, rows: dict[str, Any]) -> dict[str, Any]:
         """The rows to try on a case: not tried yet, and not known to lose the device."""
         return {
             name: row for name, row in rows.items()
             if (case.name, name) not in self._known and self._losses[_group(case.name, name)] < MOST_LOSSES
         }  # fmt: skip
 
-    def run(self, case: KernelCase, row: str, attempt: Callable[[], Line]) -> None:
+    def run(self, case: Case, row: str, attempt: Callable[[], Line]) -> None:
         """Adds the line of an attempt, which reports its own failures.
 
         Raises:

@@ -9,6 +9,8 @@ from benchmarks.gpu_suite import exchange, kernel_times, tokens
 from benchmarks.report import table
 
 Values = dict[str, Any]
+MOST_NAMES = 4
+"""Of the lines with the same reason in a summary."""
 
 
 def part_text(name: str, values: Values) -> str:
@@ -24,21 +26,41 @@ def part_text(name: str, values: Values) -> str:
 
 
 def summary(result: dict[str, Values]) -> str:
-    """Number of targets met, and all missed targets, wrong results and failures."""
+    """What failed and what is wrong, equal reasons once, then the targets: met, missed, not measured."""
+    lines = []
+    for name, values in result.items():
+        if "failed" in values:
+            lines.append(f"  part {name} failed: {_last_line(values['failed'])}")
+        if values.get("left_out"):
+            count = values["left_out"] if isinstance(values["left_out"], int) else len(values["left_out"])
+            lines.append(f"  part {name}: no time left for {count}")
+        found: dict[str, list[str]] = {}
+        for line in values.get("lines", []):
+            if why := _what_is_wrong(line):
+                found.setdefault(why, []).append(f"{line['kernel']} with {line['row']}")
+        if values.get("wrong") or found:
+            lines.append(f"  part {name}: {values.get('wrong', 0)} wrong, {sum(map(len, found.values()))} lines")
+        for why, names in found.items():
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            lines.append(f"  {name}: {', '.join(names[:MOST_NAMES])}{more}: {why}")
     targets = [target for values in result.values() for target in values.get("targets", [])]
     reached = [target for target in targets if target["reached"] is not None]
     missed = [target for target in reached if not target["met"]]
     met, untried = len(reached) - len(missed), len(targets) - len(reached)
-    lines = [f"targets: {met} met, {len(missed)} missed, {untried} not measured"]
+    lines.append(f"targets: {met} met, {len(missed)} missed, {untried} not measured")
     lines += [f"  missed: {target['name']}: {target['reached']:.2f} of {target['wanted']:.2f}" for target in missed]
-    for name, values in result.items():
-        if "failed" in values:
-            lines.append(f"  part {name} failed: {_last_line(values['failed'])}")
-        if values.get("wrong"):
-            lines.append(f"  part {name}: {values['wrong']} wrong")
-        broken = [line for line in values.get("lines", []) if "failed" in line]
-        lines += [f"  {name}: {n['kernel']} with {n['row']}: {_last_line(n['failed'])[:160]}" for n in broken]
     return "\n".join(lines)
+
+
+def _what_is_wrong(line: Values) -> str:
+    """The reason of a kernel's line, or an empty text."""
+    if "failed" in line and "kernel" in line:
+        return _last_line(line["failed"])[:160]
+    if not line.get("ok", True):
+        worst = max(line["error"], line.get("error_beside", 0.0))
+        lost = f", lost {line['lost']}" if line.get("lost") else ""
+        return f"error {worst:.1e}, at most {line['bound']:.0e}{lost}"
+    return ""
 
 
 def _last_line(text: str) -> str:

@@ -100,11 +100,17 @@ def test_summary_names_what_was_missed_and_what_failed():
     ]
     result = {
         "kernels": {"targets": targets, "lines": [{"kernel": "k", "row": "triton", "failed": "x\nBroken: y"}]},
-        "decode": {"failed": "Traceback\nRuntimeError: no memory\n"}, "parity": {"wrong": 3},
+        "decode": {"failed": "Traceback\nRuntimeError: no memory\n"},
+        "parity": {"wrong": 7, "left_out": ["x"], "lines": [
+            *({"kernel": f"k{i}", "row": "triton", "failed": "same", "ok": False} for i in range(6)),
+            {"kernel": "a", "row": "triton", "error": 0.5, "bound": 1e-2, "ok": False},
+        ]},
     }  # fmt: skip
     text = summary(result)
-    assert text.startswith("targets: 1 met, 1 missed, 1 not measured\n  missed: b: 0.50 of 1.00\n")
-    assert "kernels: k with triton: Broken: y" in text and "part parity: 3 wrong" in text
+    assert text.endswith("targets: 1 met, 1 missed, 1 not measured\n  missed: b: 0.50 of 1.00")
+    assert "kernels: k with triton: Broken: y" in text and "part parity: 7 wrong, 7 lines" in text
+    assert "k0 with triton, k1 with triton, k2 with triton, k3 with triton and 2 more: same" in text
+    assert "parity: a with triton: error 5.0e-01, at most 1e-02" in text and "parity: no time left for 1" in text
     assert "part decode failed: RuntimeError: no memory" in text
 
 

@@ -5,9 +5,12 @@ their modules. So this file imports Triton with ``TRITON_INTERPRET=1`` before an
 is already imported. The variable is removed at once: processes started by other tests must compile normally. Tests that
 need the compiler (ahead-of-time compilation) run in a separate process, `outside.py`.
 
-``MOE_TEST_GPU=1 python -m pytest --processes 16 tests/kernels/triton`` compiles and runs the kernels on a GPU
-(`on_gpu.py`). ``python -m benchmarks.gpu_suite`` has a case of each form that models launch, with its time
-(`test_gpu_cases.py`).
+On a GPU (`on_gpu.py`) this compiles and runs them; the same command continues a run that the time limit ended:
+
+    export MOE_TEST_GPU=1
+    python -m pytest --processes 16 --timeout 90 --session-timeout 540 --results FILE tests/kernels/triton
+
+``python -m benchmarks.gpu_suite`` has a case of each form that models launch, with its time (`test_gpu_cases.py`).
 """
 
 from __future__ import annotations
@@ -55,6 +58,19 @@ else:
         propagate, knobs.propagate_env = knobs.propagate_env, False
         knobs.runtime.interpret = True  # for modules of kernels, imported later
         knobs.propagate_env = propagate
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU: a case of each test function first, then the others, whose kernels' other forms are compiled. Each
+    function is a unit of its own, so that the compilations of long files are distributed too."""
+    if on_gpu.GPU not in os.environ:
+        return
+    seen: set[tuple[object, object]] = set()
+    for item in items:
+        unit = item.path, getattr(item, "originalname", item.name)
+        item.unit = (*unit, unit in seen)  # type: ignore[attr-defined]
+        seen.add(unit)
+    items.sort(key=lambda item: item.unit[-1])  # type: ignore[attr-defined]
 
 
 _HERE = "tests.kernels.triton."

@@ -73,12 +73,12 @@ def test_rows_are_added_to_streams(n: int, width: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("width", [64, 300, 5120])
 def test_no_channel_has_two_threads(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams change in place and are summed: a second thread would read the first one's result."""
+    from triton.runtime import JITFunction
     from triton.runtime.interpreter import InterpretedFunction
 
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        InterpretedFunction, "run", lambda kernel, *args, **more: found.append((more["BLOCK"], more["num_warps"]))
-    )
+    for kind in (InterpretedFunction, JITFunction):  # the latter on a GPU
+        monkeypatch.setattr(kind, "run", lambda kernel, *args, **more: found.append((more["BLOCK"], more["num_warps"])))
     residual, streams = late_residual(2, width, 1), late_weights(2, width)[0]
     ids, x, weights = torch.tensor([[7] * 4], dtype=torch.int32), torch.randn(1, width), torch.rand(2, width)
     triton_ngrams.add(torch.randn(1, 3 * width), ids, x, residual, weights, streams)
