@@ -27,6 +27,8 @@ PAGE = Path(__file__).with_name("models.md")
 BEGIN = "<!-- made by python docs/format_table.py --write; do not edit -->"
 END = "<!-- end of the made tables -->"
 PRODUCTS = ("linear", "experts")
+OTHERS = "GQA (sliding windows: in every row)", ("gqa",), WINDOWS
+"""As `attention_of` returns it, for most architectures."""
 MATRIX = "model.layers.0.mlp.up_proj"
 EXPERT = "model.layers.0.mlp.experts.0.up_proj"
 
@@ -160,20 +162,21 @@ def architecture_rows() -> Iterator[tuple[str, ...]]:
     for name in registry.supported():
         if registry.is_built_in(name):
             seen.setdefault(attention_of(registry.find([name])), []).append(name)
-    for (kind, families, need), known in seen.items():
+    for (kind, families, need), known in sorted(seen.items(), key=lambda item: item[0] == OTHERS):
         cells = []
         for device in ("cpu", "cuda"):
             rows = [
                 [
                     row
                     for row in on_device(tables.FAMILIES[family], device)
-                    if not need or family != families[0] or need in row.supports
+                    if (not need or family != families[0] or need in row.supports)
+                    and (row.name != "deep_gemm" or "pools" not in kind)  # keys of pools are not in FP8
                 ]
                 for family in families
             ]
             texts = (f"{family}: {names(found)}" for family, found in zip(families, rows))
             cells.append(names(rows[0]) if len(families) == 1 else "; ".join(texts))
-        yield (", ".join(f"`{name}`" for name in known), kind, *cells)
+        yield ("all others" if kind == OTHERS[0] else ", ".join(f"`{name}`" for name in known), kind, *cells)
 
 
 def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, ...], str]:
@@ -183,14 +186,20 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "MLA, sparse", ("mla", "indexer"), SPARSE
     if "mistral3:make_model" in target:
         return "that of the text model, GQA or MLA", ("gqa", "mla"), ""
-    if "config_compressed" in parser:
+    if "config_compressed" in parser or "config_shared_entries" in parser:
         return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), SINKS
+    if "config_glm5_next" in parser:
+        return "Kimi Delta Attention, MLA over pools of tokens", ("mla", "indexer", "delta"), SINKS
+    if "config_qwen4_exp" in parser:
+        return "gated delta nets, GQA over pools of tokens", ("gqa", "indexer", "delta"), SPARSE
+    if "config_minimax_m3" in parser:
+        return "GQA over selected blocks", ("gqa", "block_index"), ""
     if "kimi_linear:" in target:
         return "Kimi Delta Attention, MLA (Kimi K3: with a gate)", ("mla", "delta"), ""
     if "ling:" in target:
         kind = "lightning attention, MLA" if "v2_5" in parser else "Kimi Delta Attention, MLA with a gate"
         return kind, ("mla", "delta"), ""
-    if "deepseek:" in target or "longcat_flash:" in target:
+    if any(name in target for name in ("deepseek:", "longcat_flash:", "kimi:")):
         return "MLA", ("mla",), ""
     if "minimax_text:" in target:
         return "lightning attention, GQA", ("gqa", "delta"), ""
@@ -198,11 +207,11 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "Mamba2, GQA", ("gqa", "delta"), ""
     if "config_hybrid" in parser:
         return "gated delta nets, GQA", ("gqa", "delta"), ""
-    if "parse_gpt_oss" in parser:
+    if "parse_gpt_oss" in parser or "config_mimo" in parser:
         return "GQA, windows, sinks", ("gqa",), SINKS
     if "config_llama4" in parser:
         return "GQA, chunks", ("gqa",), CHUNKED
-    return "GQA (sliding windows: in every row)", ("gqa",), WINDOWS
+    return OTHERS
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
