@@ -32,6 +32,7 @@ KNOWN = {
     ("longcat_flash", "mla_scale_q_lora"): "Meituan's code reads it, transformers does not",
     ("longcat_flash", "mla_scale_kv_lora"): "the same",
     ("nemotron_h", "time_step_min"): "transformers' bound of the steps; published kernels: time_step_limit",
+    ("nemotron_h", "time_step_limit"): "the same",
     ("phimoe", "long_factor"): "transformers' class takes short_factor at any length",
     ("phimoe", "short_factor"): "the same",
     ("phimoe", "original_max_position_embeddings"): "the same",
