@@ -45,6 +45,7 @@ from moe_engine.planning.speculation.resolve_speculation import DraftModel
 from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.address_space import check_address_space
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
+from moe_engine.processes.runtime_dir import check_temporary
 
 SEED_BITS = 30
 OTHER_WEIGHTS = (".npz", ".ckpt")
@@ -68,6 +69,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         ConfigError: as `resolve`; or no such checkpoint, an unsupported model, missing or truncated weight files, or a
             named backend that cannot run here.
     """
+    check_temporary()
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     model, draft = read_model(args, folder)
     found = machine or probe_machine(args.model.device)

@@ -85,6 +85,17 @@ def _temporary() -> str:
         return ""
 
 
+def check_temporary() -> None:
+    """Raises ConfigError if there is no temporary directory, which several parts use: the root of the container is
+    read-only, or the disks are full."""
+    if not _temporary():
+        tried = os.environ.get("TMPDIR") or "not set"
+        raise ConfigError(
+            f"TMPDIR ({tried}), /tmp, /var/tmp and the working directory take no file: set TMPDIR to a directory that "
+            "does (in a container with a read-only root: a volume mounted there, or /dev/shm)"
+        )
+
+
 def _unusable(place: str, why: str | None) -> ConfigError:
     return ConfigError(f"{place}: the engine's directory cannot be created there: {why}; set TMPDIR to a usable one")
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from moe_engine import Engine
+from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
+from moe_engine.planning.prepare import prepare
 from moe_engine.processes import runtime_dir as run_folder
 from moe_engine.processes.runtime_dir import (
     LONGEST_NAME,
@@ -178,6 +180,8 @@ def test_a_machine_without_a_temporary_folder(tmp_path: Path, monkeypatch: pytes
     folder = RuntimeDir()  # of the session
     assert folder.path.parent == tmp_path
     folder.remove()
+    with pytest.raises(ConfigError, match=r"^TMPDIR \(/nowhere\), /tmp, .* take no file: set TMPDIR .* read-only root"):
+        prepare(EngineArgs.from_kwargs())
     monkeypatch.setattr(run_folder.os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match=r"TMPDIR=/nowhere: .* set TMPDIR to such a directory"):
         RuntimeDir()
