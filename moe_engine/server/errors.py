@@ -1,4 +1,4 @@
-"""HTTP error responses: OpenAI's format on /v1, Ollama's on /api, SGLang's on the native endpoints."""
+"""HTTP error responses: Anthropic's format on /v1/messages, Ollama's on /api, else OpenAI's and SGLang's in one."""
 
 from __future__ import annotations
 
@@ -102,10 +102,6 @@ def openai_body(problem: Problem) -> dict[str, Any]:
     return {"object": "error", **fields, "error": fields}
 
 
-def native_body(problem: Problem) -> dict[str, Any]:
-    return {"error": problem.fields()}
-
-
 def anthropic_body(problem: Problem) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     more = {"details": NO_THREADS} if problem.param == "thread" else {}
@@ -122,7 +118,7 @@ def error_format_of(path: str) -> ErrorFormat:
         return ollama_body
     if path.startswith("/v1/messages"):
         return anthropic_body
-    return openai_body if path.startswith("/v1") else native_body
+    return openai_body
 
 
 ErrorFormat = Callable[[Problem], dict[str, Any]]

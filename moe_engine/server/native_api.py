@@ -17,7 +17,7 @@ from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
 from moe_engine.frontend.generation import Piece
 from moe_engine.frontend.prompts import check_token_ids
 from moe_engine.server.bodies import Plan
-from moe_engine.server.errors import native_body
+from moe_engine.server.errors import openai_body
 from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse
 from moe_engine.server.http_io import (
     cancel_on_disconnect,
@@ -40,7 +40,7 @@ FLUSH_POLL_SECONDS = 0.1
 
 class _Events(DataEvents):
     def __init__(self, chunk_of: Chunks) -> None:
-        super().__init__(native_body)
+        super().__init__(openai_body)
         self._chunk_of = chunk_of
 
     def of(self, piece: Piece) -> bytes:
@@ -60,7 +60,7 @@ class NativeApi:
         job = await self._state.frontend.begin(plan.read, self._state.token_json.native)
         if job.stream:
             events = _Events(Chunks(job, self._state.frontend.settings.incremental_streaming_output))
-            return EventStream(self._state.frontend, job, events, native_body)
+            return EventStream(self._state.frontend, job, events, openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         outputs = [generation.output() for generation in job.generations]
         return json_response(outputs if job.is_list else outputs[0])

@@ -64,11 +64,11 @@ class AnswerMessage(TypedDict):
     tool_calls: list[ToolCallPiece] | None
 
 
-class Delta(TypedDict, total=False):
-    role: Literal["assistant"]
-    content: str
-    reasoning_content: str
-    tool_calls: list[ToolCallPiece]
+class Delta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: str | None
+    reasoning_content: str | None
+    tool_calls: NotRequired[list[ToolCallPiece]]
 
 
 class Choice(TypedDict):
@@ -122,6 +122,8 @@ class Head(TypedDict):
 class ChatCompletion(Head):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: NotRequired[list[int]]
+    """With `return_token_ids`, as in vLLM."""
     usage: Usage
     metadata: Metadata
 
@@ -131,6 +133,8 @@ class ChatChunk(Head):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: NotRequired[list[int]]
+    """With `return_token_ids`, in the first event of each choice."""
     usage: NotRequired[Usage]
 
 

@@ -119,7 +119,7 @@ class ChatApi:
             text=prompt if req.input_ids is None else None,
             input_ids=req.input_ids,
             text_field="messages",
-            add_special_tokens=False,
+            add_special_tokens=bool(req.add_special_tokens),
             return_logprob=req.logprobs,
             top_logprobs_num=req.top_logprobs,
             top_logprobs_field="top_logprobs",
@@ -177,6 +177,7 @@ class ChatApi:
             "choices": choices,
             "usage": self._usage(job.generations, parsers),
             "metadata": {"weight_version": job.generations[0].weight_version},
+            **extras.chat_prompt(job.generations[0]),
             **answer_extras(req, self._state.flags, job.generations),
         }
 
@@ -187,6 +188,10 @@ def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
     if function.get("parameters") is not None:
         return tool
     return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
+
+
+_NO_TEXT = {"content": None, "reasoning_content": None}
+"""Every delta has both fields, as in SGLang's and DeepSeek's streams: their examples read them from each."""
 
 
 class _Events(ChunkEvents):
@@ -202,14 +207,15 @@ class _Events(ChunkEvents):
         found, events = self._choices.get(g.index), b""
         if found is None:
             found = self._choices[g.index] = ChoiceParser(self._parsers), self._plain_start(g, b"delta")
-            events = self._event(g, {"role": "assistant", "content": ""}, more=self._extras.begin(g))
+            start = {"role": "assistant", "content": ""}
+            events = self._event(g, start, more=self._extras.begin(g), top=self._extras.chat_prompt(g))
         parser, before = found
         deltas = parser.push(piece.text)
         if finish is not None:
             deltas += parser.finish(g.beginnings)
         elif self._is_plain and not entries:
             for delta in deltas:
-                events += before + encode_json(delta) + PLAIN_END
+                events += before + encode_json(_NO_TEXT | delta) + PLAIN_END
             return events
         if (entries or ids) and not deltas:
             deltas = [{"content": ""}]
@@ -224,7 +230,7 @@ class _Events(ChunkEvents):
         found = self._choices.get(generation.index)
         if found is None or not self._is_plain or found[0].parses:
             return None
-        return found[1] + b'{"content":', b"}" + PLAIN_END
+        return found[1] + b'{"content":', b',"reasoning_content":null}' + PLAIN_END
 
     def _event(
         self,
@@ -233,13 +239,14 @@ class _Events(ChunkEvents):
         finish: str | None = None,
         entries: Columns | None = None,
         more: Mapping[str, Any] = NO_FIELDS,
+        top: Mapping[str, Any] = NO_FIELDS,
     ) -> bytes:
         choice = {
             "index": g.index,
-            "delta": delta,
+            "delta": _NO_TEXT | delta,
             "logprobs": g.logprob_fields(entries) if entries else None,
             "finish_reason": finish,
             "matched_stop": matched_stop(g.finish) if finish else None,
             **more,
         }
-        return self._chunk(g, choice)
+        return self._chunk(g, choice, top)

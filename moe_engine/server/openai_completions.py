@@ -74,6 +74,7 @@ class CompletionsApi:
             text_field="prompt",
             ids_field="prompt",
             max_tokens_asked=req.max_tokens is not None,
+            add_special_tokens=req.add_special_tokens is not False,
             return_logprob=req.logprobs is not None or count > answered,
             logprob_start_len=0 if req.echo else -1,
             top_logprobs_num=req.logprobs,

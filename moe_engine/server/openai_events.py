@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_engine.config.server import ServerArgs
@@ -12,7 +12,7 @@ from moe_engine.server.errors import openai_body
 from moe_engine.server.event_stream import DONE, DataEvents, sse
 from moe_engine.server.http_io import encode_json
 from moe_engine.server.openai_answers import Usage
-from moe_engine.server.openai_extras import ChoiceExtras, answer_extras, wants_usage
+from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras, wants_usage
 from moe_engine.server.openai_types import CommonRequest
 
 PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
@@ -51,8 +51,8 @@ class ChunkEvents(DataEvents):
         """A plain event up to the value of its choice's `field`."""
         return b"data: " + encode_json(self._head)[:-1] + b',"choices":[{"index":%d,"%s":' % (g.index, field)
 
-    def _chunk(self, g: Generation, choice: dict[str, Any]) -> bytes:
-        chunk = {**self._head, "choices": [choice]}
+    def _chunk(self, g: Generation, choice: dict[str, Any], top: Mapping[str, Any] = NO_FIELDS) -> bytes:
+        chunk = {**self._head, "choices": [choice], **top}
         if self._continuous:
             chunk["usage"] = self._usage([g])
         return sse(chunk)

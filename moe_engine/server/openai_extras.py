@@ -45,6 +45,10 @@ class ChoiceExtras:
         """Fields of the first event of a stream."""
         return {"prompt_token_ids": list(g.prompt_ids)} if self._has_prompt else {}
 
+    def chat_prompt(self, g: Generation) -> dict[str, Any]:
+        """Fields of a chat's answer, or of the first event of each choice of its stream: vLLM has the prompt there."""
+        return {"prompt_token_ids": list(g.prompt_ids)} if self.has_ids else {}
+
     def ids(self, ids: Sequence[int]) -> dict[str, Any]:
         """Fields of an event with these new tokens."""
         return {name: list(ids) for name in self._ids} if self.has_ids else {}

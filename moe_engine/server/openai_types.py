@@ -78,7 +78,16 @@ class CommonRequest(SamplingFields, kw_only=True):
     return_spec_tokens_details: Annotated[bool | None, Meta(description="accepted drafts, in `sglext`")] = False
     return_routed_experts: OffOnly = None
     include_stop_str_in_output: Annotated[bool | None, Meta(description="vLLM's name of no_stop_trim")] = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="tokens like BOS before a text; null: only in completions, as vLLM does")
+    ] = None
     use_beam_search: OffOnly = None
+    logprob_token_ids: OffOnly = None
+    watermark: OffOnly = None
+    watermarking: OffOnly = None
+    mm_processor_kwargs: OffOnly = None
+    media_io_kwargs: OffOnly = None
+    images_config: OffOnly = None
     prompt_logprobs: NotAvailable = None
     truncate_prompt_tokens: NotAvailable = None
     return_tokens_as_token_ids: OffOnly = None
@@ -249,6 +258,7 @@ class ChatRequest(CommonRequest, kw_only=True):
     tool_choice: Annotated[str, Meta(pattern="^(auto|none|required)$")] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     functions: OffOnly = None
+    echo: OffOnly = None
     modalities: list[Annotated[str, Meta(pattern="^text$")]] | None = None
     audio: NotAvailable = None
     web_search_options: NotAvailable = None

@@ -13,7 +13,7 @@ import msgspec
 
 from moe_engine.sampling_checks import SamplingRequest
 from moe_engine.server.anthropic_types import AnthropicError
-from moe_engine.server.errors import Handler, anthropic_body, error_format_of, ollama_body, openai_body
+from moe_engine.server.errors import Handler, anthropic_body, error_format_of, ollama_body
 from moe_engine.server.ollama_types import OllamaError
 from moe_engine.server.openai_answers import Error, OpenAIError
 from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
@@ -114,7 +114,7 @@ def _errors_of(path: str) -> tuple[Any, Any]:
         return AnthropicError, AnthropicError
     if shape is ollama_body:
         return OllamaError, OllamaError
-    return (OpenAIError if shape is openai_body else Error), Error
+    return OpenAIError, Error
 
 
 def _operation(

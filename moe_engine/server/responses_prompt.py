@@ -32,7 +32,7 @@ NAMES = (
 """For errors: fields of chat requests, and their names in this API."""
 SAME_NAME = (
     *SamplingFields.__struct_fields__, "model", "stream", "seed", "rid", "priority", "extra_key", "routed_dp_rank",
-    "cache_salt", "lora_path", "parallel_tool_calls", "chat_template_kwargs", "user",
+    "cache_salt", "lora_path", "parallel_tool_calls", "chat_template_kwargs", "user", "structured_outputs",
 )  # fmt: skip
 """Fields with the same name in both requests."""
 

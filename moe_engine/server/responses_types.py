@@ -10,6 +10,7 @@ from msgspec import Meta
 from moe_engine.frontend.generate_input import CacheSalt, DpRank, Priority, Rid, Text
 from moe_engine.sampling_checks import MAX_COUNT, SamplingFields
 from moe_engine.server.openai_answers import TokenLogprob
+from moe_engine.server.openai_types import STRUCTURED_OUTPUTS
 from moe_engine.validation import Effort, NotAvailable
 
 LOGPROBS = "message.output_text.logprobs"
@@ -95,6 +96,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     cache_salt: CacheSalt | None = None
     routed_dp_rank: DpRank | None = None
     seed: int | None = None
+    structured_outputs: Annotated[dict[str, Any] | None, Meta(description=STRUCTURED_OUTPUTS)] = None
     chat_template_kwargs: dict[str, Any] | None = None
     background: Annotated[bool | None, Meta(description="answers immediately; GET shows the response so far")] = False
     conversation: NotAvailable = None

@@ -33,8 +33,10 @@ def whole_ids(chunks: list[Any], name: str = "token_ids") -> list[int]:
 
 def test_token_ids_of_a_chat():
     client = FakeClient()
-    (choice,) = chat(IDS, client)["choices"]
+    answer = chat(IDS, client)
+    (choice,) = answer["choices"]
     sent = client.requests[0]
+    assert answer["prompt_token_ids"] == sent.prompt_ids, "where vLLM has them"
     assert choice["prompt_token_ids"] == sent.prompt_ids and choice["token_ids"] == choice["response_token_ids"]
     assert client.tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
     streamed = chat(IDS | {"stream": True})
@@ -42,6 +44,8 @@ def test_token_ids_of_a_chat():
     assert [c["choices"][0]["prompt_token_ids"] for c in streamed if "prompt_token_ids" in c["choices"][0]] == [
         choice["prompt_token_ids"]
     ]
+    assert [c["prompt_token_ids"] for c in streamed if "prompt_token_ids" in c] == [sent.prompt_ids]
+    assert "prompt_token_ids" not in chat({})
     plain = chat({})["choices"][0]
     assert plain.keys() & {"prompt_token_ids", "token_ids", "response_token_ids", "meta_info"} == set()
     only_prompt = chat({"return_prompt_token_ids": True})["choices"][0]
@@ -58,6 +62,28 @@ def test_token_ids_of_a_completion():
         assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"]
         assert all("prompt_token_ids" not in c for c in mine[1:]) and "response_token_ids" not in choice
     assert whole[0]["prompt_token_ids"] != whole[2]["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"separate_reasoning": False}])
+@pytest.mark.parametrize("parser", [None, "deepseek-r1"])
+def test_every_delta_has_content_and_reasoning(fields: dict[str, Any], parser: str | None):
+    """As in SGLang's and DeepSeek's streams, where clients read both attributes of every delta."""
+    chunks = chat({"stream": True, **fields}, reasoning_parser=parser)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert len(deltas) > 3 and all(delta.keys() >= {"content", "reasoning_content"} for delta in deltas)
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_special_tokens_of_the_tokenizer_are_left_out_on_request(asked: bool | None):
+    """vLLM's field; the template of a conversation has them."""
+    client = FakeClient()
+    bos = client.tokenizer.encode("x")[0]
+    assert bos == client.tokenizer.encode("y")[0]
+    post(client, "/v1/completions", {"prompt": "Hello", "add_special_tokens": asked})
+    post(client, "/v1/chat/completions", CHAT | {"add_special_tokens": asked})
+    completion, conversation = (request.prompt_ids for request in client.requests)
+    assert (completion[0] == bos) == (asked is not False)
+    assert conversation.count(bos) == 1, "the template has it"
 
 
 def test_meta_info_of_a_chat():

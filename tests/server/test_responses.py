@@ -197,6 +197,7 @@ FORMAT = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "str
             name: FORMAT[name] for name in ("name", "schema", "strict")
         }}}),
         ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
         ({"tools": [WEATHER, TIME], "tool_choice": "required"},
          {"tools": [chat_tool(WEATHER), chat_tool(TIME)], "tool_choice": "required"}),
         ({"tools": [WEATHER, TIME], "tool_choice": {"type": "function", "name": "time"}},

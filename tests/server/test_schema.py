@@ -267,9 +267,9 @@ def test_answers_of_control_endpoints_have_the_described_type():
 
 @pytest.mark.parametrize("path", sorted(BY_PATH))
 def test_errors_conform(path):
-    """OpenAI's form of an error under /v1, Anthropic's under /v1/messages, Ollama's under /api, SGLang's elsewhere,
+    """Anthropic's form of an error under /v1/messages, Ollama's under /api, elsewhere OpenAI's with SGLang's fields,
     from every part of the server."""
-    kind = AnthropicError if path in ANTHROPIC else OpenAIError if path.startswith("/v1") else Error
+    kind = AnthropicError if path in ANTHROPIC else OpenAIError
     kind = OllamaError if path.startswith("/api/") else kind
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
 

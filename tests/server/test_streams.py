@@ -28,8 +28,8 @@ def test_chat_stream_order():
     body = {**CHAT, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     chunks = events(post(FakeClient(), "/v1/chat/completions", body))
     deltas = [c["choices"][0]["delta"] for c in chunks[:-1]]
-    assert deltas[0] == {"role": "assistant", "content": ""}
-    assert deltas[-1] == {}
+    assert deltas[0] == {"role": "assistant", "content": "", "reasoning_content": None}
+    assert deltas[-1] == {"content": None, "reasoning_content": None}
     assert "".join(d["content"] for d in deltas[:-1]) == TEXT
     reasons = [c["choices"][0]["finish_reason"] for c in chunks[:-1]]
     assert reasons == [None] * (len(reasons) - 1) + ["stop"]
@@ -61,8 +61,8 @@ class TestParsers:
         pieces: list[list[str]] = []
         for chunk in events(response):
             delta = chunk["choices"][0]["delta"]
-            reasoning += delta.get("reasoning_content", "")
-            content += delta.get("content", "")
+            reasoning += delta["reasoning_content"] or ""
+            content += delta["content"] or ""
             for call in delta.get("tool_calls", []):
                 if "id" in call:
                     pieces.append([call["function"]["name"], ""])
