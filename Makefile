@@ -24,7 +24,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/($(SKIPPED))/' $(VENV)/lib 
 .PHONY: serve test environment test-exhaustive lint types unit aot-lowest clean help
 
 help: ## this text
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "moe-engine needs Python 3.11 or 3.12 on PATH (or make PYTHON=/path/to/python)"; exit 1; }
