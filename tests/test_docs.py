@@ -48,9 +48,9 @@ OTHERS = {
     "--cache-threshold", "--balance-abs-threshold", "--balance-rel-threshold", "--retry-max-retries", "--worker-urls",
     "--pd-disaggregation", "--prefill", "--decode",
     "--health-failure-threshold", "--health-check-timeout-secs", "--health-success-threshold", "--prometheus-port",
-    "--tls-cert-path",
+    "--tls-cert-path", "--timeout", "--session-timeout",
 }  # fmt: skip
-"""Flags of sbatch, srun, scancel, torchrun, pip, docker and sglang-router."""
+"""Flags of sbatch, srun, scancel, torchrun, pip, docker, sglang-router and pytest-timeout."""
 
 NOT_HERE = ("not supported yet", "not available yet", "refused", "removed from SGLang", "later")
 
@@ -58,7 +58,7 @@ NOT_HERE = ("not supported yet", "not available yet", "refused", "removed from S
 def own_flags() -> set[str]:
     """Flags of every command and every program of the repository."""
     files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sbatch")]
-    text = "\n".join(file.read_text() for file in files)
+    text = "\n".join(file.read_text() for file in [*files, ROOT / "tests" / "forked_run.py"])
     known = {*known_options(build_parser()), *map(option_of, absent_flags().name_of), "--help", "--version"}
     return known | set(re.findall(r"[\"'](--[a-z][a-z0-9-]*)", text))
 
