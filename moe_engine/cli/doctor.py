@@ -23,6 +23,7 @@ from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.planning.inputs.machine import probe_machine
 from moe_engine.planning.memory.ledger import gb
+from moe_engine.processes.runtime_dir import check_temporary
 
 PACKAGES = (
     "moe-engine", "torch", "safetensors", "tokenizers", "transformers", "starlette", "uvicorn", "pyzmq", "triton",
@@ -159,9 +160,13 @@ def _problems(cpu: Device) -> list[str]:
     found = []
     if cpu.compiler is None:
         found.append("no C++ compiler: the slower torch kernels will be used; install g++ (Debian: apt install g++)")
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if free < 1 << 30:
-        found.append(f"only {gb(free)} free in {tempfile.gettempdir()}: compiled kernels and sockets are stored there")
+    try:
+        check_temporary()
+    except ConfigError as error:
+        found.append(str(error))
+    else:
+        if (free := shutil.disk_usage(folder := tempfile.gettempdir()).free) < 1 << 30:
+            found.append(f"only {gb(free)} free in {folder}: compiled kernels and sockets are stored there")
     shm = Path("/dev/shm")
     if shm.exists() and shutil.disk_usage(shm).free < 64 << 20:
         found.append("/dev/shm is nearly full; start the container with --shm-size 1g")

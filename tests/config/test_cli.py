@@ -165,6 +165,18 @@ def test_demo_and_doctor(capsys):
     assert code == 0 and "compiler" in out
 
 
+def test_commands_without_a_temporary_directory(capsys, monkeypatch):
+    """A container with a read-only root: `doctor` goes on."""
+
+    def none():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    assert main(["doctor"]) in (0, 1) and "take no file: set TMPDIR to a directory" in capsys.readouterr().out
+    assert main(["cluster-check", "--nnodes", "1"]) == 2
+    assert "take no file: set TMPDIR to a directory" in capsys.readouterr().err
+
+
 def test_a_prompt_that_is_not_utf_8_is_refused(capsys):
     code, _, err = run(capsys, "generate", "--prompt", b"Z\xfcrich".decode(errors="surrogateescape"))
     assert code == 2 and "error: --prompt: character 1 is" in err and "Traceback" not in err

@@ -23,6 +23,7 @@ from moe_engine.planning.inputs.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.parallelism.resolve_nodes import check_nodes
 from moe_engine.processes.addresses import free_port
 from moe_engine.processes.rendezvous_address import RendezvousAddress
+from moe_engine.processes.runtime_dir import check_temporary
 
 RESULT_SECONDS = 30.0
 """Time for the other nodes to finish a step after node 0."""
@@ -69,8 +70,9 @@ def check(place: ClusterPlace, join_seconds: float, engine_seconds: float, log: 
         engine_seconds: time for the engine to become ready; 0 skips the engine.
 
     Raises:
-        ConfigError: node 0 cannot listen at its address.
+        ConfigError: node 0 cannot listen at its address, or there is no temporary directory.
     """
+    check_temporary()
     rank, address = place.node_rank, RendezvousAddress(place.leader_address or "127.0.0.1:0")
     names = [place.hosts[node] if place.hosts else f"node {node}" for node in range(place.num_nodes)]
     report = Report(names)
