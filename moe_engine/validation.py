@@ -43,7 +43,7 @@ _WORDS = {
 
 _INSTEAD = {
     "functions": "send tools", "chat_template": "start the server with --chat-template FILE",
-    "documents": "send them in chat_template_kwargs", "return_tokens_as_token_ids": "send return_token_ids",
+    "documents": "send them in chat_template_kwargs",
     "truncate_prompt_tokens": "start the server with --allow-auto-truncate",
     "thread": "send the whole conversation in messages",
 }  # fmt: skip

@@ -66,6 +66,13 @@ class TokenJson:
         return NativeLogprobs(self, options)
 
 
+class TokenIdJson(TokenJson):
+    """Tokens named by their ids, as with vLLM's `return_tokens_as_token_ids`; bytes remain the text's."""
+
+    def _text(self, token: int) -> bytes:
+        return b'"token_id:%d"' % token
+
+
 class ChatLogprobs:
     """`logprobs` of a chat choice: {"content": [{token, bytes, logprob, top_logprobs}]}."""
 

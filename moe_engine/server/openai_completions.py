@@ -44,7 +44,7 @@ class CompletionsApi:
         return json_response(self._answer(req, job, model))
 
     def _format(self, req: CompletionRequest) -> FormatOf:
-        own = self._state.token_json.completion
+        own = self._state.token_json_of(req).completion
         if _num_generated(req) == (req.n or 1):
             return own
         return lambda options: RankedLogprobs(None if req.logprobs is None else own(options))

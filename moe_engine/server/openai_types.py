@@ -74,6 +74,7 @@ class CommonRequest(SamplingFields, kw_only=True):
     return_token_ids: Annotated[bool | None, Meta(description="`token_ids` and `prompt_token_ids` in each choice")] = (
         False
     )
+    return_tokens_as_token_ids: Annotated[bool | None, Meta(description="logprobs name tokens as token_id:ID")] = False
     return_cached_tokens_details: Annotated[bool | None, Meta(description="cached tokens by tier, in `sglext`")] = False
     return_spec_tokens_details: Annotated[bool | None, Meta(description="accepted drafts, in `sglext`")] = False
     return_routed_experts: OffOnly = None
@@ -90,7 +91,6 @@ class CommonRequest(SamplingFields, kw_only=True):
     images_config: OffOnly = None
     prompt_logprobs: NotAvailable = None
     truncate_prompt_tokens: NotAvailable = None
-    return_tokens_as_token_ids: OffOnly = None
     logits_processors: OffOnly = None
     repetition_detection: OffOnly = None
     kv_transfer_params: OffOnly = None
@@ -302,8 +302,8 @@ R = TypeVar("R", bound=CommonRequest)
 
 _SHAPING = (
     "stream", "stream_options", "n", "echo", "logprobs", "top_logprobs", "best_of", "return_token_ids",
-    "return_prompt_token_ids", "return_meta_info", "return_cached_tokens_details", "return_spec_tokens_details",
-    "return_input_ids_in_sglext", "return_output_ids_in_sglext",
+    "return_tokens_as_token_ids", "return_prompt_token_ids", "return_meta_info", "return_cached_tokens_details",
+    "return_spec_tokens_details", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
 )  # fmt: skip
 
 

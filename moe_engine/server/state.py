@@ -16,7 +16,8 @@ from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.watchdog import stall
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.errors import ModelNotFoundError
-from moe_engine.server.logprob_json import TokenJson
+from moe_engine.server.logprob_json import TokenIdJson, TokenJson
+from moe_engine.server.openai_types import CommonRequest
 from moe_engine.server.responses_store import ResponseStore
 from moe_engine.server.settings import ServerSettings
 from moe_engine.tokenizer.chat_messages import ChatEncoder
@@ -92,6 +93,13 @@ class ServerState:
     def token_json(self) -> TokenJson:
         """JSON fragments of tokens, for responses with log-probabilities."""
         return TokenJson(self.frontend.tokenizer)
+
+    @cached_property
+    def _token_id_json(self) -> TokenJson:
+        return TokenIdJson(self.frontend.tokenizer)
+
+    def token_json_of(self, req: CommonRequest) -> TokenJson:
+        return self._token_id_json if req.return_tokens_as_token_ids else self.token_json
 
     def tokenizer(self) -> Tokenizer:
         if self.frontend.tokenizer is None:

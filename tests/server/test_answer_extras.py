@@ -73,6 +73,27 @@ def test_every_delta_has_content_and_reasoning(fields: dict[str, Any], parser: s
     assert len(deltas) > 3 and all(delta.keys() >= {"content", "reasoning_content"} for delta in deltas)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_logprobs_by_their_ids(stream: bool):
+    """vLLM's field: texts of tokens may be equal or no Unicode."""
+    body = {"return_tokens_as_token_ids": True, "return_token_ids": True, "stream": stream}
+
+    def choices(path: str, fields: dict[str, Any]) -> list[Any]:
+        response = post(FakeClient("🙂é a"), path, fields | body)
+        answers = events(response) if stream else [response.json()]
+        return [choice for answer in answers for choice in answer["choices"] if choice["logprobs"]]
+
+    found = choices("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
+    entries = [entry for choice in found for entry in choice["logprobs"]["content"]]
+    ids = [token for choice in found for token in choice["token_ids"]]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in ids] != []
+    assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
+    assert bytes(part for entry in entries for part in entry["bytes"]).decode().startswith("🙂é a")
+    found = choices("/v1/completions", {"prompt": "Hello", "logprobs": 1})
+    names = [name for choice in found for name in choice["logprobs"]["tokens"]]
+    assert names == [f"token_id:{token}" for choice in found for token in choice["token_ids"]] != []
+
+
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_special_tokens_of_the_tokenizer_are_left_out_on_request(asked: bool | None):
     """vLLM's field; the template of a conversation has them."""
