@@ -1,0 +1,367 @@
+"""Random forms of an engine on several ranks, on CPUs or simulated GPUs:
+``python -m tests.distributed.engine.random_ranks --count 20``, with ``SIMULATED_CUDA_DEVICES=4`` on four such GPUs.
+
+A family, a form of parallelism, drafts, formats of the cache and of weights, chunks, pages, tiers, adapters, experts
+that move, graphs and overlap are drawn. Sessions run with aborts and retractions, and with a pause, an update of the
+weights, a flush or an abort of all in the middle. Tokens and log-probabilities are those of the requests one by one on
+one rank of a CPU; at the end the pools are whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_engine import Engine
+from moe_engine.errors import ConfigError
+from tests.fork_server import ENGINE_SERVER, ForkServer
+
+ORDINARY = 250
+SECONDS, STUCK = 900.0, 600.0
+"""Limits of a case, and of its requests."""
+TOLERANCE, COARSE = 3e-4, 0.06
+"""Of a log-probability; with FP8 caches or quantized weights, whose roundings depend on the order of sums. In some of a
+hundred such cases they also choose other experts, for one token."""
+PLAIN: dict[str, Any] = {
+    "dtype": "float32", "cpu_threads": 1, "context_length": 256, "log_level": "error", "random_seed": 1,
+    "skip_tokenizer_init": True,
+}  # fmt: skip
+ALONE: dict[str, Any] = {"max_running_requests": 1, "disable_radix_cache": True, "max_total_tokens": 1024}
+TORCH: dict[str, Any] = {
+    "attention_backend": "torch", "moe_runner_backend": "torch", "sampling_backend": "pytorch",
+    "linear_backend": "torch", "ops_backend": "torch",
+}  # fmt: skip
+DISPATCHERS = ("allgather", "all_to_all", "all_to_all", "all_to_all", "all_to_all", "auto")
+
+
+@dataclass
+class Case:
+    """`common`: flags of both engines. `turns`: sessions of requests. `event`: in the middle of the requests."""
+
+    kind: str
+    fields: dict[str, Any]
+    flags: dict[str, Any]
+    common: dict[str, Any] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
+    sessions: list[list[dict[str, Any]]] = field(default_factory=list)
+    event: str = ""
+    tolerance: float = TOLERANCE
+
+
+# -- draws
+
+
+def draw(kind: str, rng: random.Random) -> Case:
+    devices = os.environ.get("SIMULATED_CUDA_DEVICES")
+    return draw_form(kind, "cuda" if devices else "cpu", rng, int(devices or 4))
+
+
+def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
+    """`most`: ranks of a replica."""
+    from tests.engine.random_forms import FORMULAS, MTP_KINDS
+    from tests.engine.random_served import _divide
+    from tests.models import random_reference_shapes, random_shapes, random_sparse_shapes
+    from tests.models.random_shapes import MLA
+
+    fields: dict[str, Any] = {"max_position_embeddings": 512, "vocab_size": 320}
+    sparse = kind in (*random_sparse_shapes.KINDS, *FORMULAS)
+    tp_size = rng.choice([n for n in (1, 2, 2, 2, 2, 4, 8) if n <= most])
+    if sparse or rng.random() < 0.5:
+        drawer: Any = random_sparse_shapes if kind in random_sparse_shapes.KINDS else random_shapes
+        drawer = random_reference_shapes if kind in FORMULAS else drawer
+        fields = drawer.draw(kind, rng).fields | fields
+        for _ in range(tp_size.bit_length() - 1):
+            _divide(fields)
+    case = Case(kind, fields, {"device": device})
+    case.flags |= _ranks(kind, tp_size, rng)
+    groups = case.flags.get("attn_dp_size", 1)
+    page = rng.choice((16, 32) if sparse else (1, 1, 4, 16))
+    chunk = rng.choice((-1, 16, 32, 48))
+    chunk = chunk if chunk < 0 else -(-chunk // page) * page * groups
+    case.flags |= {
+        "page_size": page, "chunked_prefill_size": chunk, "max_running_requests": rng.choice((2, 4, 8)) * groups,
+        "max_total_tokens": rng.choice((160, 192, 256, 1024)), "enable_mixed_chunk": chunk > 0 and rng.random() < 0.5,
+        "disable_overlap_schedule": rng.random() < 0.2, "disable_radix_cache": rng.random() < 0.15,
+        "schedule_conservativeness": rng.choice((0.0, 0.0, 1.0)),
+    }  # fmt: skip
+    if rng.random() < 0.35 and not case.flags["disable_radix_cache"]:
+        case.flags |= {"enable_hierarchical_cache": True, "hicache_ratio": rng.choice((2.0, 6.0))}
+        case.flags |= rng.choice(({}, {"hicache_write_policy": "write_back"}, {"hicache_storage_backend": "file"}))
+    case.flags |= _drafts(kind, case, rng, MTP_KINDS)
+    if rng.random() < 0.2:
+        case.common["kv_cache_dtype"] = rng.choice(("fp8_e4m3", "fp8_e5m2"))
+        case.tolerance = COARSE
+    if rng.random() < 0.2:
+        case.common["quantization"] = "int8"
+        case.tolerance = COARSE
+    if rng.random() < 0.25 and "enable_two_batch_overlap" not in case.flags:
+        names = ("o_proj", "gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj")
+        case.adapters = ("o_proj", *rng.sample(names[1 : 4 if kind in MLA else 7], 2))
+        case.flags["max_loras_per_batch"] = rng.choice((1, 2, 4))
+    if device == "cuda":
+        case.flags |= TORCH
+        case.flags |= rng.choice(({}, {"disable_cuda_graph": True}, {"cuda_graph_max_bs": rng.choice((1, 2, 4))}))
+        if rng.random() < 0.15:
+            case.flags["cpu_offload_gb"] = 1.0
+        if rng.random() < 0.2:
+            case.flags[rng.choice(("sampling_backend", "ops_backend"))] = "triton"
+    case.event = rng.choice(("", "", "in_place", "retract", "update", "abort", "flush"))
+    case.sessions = _sessions(case, rng)
+    return case
+
+
+def _ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
+    from tests.models.random_shapes import EXPERTS
+
+    if tp_size == 1:
+        return {"dp_size": 2}
+    flags: dict[str, Any] = {"tp_size": tp_size}
+    flags["attn_dp_size"] = rng.choice([n for n in (1, 2, 4, 8, tp_size) if n <= tp_size])
+    mixture = kind in EXPERTS or kind.startswith(("deepseek", "kimi", "ling", "glm5", "glm_moe", "minimax_m", "qwen4"))
+    if not mixture or rng.random() < 0.3:
+        return flags
+    if rng.random() < 0.3:
+        return flags | {"ep_size": tp_size}
+    flags["moe_a2a_backend"] = rng.choice(DISPATCHERS)
+    flags[rng.choice(("enable_two_batch_overlap", "enable_single_batch_overlap", "enable_dp_lm_head"))] = True
+    if flags.get("enable_dp_lm_head") and flags["attn_dp_size"] == 1:
+        flags.pop("enable_dp_lm_head")
+    if rng.random() < 0.4:
+        flags |= {"enable_eplb": True, "ep_num_redundant_experts": tp_size}
+        flags |= {"eplb_rebalance_num_iterations": rng.choice((2, 5))}
+        if rng.random() < 0.5:
+            flags["eplb_rebalance_layers_per_chunk"] = 1
+    return flags
+
+
+def _drafts(kind: str, case: Case, rng: random.Random, mtp: Any) -> dict[str, Any]:
+    if kind == "deepseek_v41":
+        return {"speculative_algorithm": "DSPARK"} if rng.random() < 0.7 else {}
+    if rng.random() < 0.4:
+        return {}
+    if kind not in (*mtp, "ling_v2_5") or rng.random() < 0.2:
+        return {"speculative_algorithm": "NGRAM", "speculative_num_steps": rng.choice((1, 3))}
+    steps, topk = rng.choice((1, 2, 4)), rng.choice((1, 1, 2)) if kind.startswith("deepseek_v3") else 1
+    own = {"speculative_algorithm": "NEXTN", "speculative_num_steps": steps, "speculative_eagle_topk": topk}
+    return own | {"speculative_num_draft_tokens": 1 + topk + (steps - 1) * topk**2}
+
+
+def _sessions(case: Case, rng: random.Random) -> list[list[dict[str, Any]]]:
+    begin, sessions = [rng.randrange(ORDINARY) for _ in range(30)], []
+    exact = case.tolerance == TOLERANCE
+    for session in range(rng.randint(2, 4)):
+        prompt, turns = begin[: rng.choice((0, 0, 7, 16, 30))], []
+        for turn in range(rng.randint(1, 2)):
+            prompt = [*prompt, *(rng.randrange(ORDINARY) for _ in range(rng.choice((1, 2, 9, 25))))][:90]
+            sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": rng.choice((1, 5, 14, 14))}
+            if exact and rng.random() < 0.3:
+                sampling |= {"temperature": 0.9, "sampling_seed": rng.getrandbits(30)}
+                sampling |= rng.choice(({}, {"top_p": 0.8}, {"top_k": 7}))
+            if rng.random() < 0.15:
+                sampling |= rng.choice(({"frequency_penalty": 0.9}, {"repetition_penalty": 1.3}))
+            sampling["ignore_eos"] = True
+            request: dict[str, Any] = {"rid": f"s{session}.{turn}-", "input_ids": list(prompt)}
+            request |= {"sampling_params": sampling, "return_logprob": True}
+            request["logprob_start_len"] = rng.choice((-1, 0))
+            if case.adapters:
+                request["lora_path"] = rng.choice((None, "a", "b"))
+            turns.append(request | {"aborted": rng.random() < 0.1})
+        sessions.append(turns)
+    return sessions
+
+
+def make(case: Case, folder: Path, rng: random.Random) -> Path:
+    """The checkpoint, and its adapters in the flags."""
+    from tests.engine import random_forms
+    from tests.models.lora import make_adapter
+
+    form = random_forms.Form(case.kind, dict(case.fields), case.flags)
+    form.fields.setdefault("num_hidden_layers", 3)
+    if case.kind not in random_forms.FORMULAS and "head_dim" not in case.fields and len(case.fields) == 2:
+        form.fields.pop("num_hidden_layers")
+    path = random_forms._checkpoint(form, folder / "model", rng)
+    if case.adapters:
+        made = [make_adapter(folder / name, path, case.adapters, 4, rng.randrange(1000)) for name in "ab"]
+        case.common["lora_paths"] = [f"{one.name}={one}" for one in made]
+    if case.flags.get("hicache_storage_backend"):
+        case.flags["hicache_storage_dir"] = str(folder / "storage")
+    return path
+
+
+# -- the engines, in a process that may have simulated devices
+
+
+async def serve(engine: Engine, case: Case, path: Path, plain: bool) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+
+    async def one(request: dict[str, Any]) -> None:
+        request = dict(request)
+        aborted, rid = request.pop("aborted") and not plain, request["rid"]
+        last: Any = None
+        async for last in await engine.async_generate(**request, stream=True):  # type: ignore[union-attr]
+            if aborted and len(last["output_ids"]) > 2:
+                engine.abort_request(rid)
+        answers[rid] = last
+
+    async def session(turns: list[dict[str, Any]]) -> None:
+        for request in turns:
+            await one(request)
+
+    async with asyncio.timeout(STUCK):
+        if plain:
+            for turns in case.sessions:
+                await session(turns)
+        else:
+            work = asyncio.gather(*map(session, case.sessions))
+            await asyncio.gather(work, _event(engine, case, path, work))
+    return answers
+
+
+async def _event(engine: Engine, case: Case, path: Path, work: Any) -> None:
+    if not case.event:
+        return
+    for _ in range(400):  # until something runs
+        states = (await asyncio.to_thread(engine.get_server_info))["internal_states"]
+        if work.done() or sum(state["generation_tokens_total"] for state in states) > 4:
+            break
+        await asyncio.sleep(0.01)
+    if case.event in ("in_place", "retract"):
+        await asyncio.to_thread(engine.pause_generation, case.event)
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(engine.continue_generation)
+    elif case.event == "update":
+        done, message = await asyncio.to_thread(engine.update_weights_from_disk, str(path))
+        assert done, message
+    elif case.event == "abort":
+        engine.abort_request(abort_all=True)
+    elif case.event == "flush":
+        await asyncio.to_thread(engine.flush_cache)
+
+
+def run(case: Case, path: Path) -> dict[str, Any]:
+    try:
+        engine = Engine(str(path), **PLAIN | case.common | case.flags)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    with engine:
+        found = asyncio.run(serve(engine, case, path, False))
+        problems = _problems(engine)
+        states = engine.get_server_info()["internal_states"]
+    alone = {"device": "cpu"} | {k: v for k, v in case.flags.items() if k in ("page_size",)}
+    if case.kind == "deepseek_v41" or not case.kind.startswith("deepseek_v4"):
+        alone.pop("page_size")
+    with Engine(str(path), **PLAIN | case.common | ALONE | alone) as engine:
+        right = asyncio.run(serve(engine, case, path, True))
+    drafts = [state["speculation"] for state in states if state.get("speculation")]
+    return {
+        "differences": {rid: text for rid in right if (text := differs(case, rid, found[rid], right[rid]))},
+        "problems": problems,
+        "retractions": sum(state["num_retractions_total"] for state in states),
+        "cached": sum(answer["meta_info"]["cached_tokens"] for answer in found.values() if answer),
+        "accepted": sum(sum(state["accepted"]) for state in drafts),
+        "rebalances": sum(state.get("eplb", {}).get("rebalances", 0) for state in states),
+        "used_schedulers": sum(state["generation_tokens_total"] > 0 for state in states),
+    }
+
+
+def _problems(engine: Engine) -> list[str]:
+    call = engine._loop.run(engine._frontend.client.call("check_integrity"))
+    found = [problem for part in call for problem in part]
+    for _ in range(100):  # aborted requests may still end
+        states = engine.get_server_info()["internal_states"]
+        held = [state["num_slots"] - state["num_free"] - state["num_evictable"] for state in states]
+        if not any(held):
+            break
+        time.sleep(0.05)
+    return found + ([f"{held} tokens are held"] if any(held) else [])
+
+
+def differs(case: Case, rid: str, found: Any, right: Any) -> str:
+    meta, wanted = found["meta_info"], right["meta_info"]
+    finish = meta["finish_reason"]
+    aborted = finish["type"] == "abort"
+    may = case.event == "abort" or any(request["aborted"] for turns in case.sessions for request in turns)
+    if aborted and not may and finish.get("status_code") != 400:
+        return f"aborted: {finish}"
+    sizes = [len(x.get("input_token_logprobs") or []) for x in (meta, wanted)]
+    if sizes[0] != sizes[1] and not aborted:
+        return f"{sizes} log-probabilities of the prompt"
+    pairs = [*zip(meta.get("input_token_logprobs") or [], wanted.get("input_token_logprobs") or [])]
+    pairs += [*zip(meta["output_token_logprobs"], wanted["output_token_logprobs"])]
+    for place, (one, other) in enumerate(pairs, -sizes[0]):
+        if one[0] is None or other[0] is None:
+            if one[0] is not other[0]:
+                return f"token {place}: {one}, alone {other}"
+            continue
+        if abs(one[0] - other[0]) > case.tolerance:
+            return f"token {place}: {one[:2]}, alone {other[:2]}, {finish}"
+        if one[1] != other[1]:
+            return ""
+    if aborted:
+        return ""
+    if found["output_ids"] != right["output_ids"] or finish != wanted["finish_reason"]:
+        return f"{found['output_ids']} {finish}, alone {right['output_ids']} {wanted['finish_reason']}"
+    return ""
+
+
+# -- in the process of the command
+
+_device_server: ForkServer | None = None
+
+
+def _server_of(device: str) -> ForkServer:
+    global _device_server
+    if device == "cpu":
+        return ENGINE_SERVER
+    from tests.simulated_cuda.conftest import DEVICES, PRELOADED
+
+    if _device_server is None:
+        _device_server = ForkServer(DEVICES, (*PRELOADED[1:], "tests.distributed.engine.random_ranks"))
+    return _device_server
+
+
+def check(case: Case, folder: Path, rng: random.Random, seed: int = 0) -> str:
+    """What ran, in a process of its own. Raises AssertionError for a difference, and Refused for a refused launch."""
+    from tests.models.random_shapes import Refused
+
+    path = make(case, folder, rng)
+    (folder / "case").write_text(json.dumps([vars(case), str(path)]))
+    command = ["tests.distributed.engine.random_ranks", "--run", str(folder / "case")]
+    code, out, errors = _server_of(case.flags["device"]).run(command, folder, SECONDS)
+    assert code == 0, errors[-6000:]
+    found = json.loads(out.splitlines()[-1])
+    if "refused" in found:
+        raise Refused(found["refused"])
+    assert not found["differences"] and not found["problems"], found
+    return f"{case.kind}: {found} {case.flags | case.common} {case.event}"
+
+
+def kinds() -> list[str]:
+    from tests.engine.random_forms import FORMULAS
+    from tests.models import random_sparse_shapes
+    from tests.models.checkpoints import KINDS, MORE_KINDS
+
+    return [*KINDS, *MORE_KINDS, *random_sparse_shapes.KINDS, *FORMULAS]
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--run"]:
+        fields, path = json.loads(Path(sys.argv[2]).read_text())
+        print(json.dumps(run(Case(**fields), Path(path))))
+        sys.stdout.flush()
+        return 0
+    from tests.models.random_shapes import run_draws
+
+    run_draws(__doc__, kinds(), 20, draw, check)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
