@@ -5,6 +5,8 @@ Sizes are those of the models in the families' `shapes.py`. Legend: E experts, M
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -53,9 +55,13 @@ from moe_engine.kernels.experts.shapes import (
 from moe_engine.kernels.linear.shapes import AWQ, FOUR_BIT_PRODUCTS, LLAMA_8B_ROWS, LinearShape
 from moe_engine.kernels.ops.shapes import ModelOps
 
-EXPERTS = 16  # per rank
+EXPERTS, FEW_EXPERTS = 16, 4  # per rank
 OTHER_ACTIVATIONS = (NEMOTRON_3, GPT_OSS_20B, MINIMAX_M3, KIMI_K3.part(8))
 """Without a gate, with biases, with a limit and a slope, SiTU. Limits of SiLU are in `four_bits`."""
+V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
+_MODELS = dict.fromkeys((V2_LITE, *OTHER_ACTIVATIONS, *FOUR_BIT_MODELS, *form_products.EXPERTS))
+PADDED = [model for model in _MODELS if model.format != AWQ and model not in (DEEPSEEK_V3, QWEN3_30B_ROWS)]
+"""Experts that read the rows of a dispatch, besides those of DeepSeek V3 and of rows' scales."""
 _EXCHANGE = "ranks in one process: `ranks_here.RanksHere`"
 _ALL_REDUCE = "ranks in one process: `all_reduce.RanksOfSum`"
 ELSEWHERE = {
@@ -65,22 +71,29 @@ ELSEWHERE = {
 """Kernels without a case, and what runs them instead."""
 
 
-def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = EXPERTS) -> KernelCase:
-    """The experts of one rank with `rows` tokens each, in the padded layout; only valid rows are compared."""
+def padded_experts(
+    rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = EXPERTS, layout: str = "padded"
+) -> KernelCase:
+    """The experts of one rank with `rows` tokens each, in the padded or the grouped layout."""
 
     def prepare(kernel: Any, device: str) -> Call:
         weights = load_experts(kernel, experts, model, device)
         x = normal(experts, rows, model.hidden, device=device)
-        counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
-        batch = ExpertBatch("padded", x, counts=counts)
+        batch = ExpertBatch(layout, x, counts=torch.full((experts,), rows, dtype=torch.int32, device=device))
+        if layout == "grouped":
+            offsets = torch.arange(experts + 1, dtype=torch.int32, device=device) * rows
+            batch = ExpertBatch(layout, x.flatten(0, 1), offsets=offsets)
         return lambda: kernel.run(batch, weights)
 
     numbers = 3 * model.hidden * model.width
     scales = 2 * model.width + model.hidden if model.row_scales else numbers // 128**2
-    stored = numbers + 4 * scales if model.fp8 else 2 * numbers
-    moved = experts * (stored + 4 * rows * model.hidden)
+    stored: float = numbers + 4 * scales if model.fp8 else 2 * numbers
+    if model.format is not None:
+        stored = float(numbers * model.format.bytes_on_gpu())
+    moved = round(experts * (stored + 4 * rows * model.hidden))
     flops = 2 * experts * rows * numbers
-    name = f"experts.padded{'.rows' * model.row_scales}.m{rows}"
+    own = "" if model in (DEEPSEEK_V3, QWEN3_30B_ROWS) else f".{model.name}"
+    name = f"experts.{layout}{'.rows' * model.row_scales}{own}.m{rows}"
     return KernelCase("experts", name, Counted(moved, flops), model.fp8, prepare)
 
 
@@ -172,6 +185,10 @@ def parity_cases() -> list[KernelCase]:
         *(experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, EXPERTS)) for tokens in (5, 300)),
         padded_experts(8, QWEN3_30B_ROWS),
         padded_experts(8),
+        *(padded_experts(rows, model, FEW_EXPERTS) for model in PADDED for rows in (3, 40, 200)),
+        padded_experts(200, QWEN3_30B_ROWS), padded_experts(200),
+        *(padded_experts(rows, model, FEW_EXPERTS, "grouped")
+          for model in (DEEPSEEK_V3, QWEN3_30B_ROWS, *PADDED) for rows in (3, 40, 200)),
         *(experts_case(ExpertShape(model, tokens, EXPERTS)) for model in OTHER_ACTIVATIONS for tokens in (5, 300)),
         layer_cases.lora(9, 4096, (0, 4096, 5120, 6144), 256),
         quantize(130, DEEPSEEK_V3.hidden),
@@ -227,9 +244,15 @@ QWEN3_NEXT = attention.GroupedModel("qwen3-next", 16, 2, 256)
 
 def asked(setting: Setting, own: Callable[[], list[KernelCase]]) -> list[KernelCase]:
     """The tiny cases in a dry run, else `own` ones and those of the named shapes; without those that are not asked
-    for."""
+    for. Cases that differ only in sizes come one after the other round: a time limit cuts the most similar ones."""
     found = tiny_cases() if setting.dry else [*own(), *all_cases()]
-    return [case for case in found if not setting.only or any(text in case.name for text in setting.only)]
+    named = [case for case in found if not setting.only or any(text in case.name for text in setting.only)]
+    seen, order = Counter[tuple[str, str]](), {}
+    for case in named:
+        kind = case.family, re.sub(r"\d+", "", case.name)
+        order[case.name] = seen[kind]
+        seen[kind] += 1
+    return sorted(named, key=lambda case: order[case.name])
 
 
 def tiny_cases() -> list[KernelCase]:
@@ -254,6 +277,7 @@ def tiny_cases() -> list[KernelCase]:
     for form in OTHER_ACTIVATIONS:
         own = replace(model, name=f"tiny-{form.name}", biased=form.biased, activation=form.activation)
         rows.append(experts_case(ExpertShape(own, 5, 4)))
+        rows += [padded_experts(4, own, 4, layout) for layout in ("padded", "grouped")]
     return [
         *map(attention_case, shapes),
         *map(op_case, TINY_OPS.at(5)),
@@ -261,7 +285,7 @@ def tiny_cases() -> list[KernelCase]:
         *rows,
         *fused_cases.tiny_cases(),
         linear_case(LinearShape("tiny.mxfp4", 3, 64, 128, False, MXFP4)),
-        experts_case(ExpertShape(coded, 5, 4)),
+        experts_case(ExpertShape(coded, 5, 4)), padded_experts(4, coded, 4), padded_experts(4, coded, 4, "grouped"),
         *compressed_cases.cases(3, 64, 4, 64, 64),
         *index_cases.cases(3, 64, 2, 16, 32),
         *draft_cases.cases(2, 32, 4, 64),

@@ -249,7 +249,20 @@ AHEAD = "v2", "glm-4.6", "qwen3-next"
 """The launch also requests a weight that is read soon."""
 GIVEN = ("v4",)
 """The ids are those of a table by token (the first layers of DeepSeek V4)."""
-NORM_ROUTES = {"v2": False, "v3": True, "glm-4.6": True, "kimi-k2": False, "gpt-oss": False, "qwen3-next": False}
+_LING = replace(ROUTERS["v3"], num_experts=512)
+
+
+def _alone(spec: RouterSpec) -> RouterSpec:
+    """Without shared experts: a dispatcher sends the routed ones only."""
+    return replace(spec, num_shared=0, shared_gate=False)
+
+
+NORM_ROUTES = {
+    **{name: (ROUTERS[name], False) for name in ("v2", "kimi-k2", "gpt-oss", "qwen3-next", "llama-4")},
+    **{name: (ROUTERS[name], True) for name in ("v3", "glm-4.6")}, "ling": (_LING, False),
+    **{f"{name}-ep8": (_alone(ROUTERS[name]), quantizes) for name, quantizes in (
+        ("v3", True), ("glm-4.6", True), ("qwen3-next", False))}, "ling-ep8": (_alone(_LING), False),
+}  # fmt: skip
 """Routers in one launch with the norm, and whether it is also quantized."""
 
 
@@ -260,13 +273,10 @@ def routers(tokens: int, many: int, hidden: int) -> Iterator[KernelCase]:
             yield _router(name, spec, count, hidden)
     for name in AHEAD:
         yield _router(name, ROUTERS[name], tokens, hidden, ahead=True)
-    for name, quantizes in NORM_ROUTES.items():
+    for name, (spec, quantizes) in NORM_ROUTES.items():
         for quantized in {False, quantizes}:
             for count in (tokens, FEW_ROWS + tokens):  # in two launches and in one
-                yield _norm_route(name, ROUTERS[name], count, hidden, quantized)
-    ling = replace(ROUTERS["v3"], num_experts=512)
-    for count in (tokens, FEW_ROWS + tokens):
-        yield _norm_route("ling", ling, count, hidden, False)
+                yield _norm_route(name, spec, count, hidden, quantized)
 
 
 def _gate(spec: RouterSpec, hidden: int, device: str) -> tuple[Tensor, Tensor | None]:
@@ -342,6 +352,10 @@ def sums(tokens: int, hidden: int, top_k: int) -> Iterator[KernelCase]:
         given, add = rows(device), normal(tokens, hidden, device=device)
         return lambda kernel: kernel.combine(*given, add)
 
+    def plain(device: str) -> Run:
+        given = rows(device)[:2]
+        return lambda kernel: kernel.combine(*given)
+
     def norm(device: str, format: ActivationFormat = UNQUANTIZED) -> Run:
         given, residual = rows(device), normal(tokens, hidden, device=device)
         weight = 1 + 0.1 * normal(hidden, device=device)
@@ -363,6 +377,7 @@ def sums(tokens: int, hidden: int, top_k: int) -> Iterator[KernelCase]:
         return lambda ops: (ops.capabilities.add_input or add_input)(x, weights, ids, None)
 
     yield _case("permutation", f"combine.add.{hidden}x{top_k}.t{tokens}", combine, routing=routing)
+    yield _case("permutation", f"combine.ones.{hidden}x{top_k}.t{tokens}", plain, routing=routing)
     for name, format in (("rows", ActivationFormat.fp8(False)), ("quantized", ActivationFormat(True, True))):
         make = partial(norm, format=format)
         yield _case("ops", f"combine_norm.{name}.{hidden}x{top_k}.t{tokens}", make, routing=routing, fp8=True)

@@ -6,7 +6,7 @@ Legend: T tokens, R requests, H heads, G KV heads, W width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.attention_cases import PAGE, paged_queries, pool_size
+from benchmarks.attention_cases import NO_RECORDS, PAGE, paged_queries, pool_size
 from benchmarks.gpu_suite.draft_cases import tree_queries
 from benchmarks.gpu_suite.launched import counted
 from benchmarks.gpu_suite.steps import Decodes, exact
@@ -44,11 +44,15 @@ from moe_engine.kernels.experts.shapes import (
 from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.indexer import index_keys
 from moe_engine.kernels.indexer.key_norm import KeyNorm
+from moe_engine.kernels.kv_format import head_records, latent_records
+from moe_engine.kernels.kv_format.formats import FP8_GROUPS, FP8_TOKEN
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 EPS = 1e-6
+OWN_RECORDS = ("torch", "cpu", "triton")
+"""Rows of grouped attention with FP8 records of heads."""
 NARROW = 1 << 31
 """Elements of a cache whose offsets need 64 bits."""
 
@@ -87,35 +91,41 @@ def experts(local: int) -> Iterator[KernelCase]:
 
 class Paged(NamedTuple):
     """window: of `PagedQueries`. sinks: a logit of each head. wide: the caches have offsets of 64 bits. tree: the
-    tokens of a request are a draft tree."""
+    tokens of a request are a draft tree. fp8: the caches are records of e4m3."""
 
     window: int | None = None
     sinks: bool = False
     wide: bool = False
     tree: bool = False
+    fp8: bool = False
 
 
 PAGED = {
     "window": Paged(ChunkWindow(64)), "window.sinks": Paged(64, True), "wide": Paged(wide=True),
     "wide.window": Paged(ChunkWindow(64), wide=True), "wide.sinks": Paged(sinks=True, wide=True),
-    "wide.tree": Paged(wide=True, tree=True),
+    "wide.tree": Paged(wide=True, tree=True), "fp8.window.sinks": Paged(64, True, fp8=True),
+    "wide.fp8": Paged(wide=True, fp8=True), "wide.fp8.window": Paged(ChunkWindow(64), wide=True, fp8=True),
+    "wide.fp8.sinks": Paged(sinks=True, wide=True, fp8=True),
 }  # fmt: skip
 """Of Llama 4 and gpt-oss, and of every model with a large cache."""
 
 
 def paged(name: str, requests: int, count: int, context: int, heads: int, width: int) -> KernelCase:
     """Grouped attention in one of the forms `PAGED`."""
-    groups, (window, has_sinks, wide, tree) = max(1, heads // 8), PAGED[name]
+    groups, (window, has_sinks, wide, tree, fp8) = max(1, heads // 8), PAGED[name]
 
     def prepare(kernel: Any, device: str) -> Call:
         able = kernel.capabilities
+        if fp8 and kernel.name not in OWN_RECORDS:
+            raise NotServed("reads no records of heads")
         if window and not (able.chunked if isinstance(window, ChunkWindow) else able.windows):
             raise NotServed("has no such window")
         if has_sinks and able.sinks is None:
             raise NotServed("has no sinks")
         asked = replace(_queries(tree, requests, count, context, device), window=window)
         q, sinks = normal(asked.num_tokens, heads, width, device=device), torch.randn(heads, device=device)
-        asked, caches = _caches(asked, 2, (groups, width), wide, device)
+        pack = partial(head_records.pack, form=FP8_TOKEN) if fp8 else None
+        asked, caches = _caches(asked, 2, (groups, width), wide, device, pack)
         given = q, *caches, asked, width**-0.5, kernel.plan(AttentionBatch(asked, None))
         return partial(able.sinks, *given, sinks) if has_sinks else partial(kernel.paged, *given)
 
@@ -131,30 +141,36 @@ def _queries(tree: bool, requests: int, count: int, context: int, device: str) -
 
 
 def _caches(
-    asked: PagedQueries, count: int, row: tuple[int, ...], wide: bool, device: str
-) -> tuple[PagedQueries, list[Tensor]]:
-    """The queries over caches; wide: their slots are the last ones, and no other memory of the caches is touched."""
+    asked: PagedQueries, count: int, row: tuple[int, ...], wide: bool, device: str,
+    pack: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[PagedQueries, list[Tensor]]:  # fmt: skip
+    """The queries over caches; wide: their slots are the last ones, and no other memory of the caches is touched.
+    pack: rows to records."""
     own = pool_size(asked)
-    first = -(-NARROW // torch.Size(row).numel()) // PAGE * PAGE if wide else 0
-    caches = [torch.empty(first + own, *row, dtype=torch.bfloat16, device=device) for _ in range(count)]
-    for cache in caches:
-        cache[first:] = normal(own, *row, device=device)
+    numbers = [normal(own, *row, device=device) for _ in range(count)]
+    rows = numbers if pack is None else [pack(x) for x in numbers]
+    first = -(-NARROW // rows[0].shape[1:].numel()) // PAGE * PAGE if wide else 0
+    caches = [x.new_empty(first + own, *x.shape[1:]) for x in rows]
+    for cache, values in zip(caches, rows):
+        cache[first:] = values
     return replace(asked, slot_table=asked.slot_table + first), caches
 
 
 class Latent(NamedTuple):
     """selected: over `Selected` rows, which are values as a whole; else MLA's with rotary channels. turned: results are
-    rotated back. shifted: rows of another cache are named by numbers behind the own ones. tree: as in `Paged`."""
+    rotated back. shifted: rows of another cache are named by numbers behind the own ones. tree, fp8: as in `Paged`."""
 
     selected: bool = True
     turned: bool = False
     shifted: bool = False
     tree: bool = False
+    fp8: bool = False
 
 
 LATENT = {
     "mla": Latent(False),
     "mla.tree": Latent(False, tree=True),
+    "mla.fp8": Latent(False, fp8=True),
     "glm-5.3": Latent(),
     "v4": Latent(turned=True),
     "v4.1": Latent(turned=True, shifted=True),
@@ -168,7 +184,10 @@ def latent(name: str, requests: int, context: int, heads: int, width: int) -> Ke
 
     def prepare(kernel: Any, device: str) -> Call:
         asked = _queries(form.tree, requests, 1 + 3 * form.tree, context, device)
-        asked, (cache,) = _caches(asked, 1, (own,), True, device)
+        if form.fp8 and kernel.name in NO_RECORDS:
+            raise NotServed("reads no FP8 records")
+        pack = partial(latent_records.pack, latent=width, form=FP8_GROUPS) if form.fp8 else None
+        asked, (cache,) = _caches(asked, 1, (own,), True, device, pack)
         q = normal(asked.num_tokens, heads, own, device=device)
         if not form.selected:
             plan = kernel.plan(AttentionBatch(asked, None))

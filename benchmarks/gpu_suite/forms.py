@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.gpu_suite.launched import Launch, launches_of, recorded
-from benchmarks.gpu_suite.served_models import COUNTED, PUBLISHED, forms_of, launch_of, run_steps
+from benchmarks.gpu_suite.served_models import PUBLISHED, forms_of, launch_of, run_steps
 from benchmarks.kernel_cases import KernelCase
 from moe_engine.kernels.triton.absent_device import absent_device
 
@@ -42,7 +42,7 @@ def of_models(names: Iterable[str] = PUBLISHED) -> dict[Form, list[str]]:
     """The forms that the steps of these models launch on an H200, and the launches."""
     found: dict[Form, list[str]] = {}
     for model in names:
-        for form in filter(COUNTED.__contains__, forms_of(model)):
+        for form in forms_of(model):
             with TemporaryDirectory() as folder:
                 config = launch_of(Path(folder), model, form)
                 with absent_device(90), recorded() as launches:

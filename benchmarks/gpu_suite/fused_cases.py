@@ -15,6 +15,8 @@ from benchmarks.attention_cases import paged_queries, pool_size
 from benchmarks.gpu_suite.launched import counted
 from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, linear_weight, normal, rotary_table
 from benchmarks.step_costs.costs import Routing
+from moe_engine.kernels.kv_format.formats import FP8_GROUPS
+from moe_engine.kernels.kv_format.latent_records import pack, unpack
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
@@ -31,8 +33,10 @@ from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.choices import Routed
 
 
-def absorb(tokens: int, heads: int, nope: int = 128, latent: int = 512, rotary: int = 64) -> KernelCase:
-    """MLA's decode query and cache rows."""
+def absorb(
+    tokens: int, heads: int, nope: int = 128, latent: int = 512, rotary: int = 64, fp8: bool = False
+) -> KernelCase:
+    """MLA's decode query and cache rows, with `fp8` in records."""
 
     def prepare(ops: Any, device: str) -> Call:
         q = normal(tokens, heads, nope + rotary, device=device)
@@ -41,6 +45,7 @@ def absorb(tokens: int, heads: int, nope: int = 128, latent: int = 512, rotary: 
         positions = torch.randint(POSITIONS, (tokens,), device=device)
         slots, table = torch.randperm(2 * tokens, device=device)[:tokens], rotary_table(rotary, device)
         cache = torch.zeros(2 * tokens, latent + rotary, dtype=torch.bfloat16, device=device)
+        cache = pack(cache, latent, FP8_GROUPS) if fp8 else cache
         fused = ops.capabilities.absorb
 
         def apart() -> tuple[Tensor, Tensor]:
@@ -55,7 +60,12 @@ def absorb(tokens: int, heads: int, nope: int = 128, latent: int = 512, rotary: 
 
         return apart if fused is None else together
 
-    return counted("ops", f"fused.absorb.{heads}x{latent}.t{tokens}", prepare)
+    def numbers(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        query, cache = found
+        return query, unpack(cache, latent, rotary) if fp8 else cache
+
+    name = f"fused.absorb{'.fp8' * fp8}.{heads}x{latent}.t{tokens}"
+    return counted("ops", name, prepare, fp8=fp8, compared=numbers)
 
 
 def combine_norm(tokens: int, hidden: int, top_k: int) -> KernelCase:
@@ -143,47 +153,60 @@ def requests(tokens: int, width: int) -> list[KernelCase]:
         weight, more = 1 + 0.1 * normal(width, device=device), ahead(ops, device)
 
         def call() -> tuple[Tensor, ...]:
-            first, second = residual.clone(), residual.clone()
-            pair = ops.capabilities.add_pair_rms_norm
-            both = ops.add_rms_norm(x + other, second, weight, 1e-6)
-            if pair is not None:
-                pair(x, other, residual.clone(), weight, 1e-6, **more)
-            return ops.rms_norm(x, weight, 1e-6, **more), ops.add_rms_norm(x, first, weight, 1e-6, **more), both
+            first, *streams = (residual.clone() for _ in range(3))
+            pair, sums = ops.capabilities.add_pair_rms_norm, [more, {}]  # of two parts: also without a request
+            both = [
+                pair(x, other, stream, weight, 1e-6, **request) if pair
+                else ops.add_rms_norm(x + other, stream, weight, 1e-6)
+                for stream, request in zip(streams, sums)
+            ]  # fmt: skip
+            alone = ops.rms_norm(x, weight, 1e-6, **more), ops.add_rms_norm(x, first, weight, 1e-6, **more)
+            return *alone, first, *both, *streams
 
         return call
 
     def quantized(ops: Any, device: str) -> Call:
         x, residual = (normal(tokens, width, device=device) for _ in range(2))
-        weight, more, able = 1 + 0.1 * normal(width, device=device), ahead(ops, device), ops.capabilities
-        forms = [make for powers in (False, True) for make in _formats(powers)]
         positions, chosen = torch.arange(tokens, device=device).int()[:, None], torch.rand(tokens, 1, device=device)
+        weight, able = 1 + 0.1 * normal(width, device=device), ops.capabilities
+        more, rows = ahead(ops, device), ExpertRows(x, positions, chosen, None)
+        forms = [make for powers in (False, True) for make in _formats(powers)]
 
-        def call() -> tuple[Tensor, ...]:
-            if (norms := able.quantized_norms) is not None:
-                for form in forms:
-                    norms.rms_norm(form, x, weight, 1e-6, **more)
-                    rows = ExpertRows(x, positions, chosen, None)
-                    norms.add_rows_rms_norm(form, rows, residual.clone(), weight, 1e-6, **more)
-                    norms.add_rms_norm(form, x, residual.clone(), weight, 1e-6, **more)
-                    norms.add_pair_rms_norm(form, x, x, residual.clone(), weight, 1e-6, **more)
-            return (ops.rms_norm(x, weight, 1e-6),)
+        def apart() -> tuple[Any, ...]:
+            summed = TorchPermutation().combine(x, positions, chosen)
+            added = [ops.add_rms_norm(part, residual.clone(), weight, 1e-6) for part in (summed, x, x + x)]
+            return (ops.rms_norm(x, weight, 1e-6), *added) * len(forms)
 
-        return call
+        def together() -> tuple[Any, ...]:
+            norms, found = able.quantized_norms, list[Any]()
+            for form in forms:
+                found += [
+                    norms.rms_norm(form, x, weight, 1e-6, **more),
+                    norms.add_rows_rms_norm(form, rows, residual.clone(), weight, 1e-6, **more),
+                    norms.add_rms_norm(form, x, residual.clone(), weight, 1e-6, **more),
+                    norms.add_pair_rms_norm(form, x, x, residual.clone(), weight, 1e-6, **more),
+                ]
+            return tuple(found)
+
+        return apart if able.quantized_norms is None else together
+
+    def numbers(found: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        return tuple(dequantize_rows(x.rows) if isinstance(x, QuantizedActivation) else x for x in found)
 
     def rows(ops: Any, device: str) -> Call:
         positions = torch.randperm(2 * tokens, device=device).int().view(tokens, 2)
         given = normal(2 * tokens, width, device=device), positions, torch.rand(tokens, 2, device=device)
-        found = ExpertRows(*given, None)
+        adds = None, normal(tokens, width, device=device)
         residual, weight = normal(tokens, width, device=device), 1 + 0.1 * normal(width, device=device)
         fused, more = ops.capabilities.add_rows_rms_norm, ahead(ops, device)
 
-        def call() -> Tensor:
+        def one(add: Tensor | None) -> Tensor:
             stream = residual.clone()
             if fused is None:
-                return ops.add_rms_norm(TorchPermutation().combine(*given), stream, weight, 1e-6)
-            return fused(found, stream, weight, 1e-6, **more)
+                return ops.add_rms_norm(TorchPermutation().combine(*given, add), stream, weight, 1e-6)
+            return fused(ExpertRows(*given, add), stream, weight, 1e-6, **more)
 
-        return call
+        return lambda: tuple(map(one, adds))
 
     def heads(linear: Any, device: str) -> Call:
         x = normal(tokens, 4, 512, device=device)
@@ -193,7 +216,7 @@ def requests(tokens: int, width: int) -> list[KernelCase]:
 
     return [
         counted("ops", f"requests.norms.{width}.t{tokens}", norms),
-        counted("ops", f"requests.quantized.{width}.t{tokens}", quantized, fp8=True),
+        counted("ops", f"requests.quantized.{width}.t{tokens}", quantized, fp8=True, compared=numbers),
         counted("ops", f"requests.rows.{width}.t{tokens}", rows),
         counted("linear", f"requests.heads.{width}.t{tokens}", heads),
     ]
@@ -273,7 +296,8 @@ def normed_query(tokens: int, n: int, k: int, row_scales: bool = False, power_of
 
 def parity_cases() -> list[KernelCase]:
     """Few and many tokens: both tilings."""
-    many = [normed_query(1, 4096, 1024), absorb(130, 128), heads_quantized(130, 128), combine_norm(130, 7168, 8)]
+    many = [normed_query(1, 4096, 1024), absorb(130, 128), absorb(130, 128, fp8=True), heads_quantized(130, 128)]
+    many += [combine_norm(130, 7168, 8)]
     many += [router(label, tokens) for label in ROUTERS for tokens in (5, 300)]
     many += [norm_route(130, 2048, 64, 6), *requests(40, 2048)]
     return [*timed_cases(5, 2048, 6, 300), *many]
@@ -283,6 +307,7 @@ def timed_cases(tokens: int, hidden: int, top_k: int, context: int) -> list[Kern
     """Of a decode step of few tokens."""
     return [
         absorb(tokens, 128),
+        absorb(tokens, 128, fp8=True),
         heads_quantized(tokens, 128),
         combine_norm(tokens, hidden, top_k),
         norm_route(tokens, hidden, 256, top_k),
@@ -298,7 +323,8 @@ def timed_cases(tokens: int, hidden: int, top_k: int, context: int) -> list[Kern
 
 def tiny_cases() -> list[KernelCase]:
     return [
-        absorb(3, 2, 32, 64, 16), combine_norm(5, 256, 2), heads_quantized(3, 2, 128, 64), norm_route(3, 64, 16, 2),
+        absorb(3, 2, 32, 64, 16), absorb(3, 2, 32, 128, 16, fp8=True), combine_norm(5, 256, 2),
+        heads_quantized(3, 2, 128, 64), norm_route(3, 64, 16, 2), *requests(3, 256),
         attention_values(2, 400, 4, 64, 32), mlp(3, 128, 128), heads_quantized(3, 2, 128, 64, powers=True),
         normed_query(3, 70, 256), normed_query(3, 70, 256, row_scales=True),
         normed_query(3, 70, 256, power_of_two=True),

@@ -51,8 +51,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Flags. The most heads of a rank, the most tokens of the experts; this project's exchange; and what changes attention.
 `forms_of` has those of a model."""
-COUNTED = ("tp1", "dp8ep8", "mtp", "tree")
-"""Those whose kernels all have a case in the suite."""
 REQUESTS, CHUNK, CONTEXT = 256, 32768, 1 << 20
 ENOUGH_BYTES = 10**13
 """For the weights and the KV of each model: offsets do not depend on what fits."""
