@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.executor.options import RankGroupOptions, RankPlace
-from moe_engine.processes.addresses import INTERFACE_VARIABLE, interface_towards
+from moe_engine.processes.addresses import INTERFACE_VARIABLE, LOOPBACK, interface_towards
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -23,6 +23,10 @@ STORE_BACKLOG = 2048
 REACH_SECONDS = 30.0
 """Time to reach the store, which is open before any rank has its address."""
 RETRY_SECONDS = 0.5
+BETWEEN_NODES = (
+    "let firewalls admit all TCP ports between the nodes, not that of --dist-init-addr alone, and test every link with "
+    "moe-engine cluster-check"
+)
 
 
 def quieten_torch() -> None:
@@ -34,6 +38,9 @@ def open_store(options: RankGroupOptions, host: str) -> Any:
     """The leader's TCPStore on a free port (`.port`) of one address; lives as long as the object.
 
     torch would listen on every address of the machine, so it gets an already bound socket.
+
+    Raises:
+        ConfigError: as of `check_reachable`: the loopback interface of this machine is down.
     """
     import torch.distributed as dist
 
@@ -42,6 +49,7 @@ def open_store(options: RankGroupOptions, host: str) -> Any:
         bound.bind((host, 0))
         bound.listen(STORE_BACKLOG)
         port = bound.getsockname()[1]
+        check_reachable(host, port)  # torch connects to it too
         return dist.TCPStore(
             host,
             port,
@@ -66,10 +74,10 @@ def check_reachable(host: str, port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS >= deadline:
+                fix = "bring its loopback interface up" if host == LOOPBACK else BETWEEN_NODES
                 raise ConfigError(
-                    f"the store of rank 0, {host}:{port}, cannot be reached from {socket.gethostname()} ({error}): let "
-                    "firewalls admit all TCP ports between the nodes, not that of --dist-init-addr alone, and test "
-                    "every link with moe-engine cluster-check"
+                    f"the store of rank 0, {host}:{port}, cannot be reached from {socket.gethostname()} ({error}): "
+                    f"{fix}"
                 ) from None
         time.sleep(RETRY_SECONDS)
 

@@ -173,5 +173,20 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
         process_groups.check_reachable("127.0.0.1", port)
-    with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}, cannot be reached .*firewalls .*cluster-check"):
-        process_groups.check_reachable("127.0.0.1", port)
+    for host, fix in (("127.0.0.1", "loopback interface"), ("127.0.0.2", "firewalls .*cluster-check")):
+        with pytest.raises(ConfigError, match=rf"{host}:{port}, cannot be reached .*{fix}"):
+            process_groups.check_reachable(host, port)
+
+
+def test_a_leader_that_does_not_reach_its_own_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a network namespace without loopback torch would wait for the whole time of the start."""
+
+    def fail(*_: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(process_groups, "REACH_SECONDS", 0.0)
+    monkeypatch.setattr(socket, "create_connection", fail)
+    with pytest.raises(
+        ConfigError, match=r"Network is unreachable.*bring its loopback interface up"
+    ):
+        process_groups.open_store(RankGroupOptions(2, lambda: None), "127.0.0.1")
