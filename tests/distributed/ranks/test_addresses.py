@@ -186,7 +186,5 @@ def test_a_leader_that_does_not_reach_its_own_store_says_so(monkeypatch: pytest.
 
     monkeypatch.setattr(process_groups, "REACH_SECONDS", 0.0)
     monkeypatch.setattr(socket, "create_connection", fail)
-    with pytest.raises(
-        ConfigError, match=r"Network is unreachable.*bring its loopback interface up"
-    ):
+    with pytest.raises(ConfigError, match=r"Network is unreachable.*bring its loopback interface up"):
         process_groups.open_store(RankGroupOptions(2, lambda: None), "127.0.0.1")
