@@ -53,9 +53,12 @@ def _aot(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def _parity(folder: Path, setting: Setting) -> dict[str, Any]:
+    import torch
+
     from benchmarks.gpu_suite import cases, parity
     from benchmarks.gpu_suite.rows import Rows
 
+    torch.set_float32_matmul_precision("highest")  # containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     rows = Rows(setting.device)
     if setting.kind == "cpu":
         rows.interpret_triton()
