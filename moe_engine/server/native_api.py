@@ -113,7 +113,7 @@ class NativeApi:
         texts = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt or ""]
         if asked.messages is not None:
             messages, _ = take_images(self._state, whole["messages"])
-            texts, add_special = [render_prompt(self._state, messages, asked)], False
+            texts, add_special = [render_prompt(self._state, messages, asked, whole.get("tools"))], False
         yield b'{"tokens":' + (b"[" if many else b"")
         for index, ids in tokenizer.encode_parts(texts, add_special):
             if index == len(counts):

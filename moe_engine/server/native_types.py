@@ -165,6 +165,7 @@ class TokenizeRequest(Struct):
 
     prompt: str | Annotated[list[str], Meta(min_length=1)] | None = None
     messages: Messages | None = None
+    tools: Annotated[list[Tool] | None, Meta(description="with messages, for the chat template")] = None
     add_special_tokens: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = False

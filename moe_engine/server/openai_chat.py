@@ -97,8 +97,7 @@ class ChatApi:
 
     def _prompt(self, req: ChatRequest, messages: list[dict[str, Any]], tools: ToolWish) -> str:
         effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
-        shown = [_with_parameters(tool) for tool in tools.offered]
-        return render_prompt(self._state, messages, req, shown, effort)
+        return render_prompt(self._state, messages, req, tools.offered, effort)
 
     def _given_prompt(self, ids: list[int], images: Sequence[ImageSource]) -> str:
         """The text of a prompt of token ids, for the parsers of its output."""
@@ -180,14 +179,6 @@ class ChatApi:
             **extras.chat_prompt(job.generations[0]),
             **answer_extras(req, self._state.flags, job.generations),
         }
-
-
-def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """The tool as a template reads it: a function without parameters may leave them out in a request."""
-    function = tool["function"]
-    if function.get("parameters") is not None:
-        return tool
-    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
 
 
 _NO_TEXT = {"content": None, "reasoning_content": None}

@@ -19,6 +19,14 @@ class Options(Protocol):
     add_generation_prompt: bool | None
 
 
+def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool as a template reads it: a function without parameters may leave them out in a request."""
+    function = tool["function"]
+    if function.get("parameters") is not None:
+        return tool
+    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
+
+
 def render_prompt(
     state: ServerState,
     messages: list[dict[str, Any]],
@@ -56,7 +64,7 @@ def render_prompt(
             raise InputError.at("messages", "there is no message before the one to be continued")
     rendered = state.chat_template.render(
         messages,
-        tools=tools,
+        tools=[_with_parameters(tool) for tool in tools or ()],
         add_generation_prompt=options.add_generation_prompt is not False or bool(prefix),
         kwargs=arguments,
     )

@@ -352,6 +352,9 @@ def test_tokenize_and_back():
     many = post(client, "/v1/tokenize", {"prompt": ["a", "b c"], "add_special_tokens": False}).json()
     assert many["count"] == [len(ids) for ids in many["tokens"]]
     assert post(client, "/detokenize", {"tokens": many["tokens"]}).json() == {"text": ["a", "b c"]}
+    asked = CHAT | {"tools": [{"type": "function", "function": {"name": "now"}}]}
+    post(client, "/v1/chat/completions", asked)
+    assert post(client, "/tokenize", asked).json()["tokens"] == client.requests[-1].prompt_ids
     asked = {"prompt": ["Hello world", "b c"], "return_token_strs": True}
     named = post(client, "/tokenize", asked).json()
     for strings, ids in zip(named["token_strs"], named["tokens"], strict=True):
