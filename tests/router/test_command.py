@@ -76,7 +76,7 @@ def test_wrong_flags_are_named(words: str, message: str) -> None:
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[router\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[router\]'"):
         parse(["--"])
 
 

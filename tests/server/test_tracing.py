@@ -185,7 +185,7 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch, endpoint: str, words: str | 
 
 def test_without_the_extra_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(validate_server, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--enable-trace.*pip install '\.\[trace\]'"):
+    with pytest.raises(ConfigError, match=r"--enable-trace.*pip install -e '\.\[trace\]'"):
         validate.check(EngineArgs.from_kwargs(enable_trace=True))
 
 

@@ -233,5 +233,5 @@ def test_a_missing_package_is_named_with_its_extra(
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     extra: dict[str, Any] = {"master_server_address": "a:1"} if backend == "mooncake" else {}
     monkeypatch.setattr(backends, "extra_of", lambda settings: extra)
-    with pytest.raises(ConfigError, match=rf"pip install '\.\[{backend}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{backend}\]'"):
         open_storage(StorageSettings(backend, str(tmp_path)))
