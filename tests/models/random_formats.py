@@ -87,7 +87,7 @@ def check(shape: Shape, folder: Path, seed: int) -> float:
         if shape.kind in SPARSE:
             tokens, want = random_sparse_shapes.reference(plain, seed)
         else:
-            tokens, want = random_shapes._reference(plain, seed, shape.fields["vocab_size"])
+            tokens, want = random_shapes.reference(plain, seed, shape.fields["vocab_size"])
     except Exception as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
     if path.is_dir():
