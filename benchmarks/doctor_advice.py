@@ -1,10 +1,10 @@
 """The advice of `moe-engine doctor --log`, followed: ``python -m benchmarks.doctor_advice [--scenarios NAME ...]``.
 
-Each scenario starts a server of the embedded model with flags that trigger a rule, sends a load, and reads the server's
-own log. The flag that the doctor recommends is then changed, and the same load is sent to the new server. Both run in
-turn; the result is the ratio of the medians (above 1: better after the change), and whether the rule still holds. Rules
-of GPUs (CUDA graphs, free GPU memory, out of memory, JIT) cannot be triggered on a CPU, where the ledger refuses
-launches without memory.
+Each scenario starts a server, mostly of the embedded model, with flags that trigger a rule, sends a load, and reads the
+server's own log. The flag that the doctor recommends is then changed, and the same load is sent to the new server. Both
+run in turn; the result is the ratio of the medians (above 1: better after the change), and whether the rule still
+holds. Rules of GPUs (CUDA graphs, free GPU memory, out of memory, JIT) cannot be triggered on a CPU, where the ledger
+refuses launches without memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.checkpoints import ensure_checkpoint
 from benchmarks.clients import CallOptions, ask_native
 from benchmarks.server_process import ServerProcess
 from moe_engine.tuning.answer import Answer
@@ -105,7 +106,8 @@ def worst_gaps(answers: list[Answer], took: float) -> float:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`flags` trigger the rule; `metric` is in seconds, lower is better; `also`: further flags of the change."""
+    """`flags` trigger the rule; `metric` is in seconds, lower is better; `also`: further flags of the change;
+    `shape`: a generated checkpoint instead of the embedded model, where steps must take longer than the front end."""
 
     rule: str
     flags: Flags
@@ -113,6 +115,7 @@ class Scenario:
     send: Callable[..., Any] = at_once
     metric: Callable[[list[Answer], float], float] = seconds
     also: Callable[[Flags], Flags] = lambda flags: flags
+    shape: str = ""
 
 
 def replicas(flags: Flags) -> Flags:
@@ -175,7 +178,8 @@ SCENARIOS = (
     Scenario(
         "dp_imbalance",
         {"--dp-size": 2, "--cpu-threads": 1, "--load-balance-method": "round_robin", "--decode-log-interval": 4},
-        lambda draw: [r for _ in range(16) for r in (*requests(draw, 1, 64, 400), *requests(draw, 1, 8, 2))],
+        lambda draw: [r for _ in range(8) for r in (*requests(draw, 1, 64, 100), *requests(draw, 1, 8, 2))],
+        shape="moe-390m",
     ),
     Scenario(
         "tp_or_dp",
@@ -189,6 +193,7 @@ SCENARIOS = (
 def run(flags: Flags, scenario: Scenario, seed: int) -> tuple[float, dict[str, Any]]:
     """A server with these flags under the load: the metric, and the doctor's report on its log."""
     words = [str(word) for pair in flags.items() for word in pair if word is not True]
+    words += ["--model-path", str(ensure_checkpoint(scenario.shape))] if scenario.shape else []
     load = scenario.load(random.Random(seed))
     with ServerProcess(words) as server:
         server.wait_ready()
@@ -243,6 +248,7 @@ def measure(scenario: Scenario, rounds: int, seed: int) -> dict[str, Any]:
         still |= finding_of(then, scenario.rule) is not None
     return {
         "rule": scenario.rule,
+        "model": scenario.shape or "embedded",
         "flags": scenario.flags,
         "advice": f"{finding['flag']} {finding['value']}",
         "evidence": finding["evidence"],
