@@ -12,7 +12,7 @@ from pathlib import Path
 from moe_engine.errors import CheckpointError
 from moe_engine.models import registry
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.eagle_config import HeadConfig, head_tensors, names_outside_head
+from moe_engine.models.eagle_config import LM_HEAD, HeadConfig, head_tensors, names_outside_head
 from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_headers, hint_for
@@ -27,7 +27,7 @@ from moe_engine.models.tensors import (
 )
 
 MAX_SHOWN = 5
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Parts of a tied head, evenly spread, that are compared with those of the embedding."""
 
@@ -142,15 +142,15 @@ def _unexpected(
 
 def _untied_head(files: Mapping[str, WeightFile], config: ModelConfig) -> Iterator[str]:
     """A stored head that config.json ties to an embedding of other values, which would take its place."""
-    if not config.tie_word_embeddings or config.pooling is not None or not {HEAD, EMBEDDING} <= files.keys():
+    if not config.tie_word_embeddings or config.pooling is not None or not {LM_HEAD, EMBEDDING} <= files.keys():
         return
-    head, embedding = files[HEAD], files[EMBEDDING]
-    stored, tied = head.tensors[HEAD], embedding.tensors[EMBEDDING]
+    head, embedding = files[LM_HEAD], files[EMBEDDING]
+    stored, tied = head.tensors[LM_HEAD], embedding.tensors[EMBEDDING]
     alike = (stored.dtype, stored.shape) == (tied.dtype, tied.shape)
     if alike and _samples(head, stored) != _samples(embedding, tied):
         yield (
-            f"{HEAD} in {head.path.name} differs from {EMBEDDING}, to which tie_word_embeddings ties it (if the head "
-            """was trained, set --json-model-override-args '{"tie_word_embeddings": false}')"""
+            f"{LM_HEAD} in {head.path.name} differs from {EMBEDDING}, to which tie_word_embeddings ties it (if the "
+            """head was trained, set --json-model-override-args '{"tie_word_embeddings": false}')"""
         )
 
 

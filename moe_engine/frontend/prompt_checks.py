@@ -56,10 +56,10 @@ class PromptChecks:
         if prompt.text is None:
             check_token_ids(prompt.ids, info.vocab_size, where)
         elif (token := max(prompt.ids, default=0)) >= info.vocab_size:
-            raise InputError(
-                f"{inp.text_field}: the tokenizer gives token id {token}, outside the model's vocabulary "
+            raise InputError.at(
+                inp.text_field,
+                f"the tokenizer gives token id {token}, outside the model's vocabulary "
                 f"[0, {info.vocab_size}): its files are of another model, or have tokens without weights",
-                field=inp.text_field,
             )
         _check_vocab(prompt, info.vocab_size, inp.sampling_field)
         sampling = prompt.sampling

@@ -55,8 +55,8 @@ _ENCODER_OF = {
 
 
 RENDER_SECONDS, MESSAGE_SECONDS = 2.0, 1e-4
-"""Processor time of a rendering, and more for each message: a template that loops without end would hold the server's
-event loop for ever. 100,000 messages take less than a second."""
+"""Processor time of a rendering, and more for each message. A template that loops without end would block the server's
+event loop. 100,000 messages take less than a second."""
 _DEADLINE = ContextVar("_DEADLINE", default=float("inf"))
 """End of the running rendering, in seconds of `time.thread_time`."""
 

@@ -169,7 +169,8 @@ def _certain_groups(choice: Range, taken: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def _sparse_mixer(logits: Range, chosen: Tensor, spec: RouterSpec) -> Range:
-    """Weights [T, K] of choices one after the other, each among the near ones of those that are left."""
+    """Weights [T, K]. SparseMixer chooses one expert after another; each weight is a softmax over the experts near the
+    best of those that remain."""
     weights = []
     for at in chosen.split(1, 1):
         low, high = logits
