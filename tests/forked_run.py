@@ -2,9 +2,9 @@
 
 The collection (17 CPU seconds in a clean clone) happens once, and test processes share the imported modules. Each
 process runs one file at a time; the files are distributed in the order of the collection. The main process shows the
-reports. A test whose process dies has failed; a new process continues with the tests after it. So has a test that
-exceeds its time limit in a call that no signal interrupts, as of a kernel that waits forever. `--session-timeout` ends
-the run with its reports.
+reports. A test whose process dies has failed (and is repeated, as other failed tests); a new process continues. So has
+a test that exceeds its time limit in a call that no signal interrupts, as of a kernel that waits forever.
+`--session-timeout` ends the run with its reports.
 
 Modules must not start threads when they are imported: a forked process has only the thread that forked it.
 """
@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import math
 import multiprocessing
 import os
+import tempfile
 import time
+import traceback
 from collections import deque
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 import pytest
 
@@ -73,6 +76,7 @@ class TestProcess:
         upcoming: its next file, requested before the last test of its file.
         running: place of the running test.
         ends: when it is ended, in `time.monotonic`'s seconds.
+        stack: file in which the process writes why it ends, if Python knows it.
     """
 
     __test__ = False
@@ -80,13 +84,19 @@ class TestProcess:
     def __init__(self, session: pytest.Session, number: int) -> None:
         self.number = number
         self.connection, other = FORK.Pipe()
-        self.process = FORK.Process(target=_run, args=(session, other, self.connection), name=f"tests {number}")
+        self.stack = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        arguments = session, other, self.connection, self.stack
+        self.process = FORK.Process(target=_run, args=arguments, name=f"tests {number}")
         self.waiting: list[int] = []
         self.upcoming: list[int] = []
         self.running: int | None = None
         self.ends = math.inf
         self.process.start()
         other.close()
+
+    def last_stack(self) -> str:
+        self.stack.seek(0)
+        return self.stack.read()
 
     def start_file_if_due(self) -> None:
         """Call when the process is known to have received `upcoming`."""
@@ -173,19 +183,27 @@ class TestProcesses:
         test_process.process.join()
         left = test_process.waiting, test_process.upcoming
         if (place := test_process.running) is not None:
-            self._report_death(self._session.items[place], test_process)
+            if self._report_death(self._session.items[place], test_process) == "rerun":
+                left = [place, *test_process.waiting], test_process.upcoming
         elif test_process.process.exitcode or any(left):
-            raise RuntimeError(f"test process {test_process.number} exited between tests, {_end(test_process)}")
+            why = f"{_end(test_process)}\n{test_process.last_stack()}"
+            raise RuntimeError(f"test process {test_process.number} exited between tests, {why}")
         if remaining := [file for file in left if file]:
             self._files.extendleft(reversed(remaining))
             self._start()
 
-    def _report_death(self, item: pytest.Item, test_process: TestProcess) -> None:
+    def _report_death(self, item: pytest.Item, test_process: TestProcess) -> str:
+        """Returns the outcome: ``rerun`` or ``failed``."""
         late = time.monotonic() > test_process.ends
         why = f"no end after {_limit(item) + LATE_S:.0f} s" if late else f"the test process died, {_end(test_process)}"
-        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
+        deaths = vars(item)["deaths"] = vars(item).get("deaths", 0) + 1  # a new process inherits it
+        plugin = item.config.pluginmanager.get_plugin("rerunfailures")
+        outcome: Any = "rerun" if plugin and deaths <= (plugin.get_reruns_count(item) or 0) else "failed"
+        why = f"{why}\n{test_process.last_stack()}"
+        report = pytest.TestReport(item.nodeid, item.location, {}, outcome, why, "call")
         self._hook.pytest_runtest_logreport(report=report)
         self._hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return outcome  # type: ignore[no-any-return]
 
 
 def _end(test_process: TestProcess) -> str:
@@ -232,9 +250,24 @@ class Sender:
         self._connection.send(("report", data))
 
 
-def _run(session: pytest.Session, connection: Connection, other: Connection) -> None:
+def _write_ends(stack: IO[str]) -> None:
+    """Of this process: crashes, and calls of `os._exit`. A library's `exit` writes nothing."""
+    own, leave = os.getpid(), os._exit
+
+    def exit_with_stack(code: int) -> NoReturn:
+        if os.getpid() == own:  # not a process that it has forked
+            traceback.print_stack(file=stack)
+            stack.flush()
+        leave(code)
+
+    os._exit = exit_with_stack
+    faulthandler.enable(stack)
+
+
+def _run(session: pytest.Session, connection: Connection, other: Connection, stack: IO[str]) -> None:
     """The main function of a test process."""
     other.close()
+    _write_ends(stack)
     atexit._clear()  # the main process's
     config = session.config
     manager = config.pluginmanager
@@ -249,11 +282,9 @@ def _run(session: pytest.Session, connection: Connection, other: Connection) -> 
     try:
         _run_files(session, connection)
         config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
-    except (BrokenPipeError, EOFError, KeyboardInterrupt):  # the main process has ended or ends this one
-        os._exit(1)
     except BaseException:
-        capture.stop_global_capturing()  # multiprocessing prints the exception
-        raise
+        traceback.print_exc(file=stack)
+        os._exit(1)
     atexit._run_exitfuncs()
 
 

@@ -57,7 +57,7 @@ def _start(of_test: str) -> None:
 
 def _attempt(item: pytest.Item) -> str:
     """Suffix of the sequence for an attempt; empty for the first attempt."""
-    count = getattr(item, "execution_count", 1)
+    count = getattr(item, "execution_count", 1) + getattr(item, "deaths", 0)
     return f" {count}" if count > 1 else ""
 
 
@@ -72,5 +72,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.getreports("rerun"):
         crash = getattr(report.longrepr, "reprcrash", None)
-        words = "" if crash is None else crash.message.splitlines()[0]
-        terminalreporter.write_line(f"RERUN {report.nodeid} ({NAME}={seed()} repeats it): {words:.300}")
+        words = report.longreprtext if crash is None else f"{crash.message.splitlines()[0]:.300}"
+        terminalreporter.write_line(f"RERUN {report.nodeid} ({NAME}={seed()} repeats it): {words}")

@@ -38,6 +38,17 @@ def test_at_second_attempt(made):
     assert len(attempts) > 1
 """,
     "test_c.py": "import os\ndef test_exit(): os._exit(7)\n",
+    "test_c_once.py": """
+import os
+
+def test_exits_once(request):
+    if not getattr(request.node, "deaths", 0):
+        os._exit(9)
+def test_before_the_interrupt(): pass
+def test_interrupted(request):
+    if not getattr(request.node, "deaths", 0):
+        raise KeyboardInterrupt
+""",
     "test_d.py": "def test_last(): pass\n",
     "test_e.py": """
 import pytest, signal, time
@@ -52,6 +63,7 @@ def test_after_it(): pass
     "conftest.py": """
 from tests import forked_run
 from tests.forked_run import pytest_addoption, pytest_configure, pytest_runtestloop
+from tests.random_seed import pytest_terminal_summary
 forked_run.LATE_S = 1.0
 """,
     "pytest.ini": "[pytest]\n",
@@ -71,10 +83,12 @@ def run(folder: Path, *options: str) -> str:
 
 def test_two_processes(tmp_path: Path) -> None:
     shown = run(tmp_path, "--processes", "2")
-    assert "5 failed, 24 passed, 1 skipped, 2 rerun" in shown
+    assert "5 failed, 27 passed, 1 skipped, 6 rerun" in shown
     assert "no end after 2 s" in shown
     assert "the test process died, by signal 9" in shown
     assert "the test process died, with exit code 7" in shown
+    assert re.search(r"RERUN test_c_once.py::test_exits_once .*with exit code 9\n(.*\n)+?.* test_exits_once\n", shown)
+    assert re.search(r"RERUN test_c_once.py::test_interrupted .*with exit code 1\n(.*\n)+?KeyboardInterrupt\n", shown)
     assert "printed by a test" in shown and "AssertionError: of a" in shown
     assert re.search(r"SKIPPED \[1\] test_b.py:\d+: for a reason", shown)
     assert re.search(r"FAILED test_b.py::test_hangs - Failed: Timeout", shown)
@@ -98,8 +112,8 @@ def test_a_run_that_is_cut_keeps_its_results_and_continues(tmp_path: Path) -> No
     assert f"{len(passed)} deselected" in shown or not passed
     file.write_text(file.read_text().replace('\n{"test": "test_0.py::te\n', "\n"))
     found = {line["test"]: line for line in lines()}
-    assert len(found) == 31 and "AssertionError: of a" in found["test_a.py::test_output"]["why"]
-    assert sum(line["outcome"] == "passed" for line in found.values()) == 25
+    assert len(found) == 34 and "AssertionError: of a" in found["test_a.py::test_output"]["why"]
+    assert sum(line["outcome"] == "passed" for line in found.values()) == 28
 
 
 def test_the_first_failure_ends_the_run(tmp_path: Path) -> None:
