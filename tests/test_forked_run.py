@@ -64,7 +64,7 @@ def test_after_it(): pass
 from tests import forked_run
 from tests.forked_run import pytest_addoption, pytest_configure, pytest_runtestloop
 from tests.random_seed import pytest_terminal_summary
-forked_run.LATE_S = 1.0
+forked_run.LATE_S = 5.0
 """,
     "pytest.ini": "[pytest]\n",
 }
