@@ -49,6 +49,7 @@ from benchmarks.trace_requests import NAME as MOONCAKE
 from benchmarks.trace_requests import add_trace_arguments, check_trace_arguments, trace_requests
 from moe_engine.cli.output_file import check_writable
 from moe_engine.errors import ConfigError
+from moe_engine.planning.inputs.checkpoint import embedded_model
 from moe_engine.server.listen import url_host
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.answer import Answer
@@ -116,6 +117,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     output.add_argument("--plot", metavar="FILE.png", help="draw the latency distributions, or the curve")
     output.add_argument("--tag", help="tag in the result")
     output.add_argument("--disable-tqdm", action="store_true")
+    parser.add_argument(
+        "--check", action="store_true", help="only check the options and the files that they name, without a server"
+    )
     args = parser.parse_args(argv)
     args.warmup_requests = 0 if args.skip_warmup else args.warmup_requests
     args.concurrencies = args.max_concurrency or [None]
@@ -243,7 +247,43 @@ def _vocabulary(args: argparse.Namespace, facts: dict[str, Any]) -> Vocabulary:
     return Vocabulary.from_path(path)
 
 
+def _extra_body(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises ValueError: not a JSON object."""
+    try:
+        body = json.loads(args.extra_request_body)
+    except ValueError as error:
+        raise ValueError(f"--extra-request-body: not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ValueError(f"--extra-request-body {args.extra_request_body}: not a JSON object")
+    return body
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What `--check` checks beyond `_check_options`: the requests are made, with the tokenizer of the embedded model
+    unless one is given. Raises ConfigError or ValueError."""
+    if args.dataset_name == AGENTIC:
+        _agent_workload(args)
+    else:
+        _make_requests(args, Vocabulary.from_path(args.tokenizer or embedded_model()))
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """What needs no server, before waiting for one. Raises ConfigError or ValueError."""
+    check_writable("--output-file", args.output_file or default_output_file(args))
+    _extra_body(args)
+    headers_of(args)
+    serving_report.parse_goodput(args.goodput)
+
+
 def _requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
+    """The requests of a run. Raises ValueError: there is none."""
+    requests = _make_requests(args, vocabulary)
+    if not requests:
+        raise ValueError("the dataset has no request; see --num-prompts and the length limits")
+    return requests
+
+
+def _make_requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
     makers = {IMAGE: image_requests, MOONCAKE: trace_requests}
     requests = makers.get(args.dataset_name, make_dataset)(args, vocabulary)
     if args.gsp_num_turns > 1:
@@ -253,8 +293,6 @@ def _requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchReq
             replace(request, prompt=vocabulary.encode(request.prompt)) if isinstance(request.prompt, str) else request
             for request in requests
         ]
-    if not requests:
-        raise ValueError("the dataset has no request; see --num-prompts and the length limits")
     return with_adapters(requests, args)
 
 
@@ -274,7 +312,7 @@ async def _connection(args: argparse.Namespace) -> AsyncIterator[_Connection]:
             ignore_eos=not args.disable_ignore_eos,
             return_logprob=args.return_logprob,
             sampling=sampling_of(args),
-            extra_body=json.loads(args.extra_request_body),
+            extra_body=_extra_body(args),
             decode=vocabulary.decode,
             headers=headers,
         )
@@ -386,11 +424,16 @@ def _write(args: argparse.Namespace, values: dict[str, Any], answers: list[Answe
     report.append_jsonl("--output-file", args.output_file or default_output_file(args), record)
 
 
-def _agent_points(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Answer]]]:
-    """A run for each concurrency. Raises ConfigError before the first request for invalid session options."""
+def _agent_workload(args: argparse.Namespace) -> Workload:
+    """Raises ConfigError for invalid session options."""
     if args.apply_chat_template:
         raise ConfigError("--apply-chat-template needs prompts of text; --dataset-name agentic has token ids")
-    workload = workload_of(args)
+    return workload_of(args)
+
+
+def _agent_points(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Answer]]]:
+    """A run for each concurrency. Raises ConfigError before the first request for invalid session options."""
+    workload = _agent_workload(args)
     for index, concurrency in enumerate(args.concurrencies):
         args.max_concurrency = concurrency
         yield uvloop.run(agent_benchmark(args, workload if index == 0 else workload_of(args), concurrency))
@@ -402,7 +445,10 @@ def main(argv: list[str] | None = None) -> int:
     points: list[dict[str, Any]] = []
     failures: list[Answer] = []
     try:
-        check_writable("--output-file", args.output_file or default_output_file(args))
+        _check_options(args)
+        if args.check:
+            _check(args)
+            return 0
         for values, answers in _agent_points(args) if agentic else iter([run(args)]):
             limit, rate = args.max_concurrency, args.request_rate
             print(serving_report.result_table(values, backend=args.backend, request_rate=rate, max_concurrency=limit))

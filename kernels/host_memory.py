@@ -4,6 +4,7 @@ measures host memory. Imports no torch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,26 +29,37 @@ def host_memory(meminfo: str | None = None, cgroup: Path | None = None) -> Memor
     try:
         text = Path("/proc/meminfo").read_text() if meminfo is None else meminfo
     except OSError:
-        return _psutil_memory()
-    sizes = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if value.strip().endswith("kB"):
-            sizes[key] = int(value.split()[0]) * 1024
-    total = sizes["MemTotal"]
-    available = sizes.get("MemAvailable", sizes.get("MemFree", 0))
-    source = "/proc/meminfo"
+        total, available, source = _memory_without_proc()
+    else:
+        total, available = _parse(text)
+        source = "/proc/meminfo"
     limit, used = _cgroup_memory(cgroup or own_cgroup())
     if limit < total or limit - used < available:
         total, available, source = min(total, limit), min(available, max(0, limit - used)), "container limit"
     return Memory(total, available, source)
 
 
-def _psutil_memory() -> Memory:
-    import psutil
+def _parse(meminfo: str) -> tuple[int, int]:
+    """Total and available bytes."""
+    sizes = {}
+    for line in meminfo.splitlines():
+        key, _, value = line.partition(":")
+        if value.strip().endswith("kB"):
+            sizes[key] = int(value.split()[0]) * 1024
+    return sizes["MemTotal"], sizes.get("MemAvailable", sizes.get("MemFree", 0))
+
+
+def _memory_without_proc() -> tuple[int, int, str]:
+    """Total and available bytes, and their source: the system call, which hardened containers permit; it counts the
+    page cache as used."""
+    names = ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
+    if all(name in os.sysconf_names for name in names):
+        total, available = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in names)
+        return total, available, "sysconf"
+    import psutil  # macOS
 
     memory = psutil.virtual_memory()
-    return Memory(memory.total, memory.available, "psutil")
+    return memory.total, memory.available, "psutil"
 
 
 def own_cgroup(controller: str = "memory") -> Path:

@@ -27,7 +27,8 @@ NAME_SECONDS = 60.0
 """Time in which a host's name may become known: Kubernetes publishes the name of a pod seconds after its start, and its
 DNS remembers for up to 30 s that there was none."""
 RETRY_SECONDS = 1.0
-UNKNOWN = (socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
+NAMES_OF_UNKNOWN = ("EAI_NONAME", "EAI_AGAIN", "EAI_NODATA")  # systems without the last one report the first
+UNKNOWN = tuple(getattr(socket, name) for name in NAMES_OF_UNKNOWN if hasattr(socket, name))
 
 Found = TypeVar("Found")
 

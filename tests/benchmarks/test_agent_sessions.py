@@ -210,6 +210,27 @@ def test_impossible_options_are_named(options, name, capsys):
     assert name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ([], ""),
+        (["--agent-turns", "0", "--dataset-name", "agentic"], "--agent-turns"),
+        (["--extra-request-body", "[1]"], "--extra-request-body"),
+        (["--goodput", "ttf:5"], "--goodput ttf:5"),
+        (["--header", "a"], "--header a"),
+        (["--random-range-ratio", "2"], "--random-range-ratio"),
+        (["--dataset-name", "sharegpt", "--dataset-path", "/no/file"], "--dataset-path /no/file"),
+        (["--output-file", "/no/folder/file"], "--output-file /no/folder/file"),
+    ],
+)
+def test_a_check_reads_all_options_and_asks_no_server(options, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    usual = ["--port", "9", "--dataset-name", "random", "--num-prompts", "2"]
+    assert serving.main([*usual, *options, "--check"]) == (2 if name else 0)
+    error = capsys.readouterr().err
+    assert name in error and error.count("\n") == bool(name) and list(tmp_path.iterdir()) == []
+
+
 def test_a_curve_is_for_sessions_only(capsys):
     with pytest.raises(SystemExit):
         serving.parse_arguments(["--dataset-name", "random", "--max-concurrency", "1", "2"])

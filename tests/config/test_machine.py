@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sys
 from pathlib import Path
 
 from moe_engine.kernels.host_memory import host_memory
@@ -11,6 +13,7 @@ MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailabl
 
 
 def cgroup(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(text)
     return folder
@@ -71,3 +74,22 @@ class Gpus:
 def test_gpus_that_cannot_reach_each_other_are_named():
     assert _unlinked(Gpus(4, 4)) is None and _unlinked(Gpus(1, 1)) is None
     assert "GPU 0 cannot reach the memory of GPU 2" in (_unlinked(Gpus(4, 2)) or "")
+
+
+def test_memory_is_found_where_proc_cannot_be_read(monkeypatch, tmp_path):
+    """A hardened container: psutil reads the same file, and failed with a traceback."""
+    read = Path.read_text
+
+    def refuse(path, *args, **kwargs):
+        if str(path) == "/proc/meminfo":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path, *args, **kwargs)
+
+    real = host_memory(cgroup=cgroup(tmp_path, memory__max="max\n"))
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    memory = host_memory(cgroup=cgroup(tmp_path / "a", memory__max="max\n"))
+    assert memory.source == "sysconf" and memory.total_bytes == real.total_bytes
+    assert 0 < memory.available_bytes <= memory.total_bytes
+    limited = host_memory(cgroup=cgroup(tmp_path / "b", memory__max="1000000\n", memory__current="0\n"))
+    assert limited.source == "container limit" and limited.total_bytes == 1_000_000

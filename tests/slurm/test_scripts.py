@@ -31,8 +31,9 @@ case "$*" in
 esac
 """
 PROGRAM = """#!/bin/bash
-if [ "$1 $2 $3" = "bench serving --help" ]; then
+if [ "$1 $2 ${!#}" = "bench serving --check" ]; then
   if [ -n "$NO_HTTPX" ]; then echo "ModuleNotFoundError: No module named 'httpx'" >&2; exit 1; fi
+  if [[ "$*" == *WRONG* ]]; then echo "error: wrong options: $*" >&2; exit 2; fi
   exit 0
 fi
 echo "program $0 node $SLURM_NODEID secret ${MOE_ENGINE_DIST_SECRET:-none}: $*" >> "$LOG"
@@ -194,6 +195,10 @@ def test_the_benchmark_looks_for_what_it_needs_before_it_starts_a_server(shell: 
     done = shell.run("bench.sbatch", "--", "--num-prompts", "1", NO_HTTPX="1")
     assert done.returncode == 2 and shell.log.read_text() == ""
     assert "No module named 'httpx'" in done.stdout
+    done = shell.run("bench.sbatch", "--model-path", "M", "--", "--goodput", "WRONG")
+    assert done.returncode == 2 and shell.log.read_text() == ""
+    assert f"wrong options: bench serving --port 30000 --output-file {shell.log.parent}" in done.stdout
+    assert "--goodput WRONG --check" in done.stdout
 
 
 def test_the_python_of_a_program_on_the_path_is_the_one_it_names(shell: Shell, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import socket
 import subprocess
@@ -81,6 +82,12 @@ def test_a_name_may_become_known_during_the_start(
     assert rank_addresses.own_address_towards("node0") == "10.1.2.3" and len(tries) == 6
     (line, _) = [record.getMessage() for record in caplog.records]
     assert line.startswith("--dist-init-addr: unknown host node0: ") and line.endswith("; trying for 60 s")
+
+
+def test_a_system_without_all_numbers_of_errors_can_import_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(socket, "EAI_NODATA")  # as with musl
+    found = runpy.run_module("moe_engine.processes.addresses")
+    assert found["UNKNOWN"] == (socket.EAI_NONAME, socket.EAI_AGAIN)
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
