@@ -52,6 +52,7 @@ class LoadOptions:
         prefetch: threads that read the files into the page cache ahead of the loader; None: one thread of a single rank
             does.
         drop_cache: remove the files from the page cache at the end.
+        finite: refuse tensors with values that are NaN or infinite.
     """
 
     dtype: str = "auto"
@@ -61,6 +62,7 @@ class LoadOptions:
     progress: bool = False
     prefetch: Prefetch | None = None
     drop_cache: bool = False
+    finite: bool = False
 
 
 def load_model(
@@ -190,7 +192,7 @@ def open_weights(
     return WeightReader(
         path, dtype, device, config.weight_format, ignore, options.progress,
         read or partial(read_checkpoint, load_format=options.load_format), prefetch=options.prefetch,
-        drop=options.drop_cache,
+        drop=options.drop_cache, finite=options.finite,
     )  # fmt: skip
 
 

@@ -56,7 +56,8 @@ class ReceivedWeights(WeightReader):
         self, directory: str | Path | TensorFile, structure: WeightSource, num_layers: int | None = None
     ) -> None:
         read = partial(read_checkpoint, num_layers=num_layers)
-        super().__init__(directory, structure.dtype, structure.device, structure.format, lambda names: names, read=read)
+        form = structure.dtype, structure.device, structure.format
+        super().__init__(directory, *form, lambda names: names, read=read, finite=True)
         self._structure = structure
         self.served_gates = structure.served_gates
         self.missed, self.tables = False, set[bool]()

@@ -24,6 +24,7 @@ from moe_engine.kernels.host_memory import host_memory
 from moe_engine.models.bar_output import BarOutput
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.finite import is_finite
 from moe_engine.models.formats.plain import PLAIN, integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for, supported_checkpoints
@@ -131,6 +132,7 @@ class WeightReader:
         read: the tensors of the directory by name, with their files.
         prefetch: threads that read the files ahead of the caller, which reads all tensors or passes over them.
         drop: remove the files from the page cache at the end.
+        finite: refuse tensors with values that are NaN or infinite.
 
     Attributes:
         num_bytes_read: bytes of tensors and scales read so far; only the slices of sliced tensors.
@@ -152,6 +154,7 @@ class WeightReader:
         read: ReadFiles = read_checkpoint,
         prefetch: Prefetch | None = None,
         drop: bool = False,
+        finite: bool = False,
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
@@ -159,7 +162,7 @@ class WeightReader:
         self._lock = threading.Lock()
         self.num_bytes_read = self._passed = self._shown = 0
         self.served_gates: torch.dtype | None = None
-        self._drop = drop
+        self._drop, self._finite = drop, finite
         least = 1 if self.device == HOST else DEVICE_THREADS
         self._reads = PartReads(max(torch.get_num_threads(), least))
         weakref.finalize(self, self._reads.close)
@@ -247,12 +250,14 @@ class WeightReader:
     def open(self, tensor: StoredTensor, cut: Cut = UNCUT) -> Iterator[Tensor]:
         self._check(tensor)
         part = self._files[tensor.name].read(tensor.name, cut)
+        self._check_values(tensor.name, part)
         yield part
         self._done(tensor.name, part.numel() * part.element_size())
 
     def read_into(self, tensor: StoredTensor, cut: Cut, out: Tensor) -> None:
         self._check(tensor)
         self._files[tensor.name].read_into(tensor.name, cut, out)
+        self._check_values(tensor.name, out)
         entry = self._entry(tensor.name)
         self._done(tensor.name, entry.num_bytes * out.numel() // max(1, prod(entry.shape)))
 
@@ -297,6 +302,12 @@ class WeightReader:
             raise CheckpointError(
                 f"{where}: tensor {name} has dtype {entry.dtype}{hint_for(entry.dtype)}, expected one of "
                 f"{', '.join(tensor.dtypes)}; use a checkpoint in {supported_checkpoints()}"
+            )
+
+    def _check_values(self, name: str, values: Tensor) -> None:
+        if self._finite and not is_finite(values):
+            raise CheckpointError(
+                f"{self._files[name].path}: tensor {name} has values that are NaN or infinite in {values.dtype}"
             )
 
     def _done(self, name: str, num_bytes: int) -> None:

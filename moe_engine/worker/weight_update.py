@@ -135,7 +135,7 @@ class WeightUpdate:
         """
         self._begin()
         options, device = self._options, self._runner.stream.device
-        load = LoadOptions(options.dtype, device, self._format(args), options.dummy_seed)
+        load = LoadOptions(options.dtype, device, self._format(args), options.dummy_seed, finite=True)
         staged: dict[tuple[int, int], _Staged] = {}
         mapped: list[_StagedTable] = []
         for part in self._parts():

@@ -160,6 +160,13 @@ def test_tables_of_ngrams_are_replaced(tmp_path: Path, kind: str) -> None:
         assert tokens(engine) == wanted[1]
 
 
+def spoiled(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """A copy with one wrong value."""
+    copy = tensor.clone()
+    copy.view(-1)[random.randrange(copy.numel())] = value
+    return copy
+
+
 def test_wrong_tensors_change_nothing(checkpoints: dict[str, Path]) -> None:  # noqa: F811
     new = weights(checkpoints["new"])
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -169,6 +176,8 @@ def test_wrong_tensors_change_nothing(checkpoints: dict[str, Path]) -> None:  # 
         "has dtype U8": [(name, new[name].to(torch.uint8))],
         "has dtype I64": [(name, new[name].to(torch.int64))],
         "twice": [(name, new[name])] * 2,
+        f"tensor {name} has values that are NaN": [(name, spoiled(new[name], float("nan")))],
+        f"tensor {name} has values that are NaN or infinite in": [(name, spoiled(new[name], -float("inf")))],
         "send both": [(name.replace("weight", "weight_scale_inv"), torch.ones(1, 1))],
     }
     with open_engine(checkpoints["old"], tp_size=2, **DRAFTS) as engine:

@@ -159,6 +159,9 @@ def broken(folder: Path, source: Path, how: str) -> Path:
         tensor = tensors.pop(name)
         if how == "wrong shape":
             tensors[name] = tensor[:, :-1].contiguous()
+        elif how == "no number":
+            tensor[-1, -1] = float("nan")
+            tensors[name] = tensor
         save_file(tensors, file)
     return path
 
@@ -167,6 +170,7 @@ WHY = {
     "truncated": "truncated",
     "missing tensor": "o_proj.weight",
     "wrong shape": "has shape",
+    "no number": "tensor model.layers.1.self_attn.o_proj.weight has values that are NaN",
     "unreadable": "is no regular file",
     "absent": "config.json",
     "other architecture": "not the architecture of the served model: moe",
@@ -180,7 +184,8 @@ def test_unusable_checkpoints_change_nothing_and_the_reason_names_the_ranks(
         for how, why in WHY.items():
             found = update(engine, broken(tmp_path, checkpoints["new"], how), "new")
             assert not found.success and why in found.message, (how, found)
-            assert "check_weights: rank 0, rank 1: " in found.message, found
+            phase = "stage_weights: rank 1: " if how == "no number" else "check_weights: rank 0, rank 1: "
+            assert phase in found.message, found
         outputs: Any = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
         assert [output["output_ids"] for output in outputs] == expected["old"]
         assert {output["meta_info"]["weight_version"] for output in outputs} == {"default"}
