@@ -24,7 +24,7 @@ from benchmarks.gpu_suite import (
     index_cases,
     layer_cases,
 )
-from benchmarks.gpu_suite.launched import Counted, counted
+from benchmarks.gpu_suite.launched import Counted, counted, kernel_case
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.kernel_cases import (
     Call,
@@ -97,30 +97,24 @@ def padded_experts(
     return KernelCase("experts", name, Counted(moved, flops), model.fp8, prepare)
 
 
-def quantize(tokens: int, width: int) -> KernelCase:
+@kernel_case("quantization", "quantize.{width}.t{tokens}")
+def quantize(kernel: Any, device: str, tokens: int, width: int) -> Call:
     """bf16 rows to e4m3 with one scale per 128 channels."""
-
-    def prepare(kernel: Any, device: str) -> Call:
-        x = normal(tokens, width, device=device)
-        return lambda: kernel.quantize_rows(x).scales
-
-    return counted("quantization", f"quantize.{width}.t{tokens}", prepare)
+    x = normal(tokens, width, device=device)
+    return lambda: kernel.quantize_rows(x).scales
 
 
-def norm_quantize(tokens: int, width: int) -> KernelCase:
+@kernel_case("quantization", "add_rms_norm_quantized.{width}.t{tokens}")
+def norm_quantize(kernel: Any, device: str, tokens: int, width: int) -> Call:
     """Residual add, norm, and output in bf16 and e4m3, as before MoE experts."""
+    x, stream = (normal(tokens, width, device=device) for _ in range(2))
+    weight = 1 + 0.1 * normal(width, device=device, dtype=torch.float32)
 
-    def prepare(kernel: Any, device: str) -> Call:
-        x, stream = (normal(tokens, width, device=device) for _ in range(2))
-        weight = 1 + 0.1 * normal(width, device=device, dtype=torch.float32)
+    def call() -> Any:
+        numbers, rows = kernel.rms_norm_quantize(x, weight, 1e-6, stream)
+        return numbers, rows.scales
 
-        def call() -> Any:
-            numbers, rows = kernel.rms_norm_quantize(x, weight, 1e-6, stream)
-            return numbers, rows.scales
-
-        return call
-
-    return counted("quantization", f"add_rms_norm_quantized.{width}.t{tokens}", prepare)
+    return call
 
 
 def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
@@ -147,19 +141,16 @@ def row_products(*rows: int) -> list[LinearShape]:
     return [shape for count in rows for shape in LLAMA_8B_ROWS.at(count)]
 
 
-def order(tokens: int, num_experts: int = 256, top_k: int = 8) -> KernelCase:
+@kernel_case("permutation", "order.{num_experts}x{top_k}.t{tokens}")
+def order(kernel: Any, device: str, tokens: int, num_experts: int = 256, top_k: int = 8) -> Call:
     """Positions of (token, choice) pairs in the order of their experts."""
+    ids = torch.rand(tokens, num_experts, device=device).topk(top_k).indices.int()
 
-    def prepare(kernel: Any, device: str) -> Call:
-        ids = torch.rand(tokens, num_experts, device=device).topk(top_k).indices.int()
+    def call() -> tuple[Tensor, ...]:
+        found = kernel.sort_by_expert(ids, num_experts)
+        return found.offsets, found.ends, found.positions, found.source
 
-        def call() -> tuple[Tensor, ...]:
-            found = kernel.sort_by_expert(ids, num_experts)
-            return found.offsets, found.ends, found.positions, found.source
-
-        return call
-
-    return counted("permutation", f"order.{num_experts}x{top_k}.t{tokens}", prepare)
+    return call
 
 
 def four_bits(*rows: int) -> list[KernelCase]:
@@ -186,9 +177,13 @@ def parity_cases() -> list[KernelCase]:
         padded_experts(8, QWEN3_30B_ROWS),
         padded_experts(8),
         *(padded_experts(rows, model, FEW_EXPERTS) for model in PADDED for rows in (3, 40, 200)),
-        padded_experts(200, QWEN3_30B_ROWS), padded_experts(200),
-        *(padded_experts(rows, model, FEW_EXPERTS, "grouped")
-          for model in (DEEPSEEK_V3, QWEN3_30B_ROWS, *PADDED) for rows in (3, 40, 200)),
+        padded_experts(200, QWEN3_30B_ROWS),
+        padded_experts(200),
+        *(
+            padded_experts(rows, model, FEW_EXPERTS, "grouped")
+            for model in (DEEPSEEK_V3, QWEN3_30B_ROWS, *PADDED)
+            for rows in (3, 40, 200)
+        ),
         *(experts_case(ExpertShape(model, tokens, EXPERTS)) for model in OTHER_ACTIVATIONS for tokens in (5, 300)),
         layer_cases.lora(9, 4096, (0, 4096, 5120, 6144), 256),
         quantize(130, DEEPSEEK_V3.hidden),
@@ -285,7 +280,9 @@ def tiny_cases() -> list[KernelCase]:
         *rows,
         *fused_cases.tiny_cases(),
         linear_case(LinearShape("tiny.mxfp4", 3, 64, 128, False, MXFP4)),
-        experts_case(ExpertShape(coded, 5, 4)), padded_experts(4, coded, 4), padded_experts(4, coded, 4, "grouped"),
+        experts_case(ExpertShape(coded, 5, 4)),
+        padded_experts(4, coded, 4),
+        padded_experts(4, coded, 4, "grouped"),
         *compressed_cases.cases(3, 64, 4, 64, 64),
         *index_cases.cases(3, 64, 2, 16, 32),
         *draft_cases.cases(2, 32, 4, 64),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_suite.launched import counted
+from benchmarks.gpu_suite.launched import counted, kernel_case
 from benchmarks.gpu_suite.steps import Decodes
 from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table
 from moe_engine.kernels.attention.selected import Selected, Turn
@@ -104,113 +104,104 @@ def pairs(requests: int, context: int, width: int = 512, keep: bool = True) -> K
     return counted("compression", f"pairs.{width}{'' if keep else '.prompt'}.r{requests}", prepare, context)
 
 
-def plan_rows(requests: int, context: int, window: int, rate: int, top_k: int = 0) -> KernelCase:
+@kernel_case("compression", "rows.{window}x{rate}.{top_k:selected}.r{requests}")
+def plan_rows(kernel: Any, device: str, requests: int, context: int, window: int, rate: int, top_k: int = 0) -> Call:
     """The rows of windows and of all entries, or with `top_k` of windows before entries that are selected later. A row
     without them: by indices."""
     listed = 0 if top_k else context // rate
     width, first = window + (top_k or listed), 1000
+    step = Decodes.of(requests, context, device)
+    rows, table = step.queries.rows, step.queries.slot_table
+    tokens = DecodedTokens(step.positions, step.slots, rows, None, table, table)
 
-    def prepare(kernel: Any, device: str) -> Call:
-        step = Decodes.of(requests, context, device)
-        rows, table = step.queries.rows, step.queries.slot_table
-        tokens = DecodedTokens(step.positions, step.slots, rows, None, table, table)
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=device)
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=torch.int32, device=device)
+    out = PlannedRows(empty(requests, width), empty(requests), empty(requests).long(), empty(requests))
+    chosen = SelectedEntries(empty(requests), empty(requests), empty(requests), top_k) if top_k else None
+    kept = Kept(torch.empty(0, device=device), 2 * rate, 0)
 
-        out = PlannedRows(empty(requests, width), empty(requests), empty(requests).long(), empty(requests))
-        chosen = SelectedEntries(empty(requests), empty(requests), empty(requests), top_k) if top_k else None
-        kept = Kept(torch.empty(0, device=device), 2 * rate, 0)
+    def together() -> tuple[Tensor, ...]:
+        places = kernel.plan_rows(tokens, window, rate, first, kept, out, chosen)
+        return places, *out, *(chosen[:3] if chosen else ())
 
-        def together() -> tuple[Tensor, ...]:
-            places = kernel.plan_rows(tokens, window, rate, first, kept, out, chosen)
-            return places, *out, *(chosen[:3] if chosen else ())
+    def apart() -> tuple[Tensor, ...]:
+        seen, column = step.positions[:, None] + 1, torch.arange(width, device=device)
+        before, entries = seen.clamp(max=window), seen // rate
+        number = (column - before).clamp(min=0)
+        found = torch.where(column < before, table.gather(1, (seen - before + column).clamp(max=context - 1)), -1)
+        if not top_k:
+            slots = table.gather(1, (number * rate).clamp(max=context - 1)) // rate + first
+            found = torch.where((column >= before) & (number < entries), slots, found)
+        some = entries.clamp(max=top_k or context)[:, 0].int()
+        counts = before[:, 0].int() + some
+        places = kept.places(step.positions, rows, step.slots)
+        more = (before[:, 0].int(), some, entries[:, 0].int().clamp(min=1)) if top_k else ()
+        return places, found.int(), counts, step.positions, rows, *more
 
-        def apart() -> tuple[Tensor, ...]:
-            seen, column = step.positions[:, None] + 1, torch.arange(width, device=device)
-            before, entries = seen.clamp(max=window), seen // rate
-            number = (column - before).clamp(min=0)
-            found = torch.where(column < before, table.gather(1, (seen - before + column).clamp(max=context - 1)), -1)
-            if not top_k:
-                slots = table.gather(1, (number * rate).clamp(max=context - 1)) // rate + first
-                found = torch.where((column >= before) & (number < entries), slots, found)
-            some = entries.clamp(max=top_k or context)[:, 0].int()
-            counts = before[:, 0].int() + some
-            places = kept.places(step.positions, rows, step.slots)
-            more = (before[:, 0].int(), some, entries[:, 0].int().clamp(min=1)) if top_k else ()
-            return places, found.int(), counts, step.positions, rows, *more
-
-        return apart if kernel.plan_rows is None else together
-
-    return counted("compression", f"rows.{window}x{rate}.{'selected' * bool(top_k)}.r{requests}", prepare, context)
+    return apart if kernel.plan_rows is None else together
 
 
-def streams(tokens: int, width: int, late: bool = False, head: bool = False, norm: bool = False) -> KernelCase:
+@kernel_case("ops", "streams.{width}{late:.late}{head:.head}{norm:.norm}.t{tokens}")
+def streams(
+    ops: Any, device: str, tokens: int, width: int, late: bool = False, head: bool = False, norm: bool = False
+) -> Call:
     """Residual streams between two parts of a layer, or before the model's head; with the next norm."""
+    residual = late_residual(STREAMS, width, tokens, device).bfloat16()
+    every = late_weights(STREAMS, width, device)[0] if late else stream_weights(STREAMS, width, device=device)
+    weights, factors = without_numbers(every) if head else every, torch.rand(width, device=device) + 0.5
+    x, given = normal(tokens, width, device=device), ops.capabilities
+    mix, mix_norm = given.mix_streams or mix_streams, given.mix_norm_streams
 
-    def prepare(ops: Any, device: str) -> Call:
-        residual = late_residual(STREAMS, width, tokens, device).bfloat16()
-        every = late_weights(STREAMS, width, device)[0] if late else stream_weights(STREAMS, width, device=device)
-        weights, factors = without_numbers(every) if head else every, torch.rand(width, device=device) + 0.5
-        x, given = normal(tokens, width, device=device), ops.capabilities
-        mix, mix_norm = given.mix_streams or mix_streams, given.mix_norm_streams
+    def plain() -> tuple[Tensor, Tensor]:
+        read = mix(x, residual, weights)
+        return ops.rms_norm(read, factors, EPS) if norm else read, residual
 
-        def plain() -> tuple[Tensor, Tensor]:
-            read = mix(x, residual, weights)
-            return ops.rms_norm(read, factors, EPS) if norm else read, residual
+    def together() -> tuple[Tensor, Tensor]:
+        return mix_norm(x, residual, weights, UNQUANTIZED, factors, EPS), residual
 
-        def together() -> tuple[Tensor, Tensor]:
-            return mix_norm(x, residual, weights, UNQUANTIZED, factors, EPS), residual
-
-        return together if norm and mix_norm is not None else plain
-
-    form = ".late" * late + ".head" * head + ".norm" * norm
-    return counted("ops", f"streams.{width}{form}.t{tokens}", prepare)
+    return together if norm and mix_norm is not None else plain
 
 
-def gated(tokens: int, width: int, rank: int = 320) -> KernelCase:
+@kernel_case("ops", "gated_streams.{width}.t{tokens}")
+def gated(ops: Any, device: str, tokens: int, width: int, rank: int = 320) -> Call:
     """Residual streams with gates of low rank: all but the products."""
+    kernels = ops.capabilities.gated_streams or gated_streams.IN_TORCH
+    residual, x = normal(tokens, STREAMS * (width + 1), device=device), normal(tokens, width, device=device)
+    projected, gates = normal(tokens, rank + STREAMS, device=device), normal(tokens, STREAMS * width, device=device)
+    weight = torch.rand(STREAMS, width, device=device) + 0.5
 
-    def prepare(ops: Any, device: str) -> Call:
-        kernels = ops.capabilities.gated_streams or gated_streams.IN_TORCH
-        residual, x = normal(tokens, STREAMS * (width + 1), device=device), normal(tokens, width, device=device)
-        projected, gates = normal(tokens, rank + STREAMS, device=device), normal(tokens, STREAMS * width, device=device)
-        weight = torch.rand(STREAMS, width, device=device) + 0.5
+    def call() -> tuple[Tensor, ...]:
+        normed = kernels.norm(x, residual, weight, EPS)
+        ranks = kernels.gate(projected, rank, STREAMS, residual)
+        return kernels.read(gates, normed, STREAMS), ranks, residual
 
-        def call() -> tuple[Tensor, ...]:
-            normed = kernels.norm(x, residual, weight, EPS)
-            ranks = kernels.gate(projected, rank, STREAMS, residual)
-            return kernels.read(gates, normed, STREAMS), ranks, residual
-
-        return call
-
-    return counted("ops", f"gated_streams.{width}.t{tokens}", prepare)
+    return call
 
 
-def ngram_products(requests: int, width: int, each: int = 1, apart: int = 3, taps: int = 4) -> KernelCase:
+@kernel_case("ops", "ngram_products.{width}.r{requests}x{each}")
+def ngram_products(
+    ops: Any, device: str, requests: int, width: int, each: int = 1, apart: int = 3, taps: int = 4
+) -> Call:
     """Rows of n-gram tables in streams with gates of low rank, of `each` tokens of a request: all but the reads and the
     product."""
     tokens = requests * each
+    kernels, wide = ops.capabilities.ngram_products or products.IN_TORCH, STREAMS * width
+    residual = normal(tokens, wide + STREAMS, device=device)
+    found = normal(tokens, wide + width, device=device)
+    weights, norm = (torch.rand(STREAMS, width, device=device) + 0.5 for _ in range(2))
+    conv, kept = torch.rand(taps, wide, device=device), normal(requests, (taps - 1) * apart, wide, device=device)
+    texts = torch.randint(9, (requests, apart - 1, 1), device=device).float()
+    ids = torch.randint(9, (tokens,), device=device)
+    runs = StateRuns.plain([each] * requests, torch.arange(requests, device=device))
 
-    def prepare(ops: Any, device: str) -> Call:
-        kernels, wide = ops.capabilities.ngram_products or products.IN_TORCH, STREAMS * width
-        residual = normal(tokens, wide + STREAMS, device=device)
-        found = normal(tokens, wide + width, device=device)
-        weights, norm = (torch.rand(STREAMS, width, device=device) + 0.5 for _ in range(2))
-        conv, kept = torch.rand(taps, wide, device=device), normal(requests, (taps - 1) * apart, wide, device=device)
-        texts = torch.randint(9, (requests, apart - 1, 1), device=device).float()
-        ids = torch.randint(9, (tokens,), device=device)
-        runs = StateRuns.plain([each] * requests, torch.arange(requests, device=device))
+    def call() -> tuple[Tensor, ...]:
+        numbers = kernels.ids(ids, texts, runs, 1)
+        gated, normed = kernels.gate(residual[:, :wide], found, weights, norm, EPS)
+        kernels.mix(gated, normed, kept, conv, runs, residual, apart)
+        return numbers, gated, residual, kept, texts
 
-        def call() -> tuple[Tensor, ...]:
-            numbers = kernels.ids(ids, texts, runs, 1)
-            gated, normed = kernels.gate(residual[:, :wide], found, weights, norm, EPS)
-            kernels.mix(gated, normed, kept, conv, runs, residual, apart)
-            return numbers, gated, residual, kept, texts
-
-        return call
-
-    return counted("ops", f"ngram_products.{width}.r{requests}x{each}", prepare)
+    return call
 
 
 def ngram_ids(requests: int, context: int, vocab: int = 129280, count: int = 4) -> KernelCase:
@@ -236,74 +227,64 @@ def ngram_ids(requests: int, context: int, vocab: int = 129280, count: int = 4) 
     return counted("ops", f"ngram_ids.r{requests}", prepare, context, compared=compared)
 
 
-def ngram_values(tokens: int, columns: int = 24, width: int = 256) -> KernelCase:
+@kernel_case("ops", "ngram_values.{columns}x{width}.t{tokens}")
+def ngram_values(ops: Any, device: str, tokens: int, columns: int = 24, width: int = 256) -> Call:
     """Rows of n-gram tables in FP8 with their scales."""
-
-    def prepare(ops: Any, device: str) -> Call:
-        rows = normal(tokens, columns, width, device=device).to(torch.float8_e4m3fn)
-        scales = torch.randint(120, 130, (tokens, columns, width // SCALED), dtype=torch.uint8, device=device)
-        kernels = ops.capabilities.ngrams or ngram_rows.IN_TORCH
-        return lambda: kernels.values(rows, scales, torch.bfloat16)
-
-    return counted("ops", f"ngram_values.{columns}x{width}.t{tokens}", prepare)
+    rows = normal(tokens, columns, width, device=device).to(torch.float8_e4m3fn)
+    scales = torch.randint(120, 130, (tokens, columns, width // SCALED), dtype=torch.uint8, device=device)
+    kernels = ops.capabilities.ngrams or ngram_rows.IN_TORCH
+    return lambda: kernels.values(rows, scales, torch.bfloat16)
 
 
-def ngram_add(tokens: int, width: int) -> KernelCase:
+@kernel_case("ops", "ngram_add.{width}.t{tokens}")
+def ngram_add(ops: Any, device: str, tokens: int, width: int) -> Call:
     """A token's rows added to the streams, behind the result of the part before."""
+    residual = late_residual(STREAMS, width, tokens, device).bfloat16()
+    streams, weights = late_weights(STREAMS, width, device)[0], torch.rand(STREAMS, width, device=device) + 0.5
+    ids = torch.randint(99, (tokens, 4), dtype=torch.int32, device=device)
+    found, x = normal(tokens, (STREAMS + 1) * width, device=device), normal(tokens, width, device=device)
+    kernels = ops.capabilities.ngrams or ngram_rows.IN_TORCH
 
-    def prepare(ops: Any, device: str) -> Call:
-        residual = late_residual(STREAMS, width, tokens, device).bfloat16()
-        streams, weights = late_weights(STREAMS, width, device)[0], torch.rand(STREAMS, width, device=device) + 0.5
-        ids = torch.randint(99, (tokens, 4), dtype=torch.int32, device=device)
-        found, x = normal(tokens, (STREAMS + 1) * width, device=device), normal(tokens, width, device=device)
-        kernels = ops.capabilities.ngrams or ngram_rows.IN_TORCH
+    def call() -> Tensor:
+        kernels.add(found, ids, x, residual, weights, streams)
+        return residual
 
-        def call() -> Tensor:
-            kernels.add(found, ids, x, residual, weights, streams)
-            return residual
-
-        return call
-
-    return counted("ops", f"ngram_add.{width}.t{tokens}", prepare)
+    return call
 
 
-def rounded_rows(tokens: int, heads: int, width: int = 512, rotary: int = 64) -> KernelCase:
+@kernel_case("ops", "round_rows.{width}x{heads}.t{tokens}", fp8=True)
+def rounded_rows(ops: Any, device: str, tokens: int, heads: int, width: int = 512, rotary: int = 64) -> Call:
     """Keys of a rounded cache, and the rotation of queries, in one launch."""
-
-    def prepare(ops: Any, device: str) -> Call:
-        x, q = normal(tokens, 1, width, device=device), normal(tokens, heads, width, device=device)
-        norm = (torch.rand(width, device=device) + 0.5, EPS)
-        positions, table = torch.randint(POSITIONS, (tokens,), device=device), rotary_table(rotary, device)
-        cache = torch.zeros(2 * tokens, width, dtype=torch.bfloat16, device=device)
-        to = CacheRows(torch.randperm(2 * tokens, device=device)[:tokens], cache)
-        rounded = ops.capabilities.round_rows or partial(round_rows, ops)
-        return lambda: (rounded(x, norm, positions, table, E4M3, to, q), q)
-
-    return counted("ops", f"round_rows.{width}x{heads}.t{tokens}", prepare, fp8=True)
+    x, q = normal(tokens, 1, width, device=device), normal(tokens, heads, width, device=device)
+    norm = (torch.rand(width, device=device) + 0.5, EPS)
+    positions, table = torch.randint(POSITIONS, (tokens,), device=device), rotary_table(rotary, device)
+    cache = torch.zeros(2 * tokens, width, dtype=torch.bfloat16, device=device)
+    to = CacheRows(torch.randperm(2 * tokens, device=device)[:tokens], cache)
+    rounded = ops.capabilities.round_rows or partial(round_rows, ops)
+    return lambda: (rounded(x, norm, positions, table, E4M3, to, q), q)
 
 
-def turned_attention(requests: int, heads: int, rows: int, width: int = 512, rotary: int = 64) -> KernelCase:
+@kernel_case("mla", "selected.{width}x{heads}.k{rows}.r{requests}", context="rows")
+def turned_attention(
+    kernel: Any, device: str, requests: int, heads: int, rows: int, width: int = 512, rotary: int = 64
+) -> Call:
     """Attention over selected rows with sinks, whose results are rotated back. A row without the rotation: apart."""
+    sparse = kernel.capabilities.sparse
+    if sparse is None or not sparse.sinks:
+        raise NotServed("has no sinks over selected rows")
+    cache, q = normal(4 * rows, width, device=device), normal(requests, heads, width, device=device)
+    slots = torch.randint(4 * rows, (requests, rows), dtype=torch.int32, device=device)
+    lengths = torch.full((requests,), rows, dtype=torch.int32, device=device)
+    selected, sinks = Selected(slots, [rows] * requests, lengths), torch.randn(heads, device=device)
+    turn = Turn(torch.randint(POSITIONS, (requests,), device=device), rotary_table(rotary, device))
+    given = q, cache, selected, width**-0.5, sparse.plan(selected), width, sinks
 
-    def prepare(kernel: Any, device: str) -> Call:
-        sparse = kernel.capabilities.sparse
-        if sparse is None or not sparse.sinks:
-            raise NotServed("has no sinks over selected rows")
-        cache, q = normal(4 * rows, width, device=device), normal(requests, heads, width, device=device)
-        slots = torch.randint(4 * rows, (requests, rows), dtype=torch.int32, device=device)
-        lengths = torch.full((requests,), rows, dtype=torch.int32, device=device)
-        selected, sinks = Selected(slots, [rows] * requests, lengths), torch.randn(heads, device=device)
-        turn = Turn(torch.randint(POSITIONS, (requests,), device=device), rotary_table(rotary, device))
-        given = q, cache, selected, width**-0.5, sparse.plan(selected), width, sinks
+    def apart() -> Tensor:
+        found: Tensor = sparse.run(*given)
+        TorchOps().rotate(found, turn.positions, turn.table, inverse=True)
+        return found
 
-        def apart() -> Tensor:
-            found: Tensor = sparse.run(*given)
-            TorchOps().rotate(found, turn.positions, turn.table, inverse=True)
-            return found
-
-        return apart if sparse.turned is None else lambda: sparse.turned(*given, turn)
-
-    return counted("mla", f"selected.{width}x{heads}.k{rows}.r{requests}", prepare, rows)
+    return apart if sparse.turned is None else lambda: sparse.turned(*given, turn)
 
 
 def cases(requests: int, context: int, heads: int, width: int, hidden: int) -> list[KernelCase]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.attention_cases import NO_RECORDS, PAGE, paged_queries, pool_size
 from benchmarks.gpu_suite.draft_cases import tree_queries
-from benchmarks.gpu_suite.launched import counted
+from benchmarks.gpu_suite.launched import counted, kernel_case
 from benchmarks.gpu_suite.steps import Decodes, exact
 from benchmarks.kernel_cases import (
     POSITIONS,
@@ -110,26 +110,23 @@ PAGED = {
 """Of Llama 4 and gpt-oss, and of every model with a large cache."""
 
 
-def paged(name: str, requests: int, count: int, context: int, heads: int, width: int) -> KernelCase:
+@kernel_case("gqa", "paged.{name}.{heads}x{width}.q{count}.r{requests}.s{context}")
+def paged(kernel: Any, device: str, name: str, requests: int, count: int, context: int, heads: int, width: int) -> Call:
     """Grouped attention in one of the forms `PAGED`."""
     groups, (window, has_sinks, wide, tree, fp8) = max(1, heads // 8), PAGED[name]
-
-    def prepare(kernel: Any, device: str) -> Call:
-        able = kernel.capabilities
-        if fp8 and kernel.name not in OWN_RECORDS:
-            raise NotServed("reads no records of heads")
-        if window and not (able.chunked if isinstance(window, ChunkWindow) else able.windows):
-            raise NotServed("has no such window")
-        if has_sinks and able.sinks is None:
-            raise NotServed("has no sinks")
-        asked = replace(_queries(tree, requests, count, context, device), window=window)
-        q, sinks = normal(asked.num_tokens, heads, width, device=device), torch.randn(heads, device=device)
-        pack = partial(head_records.pack, form=FP8_TOKEN) if fp8 else None
-        asked, caches = _caches(asked, 2, (groups, width), wide, device, pack)
-        given = q, *caches, asked, width**-0.5, kernel.plan(AttentionBatch(asked, None))
-        return partial(able.sinks, *given, sinks) if has_sinks else partial(kernel.paged, *given)
-
-    return counted("gqa", f"paged.{name}.{heads}x{width}.q{count}.r{requests}.s{context}", prepare, context)
+    able = kernel.capabilities
+    if fp8 and kernel.name not in OWN_RECORDS:
+        raise NotServed("reads no records of heads")
+    if window and not (able.chunked if isinstance(window, ChunkWindow) else able.windows):
+        raise NotServed("has no such window")
+    if has_sinks and able.sinks is None:
+        raise NotServed("has no sinks")
+    asked = replace(_queries(tree, requests, count, context, device), window=window)
+    q, sinks = normal(asked.num_tokens, heads, width, device=device), torch.randn(heads, device=device)
+    pack = partial(head_records.pack, form=FP8_TOKEN) if fp8 else None
+    asked, caches = _caches(asked, 2, (groups, width), wide, device, pack)
+    given = q, *caches, asked, width**-0.5, kernel.plan(AttentionBatch(asked, None))
+    return partial(able.sinks, *given, sinks) if has_sinks else partial(kernel.paged, *given)
 
 
 def _queries(tree: bool, requests: int, count: int, context: int, device: str) -> PagedQueries:
@@ -177,46 +174,43 @@ LATENT = {
 }
 
 
-def latent(name: str, requests: int, context: int, heads: int, width: int) -> KernelCase:
+@kernel_case("mla", "latent.wide.{name}.{width}x{heads}.r{requests}.s{context}")
+def latent(kernel: Any, device: str, name: str, requests: int, context: int, heads: int, width: int) -> Call:
     """MLA in one of the forms `LATENT`, over a cache with offsets of 64 bits."""
     form = LATENT[name]
     own = width + 64 * (not form.selected)
+    asked = _queries(form.tree, requests, 1 + 3 * form.tree, context, device)
+    if form.fp8 and kernel.name in NO_RECORDS:
+        raise NotServed("reads no FP8 records")
+    pack = partial(latent_records.pack, latent=width, form=FP8_GROUPS) if form.fp8 else None
+    asked, (cache,) = _caches(asked, 1, (own,), True, device, pack)
+    q = normal(asked.num_tokens, heads, own, device=device)
+    if not form.selected:
+        plan = kernel.plan(AttentionBatch(asked, None))
+        return lambda: kernel.absorbed(q, cache, asked, own**-0.5, plan, width)
+    sparse, positions = kernel.capabilities.sparse, torch.randint(POSITIONS, (requests,), device=device)
+    if sparse is None or not sparse.sinks:
+        raise NotServed("has no sinks over selected rows")
+    slots, shift = asked.slot_table.int(), None
+    if form.shifted and sparse.shifts:
+        first = len(cache) - pool_size(asked)
+        slots, shift = slots - first + 1000, Shift(1000, first - 1000)
+    lengths = torch.full((requests,), context, dtype=torch.int32, device=device)
+    selected, sinks = (
+        Selected(slots[:, :context], [context] * requests, lengths, shift),
+        torch.randn(heads, device=device),
+    )
+    turn, given = Turn(positions, rotary_table(64, device)), (q, cache, selected, own**-0.5, sparse.plan(selected))
+    if form.turned and sparse.turned is not None:
+        return lambda: sparse.turned(*given, width, sinks, turn)
 
-    def prepare(kernel: Any, device: str) -> Call:
-        asked = _queries(form.tree, requests, 1 + 3 * form.tree, context, device)
-        if form.fp8 and kernel.name in NO_RECORDS:
-            raise NotServed("reads no FP8 records")
-        pack = partial(latent_records.pack, latent=width, form=FP8_GROUPS) if form.fp8 else None
-        asked, (cache,) = _caches(asked, 1, (own,), True, device, pack)
-        q = normal(asked.num_tokens, heads, own, device=device)
-        if not form.selected:
-            plan = kernel.plan(AttentionBatch(asked, None))
-            return lambda: kernel.absorbed(q, cache, asked, own**-0.5, plan, width)
-        sparse, positions = kernel.capabilities.sparse, torch.randint(POSITIONS, (requests,), device=device)
-        if sparse is None or not sparse.sinks:
-            raise NotServed("has no sinks over selected rows")
-        slots, shift = asked.slot_table.int(), None
-        if form.shifted and sparse.shifts:
-            first = len(cache) - pool_size(asked)
-            slots, shift = slots - first + 1000, Shift(1000, first - 1000)
-        lengths = torch.full((requests,), context, dtype=torch.int32, device=device)
-        selected, sinks = (
-            Selected(slots[:, :context], [context] * requests, lengths, shift),
-            torch.randn(heads, device=device),
-        )
-        turn, given = Turn(positions, rotary_table(64, device)), (q, cache, selected, own**-0.5, sparse.plan(selected))
-        if form.turned and sparse.turned is not None:
-            return lambda: sparse.turned(*given, width, sinks, turn)
+    def apart() -> Tensor:
+        found: Tensor = sparse.run(*given, width, sinks)
+        if form.turned:
+            TorchOps().rotate(found, turn.positions, turn.table, inverse=True)
+        return found
 
-        def apart() -> Tensor:
-            found: Tensor = sparse.run(*given, width, sinks)
-            if form.turned:
-                TorchOps().rotate(found, turn.positions, turn.table, inverse=True)
-            return found
-
-        return apart
-
-    return counted("mla", f"latent.wide.{name}.{width}x{heads}.r{requests}.s{context}", prepare, context)
+    return apart
 
 
 # -- indexers
@@ -264,31 +258,28 @@ def index_rows(name: str, tokens: int, heads: int, width: int) -> KernelCase:
     return counted("indexer", f"index_rows.{name}.{heads}x{width}.t{tokens}", prepare, fp8=True)
 
 
-def placed(requests: int, context: int, top_k: int, heads: int, width: int) -> KernelCase:
+@kernel_case("indexer", "index_select.placed.{heads}x{width}.k{top_k}.r{requests}.s{context}")
+def placed(kernel: Any, device: str, requests: int, context: int, top_k: int, heads: int, width: int) -> Call:
     """The best entries of each query, behind the rows of its window. A row without it: the selection, then its
     place."""
     window = 16
+    asked = Decodes.of(requests, context, device).queries
+    keys = exact(asked.slot_table.numel(), 1, width, device=device)
+    q, weights = exact(requests, heads, width, device=device), exact(requests, heads, device=device).float()
+    rows = torch.full((requests, window + top_k), -7, dtype=torch.int32, device=device)
+    columns = torch.full((requests,), window, dtype=torch.int32, device=device)
+    counts, plan = torch.full((requests,), top_k, dtype=torch.int32, device=device), kernel.plan(asked)
 
-    def prepare(kernel: Any, device: str) -> Call:
-        asked = Decodes.of(requests, context, device).queries
-        keys = exact(asked.slot_table.numel(), 1, width, device=device)
-        q, weights = exact(requests, heads, width, device=device), exact(requests, heads, device=device).float()
-        rows = torch.full((requests, window + top_k), -7, dtype=torch.int32, device=device)
-        columns = torch.full((requests,), window, dtype=torch.int32, device=device)
-        counts, plan = torch.full((requests,), top_k, dtype=torch.int32, device=device), kernel.plan(asked)
+    def call() -> Tensor:
+        if kernel.select_into is not None:
+            kernel.select_into(q, weights, keys, asked, top_k, rows, columns, counts, 5, plan)
+        else:
+            found = Selected.empty(asked, top_k)
+            kernel.select(q, weights, keys, asked, top_k, found, plan)
+            rows[:, window : window + found.slots.shape[1]] = found.slots + 5
+        return rows
 
-        def call() -> Tensor:
-            if kernel.select_into is not None:
-                kernel.select_into(q, weights, keys, asked, top_k, rows, columns, counts, 5, plan)
-            else:
-                found = Selected.empty(asked, top_k)
-                kernel.select(q, weights, keys, asked, top_k, found, plan)
-                rows[:, window : window + found.slots.shape[1]] = found.slots + 5
-            return rows
-
-        return call
-
-    return counted("indexer", f"index_select.placed.{heads}x{width}.k{top_k}.r{requests}.s{context}", prepare, context)
+    return call
 
 
 def cases(

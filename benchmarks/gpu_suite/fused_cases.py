@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_cases import paged_queries, pool_size
-from benchmarks.gpu_suite.launched import counted
+from benchmarks.gpu_suite.launched import counted, kernel_case
 from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, linear_weight, normal, rotary_table
 from benchmarks.step_costs.costs import Routing
 from moe_engine.kernels.kv_format.formats import FP8_GROUPS
@@ -94,48 +94,44 @@ def combine_norm(tokens: int, hidden: int, top_k: int) -> KernelCase:
     return counted("ops", f"fused.combine_norm.{hidden}x{top_k}.t{tokens}", prepare, routing=routing)
 
 
-def heads_quantized(tokens: int, heads: int, value: int = 128, latent: int = 512, powers: bool = False) -> KernelCase:
+@kernel_case("linear", "fused.heads_quantized.{heads}x{value}{powers:.powers}.t{tokens}", fp8=True)
+def heads_quantized(
+    linear: Any, device: str, tokens: int, heads: int, value: int = 128, latent: int = 512, powers: bool = False
+) -> Call:
     """The product per head, quantized for o_proj. powers: with scales that are powers of two."""
+    x = normal(tokens, heads, latent, device=device)
+    weight = linear.prepare_heads(normal(heads, value, latent, device=device, scale=latent**-0.5))
+    fused, format = linear.capabilities.heads_quantized, ActivationFormat.fp8(powers)
 
-    def prepare(linear: Any, device: str) -> Call:
-        x = normal(tokens, heads, latent, device=device)
-        weight = linear.prepare_heads(normal(heads, value, latent, device=device, scale=latent**-0.5))
-        fused, format = linear.capabilities.heads_quantized, ActivationFormat.fp8(powers)
+    def apart() -> Tensor:
+        return dequantize_rows(quantize_rows(linear.run_heads(x, weight).flatten(1), powers))
 
-        def apart() -> Tensor:
-            return dequantize_rows(quantize_rows(linear.run_heads(x, weight).flatten(1), powers))
+    def together() -> Tensor:
+        found: QuantizedActivation = fused(x, weight, format)
+        return dequantize_rows(found.rows)
 
-        def together() -> Tensor:
-            found: QuantizedActivation = fused(x, weight, format)
-            return dequantize_rows(found.rows)
-
-        return apart if fused is None else together
-
-    return counted("linear", f"fused.heads_quantized.{heads}x{value}{'.powers' * powers}.t{tokens}", prepare, fp8=True)
+    return apart if fused is None else together
 
 
-def norm_route(tokens: int, hidden: int, experts: int, top_k: int) -> KernelCase:
+@kernel_case("ops", "fused.norm_route.{hidden}x{experts}x{top_k}.t{tokens}")
+def norm_route(ops: Any, device: str, tokens: int, hidden: int, experts: int, top_k: int) -> Call:
     """A part's result, the residual stream, its norm, and the router."""
+    x, residual = (normal(tokens, hidden, device=device) for _ in range(2))
+    weight, spec = 1 + 0.1 * normal(hidden, device=device), RouterSpec(experts, top_k, "softmax")
+    gate = ops.prepare_gate(normal(experts, hidden, device=device, dtype=torch.float32, scale=hidden**-0.5))
+    fused = ops.capabilities.add_norm_route
 
-    def prepare(ops: Any, device: str) -> Call:
-        x, residual = (normal(tokens, hidden, device=device) for _ in range(2))
-        weight, spec = 1 + 0.1 * normal(hidden, device=device), RouterSpec(experts, top_k, "softmax")
-        gate = ops.prepare_gate(normal(experts, hidden, device=device, dtype=torch.float32, scale=hidden**-0.5))
-        fused = ops.capabilities.add_norm_route
+    def apart() -> tuple[Any, ...]:
+        stream = residual.clone()
+        normed = ops.add_rms_norm(x, stream, weight, 1e-6)
+        return normed, Routed(*ops.route(normed, gate, None, spec), normed, gate, None, spec), stream
 
-        def apart() -> tuple[Any, ...]:
-            stream = residual.clone()
-            normed = ops.add_rms_norm(x, stream, weight, 1e-6)
-            return normed, Routed(*ops.route(normed, gate, None, spec), normed, gate, None, spec), stream
+    def together() -> tuple[Any, ...]:
+        stream = residual.clone()
+        normed, *found = fused(UNQUANTIZED, x, stream, weight, 1e-6, gate, None, spec, None, False)
+        return normed, Routed(*found, stream, gate, None, spec, (weight, 1e-6), roundings=1), stream
 
-        def together() -> tuple[Any, ...]:
-            stream = residual.clone()
-            normed, *found = fused(UNQUANTIZED, x, stream, weight, 1e-6, gate, None, spec, None, False)
-            return normed, Routed(*found, stream, gate, None, spec, (weight, 1e-6), roundings=1), stream
-
-        return apart if fused is None else together
-
-    return counted("ops", f"fused.norm_route.{hidden}x{experts}x{top_k}.t{tokens}", prepare)
+    return apart if fused is None else together
 
 
 def _formats(powers: bool) -> tuple[ActivationFormat, ActivationFormat]:
@@ -233,48 +229,41 @@ ROUTERS = {
 """Hidden size and router of models, whose gates are in bfloat16."""
 
 
-def router(label: str, tokens: int) -> KernelCase:
+@kernel_case("ops", "router.{label}.t{tokens}")
+def router(ops: Any, device: str, label: str, tokens: int) -> Call:
     """The choice of experts by one of `ROUTERS`."""
     hidden, spec = ROUTERS[label]
-
-    def prepare(ops: Any, device: str) -> Call:
-        x, gate = normal(tokens, hidden, device=device), normal(spec.num_experts, hidden, device=device)
-        bias = 0.1 * torch.randn(spec.num_experts, device=device) if spec.has_bias else None
-        gate = gate * hidden**-0.5
-        return lambda: Routed(*ops.route(x, gate, bias, spec), x, gate, bias, spec)
-
-    return counted("ops", f"router.{label}.t{tokens}", prepare)
+    x, gate = normal(tokens, hidden, device=device), normal(spec.num_experts, hidden, device=device)
+    bias = 0.1 * torch.randn(spec.num_experts, device=device) if spec.has_bias else None
+    gate = gate * hidden**-0.5
+    return lambda: Routed(*ops.route(x, gate, bias, spec), x, gate, bias, spec)
 
 
-def attention_values(requests: int, context: int, heads: int, latent: int = 512, value: int = 128) -> KernelCase:
+@kernel_case("mla", "fused.values.{heads}x{latent}.r{requests}.s{context}")
+def attention_values(
+    kernel: Any, device: str, requests: int, context: int, heads: int, latent: int = 512, value: int = 128
+) -> Call:
     """MLA's absorbed decode and the product of its results with W_UV."""
+    asked, width = paged_queries(requests, 1, context, device), latent + 64
+    q, cache = normal(requests, heads, width, device=device), normal(pool_size(asked), width, device=device)
+    weight, plan = normal(heads, value, latent, device=device), kernel.plan(AttentionBatch(asked, None))
+    given, fused = (q, cache, asked, width**-0.5, plan), kernel.capabilities.absorbed_values
 
-    def prepare(kernel: Any, device: str) -> Call:
-        asked, width = paged_queries(requests, 1, context, device), latent + 64
-        q, cache = normal(requests, heads, width, device=device), normal(pool_size(asked), width, device=device)
-        weight, plan = normal(heads, value, latent, device=device), kernel.plan(AttentionBatch(asked, None))
-        given, fused = (q, cache, asked, width**-0.5, plan), kernel.capabilities.absorbed_values
+    def apart() -> Tensor:
+        mixed = kernel.absorbed(*given, latent).float()
+        return torch.einsum("thc,hvc->thv", mixed, weight.float()).to(q.dtype)
 
-        def apart() -> Tensor:
-            mixed = kernel.absorbed(*given, latent).float()
-            return torch.einsum("thc,hvc->thv", mixed, weight.float()).to(q.dtype)
-
-        return apart if fused is None else lambda: fused.run(*given, weight)
-
-    return counted("mla", f"fused.values.{heads}x{latent}.r{requests}.s{context}", prepare, context)
+    return apart if fused is None else lambda: fused.run(*given, weight)
 
 
-def mlp(tokens: int, hidden: int, width: int) -> KernelCase:
+@kernel_case("linear", "fused.mlp.{hidden}x{width}.t{tokens}", fp8=True)
+def mlp(linear: Any, device: str, tokens: int, hidden: int, width: int) -> Call:
     """A gated MLP in FP8: the activation between its products is quantized as it is computed."""
-
-    def prepare(linear: Any, device: str) -> Call:
-        shapes = (2 * width, hidden), (hidden, width)
-        gate_up, down = (linear_weight(linear, LinearShape("", tokens, *shape, True), device) for shape in shapes)
-        x, fused = normal(tokens, hidden, device=device), linear.fuse_mlp(gate_up, down)
-        apart = lambda: linear.run(TorchOps().silu_and_mul(linear.run(x, gate_up)), down)  # noqa: E731
-        return apart if fused is None else lambda: fused(x)
-
-    return counted("linear", f"fused.mlp.{hidden}x{width}.t{tokens}", prepare, fp8=True)
+    shapes = (2 * width, hidden), (hidden, width)
+    gate_up, down = (linear_weight(linear, LinearShape("", tokens, *shape, True), device) for shape in shapes)
+    x, fused = normal(tokens, hidden, device=device), linear.fuse_mlp(gate_up, down)
+    apart = lambda: linear.run(TorchOps().silu_and_mul(linear.run(x, gate_up)), down)  # noqa: E731
+    return apart if fused is None else lambda: fused(x)
 
 
 def normed_query(tokens: int, n: int, k: int, row_scales: bool = False, power_of_two: bool = False) -> KernelCase:

@@ -7,12 +7,13 @@ Bytes between two launches of a case count: a floor is that of its launches, not
 from __future__ import annotations
 
 import inspect
+import string
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 from unittest.mock import patch
 
 from benchmarks.gpu_suite.rows import triton_row
@@ -22,6 +23,7 @@ from benchmarks.step_costs.hardware import Hardware
 
 HARDWARE = Hardware.named("H200")
 NO_EXPERTS = Routing(0, 0, 0, 0)
+Sizes = ParamSpec("Sizes")
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,38 @@ def counted(
     """A case whose work is counted. context, routing: those of the cost functions' `Setting`."""
     work = partial(work_of, setting=Setting(context, routing, HARDWARE))
     return KernelCase(family, name, work, fp8, prepare, compared)
+
+
+class _Names(string.Formatter):
+    def format_field(self, value: Any, text: str) -> str:
+        return str(value) if not text else text if value else ""
+
+
+def kernel_case(
+    family: str, name: str, *, context: str = "context", fp8: bool = False
+) -> Callable[[Callable[Concatenate[Any, str, Sizes], Call]], Callable[Sizes, KernelCase]]:
+    """Turns a function of a row, a device and sizes, which prepares a call, into one of the sizes that makes a
+    `counted` case.
+
+    Args:
+        name: of a case, by its sizes: `{tokens}` is the size, `{late:.late}` the text if it is true.
+        context: the size that is the cost functions' context, if there is one of this name.
+    """
+
+    def decorate(prepare: Callable[Concatenate[Any, str, Sizes], Call]) -> Callable[Sizes, KernelCase]:
+        signature = inspect.signature(prepare)
+
+        @wraps(prepare)
+        def make(*args: Sizes.args, **options: Sizes.kwargs) -> KernelCase:
+            sizes = signature.bind(None, "", *args, **options)
+            sizes.apply_defaults()
+            known = sizes.arguments
+
+            def prepared(row: Any, device: str) -> Call:
+                return prepare(row, device, *args, **options)
+
+            return counted(family, _Names().format(name, **known), prepared, known.get(context, 0), fp8=fp8)
+
+        return make
+
+    return decorate

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from benchmarks.attention_cases import PAGE, paged_queries, pool_size
-from benchmarks.gpu_suite.launched import counted
+from benchmarks.gpu_suite.launched import counted, kernel_case
 from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table
 from moe_engine.kernels.delta.protocol import DeltaShape, StateRuns
 from moe_engine.kernels.kv_format import head_records, latent_records
@@ -69,128 +69,105 @@ def _adapters(tokens: int, slots: int, device: str) -> AdapterTokens:
     return found
 
 
-def residual_blocks(tokens: int, rows: int, width: int) -> KernelCase:
+@kernel_case("ops", "mix_blocks.{rows}x{width}.t{tokens}")
+def residual_blocks(ops: Any, device: str, tokens: int, rows: int, width: int) -> Call:
     """A part in the last block reads all rows of the residual, and their norm follows."""
-
-    def prepare(ops: Any, device: str) -> Call:
-        residual = block_residual(rows, width, tokens, device).bfloat16()
-        weights, norm = block_weights(width, rows - 1, device=device), torch.rand(width, device=device) + 0.5
-        x, mix = normal(tokens, width, device=device), ops.capabilities.mix_blocks or mix_blocks
-        return lambda: (mix(x, residual, weights, norm), residual)
-
-    return counted("ops", f"mix_blocks.{rows}x{width}.t{tokens}", prepare)
+    residual = block_residual(rows, width, tokens, device).bfloat16()
+    weights, norm = block_weights(width, rows - 1, device=device), torch.rand(width, device=device) + 0.5
+    x, mix = normal(tokens, width, device=device), ops.capabilities.mix_blocks or mix_blocks
+    return lambda: (mix(x, residual, weights, norm), residual)
 
 
-def head_gates(tokens: int, heads: int, width: int, by_head: bool, by_softplus: bool = False) -> KernelCase:
+@kernel_case("ops", "gate_heads.{heads}x{width}{by_head:.by_head}{by_softplus:.softplus}.t{tokens}")
+def head_gates(
+    ops: Any, device: str, tokens: int, heads: int, width: int, by_head: bool, by_softplus: bool = False
+) -> Call:
     """Results of attention times the sigmoid, or softplus, of a gate."""
-
-    def prepare(ops: Any, device: str) -> Call:
-        x, gate = (normal(tokens, heads, size, device=device) for size in (width, 1 if by_head else width))
-        gates = ops.capabilities.gates
-        if gates is not None:
-            return lambda: gates.heads(x.clone(), gate, by_softplus)
-        return lambda: x.clone() * (softplus(gate.float()).to(gate.dtype) if by_softplus else gate.sigmoid())
-
-    form = ".by_head" * by_head + ".softplus" * by_softplus
-    return counted("ops", f"gate_heads.{heads}x{width}{form}.t{tokens}", prepare)
+    x, gate = (normal(tokens, heads, size, device=device) for size in (width, 1 if by_head else width))
+    gates = ops.capabilities.gates
+    if gates is not None:
+        return lambda: gates.heads(x.clone(), gate, by_softplus)
+    return lambda: x.clone() * (softplus(gate.float()).to(gate.dtype) if by_softplus else gate.sigmoid())
 
 
-def head_factors(tokens: int, heads: int, width: int, zeros: int) -> KernelCase:
+@kernel_case("ops", "scale_heads.{heads}x{width}+{zeros}.t{tokens}")
+def head_factors(ops: Any, device: str, tokens: int, heads: int, width: int, zeros: int) -> Call:
     """Queries times factors by head and position, with zeros behind them."""
-
-    def prepare(ops: Any, device: str) -> Call:
-        q, run = normal(tokens, heads, width, device=device), ops.capabilities.scale_heads or scale_heads
-        scale, bias = (torch.rand(heads, device=device) for _ in range(2))
-        positions = torch.arange(tokens, device=device) * 1000
-        return lambda: run(q, positions, scale, bias, zeros)
-
-    return counted("ops", f"scale_heads.{heads}x{width}+{zeros}.t{tokens}", prepare)
+    q, run = normal(tokens, heads, width, device=device), ops.capabilities.scale_heads or scale_heads
+    scale, bias = (torch.rand(heads, device=device) for _ in range(2))
+    positions = torch.arange(tokens, device=device) * 1000
+    return lambda: run(q, positions, scale, bias, zeros)
 
 
-def row_gates(tokens: int, width: int) -> KernelCase:
+@kernel_case("ops", "gate_rows.{width}.t{tokens}")
+def row_gates(ops: Any, device: str, tokens: int, width: int) -> Call:
     """A shared expert's result times the sigmoid of a product."""
-
-    def prepare(ops: Any, device: str) -> Call:
-        rows, x = (normal(tokens, width, device=device) for _ in range(2))
-        weight, gates = normal(1, width, device=device, scale=width**-0.5), ops.capabilities.gates
-        return lambda: rows * (x @ weight.T).sigmoid() if gates is None else gates.rows(rows.clone(), x, weight)
-
-    return counted("ops", f"gate_rows.{width}.t{tokens}", prepare)
+    rows, x = (normal(tokens, width, device=device) for _ in range(2))
+    weight, gates = normal(1, width, device=device, scale=width**-0.5), ops.capabilities.gates
+    return lambda: rows * (x @ weight.T).sigmoid() if gates is None else gates.rows(rows.clone(), x, weight)
 
 
-def lookup(tokens: int, vocab: int, width: int) -> KernelCase:
+@kernel_case("ops", "lookup.{vocab}x{width}.t{tokens}")
+def lookup(ops: Any, device: str, tokens: int, vocab: int, width: int) -> Call:
     """A rank's rows of the embedding: half of the ids are another rank's."""
+    ids, weight = torch.randint(2 * vocab, (tokens,), device=device), normal(vocab, width, device=device)
 
-    def prepare(ops: Any, device: str) -> Call:
-        ids, weight = torch.randint(2 * vocab, (tokens,), device=device), normal(vocab, width, device=device)
+    def apart() -> Tensor:
+        own = ids - vocab
+        known = own >= 0
+        return weight[own.clamp(min=0)].masked_fill_(~known[:, None], 0)
 
-        def apart() -> Tensor:
-            own = ids - vocab
-            known = own >= 0
-            return weight[own.clamp(min=0)].masked_fill_(~known[:, None], 0)
-
-        found = ops.capabilities.lookup
-        return apart if found is None else lambda: found(ids, weight, vocab)
-
-    return counted("ops", f"lookup.{vocab}x{width}.t{tokens}", prepare)
+    found = ops.capabilities.lookup
+    return apart if found is None else lambda: found(ids, weight, vocab)
 
 
-def zero_experts(tokens: int, width: int, top_k: int) -> KernelCase:
+@kernel_case("ops", "zero_experts.{width}.k{top_k}.t{tokens}")
+def zero_experts(ops: Any, device: str, tokens: int, width: int, top_k: int) -> Call:
     """The input by the weights of a third of the choices, and an addend."""
-
-    def prepare(ops: Any, device: str) -> Call:
-        x, add = normal(tokens, width, device=device), normal(tokens, width, device=device)
-        weights = torch.rand(tokens, top_k, device=device)
-        ids = torch.randint(-64, 128, (tokens, top_k), dtype=torch.int32, device=device).clamp(min=-1)
-        found = ops.capabilities.add_input or add_input
-        return lambda: found(x, weights, ids, add)
-
-    return counted("ops", f"zero_experts.{width}.k{top_k}.t{tokens}", prepare)
+    x, add = normal(tokens, width, device=device), normal(tokens, width, device=device)
+    weights = torch.rand(tokens, top_k, device=device)
+    ids = torch.randint(-64, 128, (tokens, top_k), dtype=torch.int32, device=device).clamp(min=-1)
+    found = ops.capabilities.add_input or add_input
+    return lambda: found(x, weights, ids, add)
 
 
-def layer_norm(tokens: int, width: int) -> KernelCase:
+@kernel_case("ops", "layer_norm.{width}.t{tokens}")
+def layer_norm(ops: Any, device: str, tokens: int, width: int) -> Call:
     """A residual with an addend."""
+    x, residual = normal(tokens, width, device=device), normal(tokens, width, device=device)
+    weight, bias = (torch.rand(width, device=device) for _ in range(2))
+    run = ops.capabilities.layer_norm or add_layer_norm
 
-    def prepare(ops: Any, device: str) -> Call:
-        x, residual = normal(tokens, width, device=device), normal(tokens, width, device=device)
-        weight, bias = (torch.rand(width, device=device) for _ in range(2))
-        run = ops.capabilities.layer_norm or add_layer_norm
+    def both() -> tuple[Tensor, Tensor]:
+        summed = residual.clone()
+        return run(x, summed, weight, bias, 1e-5), summed
 
-        def both() -> tuple[Tensor, Tensor]:
-            summed = residual.clone()
-            return run(x, summed, weight, bias, 1e-5), summed
-
-        return both
-
-    return counted("ops", f"layer_norm.{width}.t{tokens}", prepare)
+    return both
 
 
-def grouped_rows(tokens: int, heads: int, groups: int, width: int) -> KernelCase:
+@kernel_case("ops", "grouped_rows.{heads}x{groups}x{width}.t{tokens}")
+def grouped_rows(ops: Any, device: str, tokens: int, heads: int, groups: int, width: int) -> Call:
     """Bias, norms, rotation and cache rows of grouped attention."""
+    qkv = normal(tokens, heads + 2 * groups, width, device=device)
+    q, k, v = qkv.split((heads, groups, groups), 1)
+    bias, table = normal(qkv[0].numel(), device=device), rotary_table(width // 2, device)
+    norms = HeadNorms(torch.rand(width, device=device) + 0.5, torch.rand(width, device=device) + 0.5, EPS)
+    positions = torch.randint(POSITIONS, (tokens,), device=device)
+    slots, caches = _cache(tokens, groups, width, device)
+    given, fused = (positions, table), ops.capabilities.grouped_rows
 
-    def prepare(ops: Any, device: str) -> Call:
-        qkv = normal(tokens, heads + 2 * groups, width, device=device)
-        q, k, v = qkv.split((heads, groups, groups), 1)
-        bias, table = normal(qkv[0].numel(), device=device), rotary_table(width // 2, device)
-        norms = HeadNorms(torch.rand(width, device=device) + 0.5, torch.rand(width, device=device) + 0.5, EPS)
-        positions = torch.randint(POSITIONS, (tokens,), device=device)
-        slots, caches = _cache(tokens, groups, width, device)
-        given, fused = (positions, table), ops.capabilities.grouped_rows
+    def apart() -> tuple[Tensor, ...]:
+        added = (qkv + bias.view(-1, width)).split((heads, groups, groups), 1)
+        rows = [ops.rms_norm(x, weight, EPS) for x, weight in zip(added, (norms.q, norms.k))]
+        for x in rows:
+            ops.rotate_leading(x, *given)
+        ops.write_kv(rows[1], added[2], slots, *caches)
+        return rows[0], *caches
 
-        def apart() -> tuple[Tensor, ...]:
-            added = (qkv + bias.view(-1, width)).split((heads, groups, groups), 1)
-            rows = [ops.rms_norm(x, weight, EPS) for x, weight in zip(added, (norms.q, norms.k))]
-            for x in rows:
-                ops.rotate_leading(x, *given)
-            ops.write_kv(rows[1], added[2], slots, *caches)
-            return rows[0], *caches
+    def together() -> tuple[Tensor, ...]:
+        return fused(q, k, v, norms, *given, slots, *caches, bias), *caches
 
-        def together() -> tuple[Tensor, ...]:
-            return fused(q, k, v, norms, *given, slots, *caches, bias), *caches
-
-        return apart if fused is None else together
-
-    return counted("ops", f"grouped_rows.{heads}x{groups}x{width}.t{tokens}", prepare)
+    return apart if fused is None else together
 
 
 def _cache(
@@ -273,50 +250,41 @@ def chunked_context(
     return counted("mla", f"chunks.{heads}x{nope}{'' if fp8 else '.bf16'}.q{tokens}.s{context}", prepare, context)
 
 
-def probabilities(rows: int, vocab: int, tokens: int = 4) -> KernelCase:
+@kernel_case("sampling", "probabilities.{vocab}x{tokens}.r{rows}")
+def probabilities(sampling: Any, device: str, rows: int, vocab: int, tokens: int = 4) -> Call:
     """The target's probabilities of drafts."""
-
-    def prepare(sampling: Any, device: str) -> Call:
-        logits = normal(rows, vocab, device=device, dtype=torch.float32, scale=3.0)
-        ids = torch.randint(vocab, (rows, tokens), device=device)
-        temperature, top_p, min_p = (torch.full((rows,), value, device=device) for value in (0.7, 0.95, 0.0))
-        top_k = torch.full((rows,), vocab, dtype=torch.int64, device=device)
-        draws = torch.full((rows,), Draw.NUCLEUS, dtype=torch.uint8).numpy()
-        parameters = SamplingParameters(draws, temperature, top_p, min_p, top_k, device != "cpu")
-        return lambda: sampling.probabilities(logits, parameters, ids)
-
-    return counted("sampling", f"probabilities.{vocab}x{tokens}.r{rows}", prepare)
+    logits = normal(rows, vocab, device=device, dtype=torch.float32, scale=3.0)
+    ids = torch.randint(vocab, (rows, tokens), device=device)
+    temperature, top_p, min_p = (torch.full((rows,), value, device=device) for value in (0.7, 0.95, 0.0))
+    top_k = torch.full((rows,), vocab, dtype=torch.int64, device=device)
+    draws = torch.full((rows,), Draw.NUCLEUS, dtype=torch.uint8).numpy()
+    parameters = SamplingParameters(draws, temperature, top_p, min_p, top_k, device != "cpu")
+    return lambda: sampling.probabilities(logits, parameters, ids)
 
 
-def greedy(rows: int, vocab: int) -> KernelCase:
+@kernel_case("sampling", "greedy.{vocab}.r{rows}")
+def greedy(sampling: Any, device: str, rows: int, vocab: int) -> Call:
     """The best tokens."""
-
-    def prepare(sampling: Any, device: str) -> Call:
-        logits = normal(rows, vocab, device=device, dtype=torch.float32)
-        return lambda: sampling.greedy(logits)
-
-    return counted("sampling", f"greedy.{vocab}.r{rows}", prepare)
+    logits = normal(rows, vocab, device=device, dtype=torch.float32)
+    return lambda: sampling.greedy(logits)
 
 
-def copied_rows(rows: int, width: int) -> KernelCase:
+@kernel_case("permutation", "copy_rows.{rows}x{width}")
+def copied_rows(kernel: Any, device: str, rows: int, width: int) -> Call:
     """The rows of experts before NVSHMEM sends them: their number is on the device."""
+    x, count = normal(rows, width, device=device), rows * 3 // 4
+    out, end = torch.zeros_like(x), torch.tensor([count], dtype=torch.int32, device=device)
 
-    def prepare(kernel: Any, device: str) -> Call:
-        x, count = normal(rows, width, device=device), rows * 3 // 4
-        out, end = torch.zeros_like(x), torch.tensor([count], dtype=torch.int32, device=device)
+    def call() -> Tensor:
+        if kernel.name == "triton":
+            from moe_engine.kernels.symm_mem.triton_copy import copy_rows
 
-        def call() -> Tensor:
-            if kernel.name == "triton":
-                from moe_engine.kernels.symm_mem.triton_copy import copy_rows
+            copy_rows(x, out, end)
+        else:
+            out[:count] = x[:count]
+        return out
 
-                copy_rows(x, out, end)
-            else:
-                out[:count] = x[:count]
-            return out
-
-        return call
-
-    return counted("permutation", f"copy_rows.{rows}x{width}", prepare)
+    return call
 
 
 def varlen(lens: list[int], heads: int, width: int) -> KernelCase:
