@@ -247,37 +247,15 @@ def own_parser(parser: Parser | None = None) -> Parser:
 
 @dataclass(frozen=True)
 class _Source:
-    """The source of step costs."""
+    """Step costs, and what a cost file knows about the time around the steps: `replica` and `fleet` are arguments of
+    `ReplicaSpec` and `FleetSpec`."""
 
     costs: StepCostModel
     answer_seconds: float
     acceptance: tuple[float, ...]
-    delays: Mapping[str, Any] = field(default_factory=dict)
-    request_seconds: float = 0.0
-    results_seconds: float = 0.0
-    token_seconds: float = 0.0
-    idle_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    way_seconds: float = 0.0
+    replica: Mapping[str, Any]
+    fleet: Mapping[str, Any] = field(default_factory=dict)
     reply_seconds: float = 0.0
-    load_seconds: float = 0.0
-    """Seconds to load a token from the host-RAM tier."""
-
-    @classmethod
-    def measured(cls, file: CostFile) -> _Source:
-        return cls(
-            MeasuredCosts(file),
-            file.delivery_seconds,
-            file.acceptance,
-            file.delays,
-            file.request_seconds,
-            file.results_seconds,
-            file.token_seconds,
-            file.idle_seconds,
-            file.busy_seconds,
-            file.way_seconds,
-            file.reply_seconds,
-        )
 
 
 def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, _Source]:
@@ -292,7 +270,9 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
             print(
                 f"note: the steps of {own.cost_file} were measured with {other}; calibrate this launch", file=sys.stderr
             )
-        return config, _Source.measured(file)
+        replica = file.delays | {"idle_seconds": file.idle_seconds}
+        given = MeasuredCosts(file), file.delivery_seconds, file.acceptance
+        return config, _Source(*given, replica, file.frontend_times, file.reply_seconds)
     cluster = parse_cluster(own.hardware, own.interconnect)
     share = load_efficiency(own.like)
     folder, fields, source = config_of(args)
@@ -304,8 +284,8 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
     predictor = Predictor(facts, cluster, share, facts.stored_dtype, host_bytes=host_bytes(args), held=held)
     costs = predictor.cost(form, kv)[0].costs  # steps of a simulation are rarely equal
     drafts = config.speculation.num_steps if config.speculation is not None else 0
-    load_s = config.ledger.bytes_per_token / cluster.gpu.bus_bytes_per_s
-    return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts, load_seconds=load_s)
+    load = {"load_seconds": config.ledger.bytes_per_token / cluster.gpu.bus_bytes_per_s}
+    return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts, load)
 
 
 def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> FleetSpec:
@@ -324,24 +304,18 @@ def fleet_spec(own: argparse.Namespace, config: ResolvedConfig, source: _Source)
         experts=_experts(own, config),
         exact=own.exact,
         graphs=config.graphs,
-        idle_seconds=source.idle_seconds,
-        load_seconds=source.load_seconds,
-        **source.delays,
+        **source.replica,
     )
     return FleetSpec(
         replica,
         parallel.dp_size,
         config.load_balance_method,
         faults=tuple(Fault.parse(text, num_ranks) for text in own.fail),
-        request_seconds=source.request_seconds,
-        results_seconds=source.results_seconds,
-        token_seconds=source.token_seconds,
-        busy_seconds=source.busy_seconds,
-        way_seconds=source.way_seconds,
         recovery_seconds=own.recovery_seconds,
         restart_seconds=own.restart_seconds,
         elastic=parallel.elastic_ep,
         least_groups=_least_groups(config),
+        **source.fleet,
     )
 
 

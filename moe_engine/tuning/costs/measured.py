@@ -111,6 +111,12 @@ class CostFile:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def frontend_times(self) -> dict[str, Any]:
+        """Work and waits of the frontend, as arguments of the simulator's `FleetSpec`."""
+        names = ("request_seconds", "results_seconds", "token_seconds", "busy_seconds", "way_seconds")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def way_seconds(self) -> float:
         """`entry_seconds` without the work of frontend and client."""
         return max(self.entry_seconds - self.request_seconds, 0.0)
