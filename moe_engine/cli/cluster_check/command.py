@@ -55,12 +55,17 @@ def main(argv: Sequence[str], prog: str) -> int:
         return 0
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the check reports lost connections itself
     engine_seconds = 0.0 if options.no_engine else options.engine_timeout
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # also stops this node's engine process
+    # also stops this node's engine process
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     limit = 2 * options.join_timeout + engine_seconds + REST_SECONDS
     watchdog = threading.Timer(limit, _give_up, [f"FAILED node {place.node_rank}: the check hangs after {limit:g} s"])
     watchdog.daemon = True
     watchdog.start()
-    return check(place, options.join_timeout, engine_seconds, partial(print, flush=True))
+    try:
+        return check(place, options.join_timeout, engine_seconds, partial(print, flush=True))
+    finally:
+        watchdog.cancel()
+        signal.signal(signal.SIGTERM, before)
 
 
 def check(place: ClusterPlace, join_seconds: float, engine_seconds: float, log: Callable[[str], None]) -> int:
