@@ -2,9 +2,9 @@
 ``python -m tests.distributed.engine.random_ranks --count 20``, with ``SIMULATED_CUDA_DEVICES=4`` on four such GPUs.
 
 A family, a form of parallelism, drafts, formats of the cache and of weights, chunks, pages, tiers, adapters, experts
-that move, graphs and overlap are drawn. Sessions run with aborts and retractions, and with a pause, an update of the
-weights, a flush or an abort of all in the middle. Tokens and log-probabilities are those of the requests one by one on
-one rank of a CPU; at the end the pools are whole.
+that move, graphs and overlap are drawn. Sessions of texts, images, constraints and scores run with aborts and
+retractions, and with an event in the middle (`rank_events`). Tokens and log-probabilities are those of the requests one
+by one on one rank of a CPU; at the end the pools are whole, and no repair of them was logged.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_engine import Engine
 from moe_engine.errors import ConfigError
+from moe_engine.media.images import Images, Picture
+from moe_engine.types.image_tokens import image_key
+from tests.distributed.engine.rank_events import EVENTS, REPLACING, Event
 from tests.fork_server import ENGINE_SERVER, ForkServer
 
 ORDINARY = 250
@@ -30,7 +36,7 @@ TOLERANCE, COARSE = 3e-4, 0.06
 """Of a log-probability; with FP8 caches or quantized weights, whose roundings depend on the order of sums. In some of a
 hundred such cases they also choose other experts, for one token."""
 PLAIN: dict[str, Any] = {
-    "dtype": "float32", "cpu_threads": 1, "context_length": 256, "log_level": "error", "random_seed": 1,
+    "dtype": "float32", "cpu_threads": 1, "context_length": 256, "log_level": "warning", "random_seed": 1,
     "skip_tokenizer_init": True,
 }  # fmt: skip
 ALONE: dict[str, Any] = {"max_running_requests": 1, "disable_radix_cache": True, "max_total_tokens": 1024}
@@ -38,12 +44,20 @@ TORCH: dict[str, Any] = {
     "attention_backend": "torch", "moe_runner_backend": "torch", "sampling_backend": "pytorch",
     "linear_backend": "torch", "ops_backend": "torch",
 }  # fmt: skip
+WITH_IMAGES = " with images"
+IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Kinds of `vision_checkpoints`."""
+POOLED = ("llama", "qwen2", "qwen3")
+REGEX = r"[a-d]{3,9}(xy|zab)[0-9]{2,30}"
+PLACE = [270, 271, 273]
+"""Tokens of an image: START, IMAGE, END of `vision_checkpoints`."""
 DISPATCHERS = ("allgather", "all_to_all", "all_to_all", "all_to_all", "all_to_all", "auto")
 
 
 @dataclass
 class Case:
-    """`common`: flags of both engines. `turns`: sessions of requests. `event`: in the middle of the requests."""
+    """`common`: flags of both engines. `sessions`: turns of each. `event`: in the middle of the requests. `head`: of a
+    draft model. `is_pooled`: vectors instead of answers."""
 
     kind: str
     fields: dict[str, Any]
@@ -53,6 +67,12 @@ class Case:
     sessions: list[list[dict[str, Any]]] = field(default_factory=list)
     event: str = ""
     tolerance: float = TOLERANCE
+    head: Any = None
+    is_pooled: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.tolerance == TOLERANCE
 
 
 # -- draws
@@ -69,11 +89,19 @@ def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
     from tests.engine.random_served import _divide
     from tests.models import random_reference_shapes, random_shapes, random_sparse_shapes
     from tests.models.random_shapes import MLA
+    from tests.speculation import eagle_shapes
 
     fields: dict[str, Any] = {"max_position_embeddings": 512, "vocab_size": 320}
     sparse = kind in (*random_sparse_shapes.KINDS, *FORMULAS)
     tp_size = rng.choice([n for n in (1, 2, 2, 2, 2, 4, 8) if n <= most])
-    if sparse or rng.random() < 0.5:
+    drawn = None
+    if kind in (*eagle_shapes.TARGETS, *eagle_shapes.MORE_TARGETS) and rng.random() < 0.3:
+        while drawn is None or drawn.ranks not in ("tp 2", "dp 2"):  # sizes are even
+            drawn = eagle_shapes.draw(kind, rng)
+        fields = drawn.fields | fields
+        for _ in range(tp_size.bit_length() - 2):
+            _divide(fields)
+    elif WITH_IMAGES not in kind and (sparse or rng.random() < 0.5):
         drawer: Any = random_sparse_shapes if kind in random_sparse_shapes.KINDS else random_shapes
         drawer = random_reference_shapes if kind in FORMULAS else drawer
         fields = drawer.draw(kind, rng).fields | fields
@@ -94,7 +122,11 @@ def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
     if rng.random() < 0.35 and not case.flags["disable_radix_cache"]:
         case.flags |= {"enable_hierarchical_cache": True, "hicache_ratio": rng.choice((2.0, 6.0))}
         case.flags |= rng.choice(({}, {"hicache_write_policy": "write_back"}, {"hicache_storage_backend": "file"}))
-    case.flags |= _drafts(kind, case, rng, MTP_KINDS)
+    if drawn is None:
+        case.flags |= _drafts(kind, case, rng, MTP_KINDS)
+    else:
+        case.head = drawn.form
+        case.flags |= _head_drafts(case, drawn.depth, rng)
     if rng.random() < 0.2:
         case.common["kv_cache_dtype"] = rng.choice(("fp8_e4m3", "fp8_e5m2"))
         case.tolerance = COARSE
@@ -112,9 +144,34 @@ def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
             case.flags["cpu_offload_gb"] = 1.0
         if rng.random() < 0.2:
             case.flags[rng.choice(("sampling_backend", "ops_backend"))] = "triton"
-    case.event = rng.choice(("", "", "in_place", "retract", "update", "abort", "flush"))
+    if kind in POOLED and rng.random() < 0.25:
+        _make_pooled(case)
+    elif rng.random() < 0.2:
+        case.common["skip_tokenizer_init"] = False  # of grammars
+    case.event = rng.choice(("", "", *(name for name in EVENTS if name not in REPLACING or not case.is_pooled)))
+    if case.flags.get("attn_dp_size", 1) == tp_size > 1 and device == "cpu" and rng.random() < 0.25:
+        _make_elastic(case, rng)
     case.sessions = _sessions(case, rng)
     return case
+
+
+def _make_pooled(case: Case) -> None:
+    drafts = [name for name in case.flags if name.startswith("speculative_")]
+    for name in (*drafts, "enable_hierarchical_cache", "hicache_ratio", "hicache_write_policy"):
+        case.flags.pop(name, None)
+    case.flags.pop("hicache_storage_backend", None)
+    case.head, case.adapters, case.is_pooled = None, (), True
+    case.flags["is_embedding"] = case.common["is_embedding"] = True
+
+
+def _make_elastic(case: Case, rng: random.Random) -> None:
+    case.event = f"kill {rng.randrange(case.flags['tp_size'])}"
+    for name in ("enable_two_batch_overlap", "enable_single_batch_overlap", "ep_size"):
+        case.flags.pop(name, None)
+    if case.flags.get("moe_a2a_backend", "auto") == "auto":
+        case.flags["moe_a2a_backend"] = "all_to_all"
+    case.flags |= {"elastic_ep": True, "enable_dp_lm_head": True, "moe_dense_tp_size": 1}
+    case.flags["ep_num_redundant_experts"] = 16
 
 
 def _ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
@@ -124,7 +181,9 @@ def _ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
         return {"dp_size": 2}
     flags: dict[str, Any] = {"tp_size": tp_size}
     flags["attn_dp_size"] = rng.choice([n for n in (1, 2, 4, 8, tp_size) if n <= tp_size])
-    mixture = kind in EXPERTS or kind.startswith(("deepseek", "kimi", "ling", "glm5", "glm_moe", "minimax_m", "qwen4"))
+    kind = kind.removesuffix(WITH_IMAGES)
+    known = ("deepseek", "kimi", "ling", "glm5", "glm_moe", "minimax_m", "qwen4", "qwen3_vl_moe")
+    mixture = kind in EXPERTS or kind.startswith(known)
     if not mixture or rng.random() < 0.3:
         return flags
     if rng.random() < 0.3:
@@ -142,6 +201,7 @@ def _ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
 
 
 def _drafts(kind: str, case: Case, rng: random.Random, mtp: Any) -> dict[str, Any]:
+    kind = kind.removesuffix(WITH_IMAGES)
     if kind == "deepseek_v41":
         return {"speculative_algorithm": "DSPARK"} if rng.random() < 0.7 else {}
     if rng.random() < 0.4:
@@ -153,23 +213,45 @@ def _drafts(kind: str, case: Case, rng: random.Random, mtp: Any) -> dict[str, An
     return own | {"speculative_num_draft_tokens": 1 + topk + (steps - 1) * topk**2}
 
 
+def _head_drafts(case: Case, depth: int, rng: random.Random) -> dict[str, Any]:
+    from tests.speculation.eagle_heads import Form
+    from tests.speculation.random_drafts import CHAINS
+
+    branches = isinstance(case.head, Form) and case.kind not in CHAINS and not case.fields.get("sliding_window")
+    topk = rng.choice((1, 2, 3)) if branches and case.flags.get("attn_dp_size") == 1 else 1
+    most = 1 + topk + (depth - 1) * topk**2 if topk > 1 else depth + 1
+    nodes = rng.randint(3, most) if topk > 1 else most
+    return {
+        "speculative_algorithm": case.head.algorithm, "speculative_num_steps": depth, "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+    }  # fmt: skip
+
+
 def _sessions(case: Case, rng: random.Random) -> list[list[dict[str, Any]]]:
     begin, sessions = [rng.randrange(ORDINARY) for _ in range(30)], []
-    exact = case.tolerance == TOLERANCE
     for session in range(rng.randint(2, 4)):
-        prompt, turns = begin[: rng.choice((0, 0, 7, 16, 30))], []
+        prompt, turns, images = begin[: rng.choice((0, 0, 7, 16, 30))], [], []
+        if WITH_IMAGES in case.kind and rng.random() < 0.7:
+            images = [f"{rng.randint(1, 3)} {rng.randint(1, 4)} {rng.choice((1, 2))}"]
+            prompt = [*prompt, *PLACE]
         for turn in range(rng.randint(1, 2)):
             prompt = [*prompt, *(rng.randrange(ORDINARY) for _ in range(rng.choice((1, 2, 9, 25))))][:90]
             sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": rng.choice((1, 5, 14, 14))}
-            if exact and rng.random() < 0.3:
+            if case.exact and rng.random() < 0.3:
                 sampling |= {"temperature": 0.9, "sampling_seed": rng.getrandbits(30)}
                 sampling |= rng.choice(({}, {"top_p": 0.8}, {"top_k": 7}))
             if rng.random() < 0.15:
                 sampling |= rng.choice(({"frequency_penalty": 0.9}, {"repetition_penalty": 1.3}))
             sampling["ignore_eos"] = True
+            if "skip_tokenizer_init" in case.common and rng.random() < 0.5:
+                sampling |= {"regex": REGEX, "ignore_eos": False}
             request: dict[str, Any] = {"rid": f"s{session}.{turn}-", "input_ids": list(prompt)}
             request |= {"sampling_params": sampling, "return_logprob": True}
             request["logprob_start_len"] = rng.choice((-1, 0))
+            if images:
+                request["image_data"] = images
+            if rng.random() < 0.1:
+                request["items"] = [[rng.randrange(ORDINARY) for _ in range(n)] for n in (1, 4)]
             if case.adapters:
                 request["lora_path"] = rng.choice((None, "a", "b"))
             turns.append(request | {"aborted": rng.random() < 0.1})
@@ -177,16 +259,55 @@ def _sessions(case: Case, rng: random.Random) -> list[list[dict[str, Any]]]:
     return sessions
 
 
-def make(case: Case, folder: Path, rng: random.Random) -> Path:
-    """The checkpoint, and its adapters in the flags."""
+def _checkpoint(case: Case, path: Path, rng: random.Random) -> Path:
     from tests.engine import random_forms
-    from tests.models.lora import make_adapter
+    from tests.models import vision_checkpoints
 
+    if WITH_IMAGES in case.kind:
+        kind, fields = case.kind.removesuffix(WITH_IMAGES), {k: v for k, v in case.fields.items() if k != "vocab_size"}
+        mtp = int(case.flags.get("speculative_algorithm") == "NEXTN")
+        return vision_checkpoints.make_checkpoint(kind, path, rng.randrange(2**31), mtp, **fields)
     form = random_forms.Form(case.kind, dict(case.fields), case.flags)
     form.fields.setdefault("num_hidden_layers", 3)
     if case.kind not in random_forms.FORMULAS and "head_dim" not in case.fields and len(case.fields) == 2:
         form.fields.pop("num_hidden_layers")
-    path = random_forms._checkpoint(form, folder / "model", rng)
+    return random_forms._checkpoint(form, path, rng)
+
+
+def _head(case: Case, path: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
+    """Flags of a draft model, which is trained."""
+    import torch
+
+    from tests.speculation.eagle_heads import Target
+    from tests.speculation.eagle_pairs import reference
+
+    target, flags = Target(path), {"speculative_draft_model_path": str(folder / "head")}
+    head = reference(case.head, target, rng.randrange(1000))
+    prompts = [[rng.randrange(ORDINARY) for _ in range(9 * i + 1)] for i in range(4)]
+    head.distil([target.continued(prompt, 32) for prompt in prompts], 20)
+    written = head.write(folder / "head")
+    if token_map := getattr(case.head, "token_map", ()):
+        torch.save(list(token_map), written / "map.pt")
+        flags["speculative_token_map"] = str(written / "map.pt")
+    return flags
+
+
+def make(case: Case, folder: Path, rng: random.Random) -> Path:
+    """The checkpoint, and its adapters in the flags."""
+    from tests.models.checkpoints import headless
+    from tests.models.lora import make_adapter
+    from tests.models.random_shapes import Refused
+
+    path = _checkpoint(case, folder / "model", rng)
+    if case.is_pooled:
+        path = headless(path, folder / "pooled")
+    if case.event in REPLACING:
+        _checkpoint(case, folder / "before", rng)
+    if case.head is not None:
+        try:
+            case.flags |= _head(case, path, folder, rng)
+        except Exception as error:
+            raise Refused(f"no head: {type(error).__name__}: {error}") from error
     if case.adapters:
         made = [make_adapter(folder / name, path, case.adapters, 4, rng.randrange(1000)) for name in "ab"]
         case.common["lora_paths"] = [f"{one.name}={one}" for one in made]
@@ -198,12 +319,19 @@ def make(case: Case, folder: Path, rng: random.Random) -> Path:
 # -- the engines, in a process that may have simulated devices
 
 
-async def serve(engine: Engine, case: Case, path: Path, plain: bool) -> dict[str, Any]:
+async def serve(engine: Engine, case: Case, event: Event | None = None) -> dict[str, Any]:
+    """Without an event: one request at a time."""
     answers: dict[str, Any] = {}
 
     async def one(request: dict[str, Any]) -> None:
         request = dict(request)
-        aborted, rid = request.pop("aborted") and not plain, request["rid"]
+        aborted, rid = request.pop("aborted") and event is not None, request["rid"]
+        if case.is_pooled:
+            answers[rid] = await engine.async_encode(rid=rid, input_ids=request["input_ids"])
+            return
+        if (items := request.pop("items", None)) and "image_data" not in request:
+            answers[rid] = (await engine.async_score(request["input_ids"], items, [3, 65, 101])).scores
+            return
         last: Any = None
         async for last in await engine.async_generate(**request, stream=True):  # type: ignore[union-attr]
             if aborted and len(last["output_ids"]) > 2:
@@ -215,60 +343,58 @@ async def serve(engine: Engine, case: Case, path: Path, plain: bool) -> dict[str
             await one(request)
 
     async with asyncio.timeout(STUCK):
-        if plain:
+        if event is None:
             for turns in case.sessions:
                 await session(turns)
         else:
             work = asyncio.gather(*map(session, case.sessions))
-            await asyncio.gather(work, _event(engine, case, path, work))
+            await asyncio.gather(work, event.strike(engine, work))
     return answers
 
 
-async def _event(engine: Engine, case: Case, path: Path, work: Any) -> None:
-    if not case.event:
-        return
-    for _ in range(400):  # until something runs
-        states = (await asyncio.to_thread(engine.get_server_info))["internal_states"]
-        if work.done() or sum(state["generation_tokens_total"] for state in states) > 4:
-            break
-        await asyncio.sleep(0.01)
-    if case.event in ("in_place", "retract"):
-        await asyncio.to_thread(engine.pause_generation, case.event)
-        await asyncio.sleep(0.2)
-        await asyncio.to_thread(engine.continue_generation)
-    elif case.event == "update":
-        done, message = await asyncio.to_thread(engine.update_weights_from_disk, str(path))
-        assert done, message
-    elif case.event == "abort":
-        engine.abort_request(abort_all=True)
-    elif case.event == "flush":
-        await asyncio.to_thread(engine.flush_cache)
-
-
 def run(case: Case, path: Path) -> dict[str, Any]:
-    try:
-        engine = Engine(str(path), **PLAIN | case.common | case.flags)
-    except ConfigError as error:
-        return {"refused": str(error)}
-    with engine:
-        found = asyncio.run(serve(engine, case, path, False))
-        problems = _problems(engine)
-        states = engine.get_server_info()["internal_states"]
+    Images.load = _drawn_images  # type: ignore[method-assign]
+    with Event(case.event, path, case.flags.get("tp_size", 1) * case.flags.get("dp_size", 1)) as event:
+        try:
+            engine = Engine(str(event.first), **PLAIN | case.common | case.flags)
+        except ConfigError as error:
+            return {"refused": str(error)}
+        with engine:
+            event.begin(engine)
+            found = asyncio.run(serve(engine, case, event))
+            event.end(engine)
+            problems = _problems(engine)
+            states = engine.get_server_info()["internal_states"]
     alone = {"device": "cpu"} | {k: v for k, v in case.flags.items() if k in ("page_size",)}
     if case.kind == "deepseek_v41" or not case.kind.startswith("deepseek_v4"):
         alone.pop("page_size")
     with Engine(str(path), **PLAIN | case.common | ALONE | alone) as engine:
-        right = asyncio.run(serve(engine, case, path, True))
+        right = asyncio.run(serve(engine, case))
     drafts = [state["speculation"] for state in states if state.get("speculation")]
     return {
         "differences": {rid: text for rid in right if (text := differs(case, rid, found[rid], right[rid]))},
         "problems": problems,
         "retractions": sum(state["num_retractions_total"] for state in states),
-        "cached": sum(answer["meta_info"]["cached_tokens"] for answer in found.values() if answer),
+        "cached": sum(a["meta_info"].get("cached_tokens", 0) for a in found.values() if isinstance(a, dict)),
         "accepted": sum(sum(state["accepted"]) for state in drafts),
         "rebalances": sum(state.get("eplb", {}).get("rebalances", 0) for state in states),
         "used_schedulers": sum(state["generation_tokens_total"] > 0 for state in states),
     }
+
+
+async def _drawn_images(images: Images, sources: Any) -> list[Picture]:
+    """The text of a source is rows, columns and a seed."""
+    import torch
+
+    from tests.models.vision_checkpoints import random_pixels
+
+    found = []
+    for source in sources:
+        rows, columns, seed = map(int, source.text.split())
+        one = random_pixels(rows, columns, torch.Generator().manual_seed(seed))
+        data = one.values.numpy().tobytes()
+        found.append(Picture(image_key(data, one.grid), one.grid, data))
+    return found
 
 
 def _problems(engine: Engine) -> list[str]:
@@ -284,6 +410,10 @@ def _problems(engine: Engine) -> list[str]:
 
 
 def differs(case: Case, rid: str, found: Any, right: Any) -> str:
+    if isinstance(right, list) or case.is_pooled:  # scores, vectors
+        one, other = (np.array(x if isinstance(x, list) else x["embedding"]) for x in (found, right))
+        near = one.shape == other.shape and np.abs(one - other).max() < case.tolerance
+        return "" if near else f"{one}, alone {other}"
     meta, wanted = found["meta_info"], right["meta_info"]
     finish = meta["finish_reason"]
     aborted = finish["type"] == "abort"
@@ -332,13 +462,14 @@ def check(case: Case, folder: Path, rng: random.Random, seed: int = 0) -> str:
     from tests.models.random_shapes import Refused
 
     path = make(case, folder, rng)
-    (folder / "case").write_text(json.dumps([vars(case), str(path)]))
+    (folder / "case").write_text(json.dumps([vars(case) | {"head": None}, str(path)]))
     command = ["tests.distributed.engine.random_ranks", "--run", str(folder / "case")]
     code, out, errors = _server_of(case.flags["device"]).run(command, folder, SECONDS)
     assert code == 0, errors[-6000:]
     found = json.loads(out.splitlines()[-1])
     if "refused" in found:
         raise Refused(found["refused"])
+    found["problems"] += re.findall(".*repaired.*", errors)
     assert not found["differences"] and not found["problems"], found
     return f"{case.kind}: {found} {case.flags | case.common} {case.event}"
 
@@ -348,7 +479,8 @@ def kinds() -> list[str]:
     from tests.models import random_sparse_shapes
     from tests.models.checkpoints import KINDS, MORE_KINDS
 
-    return [*KINDS, *MORE_KINDS, *random_sparse_shapes.KINDS, *FORMULAS]
+    images = [kind + WITH_IMAGES for kind in IMAGES]
+    return [*KINDS, *MORE_KINDS, *random_sparse_shapes.KINDS, *FORMULAS, *images]
 
 
 def main() -> int:
