@@ -10,7 +10,7 @@ A request that finds all slots in use waits, and requests behind it whose adapte
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from moe_engine.types import NO_LORA, NO_LORA_SLOT, Request
@@ -112,6 +112,17 @@ class LoraSlots:
         self._slots.clear()
         self._users.clear()
         self._retired.clear()
+
+    def check_integrity(self, live: Iterable[Request]) -> list[str]:
+        """Recounts the users of adapters and repairs the counts. Returns the findings."""
+        users = Counter(request.lora_id for request in live if request.lora_slot != NO_LORA_SLOT)
+        if users == self._users:
+            return []
+        finding = f"adapters with users: {self._users} were counted, requests have {dict(users)}"
+        self._users = dict(users)
+        for adapter in self._retired - self._users.keys():
+            self.retire(adapter)
+        return [finding]
 
     def _victim(self) -> int | None:
         """The least recently used adapter that may lose its slot."""

@@ -430,9 +430,11 @@ class Scheduler:
             self.check_integrity()
 
     def check_integrity(self) -> list[str]:
-        """Recounts every slot, row and lock, repairs errors, logs and returns the findings. Walks the whole pool: for
-        idle times and tests."""
-        findings = check_integrity(self.kv_cache, self.table.live.values())
+        """Recounts slots, rows, locks and users of adapters, repairs errors, logs and returns the findings. Walks the
+        whole pool: for idle times and tests."""
+        live = self.table.live.values()
+        findings = check_integrity(self.kv_cache, live)
+        findings += self.table.lora.check_integrity(live) if self.table.lora is not None else []
         for finding in findings:
             logger.warning("KV bookkeeping repaired: %s", finding)
         return findings

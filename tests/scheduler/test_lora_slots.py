@@ -90,6 +90,18 @@ def test_a_retired_adapter_keeps_its_slot_while_a_request_uses_it() -> None:
     assert slots.adapters == [] and slots.may_join(request("s", 2), False)
 
 
+def test_a_lost_user_of_an_adapter_is_found_and_repaired() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_slots=512, context_len=64, max_rows=2, lora_slots=1))
+    scheduler.add(lost := request("lost", 1))
+    step(scheduler)
+    lost.lora_slot = NO_LORA_SLOT  # its end does not count it
+    assert len(scheduler.check_integrity()) == 1 and scheduler.check_integrity() == []
+    scheduler.add(request("other", 2))
+    for _ in range(9):
+        step(scheduler)
+    assert scheduler.is_idle() and scheduler.check_integrity() == []
+
+
 def test_waiting_for_a_slot_ends() -> None:
     """A stream of requests with the adapter in the only slot: another adapter gets its turn."""
     scheduler = Scheduler(SchedulerConfig(num_slots=2048, context_len=64, max_rows=4, lora_slots=1))
