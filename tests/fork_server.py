@@ -262,7 +262,7 @@ def serve(listening: socket.socket) -> list[str]:
                     os.close(exited)
                     other.close()
                 show_command(["python", "-m", *command, STARTED_BY % parent])
-                become(descriptors, environ, folder)
+                become(descriptors, environ, folder, parent)
                 return command
             for number in descriptors:
                 os.close(number)
@@ -270,8 +270,9 @@ def serve(listening: socket.socket) -> list[str]:
             running[os.pidfd_open(pid)] = pid, connection
 
 
-def become(descriptors: list[int], environ: dict[str, str], folder: str) -> None:
+def become(descriptors: list[int], environ: dict[str, str], folder: str, parent: int) -> None:
     """Gives this process the state of an interpreter started by the other process."""
+    os.getppid = lambda: parent
     os.setpgid(0, 0)  # no separate session: `sched_yield` of a rank yields the core only within its session
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)

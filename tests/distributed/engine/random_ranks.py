@@ -137,6 +137,8 @@ def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
         names = ("o_proj", "gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj")
         case.adapters = ("o_proj", *rng.sample(names[1 : 4 if kind in MLA else 7], 2))
         case.flags["max_loras_per_batch"] = rng.choice((1, 2, 4))
+        if groups > 1:
+            case.flags["moe_dense_tp_size"] = 1
     if device == "cuda":
         case.flags |= TORCH
         case.flags |= rng.choice(({}, {"disable_cuda_graph": True}, {"cuda_graph_max_bs": rng.choice((1, 2, 4))}))
@@ -165,13 +167,18 @@ def _make_pooled(case: Case) -> None:
 
 
 def _make_elastic(case: Case, rng: random.Random) -> None:
+    from tests.models.random_shapes import EXPERTS
+
+    case.adapters = ()
+    case.flags.pop("max_loras_per_batch", None)
     case.event = f"kill {rng.randrange(case.flags['tp_size'])}"
     for name in ("enable_two_batch_overlap", "enable_single_batch_overlap", "ep_size"):
         case.flags.pop(name, None)
     if case.flags.get("moe_a2a_backend", "auto") == "auto":
         case.flags["moe_a2a_backend"] = "all_to_all"
     case.flags |= {"elastic_ep": True, "enable_dp_lm_head": True, "moe_dense_tp_size": 1}
-    case.flags["ep_num_redundant_experts"] = 16
+    experts, ranks = case.fields.get(EXPERTS.get(case.kind, "n_routed_experts"), 16), case.flags["tp_size"]
+    case.flags["ep_num_redundant_experts"] = -(-experts // (ranks - 1)) * ranks - experts
 
 
 def _ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
@@ -208,7 +215,8 @@ def _drafts(kind: str, case: Case, rng: random.Random, mtp: Any) -> dict[str, An
         return {}
     if kind not in (*mtp, "ling_v2_5") or rng.random() < 0.2:
         return {"speculative_algorithm": "NGRAM", "speculative_num_steps": rng.choice((1, 3))}
-    steps, topk = rng.choice((1, 2, 4)), rng.choice((1, 1, 2)) if kind.startswith("deepseek_v3") else 1
+    trees = kind.startswith("deepseek_v3") and case.flags.get("attn_dp_size") == 1
+    steps, topk = rng.choice((1, 2, 4)), rng.choice((1, 2)) if trees else 1
     own = {"speculative_algorithm": "NEXTN", "speculative_num_steps": steps, "speculative_eagle_topk": topk}
     return own | {"speculative_num_draft_tokens": 1 + topk + (steps - 1) * topk**2}
 
@@ -229,6 +237,7 @@ def _head_drafts(case: Case, depth: int, rng: random.Random) -> dict[str, Any]:
 
 def _sessions(case: Case, rng: random.Random) -> list[list[dict[str, Any]]]:
     begin, sessions = [rng.randrange(ORDINARY) for _ in range(30)], []
+    lengths = (1, 5, 14, 14) if case.flags["device"] == "cpu" else (1, 4, 7)  # a simulated step takes seconds
     for session in range(rng.randint(2, 4)):
         prompt, turns, images = begin[: rng.choice((0, 0, 7, 16, 30))], [], []
         if WITH_IMAGES in case.kind and rng.random() < 0.7:
@@ -236,7 +245,7 @@ def _sessions(case: Case, rng: random.Random) -> list[list[dict[str, Any]]]:
             prompt = [*prompt, *PLACE]
         for turn in range(rng.randint(1, 2)):
             prompt = [*prompt, *(rng.randrange(ORDINARY) for _ in range(rng.choice((1, 2, 9, 25))))][:90]
-            sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": rng.choice((1, 5, 14, 14))}
+            sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": rng.choice(lengths)}
             if case.exact and rng.random() < 0.3:
                 sampling |= {"temperature": 0.9, "sampling_seed": rng.getrandbits(30)}
                 sampling |= rng.choice(({}, {"top_p": 0.8}, {"top_k": 7}))
