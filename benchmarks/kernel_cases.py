@@ -95,6 +95,16 @@ def normal(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16, scale:
     return torch.randn(*shape, device=device, dtype=torch.float32).mul_(scale).to(dtype)
 
 
+def writes(result: Any, function: Callable[..., None], *arguments: Any) -> Call:
+    """A call of a function that writes to tensors; gives these."""
+
+    def call() -> Any:
+        function(*arguments)
+        return result
+
+    return call
+
+
 def op_case(shape: OpShape) -> KernelCase:
     family = "sampling" if shape.operation == "sample" else "ops"
     makers: dict[str, Callable[..., Call]] = {
@@ -131,12 +141,7 @@ def rotary_table(width: int, device: str) -> RotaryTable:
 def _rotate(ops: Any, device: str, tokens: int, heads: int, width: int) -> Call:
     x, table = normal(tokens, heads, 128 + width, device=device), rotary_table(width, device)
     positions = torch.randint(POSITIONS, (tokens,), device=device)
-
-    def call() -> Tensor:
-        ops.rotate(x, positions, table)
-        return x
-
-    return call
+    return writes(x, ops.rotate, x, positions, table)
 
 
 def _write_latent(ops: Any, device: str, tokens: int, latent: int, rotary: int) -> Call:
@@ -145,12 +150,7 @@ def _write_latent(ops: Any, device: str, tokens: int, latent: int, rotary: int) 
     positions = torch.randint(POSITIONS, (tokens,), device=device)
     cache = torch.zeros(2 * tokens, latent + rotary, dtype=torch.bfloat16, device=device)
     slots = torch.randperm(2 * tokens, device=device)[:tokens]
-
-    def call() -> Tensor:
-        ops.write_latent(kv_a, weight, 1e-6, positions, table, slots, cache)
-        return cache
-
-    return call
+    return writes(cache, ops.write_latent, kv_a, weight, 1e-6, positions, table, slots, cache)
 
 
 def _route(ops: Any, device: str, tokens: int, hidden: int, experts: int, top_k: int) -> Call:

@@ -35,6 +35,7 @@ from benchmarks.kernel_cases import (
     load_experts,
     normal,
     op_case,
+    writes,
 )
 from benchmarks.step_costs.costs import Routing
 from moe_engine.kernels.attention import shapes as attention
@@ -125,12 +126,7 @@ def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
         ids = torch.rand(tokens, model.num_experts, device=device).topk(model.top_k).indices.int()
         positions = kernel.sort_by_expert(ids, model.num_experts).positions.view(tokens, model.top_k)
         out = x.new_empty(positions.numel(), model.hidden)
-
-        def call() -> torch.Tensor:
-            kernel.permute(x, positions, out)
-            return out
-
-        return call
+        return writes(out, kernel.permute, x, positions, out)
 
     name, routing = f"permute.{model.hidden}x{model.top_k}.t{tokens}", Routing(tokens, model.top_k, 1, 1)
     return counted("permutation", name, prepare, routing=routing)

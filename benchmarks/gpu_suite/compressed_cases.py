@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.launched import counted, kernel_case
 from benchmarks.gpu_suite.steps import Decodes
-from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table
+from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table, writes
 from moe_engine.kernels.attention.selected import Selected, Turn
 from moe_engine.kernels.compression.protocol import (
     CompressedTokens,
@@ -58,12 +58,7 @@ def compress(
         out = torch.zeros(step.num_slots // rate, width, dtype=torch.bfloat16, device=device)
         tokens = _tokens(step)
         places = kept.places(step.positions, step.queries.rows, step.slots) if keep else None
-
-        def call() -> tuple[Tensor, Tensor]:
-            kernel.compress(projected, kept, weights, table, tokens, out, places)
-            return out, kept.rows
-
-        return call
+        return writes((out, kept.rows), kernel.compress, projected, kept, weights, table, tokens, out, places)
 
     form = ("" if keep else ".prompt") + ".blocks" * bool(block)
     return counted("compression", f"compress.{rate}x{series}.{width}{form}.r{requests}", prepare, context)
@@ -214,12 +209,7 @@ def ngram_ids(requests: int, context: int, vocab: int = 129280, count: int = 4) 
         numbers = torch.randint(vocab, (vocab,), dtype=torch.int32, device=device)
         cache = torch.randint(vocab, (step.num_slots,), dtype=torch.int32, device=device)
         residual = torch.zeros(requests, 4 * count, dtype=torch.bfloat16, device=device)
-
-        def call() -> tuple[Tensor, Tensor]:
-            kernels.put_ids(tokens, numbers, 7, cache, residual, count)
-            return cache, residual
-
-        return call
+        return writes((cache, residual), kernels.put_ids, tokens, numbers, 7, cache, residual, count)
 
     def compared(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return found[0], found[1].view(torch.int32)  # as numbers of bf16 some are NaN
@@ -244,12 +234,7 @@ def ngram_add(ops: Any, device: str, tokens: int, width: int) -> Call:
     ids = torch.randint(99, (tokens, 4), dtype=torch.int32, device=device)
     found, x = normal(tokens, (STREAMS + 1) * width, device=device), normal(tokens, width, device=device)
     kernels = ops.capabilities.ngrams or ngram_rows.IN_TORCH
-
-    def call() -> Tensor:
-        kernels.add(found, ids, x, residual, weights, streams)
-        return residual
-
-    return call
+    return writes(residual, kernels.add, found, ids, x, residual, weights, streams)
 
 
 @kernel_case("ops", "round_rows.{width}x{heads}.t{tokens}", fp8=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.attention_cases import PAGE, paged_queries, pool_size
 from benchmarks.gpu_suite.launched import kernel_case
-from benchmarks.kernel_cases import Call, KernelCase, NotServed, normal
+from benchmarks.kernel_cases import Call, KernelCase, NotServed, normal, writes
 from moe_engine.kernels.attention.vendors.trees import TreeMask
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
@@ -91,12 +91,7 @@ def lookups(sampling: Any, device: str, requests: int, drafts: int, width: int) 
     _, tables, chain = _drawn(requests, drafts, width, device)
     kernels = chain_kernels(sampling)
     kernels.inputs(tables, chain)
-
-    def call() -> Tensor:
-        kernels.find_ngrams(tables, chain, 1, 4)
-        return chain.ids
-
-    return call
+    return writes(chain.ids, kernels.find_ngrams, tables, chain, 1, 4)
 
 
 @kernel_case("sampling", "trees.{depth}x{topk}.r{requests}", context="width")

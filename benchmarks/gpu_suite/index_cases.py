@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.launched import kernel_case
 from benchmarks.gpu_suite.steps import Decodes, exact
-from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table
+from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table, writes
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.block_index import selection
 from moe_engine.kernels.block_index.rule import BlockRule
@@ -75,12 +75,8 @@ def selected(
     found, plan = Selected.empty(asked, top_k), kernel.plan(asked)
     chosen = torch.empty(requests, blocks, dtype=torch.int32, device=device)
     choice = BlockChoice(8, chosen) if blocks else None
-
-    def call() -> tuple[Tensor, ...]:
-        kernel.select(q, weights, keys, asked, top_k, found, plan, choice)
-        return (found.slots, chosen) if blocks else (found.slots,)
-
-    return call
+    results = (found.slots, chosen) if blocks else (found.slots,)
+    return writes(results, kernel.select, q, weights, keys, asked, top_k, found, plan, choice)
 
 
 @kernel_case("block_index", "select_blocks.{heads}x{width}.k{rule.top_k}x{rule.size}.r{requests}.s{context}")
@@ -92,12 +88,7 @@ def selected_blocks(
     keys = exact(asked.slot_table.numel(), 1, width, device=device)
     q = exact(requests, heads, width, device=device)
     found, plan = selection.empty(asked, rule, heads), kernel.plan(asked)
-
-    def call() -> Tensor:
-        kernel.select(q, keys, asked, rule, found, plan)
-        return found.slots
-
-    return call
+    return writes(found.slots, kernel.select, q, keys, asked, rule, found, plan)
 
 
 @kernel_case("indexer", "pool_keys.{size}x{width}.r{requests}")
@@ -107,12 +98,7 @@ def pool_keys(kernel: Any, device: str, requests: int, context: int, size: int =
     keys, gates = (normal(requests, width, device=device) for _ in "kg")
     cache = normal(step.num_slots, 1, width, device=device), normal(step.num_slots, 1, width, device=device)
     bias = torch.randn(size, width, device=device)
-
-    def call() -> tuple[Tensor, Tensor]:
-        kernel.pools.write(keys, norm, gates, bias, step.positions, step.slots, cache)
-        return cache
-
-    return call
+    return writes(cache, kernel.pools.write, keys, norm, gates, bias, step.positions, step.slots, cache)
 
 
 @kernel_case("indexer", "pool_means.{size}x{width}{halves:.halves}.r{requests}")

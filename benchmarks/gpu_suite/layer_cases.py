@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 
 from benchmarks.attention_cases import PAGE, paged_queries, pool_size
 from benchmarks.gpu_suite.launched import counted, kernel_case
-from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table
+from benchmarks.kernel_cases import POSITIONS, Call, KernelCase, NotServed, normal, rotary_table, writes
 from moe_engine.kernels.delta.protocol import DeltaShape, StateRuns
 from moe_engine.kernels.kv_format import head_records, latent_records
 from moe_engine.kernels.kv_format.formats import E4M3, FP8_GROUPS, head_width, latent_width
@@ -51,12 +51,7 @@ def lora(tokens: int, k: int, columns: tuple[int, ...], rank: int, slots: int = 
         a, b = normal(slots, parts * rank, k, device=device), normal(slots, rank, n, device=device)
         weights, found = LoraWeights(a, b, columns), _adapters(tokens, slots, device)
         x, y = normal(tokens, k, device=device, scale=k**-0.5), normal(tokens, n, device=device)
-
-        def call() -> Tensor:
-            kernel.add(y, x, weights, found)
-            return y
-
-        return call
+        return writes(y, kernel.add, y, x, weights, found)
 
     return counted("lora", f"lora.{k}x{columns[-1]}.r{rank}.t{tokens}", prepare)
 
@@ -185,12 +180,7 @@ def write_kv(tokens: int, groups: int, width: int, fp8: bool) -> KernelCase:
         keys, values = (normal(tokens, groups, width, device=device) for _ in "kv")
         form = (head_width(E4M3, width), torch.uint8) if fp8 else (width, torch.bfloat16)
         slots, caches = _cache(tokens, groups, form[0], device, form[1])
-
-        def call() -> list[Tensor]:
-            ops.write_kv(keys, values, slots, *caches)
-            return caches
-
-        return call
+        return writes(caches, ops.write_kv, keys, values, slots, *caches)
 
     name = f"write_kv.{groups}x{width}{'.fp8' * fp8}.t{tokens}"
     return counted("ops", name, prepare, fp8=fp8, compared=lambda found: _unpacked(found, width))
@@ -208,12 +198,7 @@ def write_latent_records(tokens: int, latent: int, rotary: int) -> KernelCase:
         table, positions = rotary_table(rotary, device), torch.randint(POSITIONS, (tokens,), device=device)
         slots = torch.randperm(2 * tokens, device=device)[:tokens]
         cache = torch.zeros(2 * tokens, latent_width(E4M3, latent, rotary), dtype=torch.uint8, device=device)
-
-        def call() -> Tensor:
-            ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
-            return cache
-
-        return call
+        return writes(cache, ops.write_latent, kv_a, weight, EPS, positions, table, slots, cache)
 
     compared = partial(latent_records.unpack, latent=latent, rotary=rotary)
     return counted("ops", f"write_latent.{latent}x{rotary}.fp8.t{tokens}", prepare, fp8=True, compared=compared)
