@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Members(Protocol):
-    """A group's size and this rank's index; every `collectives.Group` is one."""
-
-    size: int
-    rank: int
+if TYPE_CHECKING:
+    from moe_engine.parallel.collectives import Group
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class Share:
     size: int = 1
 
     @classmethod
-    def of(cls, group: Members) -> Share:
+    def of(cls, group: Group) -> Share:
         """This rank's part in its group."""
         return cls(group.rank, group.size)
 

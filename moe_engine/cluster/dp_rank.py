@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
 
@@ -32,6 +32,9 @@ from moe_engine.executor.progress import Progress
 from moe_engine.processes.addresses import own_address_towards
 from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import connect
+
+if TYPE_CHECKING:
+    from moe_engine.worker.worker import Worker
 
 LAST_MESSAGE_MS = 500
 """Linger of a last message to the frontend."""
@@ -99,7 +102,7 @@ class SchedulingRank:
             self._folder.remove()
         return 0
 
-    def _start(self) -> tuple[Any, ZmqTransport]:
+    def _start(self) -> tuple[Worker, ZmqTransport]:
         """Loads the model and waits for the other ranks."""
         spec, options = self._spec, self._spec.options
         welcome = self._heartbeat.welcome.result()
@@ -118,7 +121,7 @@ class SchedulingRank:
     def _make_heartbeat(self, *args: Any) -> HeartbeatClient:
         return HeartbeatClient(*args)
 
-    def _make_worker(self, own: Any) -> LeaderWorker:
+    def _make_worker(self, own: Worker) -> LeaderWorker:
         rank = self._place.rank
         detector = RemoteDetector(
             lambda message, peer_lost: self._heartbeat.send(messages.Failed(rank, message, peer_lost))
@@ -126,10 +129,10 @@ class SchedulingRank:
         followers = self._spec.options.following_ranks(self._place.group)
         return LeaderWorker(own, self._sender, detector, self._progress, rank=rank, followers=followers)
 
-    def _report_loaded(self, loaded: messages.Loaded, own: Any) -> None:
+    def _report_loaded(self, loaded: messages.Loaded, own: Worker) -> None:
         self._heartbeat.send(loaded)
 
-    def _make_core(self, worker: LeaderWorker, own: Any, port: ZmqTransport, dp_sync: DPSync) -> EngineCore:
+    def _make_core(self, worker: LeaderWorker, own: Worker, port: ZmqTransport, dp_sync: DPSync) -> EngineCore:
         core = make_core(
             self._spec.config, worker, own, port, self._status,
             check=worker.check, dp_sync=dp_sync, group=self._place.group,
@@ -138,11 +141,11 @@ class SchedulingRank:
         self._status.write(ready=1, last_turn=time.monotonic())
         return core
 
-    def _serve(self, worker: LeaderWorker, own: Any, port: ZmqTransport) -> None:
+    def _serve(self, worker: LeaderWorker, own: Worker, port: ZmqTransport) -> None:
         """Returns after an orderly shutdown."""
         self._make_core(worker, own, port, DPSync(self._exchange, worker.check)).run()
 
-    def _prepare(self, welcome: messages.Welcome) -> Any:
+    def _prepare(self, welcome: messages.Welcome) -> Worker:
         spec = self._spec
         self._world = self.world_class(spec.options, spec.place, welcome.store_host, welcome.store_port)
         self._world.join()

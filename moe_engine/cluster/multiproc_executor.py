@@ -33,6 +33,7 @@ from moe_engine.processes.watched_thread import start_watched
 
 if TYPE_CHECKING:
     from moe_engine.cluster.core_spec import CoreSpec
+    from moe_engine.worker.worker import Worker
 
 logger = logging.getLogger("moe_engine")
 
@@ -92,7 +93,7 @@ class MultiprocExecutor:
         """Process ids of the followers on this node, by rank."""
         return self._ranks.pids
 
-    def start(self) -> tuple[LeaderWorker, Any]:
+    def start(self) -> tuple[LeaderWorker, Worker]:
         """Blocks until every rank is ready. Returns the worker of rank 0's group, and rank 0's own worker inside it.
 
         Raises:
@@ -100,7 +101,7 @@ class MultiprocExecutor:
             RankLost: a rank failed, died or did not join; names it.
         """
         began = time.monotonic()
-        prepared: list[Any] = []
+        prepared: list[Worker] = []
         start_watched("rank-start", partial(self._prepare, prepared), self.detector.give_up)
         while not (self.detector.all_loaded and prepared):
             self._ranks.find_held(self.detector.died)
@@ -158,7 +159,7 @@ class MultiprocExecutor:
             self._exchange.close()
         self._control.close()
 
-    def _prepare(self, prepared: list[Any]) -> None:
+    def _prepare(self, prepared: list[Worker]) -> None:
         options, place = self._options, self._options.places[0]
         try:
             if options.size > 1:

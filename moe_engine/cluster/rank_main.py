@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_engine import logs
 from moe_engine.cluster.heartbeat_client import LEAVE_SECONDS, HeartbeatClient, leave
@@ -24,7 +24,7 @@ from moe_engine.core.kv_transfer.open import follow_transfers
 from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import MoeEngineError
 from moe_engine.executor import messages
-from moe_engine.executor.leader_worker import LocalWorker, kernels_of
+from moe_engine.executor.leader_worker import kernels_of
 from moe_engine.executor.options import plan_name
 from moe_engine.executor.plan_broadcast import KV_REPORT, Masks, PlanReceiver, Run, Step, Stop
 from moe_engine.executor.process_groups import RankWorld, quieten_torch
@@ -126,23 +126,21 @@ class Follower:
             preparing.result().close()
         self._heartbeat.close()
 
-    def _execute(self, worker: LocalWorker, plan: StepPlan) -> Future[StepResult]:
+    def _execute(self, worker: Worker, plan: StepPlan) -> Future[StepResult]:
         return worker.launch(plan, reports_drafts=False).result if plan.masked else worker.execute(plan)
 
-    def _prepare(self, welcome: messages.Welcome) -> LocalWorker:
+    def _prepare(self, welcome: messages.Welcome) -> Worker:
         spec = self._spec
         RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port).join()
-        worker: LocalWorker = spec.options.make_worker(spec.config, spec.place, self._progress)
+        worker = spec.options.make_worker(spec.config, spec.place, self._progress)
         first = spec.options.first_group or 0
-        follow_transfers(
-            spec.config, cast("Worker", worker), first + spec.place.group, spec.place.rank % spec.options.group_size
-        )
+        follow_transfers(spec.config, worker, first + spec.place.group, spec.place.rank % spec.options.group_size)
         worker.report_storage(self._kv_reports.add)
         self._progress.ready = True
         self._heartbeat.send(messages.Loaded(self._rank, kernels_of(worker)))
         return worker
 
-    def _prepared(self, future: Future[LocalWorker]) -> None:
+    def _prepared(self, future: Future[Worker]) -> None:
         if (error := future.exception()) is not None:
             self._heartbeat.send_failure(self._rank, error)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.types import KVReport, StepPlan, StepResult
-from moe_engine.types.token_masks import LaunchedStep, StepMasks
+from moe_engine.types import KVReport, StepPlan
+from moe_engine.types.token_masks import LaunchedStep
+
+if TYPE_CHECKING:
+    from moe_engine.worker.worker import Worker
 
 
 class RankAnswer(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -65,24 +68,10 @@ class RankCall:
         return [self._answers.get(rank) or RankAnswer(rank, error=late) for rank in self._ranks]
 
 
-class RankWorker(Protocol):
-    """The part of `worker.Worker` that runs steps and calls of its own rank."""
-
-    def execute(self, plan: StepPlan) -> Future[StepResult]: ...
-
-    def launch(self, plan: StepPlan, *, reports_drafts: bool = True) -> LaunchedStep: ...
-
-    def sample(self, masks: StepMasks) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def run_call(self, method: str, args: Mapping[str, Any]) -> Future[Any]: ...
-
-
 class SingleRank:
     """`StepWorker` of a group of one rank."""
 
-    def __init__(self, worker: RankWorker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.execute = worker.execute
         self.sample, self.abandon = worker.sample, worker.abandon

@@ -11,7 +11,8 @@ from moe_engine.cluster.dp_rank import RemoteDetector
 from moe_engine.elastic.rendezvous import SurvivorWorld
 from moe_engine.elastic.survivors import RanksChanged, Survivors
 from moe_engine.errors import EngineDeadError
-from moe_engine.executor.leader_worker import Failure, LeaderWorker, LocalWorker, PlanSender
+from moe_engine.executor.leader_worker import Failure, LeaderWorker
+from moe_engine.executor.plan_broadcast import PlanSender
 from moe_engine.executor.progress import Progress
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class SurvivingWorker(LeaderWorker):
 
     def __init__(
         self,
-        worker: LocalWorker,
+        worker: Worker,
         sender: PlanSender,
         members: Membership,
         progress: Progress,

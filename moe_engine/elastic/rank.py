@@ -23,6 +23,7 @@ from moe_engine.executor.make_worker import worker_options
 if TYPE_CHECKING:
     from moe_engine.core.shared_status import SharedStatus
     from moe_engine.executor.leader_worker import LeaderWorker
+    from moe_engine.worker.worker import Worker
 
 logger = logging.getLogger("moe_engine")
 
@@ -59,26 +60,26 @@ class ElasticRank(SchedulingRank):
     def _make_heartbeat(self, *args: Any) -> HeartbeatClient:
         return RankHeartbeat(self._members, *args)
 
-    def _prepare(self, welcome: messages.Welcome) -> Any:
+    def _prepare(self, welcome: messages.Welcome) -> Worker:
         from moe_engine.elastic.recovery import RankRecovery
 
         own = super()._prepare(welcome)
-        assert isinstance(self._world, SurvivorWorld)
+        assert isinstance(self._world, SurvivorWorld) and own.weights is not None
         own.weights.refusal = "--elastic-ep: weights cannot be updated; a recovery would read the old checkpoint"
         recovery = RankRecovery(own, worker_options(self._spec.config, self._place.device))
         self._regroups = SurvivingRank(self._world, own, recovery)
         return own
 
-    def _report_loaded(self, loaded: messages.Loaded, own: Any) -> None:
+    def _report_loaded(self, loaded: messages.Loaded, own: Worker) -> None:
         self._heartbeat.send(Ready(self._place.rank, engine_info(self._spec.config, own)))
         super()._report_loaded(loaded, own)
 
-    def _make_worker(self, own: Any) -> LeaderWorker:
+    def _make_worker(self, own: Worker) -> LeaderWorker:
         rank = self._place.rank
         assert isinstance(self._heartbeat, RankHeartbeat)
         return SurvivingWorker(own, self._sender, self._members, self._progress, rank, self._regroups)
 
-    def _serve(self, worker: LeaderWorker, own: Any, port: ZmqTransport) -> None:
+    def _serve(self, worker: LeaderWorker, own: Worker, port: ZmqTransport) -> None:
         assert isinstance(worker, SurvivingWorker) and isinstance(self._exchange, SurvivorExchange)
         dp_sync = SurvivorSync(self._exchange, worker.check)
         core = self._make_core(worker, own, port, dp_sync)

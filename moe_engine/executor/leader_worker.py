@@ -11,18 +11,21 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_engine.core.executor import RankLost
-from moe_engine.core.rank_calls import RankAnswer, RankCall, RankWorker
+from moe_engine.core.rank_calls import RankAnswer, RankCall
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError, StepNotRun
-from moe_engine.executor.plan_broadcast import KV_REPORT, Answer
+from moe_engine.executor.plan_broadcast import KV_REPORT, PlanSender
 from moe_engine.executor.progress import Progress
 from moe_engine.types import KVReport, StepPlan, StepResult
 from moe_engine.types.token_masks import LaunchedStep, StepMasks
+
+if TYPE_CHECKING:
+    from moe_engine.worker.worker import Worker
 
 MAX_AHEAD = 64
 """Max steps between the leader and its slowest follower; collectives usually keep it at one."""
@@ -48,33 +51,9 @@ class Failure:
         return cls(message, cause is not None, isinstance(error, ConfigError))
 
 
-def kernels_of(worker: Any) -> dict[str, str]:
-    """Backend chosen by a `worker.Worker`, by kernel family."""
+def kernels_of(worker: Worker) -> dict[str, str]:
+    """The chosen backends by kernel family."""
     return {choice.family: choice.row.name for choice in worker.info.choices}
-
-
-class LocalWorker(RankWorker, Protocol):
-    """The part of `worker.Worker` that a rank uses."""
-
-    def report_storage(self, reporter: Callable[[KVReport], None]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PlanSender(Protocol):
-    """Broadcasts plans and calls to the followers."""
-
-    sequence: int
-    """Sequence number of the last plan sent."""
-
-    def send(self, plan: StepPlan) -> int: ...
-
-    def call(self, number: int, method: str, args: Mapping[str, Any]) -> None: ...
-
-    def answers(self) -> Iterable[Answer]: ...
-    def send_masks(self, masks: StepMasks) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class Detector(Protocol):
@@ -107,7 +86,7 @@ class LeaderWorker:
 
     def __init__(
         self,
-        worker: LocalWorker,
+        worker: Worker,
         sender: PlanSender,
         detector: Detector,
         progress: Progress,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.logs import rank_name
 from moe_engine.processes.addresses import LOOPBACK
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 from moe_engine.processes.zmq_sockets import JobKeys
+
+if TYPE_CHECKING:
+    from moe_engine.worker.worker import Worker
 
 
 def plan_name(rank: int) -> str:
@@ -77,7 +80,7 @@ class RankGroupOptions:
     """
 
     size: int
-    make_worker: Callable[..., Any]
+    make_worker: Callable[..., Worker]
     num_nodes: int = 1
     node_rank: int = 0
     leader_address: str | None = None

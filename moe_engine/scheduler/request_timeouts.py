@@ -9,22 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from moe_engine.types import FinishReason, Request
 
+if TYPE_CHECKING:
+    from moe_engine.scheduler.run_settings import RunSettings
+
 LEAST_PAUSE = 0.01
 """Min seconds between two scans of the requests."""
-
-
-class Limits(Protocol):
-    """Seconds; None: no limit."""
-
-    @property
-    def request_waiting_timeout(self) -> float | None: ...
-
-    @property
-    def request_running_timeout(self) -> float | None: ...
 
 
 class RequestTimeouts:
@@ -34,7 +27,7 @@ class RequestTimeouts:
     arrives, or has its first step, after a scan is over its limit no earlier than the shortest limit after that scan.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: RunSettings, clock: Callable[[], float]) -> None:
         """
         Args:
             clock: in seconds; the clock of `Request.queued_at` and `Request.first_scheduled`.
@@ -46,7 +39,7 @@ class RequestTimeouts:
         self._next_scan = 0.0
 
     @classmethod
-    def of(cls, limits: Limits, clock: Callable[[], float]) -> RequestTimeouts | None:
+    def of(cls, limits: RunSettings, clock: Callable[[], float]) -> RequestTimeouts | None:
         """None without limits."""
         values = (limits.request_waiting_timeout, limits.request_running_timeout)
         return None if values == (None, None) else cls(limits, clock)
