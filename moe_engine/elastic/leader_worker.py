@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moe_engine.cluster.dp_rank import RemoteDetector
 from moe_engine.elastic.rendezvous import SurvivorWorld
@@ -48,32 +48,22 @@ class Membership(RemoteDetector):
         return RanksChanged(survivors.losses[-1]) if survivors.generation != self.generation else None
 
 
-class Regroups(Protocol):
-    """A rank that can continue after other ranks were lost."""
-
-    def give_up(self) -> None:
-        """Makes pending collectives with lost ranks fail soon. Thread-safe."""
-
-    def drain(self) -> Future[None]:
-        """A future that is done when the submitted steps have ended."""
-
-    def go_on(self, survivors: Survivors) -> Future[Any]:
-        """Collective over the survivors: once it is done, they can run steps."""
-
-
 class SurvivingRank:
-    """Implements `Regroups`: new world, new process groups, experts re-placed."""
+    """A rank that continues after others were lost: new world, new process groups, experts re-placed."""
 
     def __init__(self, world: SurvivorWorld, worker: Worker, recovery: RankRecovery) -> None:
         self._world, self._worker, self._recovery = world, worker, recovery
 
     def give_up(self) -> None:
+        """Makes pending collectives with lost ranks fail soon. Thread-safe."""
         self._recovery.give_up()
 
     def drain(self) -> Future[None]:
+        """A future that is done when the submitted steps have ended."""
         return self._worker.call(lambda: None)
 
     def go_on(self, survivors: Survivors) -> Future[Recovered]:
+        """Collective over the survivors: once it is done, they can run steps."""
         return self._worker.call(self._go_on, survivors)
 
     def _go_on(self, survivors: Survivors) -> Recovered:
@@ -97,7 +87,7 @@ class SurvivingWorker(LeaderWorker):
         members: Membership,
         progress: Progress,
         rank: int,
-        regroups: Regroups,
+        regroups: SurvivingRank,
     ) -> None:
         super().__init__(worker, sender, members, progress, rank=rank)
         self._members, self._regroups = members, regroups
@@ -115,7 +105,7 @@ class SurvivingWorker(LeaderWorker):
             on_wait: called repeatedly while waiting.
 
         Returns:
-            The survivors, and the result of `Regroups.go_on`.
+            The survivors, and the result of `SurvivingRank.go_on`.
 
         Raises:
             RankLost: the survivors cannot continue.

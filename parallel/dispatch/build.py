@@ -42,7 +42,7 @@ from moe_engine.parallel.dispatch.two_hop import TwoHop
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import Shuffles
-    from moe_engine.parallel.dispatch.symm_mem.nvshmem4py import SymmetricAllToAll
+    from moe_engine.parallel.dispatch.symm_mem.nvshmem4py import Nvshmem
 
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Groups:
     deep_ep: ModuleType | None = None
     deepep_version: str = "auto"
     symm_mem: SymmetricMemory | None = None
-    nvshmem: SymmetricAllToAll | None = None
+    nvshmem: Nvshmem | None = None
     shuffles: Shuffles | None = None
     on_host: bool | None = None
     permutation: Permutation | None = None
@@ -311,7 +311,7 @@ def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
     """Low latency by NVSHMEM: its Python package if all ranks have it, else torch's shuffles. Prefill by the backend
     with the least traffic between nodes."""
     from moe_engine.parallel.dispatch.symm_mem import nvshmem4py
-    from moe_engine.parallel.dispatch.symm_mem.nvshmem import NvshmemDispatcher, TorchShuffles
+    from moe_engine.parallel.dispatch.symm_mem.nvshmem import NvshmemDispatcher, Shuffles
 
     memory = groups.nvshmem or (nvshmem4py.load(groups.experts) if groups.shuffles is None else None)
     nodes = groups.node is not None and groups.node.size > 1 and groups.rails is not None and groups.rails.size > 1
@@ -323,7 +323,7 @@ def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
                 groups, shape, nvshmem4py.NvshmemAllToAll(groups.experts, shape, memory), static=True
             ),
         )  # fmt: skip
-    shuffles = groups.shuffles or TorchShuffles(groups.process_group)
+    shuffles = groups.shuffles or Shuffles(groups.process_group)
     return _with_low_latency(
         groups, shapes, prefill,
         lambda shape: NvshmemDispatcher(groups.experts, shape, shuffles, groups.permutation_of(shape)),

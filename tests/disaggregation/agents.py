@@ -31,7 +31,7 @@ SECONDS = 30.0
 
 
 class Rows:
-    """Implements `StagedRows`: `array` [places, tensors, heads, bytes of a head]."""
+    """Stands for `TransferCopies`: `array` [places, tensors, heads, bytes of a head]."""
 
     def __init__(self, num_places: int, num_tensors: int, num_heads: int, head_bytes: int) -> None:
         self.stored = 0

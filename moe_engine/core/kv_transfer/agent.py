@@ -9,16 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_engine.core.kv_transfer import wire
 from moe_engine.core.kv_transfer.layout import Layout
-from moe_engine.core.kv_transfer.rows import StagedRows
 from moe_engine.core.kv_transfer.thread import TransferThread
 from moe_engine.core.kv_transfer.transports.protocol import Send, Transport
 from moe_engine.processes.zmq_sockets import JobKeys
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import Message
+
+if TYPE_CHECKING:
+    from moe_engine.worker.kv_cache.transfer_copies import TransferCopies
 
 
 class Leg(Protocol):
@@ -42,7 +44,7 @@ class AgentSetup:
     """
 
     link: TransferLink
-    rows: StagedRows
+    rows: TransferCopies
     schema: dict[str, str]
     keys: JobKeys | None
     wake_core: Callable[[], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.parallel.recording.recorder import ExpertRecorder
+from moe_engine.worker.eplb.eplb_manager import EPLBManager
 
 logger = logging.getLogger("moe_engine")
 
@@ -19,12 +20,6 @@ Result = TypeVar("Result")
 
 # SGLang's numbers of forward modes, by (has prefill, has decode)
 FORWARD_MODES = {(True, False): 1, (False, True): 2, (True, True): 3, (False, False): 4}
-
-
-class PassHook(Protocol):
-    """Called before each pass, on all ranks."""
-
-    def between_passes(self) -> None: ...
 
 
 class ExpertRecordingModel:
@@ -41,7 +36,7 @@ class ExpertRecordingModel:
         self,
         model: Decoder,
         recorder: ExpertRecorder,
-        balance: PassHook | None = None,
+        balance: EPLBManager | None = None,
         *,
         log: bool = False,
         is_reporting_rank: bool = True,

@@ -1,4 +1,5 @@
-"""Worker side of disaggregation: `KVCopies` whose host rows the transfer thread reads and writes."""
+"""Worker side of disaggregation: `KVCopies` whose host rows the transfer thread reads and writes. A row is the KV of a
+token in all layers of this rank."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ class TransferCopies(KVCopies):
 
     @property
     def row_widths(self) -> list[int]:
-        """Bytes of a row in each tensor."""
+        """Bytes of a row in each tensor of the KV pool, one after the other."""
         return self._pool.row_widths
 
     @property
     def undivided(self) -> set[int]:
-        """As `KVPool.undivided`."""
+        """Numbers of the tensors that every rank has whole."""
         return self._pool.undivided
 
     @property
@@ -54,7 +55,7 @@ class TransferCopies(KVCopies):
         return np.frombuffer(self._states.page(entry), np.uint8)[begin : begin + len(places) * self.row_bytes]
 
     def read_into(self, places: list[int], out: np.ndarray) -> None:
-        """Copies the rows to out [n, row_bytes]."""
+        """Copies the rows to out [n, row_bytes], contiguous."""
         if (part := self._state_part(places)) is not None:
             flat = out.reshape(-1)
             flat[: len(part)], flat[len(part) :] = part, 0

@@ -12,7 +12,7 @@ rank, D hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,27 +39,9 @@ def why_not(shape: DispatchShape) -> str | None:
     return None
 
 
-class Shuffles(Protocol):
-    """NVSHMEM's operations. Shuffled tensors come from `empty`; all are collective, shuffles are asynchronous."""
-
-    def empty(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes] readable by every rank."""
-
-    def all_to_all_vdev_2d(self, rows: Tensor, out: Tensor, splits: Tensor, out_splits_offsets: Tensor) -> None:
-        """rows [., W] sorted by expert, splits int64 [E] of them -> out [., W] by expert, then by rank.
-
-        out_splits_offsets int64 [2, El * R]: rows from each rank for each expert, and their starts. An expert without
-        rows occupies one row, which is not written.
-        """
-
-    def all_to_all_vdev_2d_offset(
-        self, rows: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor
-    ) -> None:
-        """rows [., W] at offsets [El, R] -> out [., W] by rank, then by expert, contiguous."""
-
-
-class TorchShuffles:
-    """torch's operations; sets NVSHMEM as the process's symmetric memory backend.
+class Shuffles:
+    """torch's operations; sets NVSHMEM as the process's symmetric memory backend. Shuffled tensors come from `empty`;
+    all are collective, shuffles are asynchronous.
 
     Args:
         process_group: torch's process group of all ranks of the world: the kernels interpret a rank as its world
@@ -77,16 +59,23 @@ class TorchShuffles:
         self._name = process_group.group_name
 
     def empty(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 [num_bytes] readable by every rank."""
         made = self._symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         self._symmetric.rendezvous(made, self._process_group)  # the shuffles do it lazily, but not under capture
         return made
 
     def all_to_all_vdev_2d(self, rows: Tensor, out: Tensor, splits: Tensor, out_splits_offsets: Tensor) -> None:
+        """rows [., W] sorted by expert, splits int64 [E] of them -> out [., W] by expert, then by rank.
+
+        out_splits_offsets int64 [2, El * R]: rows from each rank for each expert, and their starts. An expert without
+        rows occupies one row, which is not written.
+        """
         torch.ops.symm_mem.all_to_all_vdev_2d(rows, out, splits, out_splits_offsets, self._name)
 
     def all_to_all_vdev_2d_offset(
         self, rows: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor
     ) -> None:
+        """rows [., W] at offsets [El, R] -> out [., W] by rank, then by expert, contiguous."""
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(rows, out, splits_offsets, out_splits_offsets, self._name)
 
 

@@ -14,7 +14,7 @@ import importlib
 import logging
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +25,6 @@ from moe_engine.parallel.dispatch.payload import RecordFormat, write_parts
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
 
 logger = logging.getLogger(__name__)
-
-
-class SymmetricAllToAll(Protocol):
-    """Symmetric memory with an all-to-all; both collective over all ranks of the world."""
-
-    def empty(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], uninitialized; before any graph capture."""
-
-    def all_to_all(self, out: Tensor, x: Tensor) -> None:
-        """Part r of `x` to rank r; asynchronous. Both are whole tensors of `empty`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,8 @@ class LaunchStream:
 
 
 class Nvshmem:
-    """The package, initialized for this rank's device. Collective over the world.
+    """The package, initialized for this rank's device: symmetric memory with an all-to-all. All collective over the
+    world.
 
     Args:
         core: `nvshmem.core`. device: `cuda.core.Device` of this rank.
@@ -64,9 +55,11 @@ class Nvshmem:
         core.init(device=device, uid=unique_id, rank=group.rank, nranks=group.size, initializer_method="uid")
 
     def empty(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], uninitialized; before any graph capture."""
         return self._core.bytetensor((num_bytes,), dtype=torch.uint8)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> None:
+        """Part r of `x` to rank r; asynchronous. Both are whole tensors of `empty`."""
         group = self._group
         stream = LaunchStream(0 if group.on_host else torch.cuda.current_stream(group.device).cuda_stream)
         self._core.alltoall(self._core.Teams.TEAM_WORLD, out, x, stream=stream)
@@ -97,7 +90,7 @@ class SymmetricHandle:
 class NvshmemAllToAll:
     """An `Exchange` with the messages of `StaticAllToAll`: M rows for every pair of ranks, and no host wait."""
 
-    def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricAllToAll) -> None:
+    def __init__(self, group: Group, shape: DispatchShape, memory: Nvshmem) -> None:
         self._group, self._memory, self._shape = group, memory, shape
         form, rows = RecordFormat.of(shape), shape.max_tokens * group.size
         self._sent = memory.empty(rows * form.num_bytes)
