@@ -40,6 +40,7 @@ class ExpertSettings:
         directory: directory of dumps.
         report_log, report_metrics: report balancedness of each pass to the log, to the metrics.
         rebalance: None: experts are not moved.
+        returned: the experts of every token are kept, for requests that return them.
     """
 
     num_redundant: int = 0
@@ -52,6 +53,7 @@ class ExpertSettings:
     report_log: bool = False
     report_metrics: bool = False
     rebalance: RebalanceSettings | None = None
+    returned: bool = False
 
     @property
     def reports(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from moe_engine.models.layers.gqa import GQAttention
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.moe import LayerRecorder, MoE
 from moe_engine.models.layers.norm import LayerNorm, RMSNorm
 from moe_engine.models.layers.normed_experts import NormedMoE
 from moe_engine.models.layers.overlap_stages import Stages, interleave
@@ -48,10 +48,6 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
 from moe_engine.parallel.step_sizes import StepSizes
-
-if TYPE_CHECKING:
-    from moe_engine.parallel.recording.recorder import ExpertRecorder
-
 
 Result = TypeVar("Result")
 
@@ -246,7 +242,7 @@ class Decoder:
         """The MoE feed-forwards, in layer order."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoE)]
 
-    def record(self, recorder: ExpertRecorder | None) -> None:
+    def record(self, recorder: LayerRecorder | None) -> None:
         """Between passes: sets the recorder of all MoE layers' expert choices; None: no recording."""
         for moe in self.moes:
             moe.record(recorder)

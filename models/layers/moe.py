@@ -6,7 +6,7 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,10 +50,6 @@ from moe_engine.parallel.experts import DispatchedExperts, LocalExperts, RoutedE
 from moe_engine.parallel.overlap import InlineStream
 from moe_engine.parallel.share import WHOLE, Share
 
-if TYPE_CHECKING:
-    from moe_engine.parallel.recording.recorder import ExpertRecorder
-
-
 Choice = tuple[Tensor, Tensor]
 """Weights float32 and slots [T, K] of a step's tokens."""
 
@@ -94,6 +90,20 @@ class ExpertIdsRecorder(Protocol):
 
     def on_select(self, layer_index: int, topk_ids: Tensor) -> None:
         """topk_ids int [T, K] slots; only while `counting`."""
+
+
+class LayerRecorder(ExpertIdsRecorder, Protocol):
+    """Also receives counts."""
+
+    @property
+    def counts_dispatched(self) -> bool:
+        """Whether it reads `on_dispatch`."""
+
+    def count_place(self, layer_index: int) -> CountPlace | None:
+        """Where the layer may count its choices by itself; None: their ids are needed."""
+
+    def on_dispatch(self, layer_index: int, counts: Tensor) -> None:
+        """counts [P/G]: tokens received for this rank's slots; only while `counting`."""
 
 
 class MoE:
@@ -213,7 +223,7 @@ class MoE:
         shared = self._shared.weights if self._shared is not None and plain else None
         return fuse(MoELayer(self._gate, self._bias, self._spec, self.weights, shared))
 
-    def record(self, recorder: ExpertRecorder | None) -> None:
+    def record(self, recorder: LayerRecorder | None) -> None:
         """Sets the recorder of every pass's choices, or of received tokens, while it counts; None: no recording.
         Counted inside the fused call if the layer is one call and counts suffice."""
         self.count(recorder)
@@ -228,7 +238,7 @@ class MoE:
         if isinstance(routed, DispatchedExperts):
             routed.on_arrival = None if recorder is None else self._arrivals_to(recorder)
 
-    def _arrivals_to(self, recorder: ExpertRecorder) -> Callable[[Tensor], None] | None:
+    def _arrivals_to(self, recorder: LayerRecorder) -> Callable[[Tensor], None] | None:
         def arrived(counts: Tensor) -> None:
             if recorder.counting:
                 recorder.on_dispatch(self.layer_index, counts)

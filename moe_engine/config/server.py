@@ -69,6 +69,10 @@ class ServerArgs:
     enable_return_hidden_states: bool = flag(
         False, "Allows `return_hidden_states` in requests: the final hidden states of prompt and output tokens."
     )
+    enable_return_routed_experts: bool = flag(
+        False,
+        "Allows `return_routed_experts` in requests: the experts of each token, for routing replay in training.",
+    )
     completion_template: str | None = flag(
         None,
         "Special tokens around `suffix` in /v1/completions (fill in the middle). Left out: those of the vocabulary.",

@@ -29,6 +29,8 @@ class EngineInfo:
     dtype: str
     tokenizer_path: str = ""
     hidden_size: int = 0
+    experts_width: int = 0
+    """Layers times experts per token."""
     weight_bytes: int = 0
     kv_bytes: int = 0
     host_tier_tokens: int = 0

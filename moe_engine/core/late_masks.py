@@ -262,7 +262,7 @@ def _may_jump(request: Request) -> bool:
         request.status is Status.RUNNING
         and request.max_new_tokens - len(request.output_ids) > MIN_TOKENS  # the sampled one, and a run after it
         and request.logprobs is None
-        and request.hidden is None
+        and request.positions is None
         and request.sampling.custom_logit_processor is None
     )
 

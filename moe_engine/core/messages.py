@@ -52,6 +52,7 @@ class AddRequest(Message, tag="add"):
     """Images of the prompt, as `types.Request.images`."""
     num_migrations: int = 0
     """Number of schedulers that the request has lost."""
+    return_routed_experts: bool = False
 
 
 class AddRequests(Message, tag="adds"):
@@ -108,8 +109,8 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     speculation: tuple[int, int, list[int]] | None = None
     """If drafts were made: verify steps, drafts, and a histogram of verify steps by accepted drafts."""
     vector: bytes | None = None
-    """float32 in native byte order. Pooled model: its vector, with `finish`. Otherwise, if requested: final hidden
-    states of the tokens computed since the last delta, in order."""
+    """In native byte order. Pooled model: its vector (float32), with `finish`. Otherwise, if requested: final hidden
+    states (float32) or experts (int16) of the tokens computed since the last delta, in order."""
     tiers: tuple[int, int, str] | None = None
     """If there is a KV tier: cached tokens from host memory, from storage, and the storage's name."""
 

@@ -162,6 +162,7 @@ def engine_info(config: ResolvedConfig, worker: Worker) -> EngineInfo:
         architectures=(model.architecture,),
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
+        experts_width=0 if model.moe is None else model.num_layers * model.moe.top_k,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         pooling=model.pooling,
         vision=model.vision,

@@ -77,7 +77,10 @@ class GenerateRequest(Struct, kw_only=True):
     max_thinking_tokens: Annotated[
         Count | None, Meta(description="of every prompt; replaces the one in sampling_params")
     ] = None
-    return_routed_experts: OffOnly = None
+    return_routed_experts: bool | list[bool | None] | None = None
+    routed_experts_start_len: Annotated[
+        Count | None, Meta(description="first token of the prompt whose experts are returned")
+    ] = None
     return_indexer_topk: OffOnly = None
     return_sampling_mask: OffOnly = None
     sampling_logprobs_mode: OffOnly = None

@@ -12,7 +12,9 @@ from typing import Any
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.frontend.hidden_states import HiddenStates
 from moe_engine.frontend.logprob_format import Columns, LogprobFormat, extend, num_tokens
+from moe_engine.frontend.reasoning_count import ReasoningCount
 from moe_engine.frontend.request_times import meta_times
+from moe_engine.frontend.routed_experts import TokenExperts
 from moe_engine.frontend.session_turns import Joined, Turn
 from moe_engine.tokenizer.assembler import TextAssembler
 from moe_engine.tokenizer.stop import Beginnings
@@ -143,7 +145,9 @@ class Generation:
         self.lora: str | None = None
         """Name of its LoRA adapter."""
         self.hidden: HiddenStates | None = None
-        """Requested final hidden states."""
+        """Requested final hidden states; `experts`: of its tokens."""
+        self.experts: TokenExperts | None = None
+        self.reasoning: ReasoningCount | None = None
         self.shows_prompt = False
         """The answer has the token ids of the prompt."""
         self.session: Joined | None = None
@@ -205,8 +209,8 @@ class Generation:
         self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
         self.queue_time = delta.queue_time
         self.speculation, self.tiers = delta.speculation, delta.tiers
-        if delta.vector is not None and self.hidden is not None:
-            self.hidden.add(delta.vector)
+        if delta.vector is not None and (kept := self.hidden or self.experts) is not None:
+            kept.add(delta.vector)
         if delta.prompt_logprobs is not None and self.logprob_format is not None:
             extend(self.prompt_logprobs, self.logprob_format.render(delta.prompt_logprobs))
         ids, finish = delta.token_ids, delta.finish
@@ -318,6 +322,7 @@ class Generation:
             "total_retractions": self.retractions,
             "num_retractions": self.retractions,
             "completion_tokens": len(self.output_ids),
+            "reasoning_tokens": 0 if self.reasoning is None else self.reasoning.of(self.output_ids),
             "cached_tokens": self.cached_tokens,
             "queue_time": self.queue_time,
         }
@@ -328,6 +333,8 @@ class Generation:
             meta["dp_rank"] = self.request.routed_dp_rank
         if self.hidden is not None and self.finish is not None:
             meta["hidden_states"] = self.hidden.shown(len(self.output_ids))
+        if self.experts is not None and self.finish is not None:
+            meta["routed_experts"] = self.experts.shown(len(self.output_ids))
         if self.speculation is not None:
             meta |= _speculation_info(*self.speculation)
         return meta

@@ -27,6 +27,9 @@ from moe_engine.frontend.logits_fields import complete_sampling, thinking_tags
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.frontend.prompt_checks import PromptChecks, too_long
 from moe_engine.frontend.prompts import Prompt, split_prompts
+from moe_engine.frontend.reasoning_count import count_of
+from moe_engine.frontend.routed_experts import NOT_ENABLED as NO_EXPERTS
+from moe_engine.frontend.routed_experts import TokenExperts
 from moe_engine.frontend.seeds import Seeds
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.frontend.settings import FrontendSettings
@@ -126,6 +129,8 @@ class Preparer:
         self._checks.logprobs(inp, prompts)
         if not settings.enable_return_hidden_states and any(prompt.hidden for prompt in prompts):
             raise InputError.at("return_hidden_states", NOT_ENABLED)
+        if not settings.enable_return_routed_experts and any(prompt.routed for prompt in prompts):
+            raise InputError.at("return_routed_experts", NO_EXPERTS)
         self._tokenize(inp, prompts)
         self._checks.total(inp, prompts)
         custom = settings.enable_custom_logit_processor
@@ -158,14 +163,23 @@ class Preparer:
                 one = self._generation(read.inp, prompt, request, Place(rid, index, prompt_index), formats)
                 one.lora, one.session = adapter, prompt.joined
                 one.shows_prompt = bool(read.inp.return_prompt_token_ids)
+                one.reasoning = count_of(self._reasoning(read.inp), self._tokenizer)
                 if prompt.hidden:
                     one.request.return_hidden_states = True
                     one.hidden = HiddenStates(self._info.hidden_size, len(prompt.ids))
+                if prompt.routed:
+                    one.request.return_routed_experts = True
+                    one.experts = self._experts(read.inp.routed_experts_start_len or 0, len(prompt.ids))
                 generations.append(one)
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1
         return Job(generations, is_list, bool(read.inp.stream))
+
+    def _experts(self, start: int, num_prompt: int) -> TokenExperts:
+        if start > num_prompt:
+            raise InputError.at("routed_experts_start_len", f"the prompt has {num_prompt} tokens")
+        return TokenExperts(self._info.experts_width, num_prompt, start)
 
     def _continue_sessions(self, read: ReadRequest) -> None:
         """Puts the earlier tokens of its session before each prompt that has one, and checks the whole prompt."""
@@ -204,12 +218,17 @@ class Preparer:
                     checked = replace(given, kind=checked.kind, source=checked.source)
                 prompt.prepared = checked
 
+    def _reasoning(self, inp: GenerateInput) -> FreeReasoning | None:
+        """The reasoning with which the outputs begin."""
+        name = self._settings.reasoning_parser
+        if not inp.require_reasoning:
+            return inp.reasoning
+        if name is None:
+            raise InputError.at("require_reasoning", "needs a server with --reasoning-parser")
+        return FreeReasoning(REASONING_FORMATS[name].start, REASONING_FORMATS[name].free_end, inside=True)
+
     def _add_reasoning(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
-        reasoning, name = inp.reasoning, self._settings.reasoning_parser
-        if inp.require_reasoning:
-            if name is None:
-                raise InputError.at("require_reasoning", "needs a server with --reasoning-parser")
-            reasoning = FreeReasoning(REASONING_FORMATS[name].start, REASONING_FORMATS[name].free_end, inside=True)
+        reasoning, name = self._reasoning(inp), self._settings.reasoning_parser
         for prompt in prompts:
             if prompt.sampling.max_thinking_tokens is not None:
                 tags = thinking_tags(reasoning, name, self._tokenizer)

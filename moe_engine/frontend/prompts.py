@@ -34,7 +34,8 @@ class Prompt:
     logprobs: LogprobOptions | None
     extra_key: str | None
     hidden: bool = False
-    """Return its final hidden states."""
+    """Return its final hidden states; `routed`: the experts of its tokens."""
+    routed: bool = False
     lora: str | None = None
     """Name of its LoRA adapter, as `lora_path` gives it."""
     sources: list[ImageSource] = field(default_factory=list)
@@ -87,6 +88,7 @@ def split_prompts(
                 logprobs=_logprobs(one),
                 extra_key=extra_key,
                 hidden=bool(one.value("return_hidden_states")),
+                routed=bool(one.value("return_routed_experts")),
                 lora=one.value("lora_path") or None,
                 bootstrap=_bootstrap(one),
                 length_asked=_length_asked(inp, i),

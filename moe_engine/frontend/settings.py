@@ -34,6 +34,7 @@ class FrontendSettings:
     """Whether the priority of requests has an effect (`SchedulingArgs.uses_priority`)."""
     abort_on_priority_when_disabled: bool = False
     enable_return_hidden_states: bool = False
+    enable_return_routed_experts: bool = False
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
     grammars: GrammarSettings = field(default_factory=GrammarSettings)

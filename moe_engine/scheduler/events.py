@@ -43,7 +43,7 @@ class RequestEvent(NamedTuple):
     timing: RequestTiming | None = None
     speculation: SpecCounts | None = None
     vector: bytes | None = None
-    """Pooled model: the vector, with the last event. Otherwise, if requested: the hidden states since the last
+    """Pooled model: the vector, with the last event. Otherwise, if requested: the rows of the positions since the last
     event."""
     tiers: tuple[int, int, str] | None = None
     """See `Request.tiers`."""
@@ -75,8 +75,8 @@ def with_totals(event: RequestEvent, request: Request, now: float) -> RequestEve
 
 
 def _taken(request: Request) -> bytes | None:
-    """Its hidden states since the last event."""
-    return b"".join(request.hidden) if request.hidden else None
+    """Rows of its positions since the last event."""
+    return b"".join(request.positions) if request.positions else None
 
 
 @dataclass(frozen=True, slots=True)

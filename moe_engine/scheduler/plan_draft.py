@@ -215,6 +215,6 @@ def _new_row(request: Request, job: PrefillJob) -> NewRow:
         max_length=len(request.prompt_ids) + request.max_new_tokens,
         lora_slot=request.lora_slot,
         snapshot=request.state_from,
-        returns_hidden=request.hidden is not None,
+        returns_positions=request.positions is not None,
         images=needed_behind(request.images, job.start) if request.images else (),
     )

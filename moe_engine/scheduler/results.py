@@ -6,9 +6,9 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.draft_depth import IN_VAIN, DraftOutcome
 from moe_engine.scheduler.events import RequestEvent, finish_event, with_totals
 from moe_engine.scheduler.finish import take_tokens
-from moe_engine.scheduler.hidden_states import keep_hidden, take_hidden
 from moe_engine.scheduler.jump_forward import with_jumps
 from moe_engine.scheduler.plan_draft import StepRecord
+from moe_engine.scheduler.position_rows import keep_rows, take_rows
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import FinishReason, PackedLogprobs, Request, StepResult
 
@@ -75,7 +75,7 @@ def read_result(
         event = RequestEvent(request.rid, kept, None, request.cached_tokens, request.retractions, mine, prompt)
         if request.ends_by_text:
             event = with_totals(event, request, now)
-        push(event._replace(vector=take_hidden(request)) if request.hidden else event)
+        push(event._replace(vector=take_rows(request)) if request.positions else event)
     if record.ended:
         events += _end_prompts(table, record.ended, result.vectors, now)
     if table.num_released != released:
@@ -95,7 +95,7 @@ def _end_prompt(table: RequestTable, request: Request, vectors: dict[int, bytes]
     prompt, row = table.take_prompt_logprobs(request.rid), request.row
     reason = FinishReason("length", length=len(request.output_ids))
     table.end_running(request, reason)
-    vector = vectors.get(row) if vectors is not None and request.hidden is None else None
+    vector = vectors.get(row) if vectors is not None else None
     return finish_event(request, reason, now, [], None, prompt, vector)
 
 
@@ -135,8 +135,8 @@ def _count_accepted(request: Request, depth: int, brought: int, kept: int, *, en
 
 
 def _keep_states(table: RequestTable, record: StepRecord, result: StepResult) -> None:
-    if result.vectors:
-        keep_hidden(record, result.vectors)
+    if result.positions:
+        keep_rows(record, result.positions)
     if result.prompt_logprobs:
         _keep_prompt_logprobs(table, record, result.prompt_logprobs)
 

@@ -63,8 +63,8 @@ def prefix_limit(request: Request) -> int:
 
     With prompt log-probabilities from position s on, the logits at s - 1 are needed too.
     """
-    if request.hidden is not None:
-        return 0  # states of cached tokens are not kept
+    if request.computes_all:
+        return 0
     limit = request.num_tokens - 1
     if request.logprobs is not None and request.logprobs.start is not None and not request.output_ids:
         limit = min(limit, max(request.logprobs.start - 1, 0))

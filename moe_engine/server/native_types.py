@@ -273,6 +273,8 @@ class MetaInfo(TypedDict):
     total_retractions: int
     num_retractions: int
     completion_tokens: int
+    reasoning_tokens: int
+    """Up to the tag that ends the reasoning: of chats, and of requests with `require_reasoning`; else 0."""
     cached_tokens: int
     cached_tokens_details: NotRequired[CachedTokensDetails]
     """At the end, with --enable-hierarchical-cache."""
@@ -287,6 +289,8 @@ class MetaInfo(TypedDict):
     dp_rank: NotRequired[int]
     hidden_states: NotRequired[list[Any]]
     """At the end: of the prompt, [tokens][width]; then [width] for each output token but the last."""
+    routed_experts: NotRequired[str]
+    """At the end: base64 of int32 [tokens][layers][experts per token]."""
     spec_verify_ct: NotRequired[int]
     spec_accept_length: NotRequired[float]
     spec_accept_rate: NotRequired[float]

@@ -109,6 +109,7 @@ class SGLangFields(TypedDict, total=False):
     spec_tokens_details: dict[str, Any] | list[dict[str, Any]]
     input_ids: list[int]
     output_ids: list[list[int]]
+    routed_experts: str
 
 
 class Head(TypedDict):

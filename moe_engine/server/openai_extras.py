@@ -67,6 +67,8 @@ def answer_extras(req: CommonRequest, flags: ServerArgs, generations: Sequence[G
     if req.return_spec_tokens_details and first.speculation is not None:
         details = [_speculation(g) for g in generations]
         found["spec_tokens_details"] = details[0] if len(details) == 1 else details
+    if req.return_routed_experts and first.experts is not None:
+        found["routed_experts"] = first.experts.shown(len(first.output_ids))
     if isinstance(req, ChatRequest):
         if req.return_input_ids_in_sglext or flags.return_input_ids:
             found["input_ids"] = list(first.prompt_ids)

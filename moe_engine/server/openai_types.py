@@ -77,7 +77,9 @@ class CommonRequest(SamplingFields, kw_only=True):
     return_tokens_as_token_ids: Annotated[bool | None, Meta(description="logprobs name tokens as token_id:ID")] = False
     return_cached_tokens_details: Annotated[bool | None, Meta(description="cached tokens by tier, in `sglext`")] = False
     return_spec_tokens_details: Annotated[bool | None, Meta(description="accepted drafts, in `sglext`")] = False
-    return_routed_experts: OffOnly = None
+    return_routed_experts: Annotated[
+        bool | None, Meta(description="experts of the first choice's tokens, in `sglext`; see /generate")
+    ] = None
     include_stop_str_in_output: Annotated[bool | None, Meta(description="vLLM's name of no_stop_trim")] = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="tokens like BOS before a text; null: only in completions, as vLLM does")
@@ -303,7 +305,7 @@ R = TypeVar("R", bound=CommonRequest)
 _SHAPING = (
     "stream", "stream_options", "n", "echo", "logprobs", "top_logprobs", "best_of", "return_token_ids",
     "return_tokens_as_token_ids", "return_prompt_token_ids", "return_meta_info", "return_cached_tokens_details",
-    "return_spec_tokens_details", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
+    "return_spec_tokens_details", "return_routed_experts", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
 )  # fmt: skip
 
 
@@ -331,6 +333,7 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
         raise InputError.at("return_hidden_states", "not in a stream; leave out stream")
     return GenerateInput(
         return_hidden_states=req.return_hidden_states,
+        return_routed_experts=req.return_routed_experts,
         sampling_params=build_sampling(req, defaults, names=names),
         sampling_field="",
         max_tokens_field=length_field,

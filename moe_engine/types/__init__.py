@@ -10,10 +10,10 @@ from moe_engine.types.logprobs import LogprobSpec, PackedLogprobs
 from moe_engine.types.request import NO_LORA, NO_LORA_SLOT, FinishReason, Request, Status
 from moe_engine.types.sampling_params import SamplingParams
 from moe_engine.types.speculation import SpeculationConfig
-from moe_engine.types.step import NewRow, RowWrite, Speculation, StepFacts, StepPlan, StepResult
+from moe_engine.types.step import NewRow, PositionRows, RowWrite, Speculation, StepFacts, StepPlan, StepResult
 
 __all__ = [
     "NO_LORA", "NO_LORA_SLOT", "FinishReason", "ImageTokens", "KVBackup", "KVFetch", "KVLoad", "KVOps", "KVReport",
-    "LogprobSpec", "NewRow", "PackedLogprobs", "Request", "RowWrite", "SamplingParams", "Speculation",
+    "LogprobSpec", "NewRow", "PackedLogprobs", "PositionRows", "Request", "RowWrite", "SamplingParams", "Speculation",
     "SpeculationConfig", "StateOps", "Status", "StepFacts", "StepPlan", "StepResult",
 ]  # fmt: skip

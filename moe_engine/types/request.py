@@ -68,8 +68,9 @@ class Request:
     """In order; `prompt_ids` has ids by content instead of their tokens (`image_tokens.keyed_ids`)."""
     lora_key: str = ""
     """Fingerprint of the adapter, for KV that outlives the engine; empty: not known."""
-    hidden: list[bytes] | None = None  # final hidden states since the last event; None: not requested
-    num_hidden: int = 0  # positions whose states have been taken
+    positions: list[bytes] | None = None  # `PositionRows` since the last event; None: not requested
+    num_positions: int = 0  # positions whose rows have been taken
+    computes_all: bool = False  # no token may come from the prefix cache: `positions` are hidden states
 
     # -- scheduler state
     status: Status = Status.WAITING

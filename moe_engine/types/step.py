@@ -6,7 +6,7 @@ Standard library only. Legend: R requests in a step, T tokens in a step, V vocab
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_engine.types.image_tokens import ImageTokens
 from moe_engine.types.kv_ops import KVOps, StateOps
@@ -36,7 +36,8 @@ class NewRow:
     """Length, prompt and outputs, at which the request ends; None if the worker does not need it."""
     lora_slot: int = NO_LORA_SLOT
     """Slot of its LoRA adapter."""
-    returns_hidden: bool = False
+    returns_positions: bool = False
+    """Whether `StepResult.positions` has its tokens."""
     snapshot: int = -1
     """Snapshot of its state after the cached prefix; -1: the state begins with zeros, or the model has no states."""
     images: tuple[ImageTokens, ...] = ()
@@ -162,6 +163,15 @@ class StepPlan:
         return self.num_decodes == rows == starts == counts == slots == len(self.samples) and all(self.samples)
 
 
+class PositionRows(NamedTuple):
+    """A row of bytes for each of `num` tokens of a request from `start` on: its final hidden state, or its
+    experts."""
+
+    start: int
+    num: int
+    data: bytes
+
+
 @dataclass(slots=True)
 class StepResult:
     """Output of a step: the accepted tokens of each request of the plan that samples, in plan order.
@@ -188,5 +198,7 @@ class StepResult:
     errors: dict[int, FinishReason] | None = None
     """By row: the reason why logits processors made a token invalid; it may belong to a draft that is not accepted."""
     vectors: dict[int, bytes] | None = None
-    """By row, float32. Pooled model: the vectors of requests that end. Otherwise: hidden states of the step's
-    tokens."""
+    """Of a pooled model: the vectors of requests that end, float32, by row."""
+    positions: dict[int, PositionRows] | None = None
+    """By row that returns them: hidden states (float32) of the step's tokens, or the experts of these and, the first
+    time, of its cached prefix (int16)."""

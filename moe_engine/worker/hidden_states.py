@@ -7,19 +7,22 @@ from collections.abc import Collection
 import numpy as np
 from torch import Tensor
 
-from moe_engine.types import StepPlan
+from moe_engine.types import PositionRows, StepPlan
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 
 
 class PendingHidden:
     """States being copied to the host. `take` waits for them."""
 
-    def __init__(self, rows: list[int], copy: HostCopy) -> None:
+    def __init__(self, rows: list[tuple[int, int, int]], copy: HostCopy) -> None:
         self._rows, self._copy = rows, copy
 
-    def take(self) -> dict[int, bytes]:
-        """By row: [n, D] float32 of its n tokens computed by the step."""
-        return {row: states.float().numpy().tobytes() for row, states in zip(self._rows, self._copy.wait())}
+    def take(self) -> dict[int, PositionRows]:
+        """[n, D] float32 of the n tokens of each row computed by the step."""
+        return {
+            row: PositionRows(start, count, states.float().numpy().tobytes())
+            for (row, start, count), states in zip(self._rows, self._copy.wait())
+        }
 
 
 def pending_hidden(
@@ -31,8 +34,8 @@ def pending_hidden(
         offsets: [R], of each row's tokens in `hidden` [T, D]: batches have prompts in another order than plans.
     """
     rows, parts = [], []
-    for row, begin, count in zip(plan.rows, offsets.tolist(), plan.counts):
+    for row, begin, start, count in zip(plan.rows, offsets.tolist(), plan.starts, plan.counts):
         if row in wanted:
-            rows.append(row)
+            rows.append((row, start, count))
             parts.append(hidden[begin : begin + count])
     return PendingHidden(rows, stream.download(parts)) if rows else None

@@ -36,6 +36,7 @@ from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.lora_adapters import LoraAdapters
 from moe_engine.worker.pending_step import PendingResult, PendingStep
+from moe_engine.worker.routed_experts import PendingExperts, RoutedExperts
 from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
 from moe_engine.worker.sampling.logprobs import PendingPrompt, prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
@@ -52,7 +53,7 @@ class ModelRunner:
     `speculation` is set after construction, as it shares parts with the runner; without it no plan may speculate.
     `graphs` is set after CUDA graphs are captured; without it every step runs kernel by kernel. So is `drafted`, if
     whole steps with drafts are captured. `fused`: decodes in one kernel call, if available. `taps`: the model's hidden
-    states that an EAGLE-3 head reads.
+    states that an EAGLE-3 head reads. `routed`: the experts of every token, if requests may return them.
 
     Args:
         windows: sliding windows of the model's cache groups, the first group first.
@@ -90,6 +91,7 @@ class ModelRunner:
         self.drafted: DraftedStep | None = None
         self.fused: FusedDecode | None = None
         self.taps: HiddenTaps | None = None
+        self.routed: RoutedExperts | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
         self._inference_mode = torch.inference_mode()  # made once: short steps notice it
@@ -193,9 +195,9 @@ class ModelRunner:
     def _launch_replayed(self, plan: StepPlan, shape: StepShape, began: float) -> PendingResult:
         clock = self._clock()
         batch, hidden, logits = self.forward.replay(shape, partial(self.forward.builder.build, plan))
-        states = self._hidden_states(plan, batch, hidden)
+        positions = self._positions(plan, batch, hidden)
         pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
-        pending.hidden, pending.clock = states, clock
+        pending.positions, pending.clock = positions, clock
         pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
         if clock is not None:
             clock.mark()
@@ -205,20 +207,22 @@ class ModelRunner:
         self, plan: StepPlan, batch: StepBatch, hidden: Tensor, sizes: StepSizes | None, began: float
     ) -> PendingResult:
         """Samples from hidden [T, D]."""
-        prompts, states = self._prompt_logprobs(plan, batch, hidden), self._hidden_states(plan, batch, hidden)
+        prompts, positions = self._prompt_logprobs(plan, batch, hidden), self._positions(plan, batch, hidden)
         if not len(batch.sampled.rows):
             if self.speculation is not None:
                 self.speculation.advance_plain(plan, batch.sampled, batch.input_ids[:0])
             if sizes is not None:
                 self.sampler.passes.join(self._logits, hidden[:0], sizes)
-            return PendingStep(plan.number, [], HostCopy([self._empty]), prompts=prompts, hidden=states)
+            return PendingStep(plan.number, [], HostCopy([self._empty]), prompts=prompts, positions=positions)
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
         pending = self._sample(plan, self._passes(plan, sampled_hidden), batch.sampled, prompts)
-        pending.seconds, pending.hidden = time.perf_counter() - began, states
+        pending.seconds, pending.positions = time.perf_counter() - began, positions
         return pending
 
-    def _hidden_states(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> PendingHidden | None:
-        wanted = self.rows.returns_hidden
+    def _positions(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> PendingHidden | PendingExperts | None:
+        wanted = self.rows.returns_positions
+        if self.routed is not None:
+            return self.routed.pending(plan, batch.offsets, wanted)
         return pending_hidden(plan, batch.offsets, wanted, hidden, self.stream) if wanted else None
 
     def _passes(self, plan: StepPlan, hidden: Tensor, logits: Tensor | None = None) -> Passes:

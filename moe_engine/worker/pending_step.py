@@ -8,6 +8,7 @@ from typing import Protocol
 from moe_engine.types import FinishReason, PackedLogprobs, StepResult
 from moe_engine.worker.device_stream import HostCopy, StepClock
 from moe_engine.worker.hidden_states import PendingHidden
+from moe_engine.worker.routed_experts import PendingExperts
 from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt
 
 
@@ -32,7 +33,7 @@ class PendingStep:
     seconds: float = 0.0
     cuda_graph: bool = False
     errors: dict[int, FinishReason] | None = None
-    hidden: PendingHidden | None = None
+    positions: PendingHidden | PendingExperts | None = None
     clock: StepClock | None = None
     """Measures `seconds` on the device."""
 
@@ -54,5 +55,5 @@ class PendingStep:
         return StepResult(
             self.number, self.rows, tokens, logprobs, prompts, self.seconds,
             cuda_graph=self.cuda_graph, errors=self.errors,
-            vectors=None if self.hidden is None else self.hidden.take(),
+            positions=None if self.positions is None else self.positions.take(),
         )  # fmt: skip

@@ -55,6 +55,8 @@ class Answer:
     finish: dict[str, Any] | None = None
     retractions: int = 0
     cached_tokens: int = 0
+    rows: bytes = b""
+    """Hidden states or experts of its positions."""
 
 
 class ScriptedPort:
@@ -97,6 +99,7 @@ class ScriptedPort:
             answer.finish = delta.finish
             answer.retractions = delta.retractions
             answer.cached_tokens = delta.cached_tokens
+            answer.rows += delta.vector or b""
 
 
 def add_request(item: Scripted) -> messages.AddRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 from array import array
 from typing import Any
@@ -321,6 +322,59 @@ def test_hidden_states_of_openai_choices():
     streamed = post(client, "/v1/completions", body | {"stream": True}, **settings)
     for refused in (post(client, "/v1/completions", body), streamed):
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_hidden_states"
+
+
+def test_experts_of_tokens_in_the_encoding_of_sglang():
+    """tests/distributed/engine/test_routed_experts.py tests the engine's part."""
+    client = FakeClient(experts_width=2)
+
+    async def deltas(request):  # the client may not see the last token: of a stop string
+        experts = array("h", range(2 * (len(request.prompt_ids) + 2))).tobytes()
+        yield RequestDelta(request.rid, [5], None, vector=experts[:8])
+        yield RequestDelta(request.rid, [6, 7], {"type": "length", "length": 3}, vector=experts[8:])
+
+    def decoded(text: str) -> list[int]:
+        return array("i", base64.b64decode(text)).tolist()
+
+    client._deltas = deltas
+    settings = {"enable_return_routed_experts": True}
+    asked = {"return_routed_experts": True}
+    answer = post(client, "/generate", {"input_ids": [3, 4], **asked}, **settings).json()
+    assert decoded(answer["meta_info"]["routed_experts"]) == [0, 1, 2, 3, 4, 5, 6, 7]
+    conforms(answer, Output)
+    for start in range(3):
+        body = {"input_ids": [3, 4], "routed_experts_start_len": start, **asked}
+        shown = post(client, "/generate", body, **settings).json()["meta_info"]["routed_experts"]
+        assert decoded(shown) == [0, 1, 2, 3, 4, 5, 6, 7][2 * start :]
+    *chunks, last = events(post(client, "/generate", {"input_ids": [3, 4], "stream": True, **asked}, **settings))
+    assert decoded(last["meta_info"]["routed_experts"]) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert not any("routed_experts" in chunk["meta_info"] for chunk in chunks)
+    answer = post(client, "/v1/completions", {"prompt": [3, 4], **asked}, **settings).json()
+    assert decoded(answer["sglext"]["routed_experts"]) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert "sglext" not in post(client, "/v1/completions", {"prompt": [3, 4]}, **settings).json()
+    for path, body, field in (
+        ("/v1/completions", {"prompt": [3, 4], **asked}, "return_routed_experts"),
+        ("/generate", {"input_ids": [3], **asked}, "return_routed_experts"),
+        ("/generate", {"input_ids": [3], **asked, "routed_experts_start_len": 2}, "routed_experts_start_len"),
+        ("/generate", {"input_ids": [3], **asked, "routed_experts_start_len": -1}, "routed_experts_start_len"),
+    ):
+        refused = post(client, path, body, **(settings if field.endswith("len") else {}))
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == field, refused.text
+
+
+def test_reasoning_tokens_of_native_requests():
+    client = FakeClient("let me think</think>Paris")
+    want = len(client.tokenizer.encode("let me think</think>", False))
+    body = {"text": "x", "require_reasoning": True}
+    settings = {"reasoning_parser": "deepseek-v3"}
+    counts = [
+        chunk["meta_info"]["reasoning_tokens"]
+        for chunk in events(post(client, "/generate", body | {"stream": True}, **settings))
+    ]
+    assert counts == [min(want, number) for number in range(1, len(counts) + 1)] and len(counts) > want
+    assert post(client, "/generate", body, **settings).json()["meta_info"]["reasoning_tokens"] == want
+    plain = post(client, "/generate", {"text": "x"}, **settings).json()["meta_info"]
+    assert plain["reasoning_tokens"] == 0
 
 
 async def test_generation_continues_behind_an_update_of_paused_requests(monkeypatch):

@@ -150,6 +150,8 @@ def test_an_end_tag_outside_the_reasoning_counts_no_reasoning(text, thinking, co
     count = len(client.tokenizer.encode(counted, False)) if counted else 0
     details = {"completion_tokens_details": {"reasoning_tokens": count}} if count else {}
     assert usage["reasoning_tokens"] == count and usage == usage | details
+    answer = post(client, "/v1/chat/completions", body | {"return_meta_info": True}, reasoning_parser="deepseek-v3")
+    assert answer.json()["choices"][0]["meta_info"]["reasoning_tokens"] == (count if thinking else 0)
     assert ("completion_tokens_details" in usage) == bool(count)
 
 

@@ -172,8 +172,8 @@ def test_other_steps_take_separate_calls(ways: Callable[..., Ways]) -> None:
     assert fused is not None
     plan = StepPlan(1, [1], [4], [1], [True], [16], num_decodes=1)
     assert fused.takes(plan)
-    rows.returns_hidden.add(1)
+    rows.returns_positions.add(1)
     assert not fused.takes(plan)
-    rows.returns_hidden.clear()
+    rows.returns_positions.clear()
     assert not fused.takes(StepPlan(1, [1], [4], [1], [False], [16], num_decodes=1))
     assert not fused.takes(StepPlan(1, [1], [4], [2], [True], [16, 17], input_ids=[1, 2]))

@@ -103,12 +103,14 @@ def test_hidden_states_are_of_the_rows_own_tokens() -> None:
     orders = set()
 
     def execute(plan: StepPlan) -> StepResult:
-        plan.new_rows[:] = [dataclasses.replace(new, returns_hidden=new.row % 3 > 0) for new in plan.new_rows]
+        plan.new_rows[:] = [dataclasses.replace(new, returns_positions=new.row % 3 > 0) for new in plan.new_rows]
         result = runner.execute(plan)
         tokens = {s.row: s.tokens for s in sequences}
         spans = zip(plan.rows, plan.starts, plan.counts)
         expected = {row: tokens[row][start : start + count] for row, start, count in spans if row % 3}
-        assert {row: array("f", states).tolist() for row, states in (result.vectors or {}).items()} == expected
+        found = result.positions or {}
+        assert {row: array("f", states.data).tolist() for row, states in found.items()} == expected
+        assert all(states.num == len(expected[row]) for row, states in found.items())
         orders.add(tuple(np.diff(runner.forward.builder.build(plan).offsets) > 0) if plan.rows else ())
         return result
 

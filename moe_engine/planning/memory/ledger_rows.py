@@ -124,6 +124,9 @@ def _expert_rows(given: SizingInput) -> list[LedgerRow]:
         tokens = given.limits.num_tokens * given.parallel.topology.attn_dp_size
         detail = f"{tokens} tokens x {model.num_layers} layers x {model.moe.top_k} experts"
         rows.append(LedgerRow("experts of a pass", 3 * 4 * tokens * model.num_layers * model.moe.top_k, detail))
+    if settings.returned:
+        detail = f"of {given.limits.num_tokens} tokens of a step"
+        rows.append(LedgerRow("returned experts", 2 * given.limits.num_tokens * given.returned_numbers, detail))
     if settings.rebalance is not None:
         expert = 3 * model.routed_size * model.moe.width // given.parallel.topology.moe_tp_size * given.dtype_bytes
         count = settings.rebalance.layers_at_once

@@ -104,6 +104,8 @@ def _obstacles(
         yield "a recovery reads weights that may be released; leave out --enable-memory-saver"
     if args.server.enable_return_hidden_states:
         yield "a request that changes its rank would repeat hidden states; leave out --enable-return-hidden-states"
+    if args.server.enable_return_routed_experts:
+        yield "a request that changes its rank would repeat experts; leave out --enable-return-routed-experts"
     if topology.cuts_dense:
         yield "dense layers are sharded over all ranks; give --moe-dense-tp-size 1"
     if not topology.enable_dp_lm_head:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
@@ -34,6 +35,7 @@ def resolve_experts(
     flags = args.experts
     if model.moe is None or not model.is_moe:
         asked = [info.option for info in fields_of(ExpertArgs) if getattr(flags, info.name) != info.default]
+        asked += ["--enable-return-routed-experts"] * args.server.enable_return_routed_experts
         if asked:
             named = ", ".join(sorted(asked))
             raise ConfigError(f"{named}: {model.architecture} has no experts; leave it out")
@@ -51,12 +53,36 @@ def resolve_experts(
         report_metrics=reports in ("prometheus", "both"),
         rebalance=_rebalance(flags, args.scheduling.autopilot),
         policy=flags.eplb_algorithm,
+        returned=args.server.enable_return_routed_experts,
     )
+    for problem in _returned_problems(args, topology, settings) if settings.returned else ():
+        raise ConfigError(f"--enable-return-routed-experts: not available yet with {problem}; leave one out")
     layout = settings.layout(model.moe.num_experts, model.moe.num_groups, topology)
     resolve_policy(flags.eplb_algorithm, layout)
     if settings.recorder_mode is not None:
         check_mode(settings.recorder_mode, model.moe.top_k, settings.buffer_size)
     return settings
+
+
+def _returned_problems(args: EngineArgs, topology: Topology, settings: ExpertSettings) -> Iterator[str]:
+    algorithm = args.speculative.speculative_algorithm
+    if algorithm:
+        yield f"--speculative-algorithm {algorithm} (experts of drafts would have to be removed)"
+    if args.parallel.enable_two_batch_overlap:
+        yield "--enable-two-batch-overlap (steps are cut in two)"
+    if args.server.enable_return_hidden_states:
+        yield "--enable-return-hidden-states (a request returns one of both)"
+    if settings.places_experts or settings.recorder_mode is not None:
+        yield (
+            "placed, moved or recorded experts (--init-expert-location, --ep-num-redundant-experts, --enable-eplb, "
+            "--expert-distribution-recorder-mode)"
+        )
+    if topology.attn_dp_size > 1 and not topology.travels:
+        yield "--attn-dp-size above 1 without --moe-a2a-backend (every rank routes the tokens of all groups)"
+    if topology.travels and topology.attn_tp_size > 1:
+        yield "--moe-a2a-backend and attention groups of several ranks (each routes a part of the tokens)"
+    if args.memory.enable_hierarchical_cache or args.disaggregation.disaggregation_mode != "null":
+        yield "--enable-hierarchical-cache and --disaggregation-mode (loaded KV has no experts)"
 
 
 def _check(flags: ExpertArgs, topology: Topology) -> None:

@@ -72,7 +72,7 @@ class RequestRows:
         """Token ids by KV slot, for logits processors; None until the size of the KV pool is known."""
         self.logprobs: dict[int, LogprobSpec] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
-        self.returns_hidden: set[int] = set()
+        self.returns_positions: set[int] = set()
 
     @property
     def width(self) -> int:
@@ -127,12 +127,12 @@ class RequestRows:
             self.windows.write_from_host(flat, slots)
 
     def only_sample(self, plan_rows: Sequence[int], rows: np.ndarray) -> bool:
-        """Whether these rows (the same twice) need their sampled tokens only: no log-probabilities, hidden states,
+        """Whether these rows (the same twice) need their sampled tokens only: no log-probabilities, rows of positions,
         logits processors or adapters."""
         edits = self.edits
         if self.logprobs and not self.logprobs.keys().isdisjoint(plan_rows):
             return False
-        if self.returns_hidden and not self.returns_hidden.isdisjoint(plan_rows):
+        if self.returns_positions and not self.returns_positions.isdisjoint(plan_rows):
             return False
         if self.adapters is not None and self.adapters.any(rows):
             return False
@@ -176,8 +176,8 @@ class RequestRows:
         if new.sampling.reads_tokens and new.slots:
             assert self.slot_tokens is not None
             self.slot_tokens.put_from_host(new.slots, new.token_ids[: len(new.slots)])
-        if new.returns_hidden:
-            self.returns_hidden.add(new.row)
+        if new.returns_positions:
+            self.returns_positions.add(new.row)
         if new.logprobs is not None:
             self.logprobs[new.row] = new.logprobs
             if new.logprobs.start is not None:
@@ -195,7 +195,7 @@ class RequestRows:
         self.owners[row] += 1
         self.edits.forget(row)
         self.logprobs.pop(row, None)
-        self.returns_hidden.discard(row)
+        self.returns_positions.discard(row)
         self.prompt_logprobs.pop(row, None)
 
     def _move_tokens(self, write: RowWrite) -> None:

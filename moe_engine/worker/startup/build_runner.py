@@ -38,7 +38,7 @@ from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.pooling import PoolingRunner
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.startup.compile_setup import finish_regions, start_regions
-from moe_engine.worker.startup.expert_setup import attach_experts, with_experts
+from moe_engine.worker.startup.expert_setup import attach_experts, attach_routed, with_experts
 from moe_engine.worker.startup.graph_setup import capture_graphs
 from moe_engine.worker.startup.kernel_choice import build_backends
 from moe_engine.worker.startup.load_options import load_options
@@ -111,7 +111,10 @@ def build_runner(
         add_speculation(runner, speculation, options, load, draft_backends)
     advance = None if runner.speculation is None else runner.speculation.advance_decodes
     expands = not options.enable_deterministic_inference
-    runner.fused = fused_decode(model, rows, runner.sampler, pool.layers, windows, advance, expands)
+    if options.experts.returned:
+        runner.routed = attach_routed(runner, config, options, parallel)
+    else:
+        runner.fused = fused_decode(model, rows, runner.sampler, pool.layers, windows, advance, expands)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     num_graphs = capture_graphs(runner, options.graphs, progress=progress)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from moe_engine.errors import ConfigError
 from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
@@ -28,6 +29,9 @@ from moe_engine.worker.eplb.eplb_planner import Planner
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.routed_experts import RoutedExperts
+from moe_engine.worker.startup.warmup import NUM_TOKENS
 
 
 def with_experts(
@@ -92,6 +96,20 @@ def attach_experts(
         runner.forward.model = observed if on else model
 
     return ExpertControl(recorder, balance, observed, observe)
+
+
+def attach_routed(
+    runner: ModelRunner, config: ModelConfig, options: WorkerOptions, parallel: ParallelContext
+) -> RoutedExperts:
+    """Records the experts of every token, from the warm-up on: CUDA graphs record too."""
+    model, slots = runner.forward.model, runner.kv_pool.num_slots + runner.kv_pool.page_size
+    if not isinstance(model, Decoder) or config.moe is None:
+        raise ConfigError(f"--enable-return-routed-experts: {config.architecture} records no experts; leave it out")
+    tokens = max(options.shapes.tokens, NUM_TOKENS, options.max_rows)
+    keeps = parallel.attn_tp_rank == 0
+    routed = RoutedExperts(config.num_layers, config.moe.top_k, tokens, slots, runner.stream, keeps=keeps)
+    model.record(routed)
+    return routed
 
 
 def mtp_moe_layers(mtp: OwnDrafts | None) -> dict[int, MoE]:
