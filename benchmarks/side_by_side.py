@@ -104,11 +104,7 @@ def side_figures(workload: Workload, runs: list[Run]) -> dict[str, Any]:
 
 
 def workload_result(
-    workload: Workload,
-    runs: dict[str, list[Run]],
-    limits: list[MeasuredLimits],
-    work: ModelWork,
-    peer: Peer | None,
+    workload: Workload, runs: dict[str, list[Run]], limits: list[MeasuredLimits], work: ModelWork, peer: Peer | None
 ) -> dict[str, Any]:
     """The result of one workload. Run i of the engine is compared with `limits[i]`."""
     reachable = [workload.limit(work, here.machine) for here in limits]

@@ -120,12 +120,7 @@ class ModelWork:
         )
 
     def generation_seconds(
-        self,
-        limits: MachineLimits,
-        num_sequences: int,
-        input_len: int,
-        output_len: int,
-        shared_prefix: int = 0,
+        self, limits: MachineLimits, num_sequences: int, input_len: int, output_len: int, shared_prefix: int = 0
     ) -> float:
         """Minimum time for a batch: one prefill (the shared prefix once), then output_len - 1 decode steps."""
         own = input_len - shared_prefix

@@ -30,11 +30,7 @@ class DummyReader(WeightSource):
     """Norm weights are 1, whatever is added to stored weights."""
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        format: WeightFormat = PLAIN,
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0, format: WeightFormat = PLAIN
     ) -> None:
         self.dtype = dtype
         self.format = format

@@ -125,11 +125,7 @@ class DistributedGroup:
     alive: Tensor | None = None
 
     def __init__(
-        self,
-        process_group: Any,
-        timeout_s: float,
-        device: torch.device | str = "cpu",
-        observe: Observer | None = None,
+        self, process_group: Any, timeout_s: float, device: torch.device | str = "cpu", observe: Observer | None = None
     ) -> None:
         self.size: int = process_group.size()
         self.rank: int = process_group.rank()

@@ -19,10 +19,7 @@ class KVArrivals:
     """
 
     def __init__(
-        self,
-        wake: Callable[[], None],
-        num_ranks: int = 1,
-        poll: Callable[[], Iterable[tuple[int, KVReport]]] = tuple,
+        self, wake: Callable[[], None], num_ranks: int = 1, poll: Callable[[], Iterable[tuple[int, KVReport]]] = tuple
     ) -> None:
         self._wake = wake
         self._num_ranks, self._poll = num_ranks, poll

@@ -172,12 +172,7 @@ class SurvivorLink:
     """
 
     def __init__(
-        self,
-        group: Any,
-        places: Sequence[int],
-        timeout_s: float,
-        device: torch.device | str,
-        given_up: threading.Event,
+        self, group: Any, places: Sequence[int], timeout_s: float, device: torch.device | str, given_up: threading.Event
     ) -> None:
         self._group, self._places = group, places
         self._timeout_s, self._device, self._given_up = timeout_s, device, given_up

@@ -23,11 +23,7 @@ MAX_EXPERT_ROWS = 1 << 16
 
 
 def make_worker(
-    config: ResolvedConfig,
-    *,
-    device: str | None = None,
-    parallel: ParallelContext | None = None,
-    progress: bool = True,
+    config: ResolvedConfig, *, device: str | None = None, parallel: ParallelContext | None = None, progress: bool = True
 ) -> Worker:
     """Loads the model; logs SGLang's startup lines.
 

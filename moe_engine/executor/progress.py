@@ -50,11 +50,7 @@ class Progress:
         phase: returns the phase of the running step.
     """
 
-    def __init__(
-        self,
-        phase: Callable[[], str] = lambda: IDLE,
-        on_stride: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, phase: Callable[[], str] = lambda: IDLE, on_stride: Callable[[], None] = lambda: None) -> None:
         self.phase = phase
         self._on_stride = on_stride
         self.ready = False

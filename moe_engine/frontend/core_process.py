@@ -50,13 +50,7 @@ class CoreProcess:
     to_core_addresses: list[str]
     """One per group, once the cores are ready."""
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        name: str = "engine core",
-        ranks: RankGroupOptions | None = None,
-    ) -> None:
+    def __init__(self, config: Any, *, name: str = "engine core", ranks: RankGroupOptions | None = None) -> None:
         self.name = name
         self.dead: str | None = None
         self._expected = False

@@ -43,10 +43,7 @@ class Frontend:
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        tokenizer: Tokenizer | None,
-        settings: FrontendSettings | None = None,
+        self, client: EngineClient, tokenizer: Tokenizer | None, settings: FrontendSettings | None = None
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer

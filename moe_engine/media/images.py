@@ -126,11 +126,7 @@ class Images:
 
 
 def place_images(
-    ids: Sequence[int],
-    pictures: Sequence[Picture],
-    vision: VisionConfig,
-    field: str,
-    sizes: SizeTexts | None = None,
+    ids: Sequence[int], pictures: Sequence[Picture], vision: VisionConfig, field: str, sizes: SizeTexts | None = None
 ) -> tuple[list[int], list[ImageTokens]]:
     """The prompt with the tokens of its images in the places of their placeholders, and the images. Tokens around an
     image (`VisionConfig.around`) are text, and so is its size (`sizes`).

@@ -193,11 +193,7 @@ class Admission:
         return batch
 
     def _admit_in_order(
-        self,
-        batch: PrefillBatch,
-        budget: PrefillBudget,
-        num_running: int,
-        may_join: Callable[[Request], bool] | None,
+        self, batch: PrefillBatch, budget: PrefillBudget, num_running: int, may_join: Callable[[Request], bool] | None
     ) -> int:
         """Admits waiting requests in the policy's order until one is blocked; the number of those held back meanwhile,
         for a bounded time."""

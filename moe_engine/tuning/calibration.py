@@ -78,11 +78,7 @@ class Probes:
     """All measurements of a server."""
 
     def __init__(
-        self,
-        base_url: str,
-        limits: Limits,
-        front_end_cpu: Callable[[], float],
-        watch: Watch | None = None,
+        self, base_url: str, limits: Limits, front_end_cpu: Callable[[], float], watch: Watch | None = None
     ) -> None:
         """
         Args:

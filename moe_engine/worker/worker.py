@@ -62,13 +62,7 @@ class Worker:
         self._methods = rank_methods(runner, self.experts, self.weights)
 
     @classmethod
-    def create(
-        cls,
-        options: WorkerOptions,
-        *,
-        parallel: ParallelContext = SINGLE,
-        progress: bool = False,
-    ) -> Worker:
+    def create(cls, options: WorkerOptions, *, parallel: ParallelContext = SINGLE, progress: bool = False) -> Worker:
         """Builds kernels, loads the model, allocates the KV pool, warms up. Returns a ready worker.
 
         Args:

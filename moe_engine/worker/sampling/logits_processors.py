@@ -116,12 +116,7 @@ class LogitsProcessors:
             self.reads_tokens[row] = False
 
     def apply(
-        self,
-        logits: Tensor,
-        rows: np.ndarray,
-        lengths: np.ndarray,
-        tokens: SlotTokens,
-        trees: TreeText | None = None,
+        self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: SlotTokens, trees: TreeText | None = None
     ) -> None:
         """Changes logits [S, V] in place. `lengths[i]` is the number of tokens before the sampled one.
 
@@ -165,9 +160,7 @@ class LogitsProcessors:
         return place, token
 
 
-def _pieces(
-    edits: list[tuple[int, np.ndarray, np.ndarray]],
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _pieces(edits: list[tuple[int, np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Row, token ids and values of each edit -> columns (row, id, value) of all, a bounded number at a time."""
     most, begin, count = EDIT_BYTES // ENTRY_BYTES, 0, 0
     for end, (_, ids, _) in enumerate(edits, 1):

@@ -44,11 +44,7 @@ class LogprobTensors:
 
 
 def token_logprobs(
-    logits: Tensor,
-    tokens: Tensor,
-    specs: Sequence[LogprobSpec],
-    stream: DeviceStream,
-    drafts: Tensor | None = None,
+    logits: Tensor, tokens: Tensor, specs: Sequence[LogprobSpec], stream: DeviceStream, drafts: Tensor | None = None
 ) -> LogprobTensors:
     """logits [S, V] float32, the token [S] of each row (invalid tokens count as 0), the spec of each row; also of
     drafts [S, N] int64, negative ones as 0."""

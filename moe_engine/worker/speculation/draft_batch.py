@@ -30,11 +30,7 @@ class DraftBatches:
     """
 
     def __init__(
-        self,
-        builder: BatchBuilder,
-        attention: MLABackend | GQABackend,
-        kv: Sequence[Any],
-        stream: DeviceStream,
+        self, builder: BatchBuilder, attention: MLABackend | GQABackend, kv: Sequence[Any], stream: DeviceStream
     ) -> None:
         self._builder = builder
         self.attention = attention

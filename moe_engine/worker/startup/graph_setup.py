@@ -22,11 +22,7 @@ logger = logging.getLogger("moe_engine")
 
 
 def capture_graphs(
-    runner: ModelRunner,
-    settings: GraphSettings,
-    *,
-    progress: bool = False,
-    backend: GraphBackend | None = None,
+    runner: ModelRunner, settings: GraphSettings, *, progress: bool = False, backend: GraphBackend | None = None
 ) -> int:
     """Sets `ForwardPass.graphs`; collective on several ranks. Returns the number of graphs, 0 if steps stay eager.
 

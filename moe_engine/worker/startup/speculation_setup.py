@@ -133,11 +133,7 @@ def _draft_images(runner: ModelRunner) -> DraftImages | None:
 
 
 def _standalone(
-    runner: ModelRunner,
-    config: SpeculationConfig,
-    options: WorkerOptions,
-    load: LoadOptions,
-    backends: Backends | None,
+    runner: ModelRunner, config: SpeculationConfig, options: WorkerOptions, load: LoadOptions, backends: Backends | None
 ) -> StandaloneDrafter:
     rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
     draft = options.draft_model
