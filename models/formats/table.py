@@ -97,9 +97,5 @@ def hint_for(dtype: str) -> str:
 
 def supported_checkpoints() -> str:
     """Names of the supported checkpoints, as part of a message."""
-    *names, last = _checkpoints()
+    *names, last = dict.fromkeys(("bf16", *(known.checkpoint for known in FORMATS.values())))
     return f"{', '.join(names)} or {last}"
-
-
-def _checkpoints() -> list[str]:
-    return list(dict.fromkeys(("bf16", *(known.checkpoint for known in FORMATS.values()))))

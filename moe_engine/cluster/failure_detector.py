@@ -153,7 +153,8 @@ class FailureDetector:
 
     def plan_address_of(self, group: int) -> str:
         """Address of a group's plan channel; empty until its scheduler has started."""
-        return self._scheduler_of(group).plan_address
+        leaders = (state for state in self._ranks if state.place.leads)
+        return next(state.plan_address for state in leaders if state.place.group == group)
 
     @property
     def core_addresses(self) -> list[str]:
@@ -163,9 +164,6 @@ class FailureDetector:
     @property
     def step_addresses(self) -> list[str]:
         return [state.step_address for state in self._ranks if state.place.leads]
-
-    def _scheduler_of(self, group: int) -> RankState:
-        return next(state for state in self._ranks if state.place.leads and state.place.group == group)
 
     @property
     def ranks(self) -> list[int]:

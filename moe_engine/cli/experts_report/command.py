@@ -89,12 +89,9 @@ def _layouts(options: argparse.Namespace, num_experts: int) -> list[ExpertLayout
                 f"--redundant {options.redundant}: {num_experts} experts plus these are {num_slots} slots, not a "
                 f"multiple of --ep-size {size}; {options.redundant + -num_slots % size} are valid"
             )
-    sizes = options.ep_size or [size for size in _sizes(usual) if num_slots % size == 0]
+    ranks = dict.fromkeys(layout.num_ranks for layout in usual)
+    sizes = options.ep_size or [size for size in ranks if num_slots % size == 0]
     return [ExpertLayout(num_experts, size, options.redundant, options.nodes, options.groups) for size in sizes]
-
-
-def _sizes(layouts: Sequence[ExpertLayout]) -> list[int]:
-    return list(dict.fromkeys(layout.num_ranks for layout in layouts))
 
 
 def _write(folder: Path, counts: ExpertCounts, layers: Sequence[LayerStatistics], gains: Sequence[Gain]) -> list[Path]:

@@ -33,7 +33,6 @@ from moe_engine.parallel.expert_transfer import ExpertTransfer
 from moe_engine.parallel.placement.moves import Chunk
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.program import decode_moves
-from moe_engine.parallel.placement.replicas import LayerChoice
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 from moe_engine.worker.eplb.eplb_interval import EPLBInterval
@@ -212,15 +211,14 @@ class EPLBManager:
         active = [self._pending.popleft() for _ in range(min(self._settings.layers_at_once, len(self._pending)))]
         self._in_transit = [chunks.popleft() for chunks in active]
         self._pending.extendleft(chunks for chunks in reversed(active) if chunks)
-        self.stats.experts_received += self._transfer.begin(self._in_transit, self._prepare)
+        prepare = self._tables.prepare
+        received = self._transfer.begin(self._in_transit, lambda chunk: prepare(chunk.layer, chunk.table))
+        self.stats.experts_received += received
         pause = self._record_pause(began)
         if moved:
             self._throttle.add_move(pause, transfer_seconds)
         if not self._in_transit:
             self._finish()
-
-    def _prepare(self, chunk: Chunk) -> LayerChoice:
-        return self._tables.prepare(chunk.layer, chunk.table)
 
     def _record_pause(self, began: float) -> float:
         """Records a pause that began at `began` and ends now; returns its seconds."""
