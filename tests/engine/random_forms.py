@@ -151,14 +151,14 @@ def check(form: Form, folder: Path, rng: random.Random) -> str:
         form.common |= {"lora_paths": [f"{one.name}={one}" for one in made]}
         flags |= {"lora_paths": form.common["lora_paths"], "max_loras_per_batch": rng.choice((1, 2, 4))}
     try:
-        found, drafted = _serve(path, folder / "board", script, flags, form.scheduling)
+        found, drafted = serve(path, folder / "board", script, flags, form.scheduling)
     except ConfigError as error:
         raise Refused(str(error)) from error
     each = [replace(one, arrives=0, aborted_at=None) for one in script]
-    alone, _ = _serve(path, folder / "alone", each, form.common | EXACT, {})
+    alone, _ = serve(path, folder / "alone", each, form.common | EXACT, {})
     retractions = sum(answer.retractions for answer in found.values())
     for item in script:
-        _compare(item, found[item.rid], alone[item.rid])
+        compare(item, found[item.rid], alone[item.rid])
     cached = sum(answer.cached_tokens for answer in found.values())
     return f"{form.kind}: {len(script)} requests, {retractions} retractions, {cached} cached tokens, {drafted} drafts"
 
@@ -184,7 +184,7 @@ def _checkpoint(form: Form, path: Path, rng: random.Random) -> Path:
         raise Refused(f"no checkpoint: {type(error).__name__}: {error}") from error
 
 
-def _serve(
+def serve(
     path: Path, board: Path, script: list[Scripted], flags: dict[str, Any], scheduling: dict[str, Any]
 ) -> tuple[dict[str, Answer], int]:
     """The answers, and the number of accepted drafts."""
@@ -203,7 +203,7 @@ def _serve(
         engine.close()
 
 
-def _compare(item: Scripted, found: Answer, alone: Answer) -> None:
+def compare(item: Scripted, found: Answer, alone: Answer) -> None:
     assert found.finish is not None and alone.finish is not None
     if found.finish["type"] == "abort":  # longer than the pool: refused by name
         assert item.aborted_at is not None or found.finish.get("status_code") == 400, found.finish

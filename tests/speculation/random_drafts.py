@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_engine.errors import ConfigError
-from moe_engine.structured_output.backend import GrammarSettings
-from moe_engine.structured_output.compiler import GrammarCompiler
-from moe_engine.structured_output.open_backend import open_backend
-from moe_engine.tokenizer.tokenizer import load_tokenizer
-from moe_engine.types.constraint import Constraint
 from tests.engine import random_served
-from tests.engine.harness import Answer, InProcessEngine, Scripted
-from tests.engine.random_forms import EXACT, MTP_KINDS, ORDINARY, REGEX, _compare
+from tests.engine.harness import Scripted
+from tests.engine.random_forms import EXACT, MTP_KINDS, ORDINARY, REGEX, compare, serve
 from tests.engine.test_exported_mtp import exported
 from tests.models import random_shapes, random_sparse_shapes, v4_mtp
 from tests.models.random_shapes import Refused, run_draws
@@ -193,32 +187,14 @@ def check(drawn: Drawn, folder: Path, rng: random.Random) -> str:
         raise Refused(f"no checkpoint: {type(error).__name__}: {error}") from error
     script = requests(drawn, rng)
     try:
-        found, drafts = _serve(path, folder / "board", script, drawn.common | drawn.flags | flags, drawn.scheduling)
+        found, drafts = serve(path, folder / "board", script, drawn.common | drawn.flags | flags, drawn.scheduling)
     except ConfigError as error:
         raise Refused(str(error)) from error
-    alone, _ = _serve(path, folder / "alone", [replace(one, arrives=0) for one in script], drawn.common | EXACT, {})
+    alone, _ = serve(path, folder / "alone", [replace(one, arrives=0) for one in script], drawn.common | EXACT, {})
     for item in script:
-        _compare(item, found[item.rid], alone[item.rid])
+        compare(item, found[item.rid], alone[item.rid])
     retractions = sum(answer.retractions for answer in found.values())
     return f"{drawn.kind}, {drawn.target}: {len(script)} requests, {drafts} drafts, {retractions} retractions"
-
-
-def _serve(
-    path: Path, board: Path, script: list[Scripted], flags: dict[str, Any], scheduling: dict[str, Any]
-) -> tuple[dict[str, Answer], int]:
-    """The answers, and the number of accepted drafts."""
-    engine = InProcessEngine(path, board, **flags)
-    try:
-        tokenizer, eos = load_tokenizer(path), tuple(sorted(engine.config.model.eos_token_ids))
-        vocab = engine.config.model.vocab_size
-        grammars = GrammarCompiler(partial(open_backend, GrammarSettings(), tokenizer, vocab, eos))
-        grammars.get(Constraint("regex", REGEX)).exception()
-        overlap = not flags.get("disable_overlap_schedule", False)
-        answers = engine.run(script, overlap=overlap, grammars=grammars, **scheduling)
-        drafts = engine.scheduler.stats().speculation
-        return answers, 0 if drafts is None else sum(drafts.accepted)
-    finally:
-        engine.close()
 
 
 def _check(drawn: Drawn, folder: Path, rng: random.Random, seed: int) -> str:
