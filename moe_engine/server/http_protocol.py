@@ -241,6 +241,9 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["method"] == "GET":  # needs no turn of its own: a probe must not wait for a burst of prompts
+            super()._start_asgi_task(cycle, app)
+            return
         queue = _QUEUES.get(self.loop)
         if queue is None:
             queue = _QUEUES[self.loop] = StartQueue()
