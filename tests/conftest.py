@@ -9,6 +9,8 @@ import atexit
 import gc
 import inspect
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +59,24 @@ def variables_of_the_module() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         if name.startswith(READ_IN_IMPORTS):
             del os.environ[name]
+
+
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_the_module_acts_later() -> Iterator[None]:
+    """Neither a timer nor a handler of a stop signal: they would act on tests of later modules in the same process. A
+    timer once ended the process nine minutes later, in another module's test."""
+    threads, handlers = threading.enumerate(), list(map(signal.getsignal, STOPS))
+    yield
+    timers = [
+        thread for thread in threading.enumerate() if isinstance(thread, threading.Timer) and thread not in threads
+    ]
+    for timer in timers:
+        timer.join(60)  # a canceled one ends when it gets a core
+    assert not [timer.function for timer in timers if timer.is_alive()], "the module leaves timers"
+    assert list(map(signal.getsignal, STOPS)) == handlers, "the module leaves handlers of signals"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -70,7 +70,7 @@ def check_reachable(host: str, port: int) -> None:
     deadline = time.monotonic() + REACH_SECONDS
     while True:
         try:
-            socket.create_connection((host, port), deadline - time.monotonic()).close()
+            socket.create_connection((host, port), max(RETRY_SECONDS, deadline - time.monotonic())).close()
             return
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS >= deadline:
