@@ -40,28 +40,24 @@ EPS = 1e-6
 STREAMS = 4
 
 
+@kernel_case("compression", "compress.{rate}x{series}.{width}{prompt:.prompt}{block:.blocks}.r{requests}")
 def compress(
-    requests: int, context: int, rate: int, series: int, width: int = 512, rotary: int = 64, keep: bool = True,
-    block: int = 0,
-) -> KernelCase:  # fmt: skip
-    """Entries of `rate` tokens. keep: the tokens' projections are kept by the same launch, in rings of requests, or of
-    blocks of `block` slots."""
-
-    def prepare(kernel: Any, device: str) -> Call:
-        step, numbers, each = Decodes.of(requests, context, device), series * width, series * rate + 1
-        rings = 1 + (step.num_slots // block if block else requests)
-        kept = Kept(normal(rings * each, 2 * numbers, device=device), each, block)
-        weights = CompressorWeights(
-            normal(rate, numbers, device=device, dtype=torch.float32), torch.rand(width, device=device) + 0.5, EPS
-        )
-        projected, table = normal(requests, 2 * numbers, device=device), rotary_table(rotary, device)
-        out = torch.zeros(step.num_slots // rate, width, dtype=torch.bfloat16, device=device)
-        tokens = _tokens(step)
-        places = kept.places(step.positions, step.queries.rows, step.slots) if keep else None
-        return writes((out, kept.rows), kernel.compress, projected, kept, weights, table, tokens, out, places)
-
-    form = ("" if keep else ".prompt") + ".blocks" * bool(block)
-    return counted("compression", f"compress.{rate}x{series}.{width}{form}.r{requests}", prepare, context)
+    kernel: Any, device: str, requests: int, context: int, rate: int, series: int, width: int = 512, rotary: int = 64,
+    prompt: bool = False, block: int = 0,
+) -> Call:  # fmt: skip
+    """Entries of `rate` tokens. The tokens' projections are kept by the same launch, in rings of requests, or of blocks
+    of `block` slots; those of a prompt are not."""
+    step, numbers, each = Decodes.of(requests, context, device), series * width, series * rate + 1
+    rings = 1 + (step.num_slots // block if block else requests)
+    kept = Kept(normal(rings * each, 2 * numbers, device=device), each, block)
+    weights = CompressorWeights(
+        normal(rate, numbers, device=device, dtype=torch.float32), torch.rand(width, device=device) + 0.5, EPS
+    )
+    projected, table = normal(requests, 2 * numbers, device=device), rotary_table(rotary, device)
+    out = torch.zeros(step.num_slots // rate, width, dtype=torch.bfloat16, device=device)
+    tokens = _tokens(step)
+    places = None if prompt else kept.places(step.positions, step.queries.rows, step.slots)
+    return writes((out, kept.rows), kernel.compress, projected, kept, weights, table, tokens, out, places)
 
 
 def _tokens(step: Decodes) -> CompressedTokens:
@@ -69,34 +65,31 @@ def _tokens(step: Decodes) -> CompressedTokens:
     return CompressedTokens(step.positions, step.positions, asked.rows, asked.slot_table, step.slots)
 
 
-def pairs(requests: int, context: int, width: int = 512, keep: bool = True) -> KernelCase:
-    """Entries of two tokens. A row without them: entries of two tokens without bias and rotation. keep: the tokens'
-    projections, too."""
+@kernel_case("compression", "pairs.{width}{prompt:.prompt}.r{requests}")
+def pairs(kernel: Any, device: str, requests: int, context: int, width: int = 512, prompt: bool = False) -> Call:
+    """Entries of two tokens. A row without them: entries of two tokens without bias and rotation. The tokens'
+    projections are kept too, those of a prompt are not."""
+    step = Decodes.of(requests, context, device)
+    kept = Kept(normal((1 + requests) * 2, 2 * width, device=device), 2, 0)
+    projected, norm = normal(requests, 2 * width, device=device), (torch.rand(width, device=device) + 0.5, EPS)
+    tokens = _tokens(step)
+    places = None if prompt else kept.places(step.positions, step.queries.rows, step.slots)
 
-    def prepare(kernel: Any, device: str) -> Call:
-        step = Decodes.of(requests, context, device)
-        kept = Kept(normal((1 + requests) * 2, 2 * width, device=device), 2, 0)
-        projected, norm = normal(requests, 2 * width, device=device), (torch.rand(width, device=device) + 0.5, EPS)
-        tokens = _tokens(step)
-        places = kept.places(step.positions, step.queries.rows, step.slots) if keep else None
+    def together() -> tuple[Tensor, ...]:
+        return *kernel.sum_pairs(projected, kept, norm, tokens, places), kept.rows
 
-        def together() -> tuple[Tensor, ...]:
-            return *kernel.sum_pairs(projected, kept, norm, tokens, places), kept.rows
+    def apart() -> tuple[Tensor, ...]:
+        ones = torch.ones(POSITIONS, 1, device=device)
+        still = RotaryTable(torch.cat((ones, 0 * ones), 1), True)
+        weights = CompressorWeights(torch.zeros(2, width, device=device), *norm)
+        out = torch.zeros(step.num_slots // 2, width, dtype=torch.bfloat16, device=device)
+        kernel.compress(projected, kept, weights, still, tokens, out, places)
+        completes = step.positions % 2 == 1
+        slots = torch.where(completes, step.slots // 2, 0)
+        entries = torch.where(completes[:, None], out[slots], 0.0)
+        return *PairedEntries(entries, slots, torch.where(completes, step.positions - 1, 0)), kept.rows
 
-        def apart() -> tuple[Tensor, ...]:
-            ones = torch.ones(POSITIONS, 1, device=device)
-            still = RotaryTable(torch.cat((ones, 0 * ones), 1), True)
-            weights = CompressorWeights(torch.zeros(2, width, device=device), *norm)
-            out = torch.zeros(step.num_slots // 2, width, dtype=torch.bfloat16, device=device)
-            kernel.compress(projected, kept, weights, still, tokens, out, places)
-            completes = step.positions % 2 == 1
-            slots = torch.where(completes, step.slots // 2, 0)
-            entries = torch.where(completes[:, None], out[slots], 0.0)
-            return *PairedEntries(entries, slots, torch.where(completes, step.positions - 1, 0)), kept.rows
-
-        return apart if kernel.sum_pairs is None else together
-
-    return counted("compression", f"pairs.{width}{'' if keep else '.prompt'}.r{requests}", prepare, context)
+    return apart if kernel.sum_pairs is None else together
 
 
 @kernel_case("compression", "rows.{window}x{rate}.{top_k:selected}.r{requests}")
@@ -277,14 +270,14 @@ def cases(requests: int, context: int, heads: int, width: int, hidden: int) -> l
     rotary = min(64, width // 2)
     rates = (4, 2), (min(128, context // 4), 1)
     return [
-        *(compress(requests, context, *rate, width, rotary, keep) for rate in rates for keep in (True, False)),
-        compress(requests, context, *rates[0], width, rotary, keep=False, block=128),
+        *(compress(requests, context, *rate, width, rotary, prompt) for rate in rates for prompt in (False, True)),
+        compress(requests, context, *rates[0], width, rotary, prompt=True, block=128),
         compress(requests, context, 4, 2, width // 2, rotary),
         gated(requests, hidden),
         ngram_products(requests, hidden),
         ngram_products(requests, hidden, 20),
         pairs(requests, context, width),
-        pairs(requests, context, width, keep=False),
+        pairs(requests, context, width, prompt=True),
         plan_rows(requests, context, min(128, context // 2), 4, min(512, context // 4)),
         plan_rows(requests, context, min(128, context // 2), rates[1][0]),
         streams(requests, hidden),

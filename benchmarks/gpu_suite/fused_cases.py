@@ -266,21 +266,19 @@ def mlp(linear: Any, device: str, tokens: int, hidden: int, width: int) -> Call:
     return apart if fused is None else lambda: fused(x)
 
 
-def normed_query(tokens: int, n: int, k: int, row_scales: bool = False, power_of_two: bool = False) -> KernelCase:
+@kernel_case("linear", "fused.normed_query.{n}x{k}{row_scales:.rows}{power_of_two:.powers}.t{tokens}", fp8=True)
+def normed_query(
+    linear: Any, device: str, tokens: int, n: int, k: int, row_scales: bool = False, power_of_two: bool = False
+) -> Call:
     """A query's product, which computes the norm of its few rows itself; they are part of wider rows. row_scales,
     power_of_two: as in `LinearShape`."""
     shape = LinearShape("", tokens, n, k, True, row_scales=row_scales, power_of_two=power_of_two)
-    form = ".rows" * row_scales + ".powers" * power_of_two
-
-    def prepare(linear: Any, device: str) -> Call:
-        weight = linear_weight(linear, shape, device)
-        x = normal(tokens, k + 64, device=device)[:, :k]
-        norm, format = 1 + 0.1 * normal(k, device=device, dtype=torch.float32), linear.input_format(weight)
-        if linear.capabilities.norms is None or not format.rows or format.exponents:
-            return lambda: linear.run(TorchOps().rms_norm(x, norm, 1e-6), weight)
-        return lambda: linear.run(RowsToNorm(x, norm, 1e-6), weight)
-
-    return counted("linear", f"fused.normed_query.{n}x{k}{form}.t{tokens}", prepare, fp8=True)
+    weight = linear_weight(linear, shape, device)
+    x = normal(tokens, k + 64, device=device)[:, :k]
+    norm, format = 1 + 0.1 * normal(k, device=device, dtype=torch.float32), linear.input_format(weight)
+    if linear.capabilities.norms is None or not format.rows or format.exponents:
+        return lambda: linear.run(TorchOps().rms_norm(x, norm, 1e-6), weight)
+    return lambda: linear.run(RowsToNorm(x, norm, 1e-6), weight)
 
 
 def parity_cases() -> list[KernelCase]:

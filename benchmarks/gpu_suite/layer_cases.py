@@ -204,35 +204,32 @@ def write_latent_records(tokens: int, latent: int, rotary: int) -> KernelCase:
     return counted("ops", f"write_latent.{latent}x{rotary}.fp8.t{tokens}", prepare, fp8=True, compared=compared)
 
 
+@kernel_case("mla", "chunks.{heads}x{nope}{bf16:.bf16}.q{tokens}.s{context}")
 def chunked_context(
-    tokens: int, context: int, heads: int, nope: int = 128, rotary: int = 64, fp8: bool = True
-) -> KernelCase:
+    kernel: Any, device: str, tokens: int, context: int, heads: int, nope: int, rotary: int, bf16: bool = False
+) -> Call:
     """MLA's expanded form over a context in two chunks, whose rows are gathered, from FP8 records or from rows in 16
     bits, and their merge."""
+    chunks, latent = kernel.capabilities.chunks, 4 * nope
+    if chunks is None:
+        raise NotServed("has no context in chunks")
+    asked, half = paged_queries(1, tokens, context, device, PAGE), context // 2
+    cache = normal(pool_size(asked), latent + rotary, device=device)
+    cache = cache if bf16 else latent_records.pack(cache, latent, FP8_GROUPS)
+    q = normal(tokens, heads, nope + rotary, device=device)
+    kv = normal(context, heads, 2 * nope, device=device)
+    plans = [chunks.plan(asked, [first], [count]) for first, count in ((0, half), (half, context - half))]
+    rooms = [q.new_empty(count, latent + rotary) for count in (half, context - half)]
 
-    def prepare(kernel: Any, device: str) -> Call:
-        chunks, latent = kernel.capabilities.chunks, 4 * nope
-        if chunks is None:
-            raise NotServed("has no context in chunks")
-        asked, half = paged_queries(1, tokens, context, device, PAGE), context // 2
-        cache = normal(pool_size(asked), latent + rotary, device=device)
-        cache = latent_records.pack(cache, latent, FP8_GROUPS) if fp8 else cache
-        q = normal(tokens, heads, nope + rotary, device=device)
-        kv = normal(context, heads, 2 * nope, device=device)
-        plans = [chunks.plan(asked, [first], [count]) for first, count in ((0, half), (half, context - half))]
-        rooms = [q.new_empty(count, latent + rotary) for count in (half, context - half)]
+    def call() -> Tensor:
+        found = []
+        for part, plan, room in zip(kv.split((half, context - half)), plans, rooms):
+            rows = kernel.gather_latent(cache, asked, plan, room, latent)
+            found.append(chunks.expanded(q, part, rows[:, latent:], (nope + rotary) ** -0.5, plan))
+        chunks.merge(*found[0], *found[1])
+        return found[0][0]
 
-        def call() -> Tensor:
-            found = []
-            for part, plan, room in zip(kv.split((half, context - half)), plans, rooms):
-                rows = kernel.gather_latent(cache, asked, plan, room, latent)
-                found.append(chunks.expanded(q, part, rows[:, latent:], (nope + rotary) ** -0.5, plan))
-            chunks.merge(*found[0], *found[1])
-            return found[0][0]
-
-        return call
-
-    return counted("mla", f"chunks.{heads}x{nope}{'' if fp8 else '.bf16'}.q{tokens}.s{context}", prepare, context)
+    return call
 
 
 @kernel_case("sampling", "probabilities.{vocab}x{tokens}.r{rows}")
@@ -311,7 +308,7 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
         write_kv(tokens, groups, width, fp8=True),
         write_latent_records(tokens, 4 * width, width // 2),
         chunked_context(prompt, 2 * prompt, heads, width, width // 2),
-        chunked_context(prompt, 2 * prompt, heads, width, width // 2, fp8=False),
+        chunked_context(prompt, 2 * prompt, heads, width, width // 2, bf16=True),
         greedy(tokens, 32 * hidden),
         probabilities(tokens, 32 * hidden),
         copied_rows(8 * tokens, hidden),
