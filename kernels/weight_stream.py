@@ -70,11 +70,7 @@ class WeightStream:
     """
 
     def __init__(
-        self,
-        layers: Sequence[int],
-        stream: PrefetchStream,
-        pinned: Callable[[int], Tensor],
-        device: torch.device,
+        self, layers: Sequence[int], stream: PrefetchStream, pinned: Callable[[int], Tensor], device: torch.device
     ) -> None:
         self.layers = tuple(layers)
         self._stream, self._pinned, self._device = stream, pinned, device

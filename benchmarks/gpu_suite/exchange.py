@@ -12,16 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.gpu_suite import all_reduce
 from benchmarks.gpu_suite.attempts import Attempts
 from benchmarks.gpu_suite.parity import BF16_ERROR, FP8_ERROR
-from benchmarks.gpu_suite.ranks_here import (
-    NUM_SLOTS,
-    TINY,
-    TINY_BESIDE,
-    V3_BESIDE,
-    V3_EP8,
-    Load,
-    RanksHere,
-    error_of,
-)
+from benchmarks.gpu_suite.ranks_here import NUM_SLOTS, TINY, TINY_BESIDE, V3_BESIDE, V3_EP8, Load, RanksHere, error_of
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.targets import OURS
 

@@ -22,12 +22,7 @@ from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
-from moe_engine.kernels.quantization.protocol import (
-    UNQUANTIZED,
-    ActivationFormat,
-    QuantizedActivation,
-    RowsToNorm,
-)
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, QuantizedActivation, RowsToNorm
 from moe_engine.kernels.quantization.reference import dequantize_rows, quantize_rows
 from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.choices import Routed

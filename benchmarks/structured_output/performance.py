@@ -52,11 +52,7 @@ def _ttft(engine: Engine, repeats: int) -> dict[str, Any]:
     }
     times = _interleaved(kinds, repeats, rng)
     ratios = [cached / none for none, cached in zip(times["none"], times["cached"])]
-    return {
-        "none_s": median(times["none"]),
-        "cached_s": median(times["cached"]),
-        "ratio": median(ratios),
-    }
+    return {"none_s": median(times["none"]), "cached_s": median(times["cached"]), "ratio": median(ratios)}
 
 
 def _throughput(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:

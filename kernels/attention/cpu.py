@@ -30,9 +30,7 @@ class CpuMLA(_Backend):
     @property
     def capabilities(self) -> AttentionCapabilities:
         return AttentionCapabilities(
-            expanded_shared=self.expanded_shared,
-            decoder=DecoderCalls(self._lib),
-            sparse=over_absorbed(self),
+            expanded_shared=self.expanded_shared, decoder=DecoderCalls(self._lib), sparse=over_absorbed(self)
         )
 
     def absorbed(

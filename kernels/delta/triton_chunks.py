@@ -381,7 +381,4 @@ def chunk_cases(name: str, shape: DeltaShape, dtype: torch.dtype, b_between: int
         own = {argument: system[argument] for argument in named}
         constants = _scores_constants(shape, dtype, a_between)
         first = AotCase(f"delta_additive_{name}", additive_kernel, own, constants, 4, 1, True)
-    return [
-        first,
-        AotCase(f"delta_states_{name}", states_kernel, states, found, 4, 1, True),
-    ]
+    return [first, AotCase(f"delta_states_{name}", states_kernel, states, found, 4, 1, True)]

@@ -19,14 +19,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.kv_format import latent_records
-from moe_engine.kernels.kv_format.formats import (
-    FP8_GROUPS,
-    FP8_RANGE,
-    FP8_TENSOR,
-    PLAIN,
-    record_bytes,
-    scales_offset,
-)
+from moe_engine.kernels.kv_format.formats import FP8_GROUPS, FP8_RANGE, FP8_TENSOR, PLAIN, record_bytes, scales_offset
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_e4m3 import converted
 from moe_engine.kernels.ops.triton_fp8_cache import write_record

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import ExpertRows
-from moe_engine.kernels.quantization.protocol import (
-    Activation,
-    ActivationFormat,
-    QuantizedActivation,
-    QuantizedRows,
-)
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation, QuantizedRows
 from moe_engine.kernels.symm_mem.all_reduce_layout import PROGRAMS, Arenas
 from moe_engine.kernels.symm_mem.triton_all_reduce import (
     constants_of,

@@ -30,12 +30,7 @@ from moe_engine.kernels.symm_mem.triton_combine import (
     sum_constants,
     sum_kernel,
 )
-from moe_engine.kernels.symm_mem.triton_dispatch import (
-    receive_constants,
-    receive_kernel,
-    send_constants,
-    send_kernel,
-)
+from moe_engine.kernels.symm_mem.triton_dispatch import receive_constants, receive_kernel, send_constants, send_kernel
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, resident_programs
 
 STATE_WORDS = 16

@@ -19,13 +19,7 @@ import triton.language as tl
 from moe_engine.kernels.quantization.protocol import BLOCK, UNQUANTIZED, ActivationFormat
 from moe_engine.kernels.quantization.triton_rows import norm_blocks, store_norm
 from moe_engine.kernels.symm_mem.tiles import SHAPES, TILES
-from moe_engine.kernels.symm_mem.triton_flags import (
-    all_have_arrived,
-    is_last,
-    part_of,
-    raise_flags,
-    rank_constants,
-)
+from moe_engine.kernels.symm_mem.triton_flags import all_have_arrived, is_last, part_of, raise_flags, rank_constants
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.dependent import announce_next, dependent_jit, wait_for_inputs
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE

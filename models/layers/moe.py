@@ -119,12 +119,7 @@ class MoE:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer_index: int,
-        backends: Backends,
-        reader: WeightSource,
-        parallel: ParallelContext,
+        self, config: ModelConfig, layer_index: int, backends: Backends, reader: WeightSource, parallel: ParallelContext
     ) -> None:
         moe, names = config.moe_of(layer_index), expert_names(config)
         assert moe is not None

@@ -19,13 +19,7 @@ from moe_engine.models.layers.ngram_input import NgramInput
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.dp_gather_scatter import (
-    AllReduce,
-    DPCommunication,
-    FusedAllReduce,
-    GatherScatter,
-    TokenLayout,
-)
+from moe_engine.parallel.dp_gather_scatter import AllReduce, DPCommunication, FusedAllReduce, GatherScatter, TokenLayout
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.uneven import gather_rows
 

@@ -24,11 +24,7 @@ from moe_engine.kernels.indexer.candidates import Candidates, CandidateTable
 from moe_engine.kernels.indexer.protocol import BlockChoice, IndexerKernel
 from moe_engine.kernels.ops.block_rounding import E2M1, E2M1_SMALL, E4M3, round_rows
 from moe_engine.kernels.ops.protocol import CacheRows, Ops, RotaryTable, RoundRows
-from moe_engine.kernels.quantization.protocol import (
-    UNQUANTIZED,
-    Activation,
-    ActivationFormat,
-)
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache

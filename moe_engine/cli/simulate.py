@@ -18,14 +18,7 @@ from typing import Any
 
 from moe_engine.cli.experts_report.dumps import read_dumps
 from moe_engine.cli.output_file import writing
-from moe_engine.cli.simulate_checks import (
-    LARGE_PART,
-    check,
-    check_launch,
-    left_out,
-    num_processes,
-    parsed_goodput,
-)
+from moe_engine.cli.simulate_checks import LARGE_PART, check, check_launch, left_out, num_processes, parsed_goodput
 from moe_engine.cli.simulate_parts import Parts
 from moe_engine.cli.simulated_log import simulated_log
 from moe_engine.config.args import EngineArgs, build_parser

@@ -73,9 +73,7 @@ class BackendArgs:
     )
     linear_backend: str = flag("auto", "GEMM of dense weights.", choices=partial(_names, "LINEAR"))
     ops_backend: str = flag(
-        "auto",
-        "Norms, rotary embedding, activation, KV cache writes and routing.",
-        choices=partial(_names, "OPS"),
+        "auto", "Norms, rotary embedding, activation, KV cache writes and routing.", choices=partial(_names, "OPS")
     )
     sampling_backend: str = flag(
         "auto",

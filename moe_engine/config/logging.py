@@ -36,10 +36,7 @@ class LoggingArgs:
         "info", "Lowest severity of log lines that are printed.", choices=LEVELS, synonyms={"warn": "warning"}
     )
     log_level_http: str | None = flag(
-        None,
-        "Log level of the HTTP server. Left out: --log-level.",
-        choices=LEVELS,
-        synonyms={"warn": "warning"},
+        None, "Log level of the HTTP server. Left out: --log-level.", choices=LEVELS, synonyms={"warn": "warning"}
     )
     uvicorn_access_log_exclude_prefixes: str = flag(
         "",

@@ -11,8 +11,7 @@ from moe_engine.config.values import parse_json_object
 @dataclass(frozen=True)
 class MultimodalArgs:
     language_model_only: bool = flag(
-        False,
-        "Load only the language model of a checkpoint with a vision tower: images are refused.",
+        False, "Load only the language model of a checkpoint with a vision tower: images are refused."
     )
     allowed_local_media_path: str | None = flag(
         None,

@@ -70,8 +70,7 @@ class ServerArgs:
         False, "Allows `return_hidden_states` in requests: the final hidden states of prompt and output tokens."
     )
     enable_return_routed_experts: bool = flag(
-        False,
-        "Allows `return_routed_experts` in requests: the experts of each token, for routing replay in training.",
+        False, "Allows `return_routed_experts` in requests: the experts of each token, for routing replay in training."
     )
     completion_template: str | None = flag(
         None,

@@ -138,11 +138,7 @@ class LateMasks:
     """
 
     def __init__(
-        self,
-        worker: StepWorker,
-        vocab_size: int | None,
-        fail: Callable[[str, str, int], None],
-        jumps: JumpForward,
+        self, worker: StepWorker, vocab_size: int | None, fail: Callable[[str, str, int], None], jumps: JumpForward
     ) -> None:
         self._worker = worker
         self._jumps = jumps

@@ -68,11 +68,7 @@ def make_core(
             available_gb(config.device),
         ),
     )
-    own = {
-        "dp_rank": first_group + group,
-        "weight_bytes": worker.info.weight_bytes,
-        "kv_bytes": worker.info.kv_bytes,
-    }
+    own = {"dp_rank": first_group + group, "weight_bytes": worker.info.weight_bytes, "kv_bytes": worker.info.kv_bytes}
     kv_arrivals = None
     if config.host_tier_tokens:
         group_size = config.parallel.topology.attn_tp_size if config.storage is not None else 1

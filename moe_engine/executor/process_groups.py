@@ -51,12 +51,7 @@ def open_store(options: RankGroupOptions, host: str) -> Any:
         port = bound.getsockname()[1]
         check_reachable(host, port)  # torch connects to it too
         return dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=bound.detach(),
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach()
         )
 
 

@@ -149,10 +149,7 @@ def _label_input(req: ScoreRequest, prompts: dict[str, Any], vocab_size: int, li
             _refuse("label_token_ids", f"{len(ids)} exceed this server's limit of {limit} (--max-logprobs)")
         check_token_ids(ids, vocab_size, "label_token_ids")
     return GenerateInput(
-        **prompts,
-        sampling_params=_ONE_TOKEN,
-        return_logprob=True,
-        token_ids_logprob=[list(ids) for ids in of_items],
+        **prompts, sampling_params=_ONE_TOKEN, return_logprob=True, token_ids_logprob=[list(ids) for ids in of_items]
     )
 
 

@@ -192,20 +192,12 @@ class EngineApi:
 
 
 def updated_response(done: Updated) -> Response:
-    answer: WeightsUpdated = {
-        "success": done.success,
-        "message": done.message,
-        "num_paused_requests": done.num_paused,
-    }
+    answer: WeightsUpdated = {"success": done.success, "message": done.message, "num_paused_requests": done.num_paused}
     return json_response(answer, 200 if done.success else 400)
 
 
 def _changed(change: AdapterChange) -> Response:
-    answer: LoraChanged = {
-        "success": change.success,
-        "message": change.message,
-        "loaded_adapters": change.adapters,
-    }
+    answer: LoraChanged = {"success": change.success, "message": change.message, "loaded_adapters": change.adapters}
     if not change.success:
         answer["error_message"] = change.message
     return json_response(answer, 200 if change.success else 400)

@@ -11,12 +11,7 @@ from moe_engine.frontend.group_updates import GroupUpdates, Trainer
 from moe_engine.frontend.weight_updates import Updated, WeightUpdates
 from moe_engine.server.engine_api import updated_response
 from moe_engine.server.http_io import decode_body, json_response, read_large
-from moe_engine.server.native_types import (
-    DestroyGroupRequest,
-    GroupChanged,
-    InitGroupRequest,
-    ReceiveWeightsRequest,
-)
+from moe_engine.server.native_types import DestroyGroupRequest, GroupChanged, InitGroupRequest, ReceiveWeightsRequest
 from moe_engine.server.state import ServerState
 
 

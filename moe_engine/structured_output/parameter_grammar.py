@@ -71,10 +71,7 @@ class ParameterRules:
         bounds = f"{{{low},{'' if high is None else high}}}"
         last = end[end.index(self._syntax.value_end) + len(self._syntax.value_end) :]
         more = f"{CHAR}{{{len(last) + 1},}}" if not rest else f"{CHAR}*"
-        parts = [
-            f"/{CHAR}{bounds}{escaped(plain)}/",
-            f"~/{CHAR}*{escaped(self._syntax.value_end)}{more}/",
-        ]
+        parts = [f"/{CHAR}{bounds}{escaped(plain)}/", f"~/{CHAR}*{escaped(self._syntax.value_end)}{more}/"]
         if self._syntax.trims:
             parts += [f"~/\\n{CHAR}*/", f"~/{CHAR}*\\n{escaped(plain)}/"]
         self._count += 1

@@ -102,11 +102,7 @@ async def ask_native(
         seen: called with `meta_info` and the number of new tokens of each chunk.
     """
     body: dict[str, Any] = {
-        "sampling_params": {
-            **options.sampling,
-            "max_new_tokens": request.output_len,
-            "ignore_eos": options.ignore_eos,
-        },
+        "sampling_params": {**options.sampling, "max_new_tokens": request.output_len, "ignore_eos": options.ignore_eos},
         "stream": options.stream,
         "return_logprob": options.return_logprob,
         **options.extra_body,

@@ -75,11 +75,7 @@ class WeightRead:
             with torch.no_grad():
                 numbers, values = _elements(module, structure, name, rows, total, base)
                 values = values / factor(self._options.model, name) - added(self._options.model, name)
-        return {
-            "shape": [rows, *shape[1:]],
-            "numbers": numbers.numpy().tobytes(),
-            "values": values.numpy().tobytes(),
-        }
+        return {"shape": [rows, *shape[1:]], "numbers": numbers.numpy().tobytes(), "values": values.numpy().tobytes()}
 
 
 def _elements(

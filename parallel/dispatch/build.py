@@ -26,15 +26,7 @@ from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
 from moe_engine.parallel.dispatch.host_memory import ROOM_TOKENS
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
 from moe_engine.parallel.dispatch.mega_moe import MegaDispatcher, make_buffer
-from moe_engine.parallel.dispatch.protocol import (
-    Dispatcher,
-    DispatchShape,
-    Exchange,
-    Layout,
-    Mode,
-    NormedSum,
-    Phase,
-)
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Exchange, Layout, Mode, NormedSum, Phase
 from moe_engine.parallel.dispatch.shared_memory import SharedMemory
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.dispatch.two_hop import TwoHop

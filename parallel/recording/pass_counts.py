@@ -132,14 +132,7 @@ class PassCounts:
         if self._cached is None or self._cached[0] != layers:
             ids = self._ids_buffer[: len(layers)]
             places = torch.empty_like(ids)
-            self._cached = (
-                layers,
-                ids,
-                self._offsets(layers),
-                places,
-                places.view(-1),
-                self._some_ones(ids.numel()),
-            )
+            self._cached = (layers, ids, self._offsets(layers), places, places.view(-1), self._some_ones(ids.numel()))
         return self._cached[1:]
 
     def _some_ones(self, count: int) -> Tensor:

@@ -21,13 +21,7 @@ from moe_engine.kernels.attention.selected import Selected, SparseAttention
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
 from moe_engine.kernels.attention.vendors.flashmla_sparse import sparse_attention
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
-from moe_engine.kernels.attention.vendors.paging import (
-    TABLE,
-    Paged,
-    StepPlan,
-    as_pages,
-    plan_of,
-)
+from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.device import IndexWidths
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries

@@ -21,14 +21,7 @@ from moe_engine.kernels.attention.protocol import AttentionCapabilities, Context
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer
-from moe_engine.kernels.attention.vendors.paging import (
-    Paged,
-    StepPlan,
-    as_pages,
-    host_ints,
-    plan_of,
-    prefix_sums,
-)
+from moe_engine.kernels.attention.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.device import probe
 from moe_engine.kernels.kv_format.formats import E4M3_TENSOR

@@ -21,11 +21,7 @@ ONE_RANK = Topology()
 
 
 def resolve_experts(
-    args: EngineArgs,
-    model: ModelConfig,
-    record: Record,
-    topology: Topology,
-    dump_directory: Path,
+    args: EngineArgs, model: ModelConfig, record: Record, topology: Topology, dump_directory: Path
 ) -> ExpertSettings:
     """Pure, except for a check that the file of --init-expert-location exists; ranks read it themselves.
 

@@ -481,8 +481,5 @@ def _by_channel(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
         sharded = hidden * (5 * width + heads) + width * key
         return replace(plain, sharded=sharded, replicated=hidden * key, kernels=LINEAR + 1)
     return replace(
-        plain,
-        sharded=hidden * (4 * width + heads) + 2 * width * key,
-        replicated=2 * hidden * key,
-        kernels=LINEAR + 2,
+        plain, sharded=hidden * (4 * width + heads) + 2 * width * key, replicated=2 * hidden * key, kernels=LINEAR + 2
     )
