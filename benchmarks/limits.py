@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import json
 import shutil
 import subprocess
@@ -160,12 +159,11 @@ def _medians(ways: dict[str, Callable[[], Any]], device: str, repeats: int) -> d
 
 
 def _native_read() -> Callable[[int, int, int], int] | None:
-    """The compiled loop, or None without a compiler. Cached in the temporary directory by the hash of its source."""
+    """The compiled loop, or None without a compiler."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
-    mark = hashlib.sha256(_READ_SOURCE.encode()).hexdigest()[:12]
-    with tempfile.TemporaryDirectory(prefix=f"moe-engine-read-{mark}-") as folder:
+    with tempfile.TemporaryDirectory(prefix="moe-engine-read-") as folder:
         source, library = Path(folder) / "read.cpp", Path(folder) / "read.so"
         source.write_text(_READ_SOURCE)
         flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
@@ -198,14 +196,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         report.write_result("limits", {"limits": asdict(limits)}, device=args.device, path=args.json)
     elif args.device == "cpu":
-        print(
-            json.dumps(
-                {
-                    "memory_gb_per_second": round(limits.memory_gb_per_second, 2),
-                    "gemm_gflops": round(limits.gemm_gflops, 1),
-                }
-            )
-        )
+        memory, gemm = round(limits.memory_gb_per_second, 2), round(limits.gemm_gflops, 1)
+        print(json.dumps({"memory_gb_per_second": memory, "gemm_gflops": gemm}))
     return 0
 
 

@@ -23,6 +23,10 @@ from moe_engine.tuning.stats import mean, median
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 ATTENTIONS = ("sdpa", "eager")
 CACHES = ("dynamic", "static")
+FACTS = (
+    "dtype", "device", "context_len", "max_total_num_tokens", "chunked_prefill_size", "max_prefill_tokens",
+    "attention_backend", "moe_runner_backend", "linear_backend", "ops_backend",
+)  # fmt: skip
 CHECK = Workload("check", num_streams=8, own_len=32, output_len=8)
 """Prompts whose float32 answers must agree on both sides."""
 
@@ -38,8 +42,6 @@ class Run:
 
 class EngineSide:
     """`moe_engine.Engine`, with its core in a separate process, as in normal use."""
-
-    name = "moe-engine"
 
     def __init__(self, model_path: Path, flags: dict[str, Any]) -> None:
         from moe_engine import Engine
@@ -62,8 +64,7 @@ class EngineSide:
     def facts(self) -> dict[str, Any]:
         """The engine's flags and sizes."""
         info = self._engine.get_server_info()
-        keys = "dtype device context_len max_total_num_tokens chunked_prefill_size max_prefill_tokens attention_backend moe_runner_backend linear_backend ops_backend"  # noqa: E501
-        return {key: info[key] for key in keys.split() if key in info}
+        return {key: info[key] for key in FACTS if key in info}
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -87,8 +88,6 @@ class TransformersSide:
     Continuous batching is not a candidate: release 5.23 cannot run it on MLA models (the paged cache has the width of
     a head, not of the latent).
     """
-
-    name = "transformers"
 
     def __init__(self, model_path: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> None:
         import transformers

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.models.checkpoints import POOLED, make_checkpoint
-from tests.models.vision_checkpoints import END, IMAGE, MERGE, PATCH, START, VIDEO, Made, Pixels, add_images
+from tests.models.vision_checkpoints import END, IMAGE, MERGE, PATCH, START, VIDEO, Made, add_images, noise_pixels
 
 TOKENS = {
     "image_start_token_id": START, "image_token_id": IMAGE, "image_end_token_id": END, "video_token_id": VIDEO,
@@ -20,25 +21,14 @@ PROCESSOR = {
 }  # fmt: skip
 
 
-class GlmOracle(Made):
-    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
-        return {
-            "pixel_values": torch.cat([image.values for image in images]),
-            "image_grid_thw": torch.tensor([image.grid for image in images]),
-        }
+picture = partial(noise_pixels, patch_width=3 * 2 * PATCH**2)
 
 
-def picture(rows: int, columns: int) -> Pixels:
-    """Of rows x columns tokens."""
-    grid = (1, rows * MERGE, columns * MERGE)
-    return Pixels(grid, torch.randn(grid[1] * grid[2], 3 * 2 * PATCH**2))
-
-
-def make_glm(path: Path, seed: int, vision: dict[str, Any] | None = None, **text: Any) -> GlmOracle:
+def make_glm(path: Path, seed: int, vision: dict[str, Any] | None = None, **text: Any) -> Made:
     """Writes the checkpoint. `vision`: fields of the tower; `text`: of the text model."""
     import transformers
 
     make_checkpoint(POOLED, path, seed, vision=vision or {}, **text)
     add_images(path, seed, TOKENS, PROCESSOR)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return GlmOracle(path, transformers.Glm5NextForConditionalGeneration.from_pretrained(path, **options).eval())
+    return Made(path, transformers.Glm5NextForConditionalGeneration.from_pretrained(path, **options).eval())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from tests.models.byte_tokenizer import BOS, EOS, write_tokenizer
 from tests.models.checkpoints import BLOCK_SPARSE, add_mtp_layer, hub_fields, with_minimax_mtp, write_tensors
-from tests.models.vision_checkpoints import TEMPLATE, Made, Pixels, name_tokens
+from tests.models.vision_checkpoints import MERGE, TEMPLATE, Made, name_tokens, noise_pixels
 
 IMAGE, VIDEO, START, END = 270, 271, 274, 275
 NAMES = {
     IMAGE: "]<]image[>[", VIDEO: "]<]video[>[", START: "]<]start of image[>[", END: "]<]end of image[>[",
 }  # fmt: skip
-PATCH, MERGE = 4, 2
+PATCH = 4
 VISION = {
     "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": PATCH,
     "image_size": 64, "hidden_act": "gelu", "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
@@ -29,23 +30,12 @@ PROCESSOR = {
 }  # fmt: skip
 
 
-class MiniMaxOracle(Made):
-    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
-        return {
-            "pixel_values": torch.cat([image.values for image in images]),
-            "image_grid_thw": torch.tensor([image.grid for image in images]),
-        }
-
-
-def picture(rows: int, columns: int) -> Pixels:
-    """Of rows x columns tokens."""
-    grid = (1, rows * MERGE, columns * MERGE)
-    return Pixels(grid, torch.randn(grid[1] * grid[2], 3 * 2 * PATCH**2))
+picture = partial(noise_pixels, patch_width=3 * 2 * PATCH**2)
 
 
 def make_minimax_m3(
     path: Path, seed: int, vision: dict[str, Any] | None = None, num_mtp_layers: int = 0, **text: Any
-) -> MiniMaxOracle:
+) -> Made:
     """Writes the checkpoint. `vision`: fields of the tower; `text`: of the text model."""
     import transformers
 
@@ -72,7 +62,7 @@ def make_minimax_m3(
     name_tokens(path, NAMES, template)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
-    return MiniMaxOracle(path, model)
+    return Made(path, model)
 
 
 def _add_mtp(path: Path, count: int, seed: int) -> None:

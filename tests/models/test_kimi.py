@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,9 @@ from tests.models.image_parity import around, check_logits, check_requests
 from tests.models.kimi_checkpoints import IMAGE, PATCH, make_kimi
 from tests.models.rows import all_rows
 from tests.models.test_parity import assert_close
-from tests.models.vision_checkpoints import Made, Pixels
+from tests.models.vision_checkpoints import Made, noise_pixels
 
-
-def picture(rows: int, columns: int) -> Pixels:
-    """Of rows x columns tokens, patches by row."""
-    grid = (1, 2 * rows, 2 * columns)
-    return Pixels(grid, torch.randn(grid[1] * grid[2], 3 * PATCH**2))
+picture = partial(noise_pixels, patch_width=3 * PATCH**2)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from moe_engine.errors import ConfigError
 from moe_engine.media.image_process import _processed, load_processor
@@ -27,7 +27,7 @@ from tests.models.published import KIMI_K3
 from tests.models.rows import all_rows
 from tests.models.test_kimi_k3 import BOUND
 from tests.models.test_parity import assert_close
-from tests.models.vision_checkpoints import Pixels
+from tests.models.vision_checkpoints import noise_pixels
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> K3Oracle:
     return K3Oracle(make_k3(tmp_path_factory.mktemp("k3"), random.randrange(2**31), tokenizer=False, vision=VISION))
 
 
-def picture(rows: int, columns: int) -> Pixels:
-    """Of rows x columns tokens, patches by row."""
-    grid = (1, 2 * rows, 2 * columns)
-    return Pixels(grid, torch.randn(grid[1] * grid[2], 3 * PATCH**2))
+picture = partial(noise_pixels, patch_width=3 * PATCH**2)
 
 
 @pytest.mark.parametrize("row", all_rows())

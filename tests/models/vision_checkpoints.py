@@ -203,6 +203,19 @@ def random_pixels(rows: int, columns: int, generator: torch.Generator) -> Pixels
     return Pixels((1, rows * MERGE, columns * MERGE), values)
 
 
+def noise_pixels(rows: int, columns: int, patch_width: int) -> Pixels:
+    """Of rows x columns tokens, patches by row."""
+    grid = (1, rows * MERGE, columns * MERGE)
+    return Pixels(grid, torch.randn(grid[1] * grid[2], patch_width))
+
+
+def pixel_inputs(images: list[Pixels]) -> dict[str, Any]:
+    return {
+        "pixel_values": torch.cat([image.values for image in images]),
+        "image_grid_thw": torch.tensor([image.grid for image in images]),
+    }
+
+
 def with_images(parts: list[list[int] | Pixels]) -> tuple[list[int], list[Pixels], list[int]]:
     """Token ids of text and images, the images, and the places of their first tokens."""
     ids: list[int] = []
@@ -264,6 +277,9 @@ class Made(GreedyOracle):
     path: Path
     model: Any
 
+    def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
+        return pixel_inputs(images)
+
 
 class Oracle(GreedyOracle):
     """The model in float32 with eager attention."""
@@ -288,11 +304,7 @@ class Oracle(GreedyOracle):
         return super().run(ids, images, **options)
 
     def image_inputs(self, ids: list[int], images: list[Pixels]) -> dict[str, Any]:
-        return {
-            "pixel_values": torch.cat([image.values for image in images]),
-            "image_grid_thw": torch.tensor([image.grid for image in images]),
-            "mm_token_type_ids": (torch.tensor([ids]) == IMAGE).int(),
-        }
+        return pixel_inputs(images) | {"mm_token_type_ids": (torch.tensor([ids]) == IMAGE).int()}
 
 
 def random_picture(width: int, height: int, seed: int) -> Any:
