@@ -241,12 +241,25 @@ def gather(a: Any, s: Setting) -> Cost:
 # -- products
 
 
+def _read_alone_us(a: Any, s: Setting) -> float:
+    """Time in which multiprocessors read the rows and weights of their programs."""
+    assert s.hardware is not None
+    turns = -(-a.grid[0] * a.grid[1] // s.hardware["multiprocessors"])
+    x, weight = (matrix_of(each).element_size() for each in (a.x, a.weight))
+    read = (min(a.num_rows, a.BLOCK_M) * x + a.BLOCK_N * weight) * a.K
+    return turns * read / s.hardware["program_bytes_per_s"] * 1e6
+
+
 @cost_of("block_gemm_kernel")
 def block_gemm(a: Any, s: Setting) -> Cost:
+    """Not faster than `_read_alone_us`, of a program's part of K."""
     flops = {"fp8": 2.0 * a.num_rows * a.N * a.K}
     read = size(matrix_of(a.x), given(a.x_scales), given(a.norm), a.weight_scales) + a.N * a.K
     own = memory_of(matrix_of(a.weight))
-    return Cost(read, size(a.out), flops, weights=own, requests_own=a.N * a.K if a.AHEAD else 0)
+    return Cost(
+        read, size(a.out), flops, link_us=_read_alone_us(a, s) / a.SPLIT, weights=own,
+        requests_own=a.N * a.K if a.AHEAD else 0,
+    )  # fmt: skip
 
 
 @cost_of("four_bits_gemm_kernel")
@@ -257,15 +270,11 @@ def four_bits_gemm(a: Any, s: Setting) -> Cost:
 
 @cost_of("fixed_gemm_kernel")
 def fixed_gemm(a: Any, s: Setting) -> Cost:
-    """Not faster than a multiprocessor reads the rows and weights of its programs."""
-    assert s.hardware is not None
+    """Not faster than `_read_alone_us`."""
     heads = len(a.weight) if a.weight.dim() == 3 else 1
-    turns = -(-a.grid[0] * a.grid[1] // s.hardware["multiprocessors"])
     later = ((a.following, a.FOLLOWING), (a.later, a.LATER))
-    read = (min(a.num_rows, a.BLOCK_M) + a.BLOCK_N) * a.K * a.x.element_size()
-    alone = turns * read / s.hardware["program_bytes_per_s"] * 1e6
     return Cost(
-        size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K), link_us=alone,
+        size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K), link_us=_read_alone_us(a, s),
         weights=memory_of(a.weight), requests_own=size(a.weight) if a.AHEAD else 0,
         prefetched={memory_of(x): float(n) for x, n in later if n}, requests_last=True,
     )  # fmt: skip

@@ -37,10 +37,12 @@ def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, TMA
     are zeros."""
     if TMA:
         values = tile.load([row, step * BLOCK_K])
+    elif K % BLOCK_K == 0 and live is None:
+        values = tl.load(tile + step * BLOCK_K)
+    elif K % BLOCK_K == 0:
+        values = tl.load(tile + step * BLOCK_K, mask=live[:, None], other=0.0)
     elif live is not None:
         values = tl.load(tile + step * BLOCK_K, mask=live[:, None] & (step * BLOCK_K + lane < K)[None, :], other=0.0)
-    elif K % BLOCK_K == 0:
-        values = tl.load(tile + step * BLOCK_K)
     else:
         values = tl.load(tile + step * BLOCK_K, mask=(step * BLOCK_K + lane < K)[None, :], other=0.0)
     return values

@@ -82,19 +82,19 @@ def block_gemm_kernel(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
-    x_rows = tl.minimum(rows, num_rows - 1)
+    live = rows < num_rows  # as in `fixed_gemm_kernel`
     w_rows = tl.minimum(cols, N - 1)
     if QUANTIZE:
-        x_tile = x + x_rows.to(tl.int64)[:, None] * x_stride + lane[None, :]
+        x_tile = x + rows.to(tl.int64)[:, None] * x_stride + lane[None, :]
     else:
-        x_tile = weight_tile(x, x_rows, lane, K, TMA)
+        x_tile = weight_tile(x, rows, lane, K, TMA)
     if NORM:
         squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     w_tile = weight_tile(weight, w_rows, lane, K, TMA)
     w_scale = weight_scales + (tile_n * BLOCK_N // BLOCK_K) * STEPS
     total = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, STEPS)):
-        a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, TMA)
+        a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, TMA, live)
         b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, TMA)
         if NORM:
             channels = step * BLOCK_K + lane
@@ -105,7 +105,7 @@ def block_gemm_kernel(
         elif QUANTIZE:
             a, x_scale = quantize_tile(a.to(tl.float32), POWER_OF_TWO)
         else:
-            x_scale = tl.load(x_scales + step * scale_stride + x_rows)
+            x_scale = tl.load(x_scales + step * scale_stride + rows, mask=live, other=0.0)
         total = add_product(total, a, b, x_scale, load_scale(w_scale, step, ROWS == 0), SWAP_AB, True)
     if ROWS:
         total = scale_columns(total, weight_scales + w_rows, SWAP_AB)
@@ -116,8 +116,7 @@ def block_gemm_kernel(
     if HAS_BIAS:
         total += tl.load(bias + w_rows).to(tl.float32)[None, :]
     place = out + (part * num_rows + rows).to(tl.int64)[:, None] * N + cols[None, :]
-    inside = (rows < num_rows)[:, None] & (cols < N)[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(place, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
 
 
 @dependent_jit(do_not_specialize=["num_rows"])

@@ -28,11 +28,13 @@ def nanoseconds():
 
 
 @triton.jit
-def _some_are_late(flags, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Plain volatile loads: many programs poll the same flags, and atomics would slow the rank that raises them."""
+def _some_are_late(flags, epoch, patient, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Plain volatile loads: many programs poll the same flags, and atomics would slow the rank that raises them. False
+    unless `patient`, a condition that threads see at different times: the sum over lanes of several warps is a barrier
+    of all of them, so that they must leave a loop together."""
     lanes = tl.arange(0, LANES)
     seen = tl.load(flags + lanes, mask=lanes < RANKS, other=epoch, volatile=True)
-    return tl.sum((seen < epoch).to(tl.int32), axis=0) > 0
+    return tl.sum(((seen < epoch) & patient).to(tl.int32), axis=0) > 0
 
 
 @triton.jit
@@ -43,20 +45,20 @@ def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES
     immediately."""
     begin = nanoseconds()
     waited = begin - begin
-    patient = _some_are_late(flags, epoch, RANKS, LANES)
-    while patient:
+    late = _some_are_late(flags, epoch, waited == 0, RANKS, LANES)
+    while late:
         pause()
-        patient = _some_are_late(flags, epoch, RANKS, LANES)
         waited = nanoseconds() - begin
-        patient = patient & (waited < limit_ns) & (tl.load(failed, volatile=True) == 0)
+        patient = (waited < limit_ns) & (tl.load(failed, volatile=True) == 0)
+        late = _some_are_late(flags, epoch, patient, RANKS, LANES)
     lanes = tl.arange(0, LANES)
     present = lanes < RANKS
     seen = tl.atomic_add(flags + lanes, tl.zeros((LANES,), tl.int64), mask=present, sem="acquire", scope="sys")
-    late = tl.sum(((seen < epoch) & present).to(tl.int32), axis=0)
-    if (late > 0) & (waited >= limit_ns):
-        tl.store(lost + lanes, 1, mask=present & (seen < epoch))
+    missing = present & (seen < epoch)
+    if tl.sum((missing & (waited >= limit_ns)).to(tl.int32), axis=0) > 0:
+        tl.store(lost + lanes, 1, mask=missing)
         tl.store(failed, 1)
-    return late == 0
+    return tl.sum(missing.to(tl.int32), axis=0) == 0
 
 
 @triton.jit

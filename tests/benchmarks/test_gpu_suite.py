@@ -263,7 +263,7 @@ def test_short_runs_make_one_result_of_a_commit(tmp_path, monkeypatch, capsys):
     assert suite.run_all(["tokens", "decode"], 90, output, "cpu") == 0
     result = json.loads(output.read_text())
     assert {"aot", "tokens", "decode"} == set(result) - {"about"} and "decode" in capsys.readouterr().out
-    assert result["aot"]["limit"] == 100 and result["tokens"]["limit"] == 40  # the rest is for decode
+    assert result["aot"]["limit"] == 150 and result["tokens"]["limit"] == 40  # the rest is for decode
     now = "def"
     assert suite.run_all(["decode"], 100, output, "cpu") == 0
     assert set(json.loads(output.read_text())) == {"about", "decode"}

@@ -264,6 +264,13 @@ def test_a_program_of_a_product_reads_its_rows_and_weights(rows: int, tile: int)
     )  # fmt: skip
     found = triton_costs.fixed_gemm(given, replace(SETTING, hardware=H200))
     assert found.link_us == pytest.approx((rows + 16) * 7168 * 2 / 112e9 * 1e6)
+    rest = {"x_scales": None, "norm": None, "weight_scales": meta(4, 56)}
+    weight = given.weight.to(torch.float8_e4m3fn)
+    for x, split in ((given.x, 1), (given.x.to(torch.float8_e4m3fn), 4)):  # rows that the launch quantizes; parts of K
+        product = SimpleNamespace(**vars(given) | rest | {"x": x, "weight": weight, "SPLIT": split})
+        found = triton_costs.block_gemm(product, replace(SETTING, hardware=H200))
+        read = (rows * x.element_size() + 16) * 7168 / split
+        assert found.link_us == pytest.approx(read / 112e9 * 1e6)
 
 
 def test_few_programs_read_slowly() -> None:

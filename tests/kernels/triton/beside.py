@@ -19,7 +19,7 @@ from typing import Any
 from triton.runtime import JITFunction
 from triton.runtime import interpreter as triton_interpreter
 
-from tests.kernels.triton import interpreter
+from tests.kernels.triton import interpreter, memory_check
 
 Builder = triton_interpreter.InterpreterBuilder
 
@@ -128,13 +128,17 @@ def _launch(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any], turns:
     grid = tuple(executor.grid(given) if callable(executor.grid) else executor.grid)
     grid += (1,) * (3 - len(grid))
 
+    launch = memory_check.launch_of(executor.fn, [*args, *kwargs.values()], kwargs.get("num_warps", 4))
+
     def run(place: tuple[int, ...]) -> None:
         _own.place = grid, place
         _set_place()
-        executor.fn(**converted)
+        with memory_check.in_launch(launch):
+            executor.fn(**converted)
 
     places = itertools.product(*map(range, grid))
     turns.run([lambda place=place: run(place) for place in places])  # type: ignore[misc]
+    launch.check_races()
 
 
 def _set_place() -> None:

@@ -42,6 +42,7 @@ _ARITHMETIC = {
 }
 _patch_tensor = interpreter._patch_lang_tensor
 _set_attr = interpreter.TensorHandle.set_attr
+_masked_load = interpreter.InterpreterBuilder.create_masked_load
 
 
 def convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -98,6 +99,16 @@ def patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def masked_load(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **options: Any) -> Any:
+    """A load. Without `other` the elements that are not read are undefined, as on a device: NaN or a large integer."""
+    if other is None and pointers.data.size > 1:  # of one element the interpreter takes 0 for None
+        kind = pointers.get_element_ty()
+        of, byte = interpreter._get_np_dtype(kind), 0xFF if kind.is_floating() else 0x7F
+        values = np.full((*pointers.data.shape, of.itemsize), byte, np.uint8).view(of)[..., 0]
+        other = interpreter.TensorHandle(values, kind)
+    return _masked_load(builder, pointers, mask, other, *rest, **options)
+
+
 def set_attr(handle: Any, key: str, values: Any) -> None:
     """A hint, as of `tl.multiple_of`: the compiler believes it, and a device faults if it is wrong."""
     if key == "tt.divisibility" and any((handle.data % value).any() for value in values):
@@ -117,5 +128,6 @@ def install() -> None:
     interpreter._patch_lang_tensor = patch_tensor
     interpreter._convert_float = convert_float
     interpreter.InterpreterBuilder.create_dot = dot
+    interpreter.InterpreterBuilder.create_masked_load = masked_load
     for name, operation in _ARITHMETIC.items():
         setattr(interpreter.InterpreterBuilder, name, rounded(operation))

@@ -24,6 +24,7 @@ from tests.kernels.cpu.formulas import (
     random_trees,
     slots_of,
 )
+from tests.kernels.triton.memory_check import checked_accesses
 
 pytestmark = pytest.mark.drawn(12)
 
@@ -257,6 +258,17 @@ def test_values_of_few_tokens(heads, latent, value, dtype, lens, programs) -> No
     got = values.run(q, cache, queries, scale, mla.plan(AttentionBatch(queries, None)), weight)
     mixed = absorbed_attention(q, cache, queries, scale, latent)
     close(got, torch.einsum("thc,hvc->thv", mixed, weight.double()), 2)
+
+
+def test_one_share_of_a_block_writes_its_sums() -> None:
+    """Shares add the parts of a score in another order: the last one to write would decide about the bits."""
+    mla = TritonMLA(num_programs=7)
+    queries, size = paged_queries([(3, 61), (4, 200)], 4)
+    cache, q = filled_cache(queries, size, 64 + ROTARY, dtype=BF16), normal(7, 12, 64 + ROTARY, dtype=BF16)
+    plan = mla.plan(AttentionBatch(queries, None))
+    with checked_accesses():
+        got = mla.absorbed(q, cache, queries, 0.1, plan)
+    close(got, absorbed_attention(q, cache, queries, 0.1, 64), 2)
 
 
 def test_values_of_a_captured_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.linear.protocol import PreparedLinear
-from moe_engine.kernels.linear.tiles import FEW_PLAIN, FEW_ROWS, MOST_NORMED, MOST_QUANTIZED
+from moe_engine.kernels.linear.tiles import FEW_BLOCK_FP8, FEW_PLAIN, FEW_ROWS, MOST_NORMED, MOST_QUANTIZED
+from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.quantization import reference, triton_rows
@@ -58,9 +60,10 @@ def test_which_products_are_dependent_launches(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [FEW_ROWS, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS + 1]
 
 
-def test_rows_that_a_tile_lacks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [triton_fixed_gemm, triton_block_gemm], ids=["bf16", "fp8"])
+def test_rows_that_a_tile_lacks_are_not_read(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16: a repeated row would be read from the L2 cache again by each program."""
-    rows, load = random.randint(1, FEW_ROWS), triton_fixed_gemm.load_step
+    rows, load = random.randint(1, FEW_ROWS), module.load_step
     seen: list[int] = []
 
     def recorded(*given: Any) -> Any:
@@ -68,9 +71,14 @@ def test_rows_that_a_tile_lacks_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
             seen.append(int(given[7].handle.data.sum()))
         return load(*given)
 
-    monkeypatch.setattr(triton_fixed_gemm, "load_step", recorded)
-    fixed_gemm(torch.randn(rows, 300).to(BF16), torch.randn(20, 300).to(BF16), tiles=FEW_PLAIN)
-    assert seen == [rows] * 4  # of two programs with two steps each
+    monkeypatch.setattr(module, "load_step", recorded)
+    x, weight = torch.randn(rows, 300).to(BF16), torch.randn(20, 300)
+    if module is triton_fixed_gemm:
+        fixed_gemm(x, weight.to(BF16), tiles=FEW_PLAIN)
+    else:
+        tiles = replace(FEW_BLOCK_FP8, swap_ab=random.random() < 0.5)
+        block_gemm(random.choice([x, quantize_rows(x)]), reference.quantize_weight(weight), BF16, tiles=tiles)
+    assert seen == [rows] * (4 if module is triton_fixed_gemm else 6)  # of two programs with two or three steps each
 
 
 @pytest.mark.parametrize(

@@ -65,14 +65,18 @@ def copy_kernel(x, out, length, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def last_kernel(x, parts, ticket, out, ORDERED: tl.constexpr, PARTS: tl.constexpr):
-    """The last program to arrive adds what all have written; not ORDERED: program 0 does, without waiting."""
-    tl.store(parts + tl.program_id(0), tl.load(x + tl.program_id(0)))
+def last_kernel(x, parts, ticket, out, ORDER: tl.constexpr, PARTS: tl.constexpr, WAITS: tl.constexpr):
+    """The last program to arrive adds the pairs that all have written; without ORDER program 0 does, without waiting.
+    WAITS: all threads of a program arrive."""
+    place = tl.program_id(0) * 2 + tl.arange(0, 2)
+    tl.store(parts + place, tl.load(x + place))
+    if WAITS:
+        tl.debug_barrier()
     last = tl.program_id(0) == 0
-    if ORDERED:
-        last = tl.atomic_add(ticket, 1) == PARTS - 1
+    if ORDER is not None:
+        last = tl.atomic_add(ticket, 1, sem=ORDER) == PARTS - 1
     if last:
-        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, PARTS)), 0))
+        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, 2 * PARTS)), 0))
 
 
 def test_a_tail_without_a_mask_is_found() -> None:
@@ -103,12 +107,60 @@ def test_an_address_that_is_not_aligned_is_found() -> None:
 
 
 def test_a_race_between_programs_is_found() -> None:
-    x, ticket, out = torch.randn(8), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    """Without an order, with one that makes no writes visible, and with an arrival ahead of other threads' writes."""
+    x, out = torch.randn(16), torch.zeros(1)
+
+    def run(order: str | None, waits: bool = True, warps: int = 4) -> None:
+        ticket = torch.zeros(1, dtype=torch.int32)
+        last_kernel[(8,)](x, torch.empty(16), ticket, out, ORDER=order, PARTS=8, WAITS=waits, num_warps=warps)
+
     with checked_accesses():
-        last_kernel[(8,)](x, torch.empty(8), ticket, out, ORDERED=True, PARTS=8)
-        torch.testing.assert_close(out[0], x.sum())
-        with pytest.raises(Exception, match=r"last_kernel: program .* reads what program .* writes"):
-            last_kernel[(8,)](x, torch.empty(8), ticket, out, ORDERED=False, PARTS=8, num_warps=1)
+        for order, waits, warps in (("acq_rel", True, 4), ("acq_rel", False, 1)):
+            run(order, waits, warps)
+            torch.testing.assert_close(out[0], x.sum())
+        for order, waits in ((None, True), ("relaxed", True), ("acquire", True), ("release", True), ("acq_rel", False)):
+            with pytest.raises(Exception, match=r"last_kernel: program .* reads what program .* writes"):
+                run(order, waits)
+
+
+@triton.jit
+def scatter_kernel(x, places, out, WAITS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[places] = x, in two programs, each of which starts with zeros."""
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + lane, 0.0)
+    if WAITS:
+        tl.debug_barrier()
+    tl.store(out + tl.load(places + lane), tl.load(x + lane))
+
+
+def test_values_written_to_one_place_are_found() -> None:
+    """Any of them may stay, of programs and of threads. Equal ones are the same in any order."""
+    places, x = torch.arange(64).flip(0).view(2, 32).flip(0).flatten(), torch.randn(64)
+    with checked_accesses():
+        scatter_kernel[(2,)](x, places, torch.zeros(64), WAITS=True, BLOCK=32)
+        scatter_kernel[(2,)](x, torch.arange(64), torch.zeros(64), WAITS=False, BLOCK=32)
+        scatter_kernel[(2,)](torch.zeros(64), places.clamp(32), torch.zeros(64), WAITS=False, BLOCK=32)
+        with pytest.raises(Exception, match=r"scatter_kernel: threads write .* without a barrier"):
+            scatter_kernel[(2,)](x, places, torch.zeros(64), WAITS=False, BLOCK=32)
+        with pytest.raises(Exception, match=r"scatter_kernel: program .* writes what program .* writes"):
+            scatter_kernel[(2,)](x, places.flip(0), torch.zeros(64), WAITS=True, BLOCK=32)
+
+
+@triton.jit
+def unread_kernel(x, out, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(out + place, tl.load(x + place, place < 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_elements_that_a_mask_leaves_out_are_undefined(dtype: torch.dtype) -> None:
+    out = torch.zeros(8, dtype=dtype)
+    unread_kernel[(1,)](torch.ones(8, dtype=dtype), out, BLOCK=8)
+    assert out[:3].float().eq(1).all() and out[3:].float().isnan().all()
+    for kind, large in ((torch.int32, 0x7F7F7F7F), (torch.uint8, 0x7F)):
+        numbers = torch.zeros(8, dtype=kind)
+        unread_kernel[(1,)](torch.ones(8, dtype=kind), numbers, BLOCK=8)
+        assert numbers.tolist() == [1] * 3 + [large] * 5
 
 
 def test_rows_written_in_place_are_no_race() -> None:
