@@ -35,7 +35,11 @@ def read_json(file: Path, kind: type = dict) -> Any:
     except FileNotFoundError:
         if file.is_symlink():
             raise ConfigError(f"{file}: a link to a missing file; copy the whole checkpoint") from None
-        raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None
+        cached = file.parent / "snapshots"  # of a folder of the hub's cache
+        hint = f", for instance one in {cached}" if cached.is_dir() else ""
+        raise ConfigError(
+            f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory{hint}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:

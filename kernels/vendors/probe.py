@@ -90,7 +90,7 @@ DEEP_GEMM = Library(
     compiles=True,
 )  # fmt: skip
 DEEP_GEMM_INDEXER = Library(
-    "DeepGEMM's scores of FP8 index keys with one scale",  # on Blackwell it takes scales of 32 channels (MX) only
+    "DeepGEMM's indexer of FP8 keys with one scale",  # on Blackwell it takes scales of 32 channels (MX) only
     DEEP_GEMM.modules,
     DEEP_GEMM.install,
     ("fp8_fp4_mqa_logits",),
@@ -131,7 +131,7 @@ TRTLLM_MLA = Library(
     compiles=True,
 )
 TRTLLM_MOE = Library(
-    "FlashInfer's trtllm-gen experts",
+    "FlashInfer's trtllm-gen MoE",
     FLASHINFER.modules,
     FLASHINFER.install,
     (

@@ -6,6 +6,7 @@ message on stderr).
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ COMMANDS = {
         "experts_report.command:main",
         "report expert load imbalance of recorded traffic and the gain of EPLB: moe-engine experts DUMP",
     ),
-    "quantize": ("quantize:main", "write a quantized copy of a checkpoint: fp8, int8 or int4"),
+    "quantize": ("quantize:main", "write a quantized copy of a checkpoint: fp8, int8, int4 or mxfp4"),
     "demo": ("demo:main", "print the folder of the model embedded in this package"),
 }
 """By name: the function below `moe_engine.cli` that takes (arguments, program name) and returns the exit code; a line
@@ -96,9 +97,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         return 0
     open_standard_streams()
     command, rest = arguments[0], arguments[1:]
-    prog = prog or f"moe-engine {command}"
+    prog = prog or (f"moe-engine {command}" if command in COMMANDS else "moe-engine")
     try:
-        return _run(command, rest, prog)
+        code = _run(command, rest, prog)
+        sys.stdout.flush()
+        return code
     except (ConfigError, InputError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -106,10 +109,21 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `moe-engine plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard_output()
+        print(f"{prog}: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _discard_output() -> None:
+    """What standard output still holds, so that the interpreter's last flush does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(command: str, argv: Sequence[str], prog: str) -> int:

@@ -105,7 +105,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], own: Seque
     namespace, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
     given = vars(namespace) | (_parse_absent([*own, *known_options(parser)], unknown) if unknown else {})
     path = given.pop("config", None)
-    return {**_canonical(parser, read_yaml(path)), **given} if path is not None else given
+    return {**_of_file(parser, path), **given} if path is not None else given
 
 
 def _with_dashes(word: str) -> str:
@@ -114,10 +114,15 @@ def _with_dashes(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _canonical(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
-    """The same values by field name, so that the command line's `--tp-size 1` overrides a file's `tp: 4`."""
+def _of_file(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
+    """A file's values by field name, so that the command line's `--tp-size 1` overrides its `tp: 4`."""
     fields = {keyword_of(spelling): action.dest for action in parser._actions for spelling in action.option_strings}
-    return {fields.get(key) or absent_flags().name_of.get(key, key): value for key, value in values.items()}
+    absent, values = absent_flags(), read_yaml(path)
+    names = {**{name: name for name in absent.facts}, **absent.name_of, **fields}
+    for key in values:
+        if key not in names:
+            raise ConfigError(f"--config {path}: {key}: {unknown_flag(key, fields)}; --help all lists the flags")
+    return {names[key]: value for key, value in values.items()}
 
 
 def _parse_absent(accepted: Sequence[str], argv: Sequence[str]) -> dict[str, Any]:

@@ -18,15 +18,19 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: unknown host, or the address is in use or not of this machine.
     """
-    flags = f"--host {host} --port {port}"
     family, address = find_address(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         _bind_alone(sock, address)
     except OSError as exc:
         sock.close()
-        raise ConfigError(f"{flags}: cannot listen there: {exc.strerror}") from None
+        raise cannot_listen(host, port, exc) from None
     return sock
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    fix = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"--host {host} --port {port}: cannot listen there: {error.strerror}{fix}")
 
 
 def _bind_alone(sock: socket.socket, address: Any) -> None:

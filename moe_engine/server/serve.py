@@ -16,11 +16,10 @@ from typing import Any
 import uvicorn
 
 from moe_engine import logs
-from moe_engine.errors import ConfigError
 from moe_engine.processes.stop_signals import stop_signals
 from moe_engine.server import access_log
 from moe_engine.server.http_protocol import Connection
-from moe_engine.server.listen import listen
+from moe_engine.server.listen import cannot_listen, listen
 from moe_engine.server.stop import SecondSignal, StopSwitch
 from moe_engine.server.tls import Certificate
 
@@ -147,7 +146,7 @@ async def serve(
         listen(sock, BACKLOG)
     except OSError as exc:  # another program listens already
         host, port = sock.getsockname()[:2]
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
+        raise cannot_listen(host, port, exc) from None
     server = GracefulServer(config, on_ready, second, on_stop)
     if stop is not None:
         stop.connect(server.stop, server.disconnect_clients)

@@ -271,6 +271,20 @@ def test_a_full_disk_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_unknown_command_is_named_once(capsys):
+    text = "moe-engine: error: sevre: unknown command (did you mean serve?); `moe-engine --help` lists them"
+    assert run(capsys, ["sevre"]) == (2, [text])
+
+
+@pytest.mark.parametrize("command", [["plan", "--json"], ["demo"]], ids=["long", "short"])
+def test_an_output_that_cannot_be_written_is_one_line(command, capsys, monkeypatch):
+    """The short one is written by the last flush."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        code, lines = run(capsys, command)
+    assert code == 1 and lines == [f"moe-engine {command[0]}: the output cannot be written: No space left on device"]
+
+
 @pytest.fixture(autouse=True)
 def _quiet():
     yield

@@ -7,11 +7,13 @@ import json
 import os
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import checkpoint_names
 from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config_fields import read_json
 from moe_engine.planning.inputs.checkpoint import locate, sums
 from moe_engine.planning.prepare import prepare
 from tests.config.conftest import machine, write_safetensors
@@ -71,10 +73,18 @@ def test_missing_truncated_and_damaged_files(tmp_path):
 def test_locate(tmp_path):
     assert locate(str(tmp_path)) == tmp_path
     assert locate(None).name == "checkpoint"
-    with pytest.raises(ConfigError, match="no such folder"):
-        locate("/no/such/folder")
+    for path in ("/no/such/folder", "./folder", "../folder"):
+        with pytest.raises(ConfigError, match="no such folder, and not a hub id"):
+            locate(path)
     with pytest.raises(ConfigError, match="--revision"):
         locate(str(tmp_path), revision="main")
+
+
+def test_a_folder_of_the_hubs_cache_names_its_checkpoints(tmp_path):
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"no such file; .*, for instance one in {snapshot.parent}$"):
+        read_json(snapshot.parents[1] / "config.json")
 
 
 def test_a_folder_without_permission_is_named(tmp_path, monkeypatch):
@@ -128,13 +138,19 @@ def test_named_backend_that_cannot_run_is_refused(model_dir):
 
 
 @pytest.mark.parametrize(
-    ("number", "fix"),
-    [(errno.ENOSPC, "--download-dir"), (errno.EACCES, "--download-dir"), (None, "hf auth login")],
-    ids=["full disk", "no permission", "no connection"],
+    ("error", "fix"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "--download-dir"),
+        (PermissionError(errno.EACCES, "Permission denied"), "--download-dir"),
+        (OSError("401: access to this repository is restricted"), "hf auth login"),
+        (LocalEntryNotFoundError("Got: ConnectError"), "network"),
+        (OfflineModeIsEnabled("offline mode is enabled"), "network"),
+    ],
+    ids=["full disk", "no permission", "gated", "no connection", "offline"],
 )
-def test_a_failed_download_names_the_fix(number, fix, monkeypatch):
+def test_a_failed_download_names_the_fix(error, fix, monkeypatch):
     def fails(*arguments, **options):
-        raise OSError(number, os.strerror(number)) if number else OSError("no connection")
+        raise error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
     with pytest.raises(ConfigError, match=rf"owner/name: .* the download from the hub failed \(.*\); .*{fix}"):

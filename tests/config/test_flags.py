@@ -334,7 +334,7 @@ def test_config_file(tmp_path: Path):
     assert args.model.model_path == "from-file" and args.memory.page_size == 16
     assert args.logging.enable_metrics and args.server.port == 2 and args.parallel.tp_size == 2
     file.write_text("page-sise: 16\n")
-    with pytest.raises(ConfigError, match="page_size"):
+    with pytest.raises(ConfigError, match=rf"^--config {file}: page_sise: .*did you mean page_size"):
         cli(f"--config {file}")
     file.write_text("- 1\n")
     with pytest.raises(ConfigError, match="flag: value"):

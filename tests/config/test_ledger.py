@@ -133,6 +133,7 @@ def test_a_machine_with_more_gpus_than_ranks_names_tp_size(resolved):
     text = refusal(resolved, V3, on=eight, load_format="dummy")
     assert "this launch uses 1 of 8 GPUs; divide them with --tp-size 8, or let `moe-engine plan --workload`" in text
     text = refusal(resolved, V3, on=dataclasses.replace(eight, num_devices=1), load_format="dummy")
+    assert "but a GPU offers" in text and "need a GPU with more than" in text
     assert "no flag changes that" in text and "--tp-size" not in text
 
 

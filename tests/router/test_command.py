@@ -124,7 +124,7 @@ def test_the_router_is_looked_for_over_https(tmp_path: Path) -> None:
 def test_a_port_in_use_is_refused_before_the_servers_start() -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
-        with pytest.raises(ConfigError, match="cannot listen there"):
+        with pytest.raises(ConfigError, match="cannot listen there: Address already in use; choose another --port"):
             processes.run(parse([*PROGRAM, "--port", str(taken.getsockname()[1]), "--", *TINY.split()]))
 
 

@@ -72,6 +72,8 @@ def test_the_text_says_what_binds_and_how_to_start(capsys, model: str):
     ):
         assert words in out
     assert "configurations" in err
+    (refused,) = re.findall(r"do not fit \((\d+) forms\)", out)
+    assert f"   and {int(refused) - 6} more, which --json lists" in out.splitlines()
 
 
 def test_an_engine_changes_the_efficiency(capsys, model: str):

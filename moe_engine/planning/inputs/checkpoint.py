@@ -19,7 +19,7 @@ from moe_engine.models.formats.table import format_in_headers
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import LATENT_SCALES, ROUTERS, layer_index, mtp_layers
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 """Reasons why nothing can be written into the folder of downloads."""
@@ -92,6 +92,8 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None, flag:
         reason, fix = (str(error).strip() or repr(error)).splitlines()[0], "or log in with `hf auth login`"
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             fix = "or another folder for downloads with --download-dir"
+        elif isinstance(error, (ConnectionError, FileNotFoundError)):  # no answer, or HF_HUB_OFFLINE, and no copy
+            fix = "or check this machine's network, its proxy and HF_ENDPOINT"
         raise ConfigError(
             f"{flag} {hub_id}: no such folder here, and the download from the hub failed ({reason}); "
             f"give a local folder, {fix}"

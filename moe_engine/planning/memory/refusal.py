@@ -37,17 +37,19 @@ def refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_r
             f"{gb(limit)} ({limit_reason}); use --max-total-tokens {fits}{_or(_fixes(given))}"
         )
     kv = f" + KV of {given.min_tokens} tokens {gb(ledger.kv_bytes)}"
+    on_cpu = given.machine.device == "cpu"
+    place = "this machine" if on_cpu else "a GPU"
     message = (
-        f"{given.model.source}: {ledger.sum_text()}{kv} = {gb(ledger.total_bytes)}, but this machine offers "
+        f"{given.model.source}: {ledger.sum_text()}{kv} = {gb(ledger.total_bytes)}, but {place} offers "
         f"{gb(limit)} ({limit_reason}); "
     )
     if fixes := _fixes(given):
         return ConfigError(message + "it fits with " + " or with ".join(fixes))
-    if given.machine.device == "cpu":
+    if on_cpu:
         least = int((ledger.weight_bytes + PROCESS_BYTES) / CPU_SHARE)
     else:
         least = int(ledger.weight_bytes * (1 + GPU_RESERVE_SHARE)) + GPU_RESERVE_BYTES
-    needs = f"the weights alone need a machine with more than {gb(least)} of free memory"
+    needs = f"the weights alone need a {'machine' if on_cpu else 'GPU'} with more than {gb(least)} of free memory"
     num_ranks, num_devices = given.parallel.ranks_per_node, given.machine.num_devices or 1
     if num_ranks < num_devices and given.parallel.num_replicas == 1:
         needs += f", and this launch uses {num_ranks} of {num_devices} GPUs; divide them with --tp-size {num_devices}"

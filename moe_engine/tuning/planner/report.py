@@ -30,6 +30,8 @@ def text_of(found: Found, cluster: Cluster | None) -> str:
         lines.append(f"do not fit ({len(found.refused)} forms):")
         for name, why in list(found.refused.items())[:SHOWN_REFUSALS]:
             lines.append(f"   {name}: {why}")
+        if (more := len(found.refused) - SHOWN_REFUSALS) > 0:
+            lines.append(f"   and {more} more, which --json lists")
     lines.append(f"configurations compared: {found.tried}")
     return "\n".join(lines)
 
