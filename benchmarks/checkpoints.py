@@ -124,11 +124,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def cache_root() -> Path:
-    """Folder of generated checkpoints, below the engine's cache folder."""
-    return cache_folder() / "benchmarks"
-
-
 def ensure_checkpoint(
     shape: str = "moe-390m", directory: str | Path | None = None, seed: int = 0, **overrides: Any
 ) -> Path:
@@ -151,7 +146,7 @@ def write_once(
 ) -> Path:
     """The directory of the checkpoint with the shards of `make_shards(config, seed)` and a tokenizer; see above."""
     mark = hashlib.sha256(json.dumps([config, seed, _WEIGHTS_VERSION], sort_keys=True).encode()).hexdigest()[:10]
-    path = Path(directory) if directory else cache_root() / f"{name}-{mark}"
+    path = Path(directory) if directory else cache_folder() / "benchmarks" / f"{name}-{mark}"
     if path.exists():
         if json.loads((path / "config.json").read_text()) != config:
             raise ValueError(f"{path} has another checkpoint; choose another --directory or remove it")

@@ -52,7 +52,6 @@ CASES = {
     "day-256-busy-2": Case(256, 40, 500, 250, 24000, ("--processes", "2")),
     "ranks-1024": Case(1024, 40, 500, 250, 2000, ("--ep-num-redundant-experts", "768")),
 }
-"""Least length of prompts and answers, as a share of the case's length."""
 
 
 def arguments(case: Case, model: Path, output: Path) -> list[str]:

@@ -47,7 +47,7 @@ V3_BESIDE = replace(V3_EP8, num_local=4, tokens=2)
 for."""
 TINY = Load(3, 2, 3, 256, 4, torch.bfloat16, fp8=False)
 TINY_BESIDE = replace(TINY, num_ranks=1, num_local=4)
-"""The phases to run: a dry run may use a device with serialized launches."""
+"""For a dry run, whose device may serialize launches: one rank waits for no other."""
 OnPhase = Callable[[str, Callable[[], Any]], Any]
 
 

@@ -21,17 +21,14 @@ def find(environ: MutableMapping[str, str] = os.environ, system: Path = SYSTEM) 
     given = [Path(environ[name]) for name in VARIABLES if environ.get(name)]
     on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
     found = [Path(on_path).parent.parent] if on_path else []
-    return next((folder for folder in (given or [*found, system, *_of_wheels()]) if _has_nvcc(folder)), None)
+    folders = given or [*found, system, *_of_wheels()]
+    return next((folder for folder in folders if (folder / "bin" / "nvcc").exists()), None)
 
 
 def provide(environ: MutableMapping[str, str] = os.environ, system: Path = SYSTEM) -> None:
     """Sets CUDA_HOME if the libraries would otherwise find no compiler."""
     if not any(environ.get(name) for name in VARIABLES) and (folder := find(environ, system)) is not None:
         environ["CUDA_HOME"] = str(folder)
-
-
-def _has_nvcc(folder: Path) -> bool:
-    return (folder / "bin" / "nvcc").exists()
 
 
 def _of_wheels() -> list[Path]:

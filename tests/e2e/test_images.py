@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -22,7 +23,8 @@ from tests.models.vision_checkpoints import END, IMAGE, NAMES, START, Oracle, Pi
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
-GREEDY = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+COUNT = 5
+GREEDY = {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True}
 
 
 @dataclass
@@ -70,6 +72,25 @@ def encoded(picture: Any, form: str = "PNG") -> bytes:
 
 def data_address(picture: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(encoded(picture)).decode()
+
+
+def check_chat(url: str, content: list[Any], num_prompt_tokens: int, wanted: list[tuple[int, float]]) -> None:
+    """The answer to a user's turn, and again as a cached prefix, has the text and log-probabilities of `wanted`, which
+    ends before a doubtful token."""
+    text = httpx.post(url + "/detokenize", json={"tokens": [token for token, _ in wanted]}).json()["text"]
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        for _ in range(2):
+            answer = client.chat.completions.create(
+                model="default", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=COUNT,
+                logprobs=True, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            assert answer.usage is not None and answer.usage.prompt_tokens == num_prompt_tokens
+            found = answer.choices[0].logprobs
+            assert found is not None and found.content is not None and len(found.content) == COUNT
+            logprobs = [entry.logprob for entry in found.content[: len(wanted)]]
+            assert np.allclose(logprobs, [logprob for _, logprob in wanted], atol=2e-4)
+            if len(wanted) == COUNT:
+                assert answer.choices[0].message.content == text
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import numpy as np
-import openai
 import pytest
 import torch
 
@@ -18,13 +16,12 @@ pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]
 
 from moe_engine.media.image_process import load_processor
 from tests.e2e.server_process import ServerProcess
-from tests.e2e.test_images import data_address
+from tests.e2e.test_images import COUNT, check_chat, data_address
 from tests.models.llama4_images import PATCH_TOKEN, SIDE, TilePixels, make_llama4
 from tests.models.vision_checkpoints import Made, random_picture
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
-COUNT = 5
 SIDES = [(10, 9), (30, 8), (12, 40), (47, 33)]
 """Of the images in pixels: one tile, two in a row, three in a column, a row and column of several."""
 
@@ -76,17 +73,7 @@ def test_chat(served: Served, sides: list[tuple[int, int]]) -> None:
     theirs = [{"type": "image"} if part["type"] == "image_url" else part for part in content]
     ids = served.prompt(theirs, images)
     wanted = served.made.greedy(ids, list(images), COUNT)
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
-        for _ in range(2):
-            answer = client.chat.completions.create(
-                model="default", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=COUNT,
-                logprobs=True, extra_body={"ignore_eos": True},
-            )  # fmt: skip
-            assert answer.usage is not None and answer.usage.prompt_tokens == len(ids)
-            found = answer.choices[0].logprobs
-            assert found is not None and found.content is not None and len(found.content) == COUNT
-            logprobs = [entry.logprob for entry in found.content[: len(wanted)]]
-            assert np.allclose(logprobs, [logprob for _, logprob in wanted], atol=2e-4)
+    check_chat(served.url, content, len(ids), wanted)
 
 
 def test_a_written_out_prompt_is_refused(served: Served) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 import torch
@@ -17,7 +16,7 @@ pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]
 
 from moe_engine.media.image_process import load_processor
 from tests.e2e.server_process import ServerProcess
-from tests.e2e.test_images import data_address
+from tests.e2e.test_images import COUNT, check_chat, data_address
 from tests.models.deepseek_v41 import make_v41
 from tests.models.v41_images import V41Oracle
 from tests.models.v41_tower import IMAGE, VISION, DelimitedPixels
@@ -26,7 +25,6 @@ from tests.models.vision_checkpoints import NAMES, random_picture
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 PLACE = "<｜deepseek_image｜>"
-COUNT = 5
 
 
 @dataclass
@@ -68,22 +66,7 @@ def test_chat(served: Served) -> None:
     text = f"<｜begin▁of▁sentence｜><｜User｜>first\n\n{PLACE}\n\n{PLACE}<｜Assistant｜></think>"
     ids = served.prompt(text, images)
     wanted = served.oracle.greedy(ids, list(images), COUNT)
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
-        for _ in range(2):
-            answer = client.chat.completions.create(
-                model="default", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=COUNT,
-                logprobs=True, extra_body={"ignore_eos": True},
-            )  # fmt: skip
-            assert answer.usage is not None and answer.usage.prompt_tokens == len(ids)
-            found = answer.choices[0].logprobs
-            assert found is not None and found.content is not None and len(found.content) == COUNT
-            logprobs = [entry.logprob for entry in found.content[: len(wanted)]]
-            assert np.allclose(logprobs, [logprob for _, logprob in wanted], atol=2e-4)
-            text = httpx.post(served.url + "/detokenize", json={"tokens": [token for token, _ in wanted]}).json()[
-                "text"
-            ]
-            if len(wanted) == COUNT:  # no doubtful token
-                assert answer.choices[0].message.content == text
+    check_chat(served.url, content, len(ids), wanted)
 
 
 def test_what_is_refused(served: Served) -> None:

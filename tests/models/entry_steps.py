@@ -1,12 +1,16 @@
-"""Steps of models with entries of several tokens: their logits equal those of the whole text."""
+"""Steps of models with entries of several tokens: their logits equal those of the whole text; their memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.models import sizes
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.models import stepper
 from tests.models.test_parity import assert_close, whole
 
@@ -34,3 +38,22 @@ def check_mixed_batches(path: Path, row: str, tokens: list[int], want: Tensor, c
     )
     for got in stepper.load(path, row, seed=2, page_size=PAGE).run(tokens, steps):
         assert_close(got, want[: len(got)])
+
+
+def check_ledger(path: Path) -> None:
+    """The bytes of the weights, and of pools with and without bounded windows, are those of the ledger."""
+    model = stepper.load(path, "torch", page_size=PAGE)
+    counted = sizes.weight_bytes(model.config, 4)
+    assert model.model.weight_bytes == pytest.approx(counted, rel=0.01)  # type: ignore[attr-defined]
+    config = model.config
+    for window_slots, drafts, rows in ((0, 0, 3), (64, 2, 5)):
+        windowed = config.windowed_layers if window_slots else ()
+        pool = KVPool(
+            kv_spec(config, "bfloat16", draft_slots=drafts), 160, PAGE, DeviceStream("cpu"), windowed=windowed,
+            num_window_slots=window_slots, max_rows=rows,
+        )  # fmt: skip
+        of_windows = config.kv_bytes_of(config.windowed_layers, "bfloat16", drafts)
+        entries = config.kv_bytes_per_token("bfloat16", draft_slots=drafts) - of_windows
+        of_requests = (rows + 1) * config.kept_bytes_of_request("bfloat16", drafts)
+        assert pool.num_bytes == (160 + PAGE) * entries + ((window_slots or 160) + PAGE) * of_windows + of_requests
+        assert sum(pool.row_widths) + sum(pool.window_widths) == entries + of_windows

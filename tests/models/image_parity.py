@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.models.batch import ImageRows
 from moe_engine.models.image_text import ImageInputs
+from moe_engine.models.quantization_target import Target
+from moe_engine.models.quantized_checkpoint import quantize_checkpoint
 from moe_engine.planning.prepare import prepare
 from tests.engine.harness import InProcessEngine
 from tests.engine.test_image_requests import COUNT, assert_equal, scripted
@@ -96,3 +100,14 @@ def check_requests(path: Path, oracle: GreedyOracle, asked: Sequence[Prompt], st
     engine.close()
     alone = prepare(EngineArgs.from_kwargs(model_path=str(path), language_model_only=True, max_total_tokens=64))
     assert alone.model.vision is None
+
+
+def check_quantized_tower(source: Path, target: Path, image: Pixels, modules: Sequence[str]) -> None:
+    """A copy in block FP8 keeps the `modules` of images as they are, and its config.json says so."""
+    quantize_checkpoint(source, target, Target("fp8", 32), lambda _: None)
+    named = [name for name in load_file(target / "model.safetensors") if name.endswith("_scale_inv")]
+    assert named and not any(module in name for name in named for module in modules)
+    section = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert set(modules) <= set(section["modules_to_not_convert"])
+    rows = [stepper.load(path, "cpu").model.encode(image.values, image.grid) for path in (source, target)]
+    assert torch.equal(*rows)

@@ -13,14 +13,11 @@ from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models import sizes
 from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.prepare import prepare
-from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.models import stepper
-from tests.models.entry_steps import PAGE, check_mixed_batches, check_parts
+from tests.models.entry_steps import check_ledger, check_mixed_batches, check_parts
 from tests.models.family_parity import FORMS, NUM_TOKENS, compare, make_family, serve
 from tests.models.parity_families import OWN_FAMILIES
 from tests.models.rows import all_rows
@@ -125,21 +122,7 @@ def test_ranks_with_parts_of_groups_of_heads_are_refused(tmp_path: Path) -> None
 
 
 def test_memory_is_what_the_ledger_says(made: Made) -> None:
-    model = stepper.load(made.path, "torch", page_size=PAGE)
-    counted = sizes.weight_bytes(model.config, 4)
-    assert model.model.weight_bytes == pytest.approx(counted, rel=0.01)  # type: ignore[attr-defined]
-    config = model.config
-    for window_slots, drafts, rows in ((0, 0, 3), (64, 2, 5)):
-        windowed = config.windowed_layers if window_slots else ()
-        pool = KVPool(
-            kv_spec(config, "bfloat16", draft_slots=drafts), 160, PAGE, DeviceStream("cpu"), windowed=windowed,
-            num_window_slots=window_slots, max_rows=rows,
-        )  # fmt: skip
-        of_windows = config.kv_bytes_of(config.windowed_layers, "bfloat16", drafts)
-        entries = config.kv_bytes_per_token("bfloat16", draft_slots=drafts) - of_windows
-        of_requests = (rows + 1) * config.kept_bytes_of_request("bfloat16", drafts)
-        assert pool.num_bytes == (160 + PAGE) * entries + ((window_slots or 160) + PAGE) * of_windows + of_requests
-        assert sum(pool.row_widths) + sum(pool.window_widths) == entries + of_windows
+    check_ledger(made.path)
 
 
 def test_pages_have_whole_entries(made: Made, tmp_path: Path) -> None:

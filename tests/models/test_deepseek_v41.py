@@ -15,15 +15,12 @@ from torch import Tensor
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.ops.block_rounding import round_e2m1, round_e2m1_small, round_e4m3
-from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
 from moe_engine.models.tensors import model_tensors
-from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from tests.models import stepper
 from tests.models.deepseek_v41 import FIELDS, V41Reference, make_v41
-from tests.models.entry_steps import PAGE, check_mixed_batches, check_parts
+from tests.models.entry_steps import PAGE, check_ledger, check_mixed_batches, check_parts
 from tests.models.rows import all_rows
 from tests.models.test_parity import assert_close, whole
 from tests.models.v41_tower import IMAGE
@@ -98,20 +95,7 @@ def test_the_placeholder_is_an_ordinary_token_without_a_tower(made: Made, row: s
 
 
 def test_memory_is_what_the_ledger_says(made: Made) -> None:
-    model = stepper.load(made.path, "torch", page_size=PAGE)
-    assert model.model.weight_bytes == pytest.approx(sizes.weight_bytes(model.config, 4), rel=0.01)  # type: ignore[attr-defined]
-    config = model.config
-    for window_slots, drafts, rows in ((0, 0, 3), (64, 2, 5)):
-        windowed = config.windowed_layers if window_slots else ()
-        pool = KVPool(
-            kv_spec(config, "bfloat16", draft_slots=drafts), 160, PAGE, DeviceStream("cpu"), windowed=windowed,
-            num_window_slots=window_slots, max_rows=rows,
-        )  # fmt: skip
-        of_windows = config.kv_bytes_of(config.windowed_layers, "bfloat16", drafts)
-        entries = config.kv_bytes_per_token("bfloat16", draft_slots=drafts) - of_windows
-        of_requests = (rows + 1) * config.kept_bytes_of_request("bfloat16", drafts)
-        assert pool.num_bytes == (160 + PAGE) * entries + ((window_slots or 160) + PAGE) * of_windows + of_requests
-        assert sum(pool.row_widths) + sum(pool.window_widths) == entries + of_windows
+    check_ledger(made.path)
 
 
 PUBLISHED: dict[str, Any] = {

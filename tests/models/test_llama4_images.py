@@ -24,12 +24,10 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.image_text import ImageTextModel
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
 from moe_engine.models.vision.llama4_pixels import Llama4Processor
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
-from tests.models.image_parity import around, check_logits, check_requests
+from tests.models.image_parity import around, check_logits, check_quantized_tower, check_requests
 from tests.models.llama4_images import (
     ACROSS,
     DOWN,
@@ -211,12 +209,4 @@ def test_checkpoint(made: Made, tmp_path: Path) -> None:
 def test_quantized_copies_keep_the_tower(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "intermediate_size_mlp": 256}
     made = make_llama4(tmp_path / "in", random.randrange(2**31), **sizes)
-    quantize_checkpoint(made.path, tmp_path / "out", Target("fp8", 32), lambda _: None)
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    named = [name for name in written if name.endswith("_scale_inv")]
-    assert named and not any(part in name for name in named for part in ("vision_model", "projector"))
-    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert {"vision_model", "multi_modal_projector"} <= set(section["modules_to_not_convert"])
-    image = picture(1, 2)
-    rows = [stepper.load(tmp_path / name, "cpu").model.encode(image.values, image.grid) for name in ("in", "out")]
-    assert torch.equal(*rows)
+    check_quantized_tower(made.path, tmp_path / "out", picture(1, 2), ("vision_model", "multi_modal_projector"))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
@@ -20,11 +19,9 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.minimax_m3 import MiniMaxM3Model
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
-from tests.models.image_parity import around, check_logits, check_requests
+from tests.models.image_parity import around, check_logits, check_quantized_tower, check_requests
 from tests.models.minimax_m3_images import END, IMAGE, MERGE, PATCH, PROCESSOR, START, VIDEO, make_minimax_m3, picture
 from tests.models.rows import all_rows
 from tests.models.test_parity import assert_close
@@ -150,12 +147,5 @@ def test_names_and_config(
 def test_quantized_copies_keep_the_tower(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "dense_intermediate_size": 256}
     made = make_minimax_m3(tmp_path / "in", random.randrange(2**31), **sizes)
-    quantize_checkpoint(made.path, tmp_path / "out", Target("fp8", 32), lambda _: None)
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    named = [name for name in written if name.endswith("_scale_inv")]
-    assert named and not any(part in name for name in named for part in ("vision_tower", "projector", "merge_mlp"))
-    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert {"vision_tower", "multi_modal_projector", "patch_merge_mlp"} <= set(section["modules_to_not_convert"])
-    image = picture(2, 2)
-    rows = [stepper.load(tmp_path / name, "cpu").model.encode(image.values, image.grid) for name in ("in", "out")]
-    assert torch.equal(*rows)
+    modules = ("vision_tower", "multi_modal_projector", "patch_merge_mlp")
+    check_quantized_tower(made.path, tmp_path / "out", picture(2, 2), modules)

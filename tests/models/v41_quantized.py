@@ -3,16 +3,10 @@ values by the definition."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-from torch import Tensor
-
-from tests.models.checkpoints import write_tensors
-from tests.models.v4_quantized import random_fp4, random_fp8
+from tests.models.v4_quantized import Drawn, random_fp4, random_fp8, write_copies
 
 SECTION: dict[str, Any] = {
     "activation_scheme": "dynamic", "expert_dtype": "fp4", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
@@ -32,23 +26,12 @@ TABLE = ".engram.embed.weight"
 
 def quantized_v41(source: Path, directory: Path) -> tuple[Path, Path]:
     """The checkpoint with random quantized weights, and one with their values."""
-    stored: dict[str, Tensor] = {}
-    values: dict[str, Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        plain = any(part in name for part in PLAIN_PARTS) or name == "embed.weight"
-        if tensor.dim() != 2 or plain:
-            stored[name] = values[name] = tensor
-            continue
-        scale = name.removesuffix(".weight") + ".scale"
-        if name.endswith(TABLE):
-            stored[name], stored[scale], values[name] = random_fp8(*tensor.shape, (1, 32))
-        elif ".experts." in name:
-            stored[name], stored[scale], values[name] = random_fp4(*tensor.shape)
-        else:
-            stored[name], stored[scale], values[name] = random_fp8(*tensor.shape, (32, 32))
-    config = json.loads((source / "config.json").read_text())
-    for folder, tensors, fields in (("stored", stored, {"quantization_config": SECTION}), ("values", values, {})):
-        shutil.copytree(source, directory / folder)
-        write_tensors(directory / folder, tensors)
-        (directory / folder / "config.json").write_text(json.dumps(config | fields))
-    return directory / "stored", directory / "values"
+
+    def draw(name: str, rows: int, cols: int) -> Drawn | None:
+        if any(part in name for part in PLAIN_PARTS) or name == "embed.weight":
+            return None
+        if ".experts." in name and not name.endswith(TABLE):
+            return random_fp4(rows, cols)
+        return random_fp8(rows, cols, (1, 32) if name.endswith(TABLE) else (32, 32))
+
+    return write_copies(source, directory, {"quantization_config": SECTION}, draw)

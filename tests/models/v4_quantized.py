@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,36 @@ SECTION: dict[str, Any] = {
     "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
     "weight_block_size": [128, 128],
 }  # fmt: skip
+Drawn = tuple[Tensor, Tensor, Tensor]
+"""Codes, scales, and the values."""
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
 
 
 def quantized_copy(source: Path, directory: Path, expert_dtype: str) -> tuple[Path, Path]:
     """The checkpoint with random quantized weights, and one with their values."""
+
+    def draw(name: str, rows: int, cols: int) -> Drawn | None:
+        if any(part in name for part in PLAIN_PARTS):
+            return None
+        return (random_fp4 if ".experts." in name and expert_dtype == "fp4" else random_fp8)(rows, cols)
+
+    return write_copies(source, directory, {"quantization_config": SECTION, "expert_dtype": expert_dtype}, draw)
+
+
+def write_copies(
+    source: Path, directory: Path, section: dict[str, Any], draw: Callable[[str, int, int], Drawn | None]
+) -> tuple[Path, Path]:
+    """The checkpoint with matrices that `draw` makes of a name, rows and columns, and one with their values. `section`:
+    fields of the first one's config.json."""
     stored: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if tensor.dim() != 2 or any(part in name for part in PLAIN_PARTS):
+        drawn = draw(name, *tensor.shape) if tensor.dim() == 2 else None
+        if drawn is None:
             stored[name] = values[name] = tensor
-            continue
-        draw = random_fp4 if ".experts." in name and expert_dtype == "fp4" else random_fp8
-        scale = name.removesuffix(".weight") + ".scale"
-        stored[name], stored[scale], values[name] = draw(*tensor.shape)
+        else:
+            stored[name], stored[name.removesuffix(".weight") + ".scale"], values[name] = drawn
     config = json.loads((source / "config.json").read_text())
-    section = {"quantization_config": SECTION, "expert_dtype": expert_dtype}
     for folder, tensors, fields in (("stored", stored, section), ("values", values, {})):
         shutil.copytree(source, directory / folder)
         write_tensors(directory / folder, tensors)
@@ -44,7 +59,7 @@ def quantized_copy(source: Path, directory: Path, expert_dtype: str) -> tuple[Pa
     return directory / "stored", directory / "values"
 
 
-def random_fp4(rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_fp4(rows: int, cols: int) -> Drawn:
     """int8 [N, K / 2], e8m0 [N, K / 32], and the values."""
     packed = np.random.default_rng(_seed()).integers(0, 256, (rows, cols // 2), dtype=np.uint8)
     powers = np.random.default_rng(_seed()).integers(121, 126, (rows, -(-cols // 32)), dtype=np.uint8)
@@ -54,7 +69,7 @@ def random_fp4(rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(packed.view(np.int8)), _e8m0(powers), torch.from_numpy(values.astype(np.float32))
 
 
-def random_fp8(rows: int, cols: int, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor, Tensor]:
+def random_fp8(rows: int, cols: int, block: tuple[int, int] = (128, 128)) -> Drawn:
     """e4m3 [N, K], e8m0 by block, and the values."""
     weight = (torch.randn(rows, cols) * 100).to(torch.float8_e4m3fn)
     shape = -(-rows // block[0]), -(-cols // block[1])
