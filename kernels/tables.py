@@ -132,6 +132,10 @@ def _triton_experts_preference(device: Device, need: Need) -> int:
     return _KEEPS if need.experts is not None and need.experts.form in _KEPT else 20
 
 
+def _triton_linear_preference(device: Device, need: Need) -> int:
+    return _KEEPS if need.linear_forms & _KEPT else 20
+
+
 def _torch_and_cpu(
     family: str, torch_class: str, cpu_class: str, cpu: WhyNot = _cpu, torch: WhyNot = _torch,
     torch_uncaptured: WhyNot | None = None, multiplies: frozenset[WeightForm] = frozenset(),
@@ -159,7 +163,7 @@ LINEAR = [
     *_torch_and_cpu("linear", "TorchLinear", "CpuLinear", multiplies=_CODED, cpu_takes=_FIXED),
     _triton_row(
         "linear.triton_linear:TritonLinear", takes=_FIXED, multiplies=_BLOCKS | _KEPT,
-        prefers=lambda device, need: _KEEPS if need.linear_forms & _KEPT else 20,
+        prefers=_triton_linear_preference,
     ),
     Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm, multiplies=_BLOCKS),
 ]  # fmt: skip

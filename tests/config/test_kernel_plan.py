@@ -22,6 +22,7 @@ from moe_engine.kernels.registry import Choice, Row
 from moe_engine.kernels.triton import availability as triton
 from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.weight_forms import FP8_BLOCKS
+from moe_engine.parallel.dispatch import tables as dispatch_tables
 from moe_engine.planning.inputs.hardware import parse_hardware
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
@@ -207,6 +208,12 @@ def test_the_launch_chooses_once(launch: Callable[..., ResolvedConfig]) -> None:
     assert [path.name for path in users if "kernels" not in path.parent.parts[-1:]] == ["resolve_kernels.py"]
     config = launch(*LIBRARIES)
     assert pickle.loads(pickle.dumps(config.kernels)) == config.kernels
+
+
+def test_every_row_reaches_the_processes_of_an_engine() -> None:
+    """They get the plan as a pickle: functions of rows have names."""
+    for rows in (*tables.FAMILIES.values(), dispatch_tables.ROWS):
+        assert pickle.loads(pickle.dumps(rows)) == rows
 
 
 def test_flashmla_gets_another_row_for_the_expanded_form(launch: Callable[..., ResolvedConfig]) -> None:
