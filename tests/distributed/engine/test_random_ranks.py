@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from tests.distributed.engine.random_ranks import TOLERANCE, check, draw_form, kinds
-from tests.examples import examples
+from tests.examples import FACTOR, examples
 from tests.models.random_shapes import Refused
 
 ATTEMPTS = 30
@@ -19,6 +19,8 @@ def test_answers_are_those_of_one_rank(tmp_path: Path) -> None:
             case = draw_form(rng.choice(kinds()), "cpu", rng, 2)
             if case.tolerance > TOLERANCE:  # roundings that depend on the order of sums may choose other experts
                 continue
+            if FACTOR == 1 and (case.head is not None or "skip_tokenizer_init" in case.common):
+                continue  # training a head and starting grammars take longer than the case
             (folder := tmp_path / f"{number}-{attempt}").mkdir()
             try:
                 check(case, folder, rng)
