@@ -186,6 +186,9 @@ def _of_engine(engine: EngineApi, state: ServerState) -> Iterator[Endpoint]:
                    body=native.ReceiveWeightsRequest, refuses_so=True)
     yield Endpoint("/update_weight_version", engine.update_version, "POST", native.WeightVersionUpdated,
                    body=native.WeightVersionRequest)
+    yield Endpoint("/get_weight_version", engine.version, answer=native.WeightVersion, aliases=("/weight_version",))
+    yield Endpoint("/post_process_weights", engine.post_process, "POST", native.GroupChanged,
+                   body=native.PostProcessRequest)
     yield Endpoint("/get_weights_by_name", engine.weights_by_name, "GET POST", list[Any],
                    query=native.WeightQuery, body=native.WeightRequest)
     yield Endpoint("/load_lora_adapter", engine.load_lora, "POST", native.LoraChanged,

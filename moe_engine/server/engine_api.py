@@ -21,12 +21,14 @@ from moe_engine.server.http_io import json_response, read_query, read_small, rea
 from moe_engine.server.native_types import (
     Continued,
     ContinueRequest,
+    GroupChanged,
     LoadLoraRequest,
     LoraChanged,
     MemoryChanged,
     MemoryRequest,
     Paused,
     PauseRequest,
+    PostProcessRequest,
     ProfileRequest,
     SetStateRequest,
     StateSet,
@@ -36,6 +38,7 @@ from moe_engine.server.native_types import (
     WeightQuery,
     WeightRequest,
     WeightsUpdated,
+    WeightVersion,
     WeightVersionRequest,
     WeightVersionUpdated,
 )
@@ -91,6 +94,17 @@ class EngineApi:
         self._frontend.weights.replace(self._frontend.weights.model_path, asked.new_version)
         message = f"Weight version updated to {asked.new_version}"
         answer: WeightVersionUpdated = {"success": True, "message": message, "new_version": asked.new_version}
+        return json_response(answer)
+
+    async def version(self, request: Request) -> Response:
+        """Name of the weights, as in /model_info."""
+        answer: WeightVersion = {"weight_version": self._frontend.weights.version}
+        return json_response(answer)
+
+    async def post_process(self, request: Request) -> Response:
+        """No effect, for trainers of quantized weights: every update leaves the weights in the form of the kernels."""
+        await _read_or_default(request, PostProcessRequest)
+        answer: GroupChanged = {"success": True, "message": "Every update prepares the weights for the kernels."}
         return json_response(answer)
 
     async def weights_by_name(self, request: Request) -> Response:

@@ -93,6 +93,13 @@ class WeightVersionRequest(Struct):
     abort_all_requests: bool = True
 
 
+class PostProcessRequest(Struct):
+    """Both have no effect: every update leaves the weights in the form of the kernels."""
+
+    restore_weights_before_load: bool = False
+    post_process_quantization: bool = False
+
+
 class WeightQuery(Struct):
     """`name`: as in the checkpoint. `truncate_size`: number of rows."""
 
@@ -209,6 +216,10 @@ class GroupChanged(TypedDict):
 
 class WeightsUpdated(GroupChanged):
     num_paused_requests: int
+
+
+class WeightVersion(TypedDict):
+    weight_version: str
 
 
 class WeightVersionUpdated(GroupChanged):

@@ -100,7 +100,7 @@ CONTROL = {
     "/stop_expert_distribution_record", "/dump_expert_distribution_record",
     "/start_profile", "/stop_profile", "/update_weights_from_disk",
     "/load_lora_adapter", "/unload_lora_adapter", "/pause_generation", "/continue_generation",
-    "/update_weights_from_tensor", "/update_weight_version", "/get_weights_by_name",
+    "/update_weights_from_tensor", "/update_weight_version", "/get_weights_by_name", "/post_process_weights",
     "/set_internal_state", "/release_memory_occupation", "/resume_memory_occupation",
     "/open_session", "/close_session", "/configure_logging", "/freeze_gc", "/clear_hicache_storage_backend",
     "/hicache/storage-backend/clear", "/api/show",

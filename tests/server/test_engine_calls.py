@@ -479,6 +479,12 @@ async def test_the_version_alone() -> None:
     async with in_process(client) as http:
         done = await http.post("/update_weight_version", json={"new_version": "8"})
         info, answer = await http.get("/model_info"), await http.post("/generate", json={"text": "a"})
+        for path in ("/get_weight_version", "/weight_version"):  # slime reads it
+            assert (await http.get(path)).json() == {"weight_version": "8"}
+        asked = {"restore_weights_before_load": True, "post_process_quantization": False}
+        prepared = await http.post("/post_process_weights", json=asked)
+        assert prepared.status_code == 200 and prepared.json()["success"]
+        assert (await http.post("/post_process_weights", json={"post_process_quantization": 3})).status_code == 400
     assert done.json() == {"success": True, "message": "Weight version updated to 8", "new_version": "8"}
     assert info.json()["weight_version"] == answer.json()["meta_info"]["weight_version"] == "8" and not client.called
 
