@@ -32,13 +32,7 @@ PAGES = (
 )  # fmt: skip
 DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in PAGES)])
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
-SOURCES = (
-    "benchmarks",
-    "slurm",
-    "moe_engine/cli",
-    "moe_engine/demo",
-    "moe_engine/tuning",
-)
+SOURCES = ("benchmarks", "slurm", "moe_engine/cli", "moe_engine/demo", "moe_engine/tuning")
 OTHERS = {
     "--nodes", "--gres", "--requeue", "--no-requeue", "--no-kill", "--signal", "--pty", "--ntasks-per-node",
     "--kill-on-bad-exit", "--wait", "--partition", "--exclude", "--array", "--overlap", "--time", "--cpus-per-task",

@@ -87,10 +87,7 @@ def _bytes(prefix: str, codes: Codes, bits: int, options: dict[str, Any], dtype:
     def signed(x: np.ndarray) -> Tensor:
         return torch.from_numpy((x.astype(np.int16) - 128).astype(np.int8))
 
-    out = {
-        f"{prefix}.weight": signed(codes.q),
-        f"{prefix}.weight_scale": torch.from_numpy(codes.scales).to(dtype),
-    }
+    out = {f"{prefix}.weight": signed(codes.q), f"{prefix}.weight_scale": torch.from_numpy(codes.scales).to(dtype)}
     return out if options["symmetric"] else out | {f"{prefix}.weight_zero_point": signed(codes.zeros)}
 
 

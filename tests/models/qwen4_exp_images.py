@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.checkpoints import GATED_STREAMS, make_checkpoint
-from tests.models.vision_checkpoints import (
-    END,
-    IMAGE,
-    MERGE,
-    PATCH,
-    PROCESSOR,
-    START,
-    VIDEO,
-    add_images,
-)
+from tests.models.vision_checkpoints import END, IMAGE, MERGE, PATCH, PROCESSOR, START, VIDEO, add_images
 from tests.speculation.agreeing import agreeing_checkpoint
 
 TOKENS = {

@@ -27,15 +27,7 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models.checkpoints import KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
 from tests.models.parameters import num_active_parameters
-from tests.models.published import (
-    KIMI_LINEAR,
-    LING_FLASH,
-    LLAMA,
-    LONGCAT_FLASH,
-    NEMOTRON_3_NANO,
-    QWEN3_NEXT,
-    V2_LITE,
-)
+from tests.models.published import KIMI_LINEAR, LING_FLASH, LLAMA, LONGCAT_FLASH, NEMOTRON_3_NANO, QWEN3_NEXT, V2_LITE
 from tests.models.published import YARN_V3 as V3
 
 

@@ -156,10 +156,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input 256 is not supported; supported: 0"),
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 is not supported; supported: 0"),
         ({"num_kv_shared_layers": 20}, "num_kv_shared_layers 20 is not supported; supported: 0"),
-        (
-            {"use_bidirectional_attention": "all"},
-            "use_bidirectional_attention 'all' is not supported",
-        ),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
         ({"top_k_experts": None}, "num_experts_per_tok is missing"),
     ):
         kept = {name: value for name, value in (text | wrong).items() if value is not None}

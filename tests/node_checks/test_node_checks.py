@@ -42,10 +42,7 @@ def linked(cell: Callable[[int, int], str]) -> Node:
 
 OLD = with_text("smi", lambda text: text.replace("580.95.05", "570.12.01"))
 OLD = replace(OLD, texts={**OLD.texts, "fabric_manager_version": "Fabric Manager version is : 570.12.01"})
-NO_WAY = replace(
-    HEALTHY,
-    texts={**HEALTHY.texts, "modules": "nvidia 1 0 -", "kernel": "5.4.0-42"},
-)
+NO_WAY = replace(HEALTHY, texts={**HEALTHY.texts, "modules": "nvidia 1 0 -", "kernel": "5.4.0-42"})
 PROBLEMS: list[tuple[str, Node, str]] = [
     ("GPUs", with_smi("NVIDIA H200", "NVIDIA H100 80GB HBM3"), "7 x NVIDIA H200"),
     ("GPUs", with_text("smi", lambda text: text[:100]), "nvidia-smi -q -x"),

@@ -88,13 +88,7 @@ def check_drafts(drafts: Drafts, texts: list[list[int]], rows: list[int], expect
     at_once=st.sampled_from([1, 4, 1000]),
 )
 def test_match_is_the_naive_search(
-    texts: list[list[int]],
-    depth: int,
-    window: tuple[int, int],
-    stale: int,
-    seed: int,
-    block: int,
-    at_once: int,
+    texts: list[list[int]], depth: int, window: tuple[int, int], stale: int, seed: int, block: int, at_once: int
 ) -> None:
     min_match, max_match = window[0], window[0] + window[1]
     rows = np.random.default_rng(seed).permutation(len(texts)).tolist()

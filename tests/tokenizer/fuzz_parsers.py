@@ -60,13 +60,7 @@ def squashed(text: str) -> str:
     return "".join(text.split())
 
 
-MARKERS = (
-    "<|python_start|>",
-    "<|python_end|>",
-    *TOOL_FORMATS["kimi_k2"].markers,
-    "<|tool_calls|>",
-    "<|calls|>",
-)
+MARKERS = ("<|python_start|>", "<|python_end|>", *TOOL_FORMATS["kimi_k2"].markers, "<|tool_calls|>", "<|calls|>")
 """Special tokens around all calls; a parser may drop them without a call."""
 
 

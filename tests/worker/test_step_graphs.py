@@ -18,14 +18,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
-from moe_engine.types import (
-    NewRow,
-    SamplingParams,
-    Speculation,
-    SpeculationConfig,
-    StepFacts,
-    StepPlan,
-)
+from moe_engine.types import NewRow, SamplingParams, Speculation, SpeculationConfig, StepFacts, StepPlan
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream

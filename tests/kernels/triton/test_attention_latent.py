@@ -38,13 +38,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize(
     ("heads", "latent", "page_size", "dtype"),
-    [
-        (16, 512, 64, BF16),
-        (3, 40, 1, BF16),
-        (12, 64, 16, BF16),
-        (128, 96, 8, BF16),
-        (3, 40, 4, FP32),
-    ],
+    [(16, 512, 64, BF16), (3, 40, 1, BF16), (12, 64, 16, BF16), (128, 96, 8, BF16), (3, 40, 4, FP32)],
 )
 def test_absorbed(heads: int, latent: int, page_size: int, dtype: torch.dtype) -> None:
     """Relative to the largest value: 1.2e-2 in bf16 (weights and output are rounded), 6e-6 in fp32."""

@@ -19,16 +19,7 @@ from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, unquantized
 from tests.kernels import row_checks
 from tests.kernels.choices import Routed
-from tests.kernels.cpu.formulas import (
-    NAN,
-    close,
-    drawn_scale,
-    normal,
-    rms_norm,
-    rotary_table,
-    rotated,
-    routed_weights,
-)
+from tests.kernels.cpu.formulas import NAN, close, drawn_scale, normal, rms_norm, rotary_table, rotated, routed_weights
 from tests.kernels.row_checks import ROUTERS
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
@@ -531,8 +522,7 @@ def test_a_broken_token_routes_within_the_experts_and_alone(ops, dtype):
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [RouterSpec(30, 4, "tanh"), RouterSpec(30, 31, "softmax"), RouterSpec(30, 8, "sigmoid", True, 6, 1, "top2")],
+    "spec", [RouterSpec(30, 4, "tanh"), RouterSpec(30, 31, "softmax"), RouterSpec(30, 8, "sigmoid", True, 6, 1, "top2")]
 )
 def test_impossible_routers(ops, spec):
     with pytest.raises(ValueError, match="router"):
