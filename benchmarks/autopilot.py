@@ -44,16 +44,6 @@ BAD_STARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Load:
-    """`arrivals` yields requests for about `seconds`; `clients`: clients of a closed loop (0: open loop)."""
-
-    arrivals: Callable[[random.Random, float], Iterator[Arrival]]
-    clients: int = 0
-    ttft: float | None = None
-    itl: float | None = None
-
-
 class Prompts:
     """Prompts of unique tokens, after a shared prefix if one is given."""
 
@@ -65,63 +55,67 @@ class Prompts:
         return [*prefix, *range(first, first + length)]
 
 
-def bursty(rng: random.Random, seconds: float) -> Iterator[Arrival]:
-    prompts = Prompts()
-    for now in until(seconds, arrival_times("gamma", 5.5, rng, burstiness=0.15)):
-        yield Arrival(now, prompts.of(rng.randint(64, 192)), rng.randint(32, 64), 128)
+Drawn = tuple[list[int], int, int]
+"""Prompt, length of the answer, max_new_tokens."""
+Draw = Callable[[random.Random, Prompts, float], Drawn]
+"""Draws a request; the number is the past share of the time."""
 
 
-def long_prompts(rng: random.Random, seconds: float) -> Iterator[Arrival]:
-    prompts = Prompts()
-    for now in until(seconds, itertools.repeat(0.0)):
-        yield Arrival(now, prompts.of(rng.randint(1000, 2000)), rng.randint(24, 64), 256)
+@dataclass(frozen=True)
+class Load:
+    """`times`: of arrivals; `clients` of a closed loop (0: open loop) have none, and end with the simulation."""
+
+    draw: Draw
+    times: Callable[[random.Random, float], Iterator[float]] = lambda rng, seconds: itertools.repeat(0.0)
+    clients: int = 0
+    ttft: float | None = None
+    itl: float | None = None
+
+    def arrivals(self, rng: random.Random, seconds: float) -> Iterator[Arrival]:
+        prompts = Prompts()
+        for now in itertools.takewhile(lambda now: now <= seconds, self.times(rng, seconds)):
+            yield Arrival(now, *self.draw(rng, prompts, now / seconds))
 
 
-def huge_limits(rng: random.Random, seconds: float) -> Iterator[Arrival]:
-    prompts = Prompts()
-    for now in until(seconds, itertools.repeat(0.0)):
-        yield Arrival(now, prompts.of(rng.randint(32, 96)), rng.randint(16, 64), 2000)
+def uniform(prompt: tuple[int, int], answer: tuple[int, int], limit: int) -> Draw:
+    """Lengths between these, and this max_new_tokens."""
+    return lambda rng, prompts, share: (prompts.of(rng.randint(*prompt)), rng.randint(*answer), limit)
 
 
-def shared_prefixes(rng: random.Random, seconds: float) -> Iterator[Arrival]:
-    prompts, length, groups = Prompts(), 700, 40
-    for now in until(seconds, itertools.repeat(0.0)):
-        first = 1 + rng.randrange(groups) * length
-        yield Arrival(now, prompts.of(rng.randint(16, 48), range(first, first + length)), rng.randint(16, 48), 64)
+def shared_prefix(rng: random.Random, prompts: Prompts, share: float) -> Drawn:
+    """Of one of 40 groups with 700 tokens in common."""
+    first = 1 + rng.randrange(40) * 700
+    return prompts.of(rng.randint(16, 48), range(first, first + 700)), rng.randint(16, 48), 64
 
 
-def mixed_classes(rng: random.Random, seconds: float) -> Iterator[Arrival]:
-    prompts = Prompts()
-    for now in until(seconds, arrival_times("poisson", 3.2, rng)):
-        if rng.random() < 0.12:
-            yield Arrival(now, prompts.of(rng.randint(1200, 2000)), rng.randint(4, 16), 64)
-        else:
-            yield Arrival(now, prompts.of(rng.randint(32, 96)), rng.randint(32, 96), 128)
+def mixed_classes(rng: random.Random, prompts: Prompts, share: float) -> Drawn:
+    if rng.random() < 0.12:
+        return prompts.of(rng.randint(1200, 2000)), rng.randint(4, 16), 64
+    return prompts.of(rng.randint(32, 96)), rng.randint(32, 96), 128
 
 
-def drifting(rng: random.Random, seconds: float) -> Iterator[Arrival]:
-    prompts, now = Prompts(), 0.0
+def longer_prompts(rng: random.Random, prompts: Prompts, share: float) -> Drawn:
+    return prompts.of(int(64 + 500 * share)), rng.randint(24, 72), 128
+
+
+def fewer_arrivals(rng: random.Random, seconds: float) -> Iterator[float]:
+    now = 0.0
     while now < seconds:
-        part = now / seconds
-        yield Arrival(now, prompts.of(int(64 + 500 * part)), rng.randint(24, 72), 128)
-        now += rng.expovariate(6.5 - 4.3 * part)
-
-
-def until(seconds: float, times: Iterator[float]) -> Iterator[float]:
-    """Arrival times up to a limit; clients of a closed loop have no times, and end with the simulation."""
-    for now in times:
-        if now > seconds:
-            return
         yield now
+        now += rng.expovariate(6.5 - 4.3 * (now / seconds))
 
 
 LOADS = {
-    "bursty": Load(bursty),
-    "long prompts": Load(long_prompts, clients=24),
-    "huge max_new_tokens": Load(huge_limits, clients=128),
-    "shared prefixes": Load(shared_prefixes, clients=96),
-    "mixed SLO classes": Load(mixed_classes, ttft=1.5, itl=0.25),
-    "drifting": Load(drifting),
+    "bursty": Load(
+        uniform((64, 192), (32, 64), 128), lambda rng, seconds: arrival_times("gamma", 5.5, rng, burstiness=0.15)
+    ),
+    "long prompts": Load(uniform((1000, 2000), (24, 64), 256), clients=24),
+    "huge max_new_tokens": Load(uniform((32, 96), (16, 64), 2000), clients=128),
+    "shared prefixes": Load(shared_prefix, clients=96),
+    "mixed SLO classes": Load(
+        mixed_classes, lambda rng, seconds: arrival_times("poisson", 3.2, rng), ttft=1.5, itl=0.25
+    ),
+    "drifting": Load(longer_prompts, fewer_arrivals),
 }
 
 
@@ -201,14 +195,7 @@ def measure(name: str, costs: CostFile, seconds: float, seed: int) -> dict[str, 
             flush=True,
         )
     worst = min(score for score, _ in grid)
-    return {
-        "load": name,
-        "seed": seed,
-        "best": best,
-        "best_settings": best_settings,
-        "worst": worst,
-        "starts": starts,
-    }
+    return {"load": name, "seed": seed, "best": best, "best_settings": best_settings, "worst": worst, "starts": starts}
 
 
 def main() -> None:

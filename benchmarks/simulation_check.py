@@ -76,17 +76,14 @@ LEAST_CACHED = 100
 """Fewer cached tokens are equal first tokens of random prompts: their difference is taken relative to this number."""
 
 
-def real(port: int, load: list[str], rate: float) -> dict[str, Any]:
-    flags = ["--port", str(port), "--disable-tqdm", "--flush-cache", *load, "--request-rate", str(rate)]
-    return serving.run(serving.parse_arguments(flags))[0]
-
-
-def explained(port: int, load: list[str], rate: float) -> dict[str, Any]:
-    """As `real`, with `phases` of the answers and `step_times` of the server."""
+def real(port: int, load: list[str], rate: float, explain: bool = False) -> dict[str, Any]:
+    """explain: with `phases` of the answers and `step_times` of the server."""
     url = f"http://127.0.0.1:{port}/server_info"
-    before = simulation_phases.num_steps(httpx.get(url, timeout=60).json())
+    before = simulation_phases.num_steps(httpx.get(url, timeout=60).json()) if explain else []
     flags = ["--port", str(port), "--disable-tqdm", "--flush-cache", *load, "--request-rate", str(rate)]
     values, answers = serving.run(serving.parse_arguments(flags))
+    if not explain:
+        return values
     steps = simulation_phases.step_times(httpx.get(url, timeout=60).json(), before)
     return values | {"phases": [answer.phases for answer in answers], "step_times": steps}
 
@@ -141,7 +138,7 @@ def check(model: str, name: str, args: argparse.Namespace, folder: Path) -> list
             points += [(load_name, share, round(share * capacity, 3), load) for share in shares]
         for _ in range(args.repeats):
             for load_name, share, rate, load in points:
-                run = (explained if args.explain else real)(server.port, load, rate)
+                run = real(server.port, load, rate, args.explain)
                 found.setdefault((load_name, share), []).append(run)
     if args.calibrations > 1:
         costs.append(calibrated(flags, folder / "after.json"))
