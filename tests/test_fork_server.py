@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from moe_engine.processes import child
-from tests.fork_server import ForkedProcess
+from tests.fork_server import ForkedProcess, become
 from tests.waiting import until
 
 CORE = "moe_engine.cluster.core_main"
@@ -48,6 +49,19 @@ def test_standard_error_is_that_of_the_test(forked_processes: None, capfd: pytes
     process.stdin.close()
     assert process.wait() == 1
     assert "EOFError" in capfd.readouterr().err
+
+
+def test_a_forked_process_has_the_parent_that_an_interpreter_has() -> None:
+    """A rank that hears nothing asks whether its parent gets processor time."""
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        become([os.dup(number) for number in range(3)], dict(os.environ), os.getcwd(), 4321)
+        os.write(write, str(os.getppid()).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 9) == b"4321"
+    os.close(read)
+    os.close(write)
 
 
 def test_other_variables_of_imports_start_an_interpreter(
