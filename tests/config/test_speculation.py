@@ -155,7 +155,8 @@ def shape(steps, topk, tokens):
         (SMALL, {"speculative_simulated_accept_length": 2.0}, ["needs --speculative-algorithm"]),
         (SMALL, {**NEXTN, "speculative_num_steps": "many"}, ["--speculative-num-steps many"]),
         (SMALL, {**NEXTN, "speculative_num_steps": -1}, ["--speculative-num-steps -1"]),
-        (SMALL, {"speculative_algorithm": "EAGLE3"}, ["EAGLE3 needs an EAGLE-3 head for", "NEXTN"]),
+        (SMALL, {"speculative_algorithm": "EAGLE3"}, ["EAGLE3 needs an EAGLE-3 head for", "NEXTN the MTP layers"]),
+        (LLAMA, {"speculative_algorithm": "DSPARK"}, ["DSPARK needs a DSpark head for", "NGRAM the text"]),
         (SMALL, {**NEXTN, "speculative_token_map": "f.pt"}, ["--speculative-token-map f.pt", "an EAGLE head"]),
     ],
 )

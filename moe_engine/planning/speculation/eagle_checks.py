@@ -35,9 +35,12 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
     algorithm = args.speculative.speculative_algorithm
     if head is None:
         kind = {"DFLASH": "a DFlash head", "DSPARK": "a DSpark head"}.get(str(algorithm), "an EAGLE-3 head")
+        other = "NEXTN the MTP layers of the model's own checkpoint draft"
+        if not model.num_nextn_predict_layers:
+            other = "NGRAM the text of the requests drafts"
         raise ConfigError(
             f"--speculative-algorithm {algorithm} needs {kind} for {model.source} in {PATH}; with "
-            "--speculative-algorithm NEXTN the MTP layers of the model's own checkpoint draft"
+            f"--speculative-algorithm {other}"
         )
     if algorithm != algorithm_of(head) and (algorithm != "NEXTN" or head.block is not None):
         raise ConfigError(
