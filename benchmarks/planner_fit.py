@@ -3,7 +3,8 @@
     python -m benchmarks.planner_fit                 fit on all points of benchmarks/planner_points, write the constants
     python -m benchmarks.planner_fit --halves 5      fit on random halves, evaluate on the other halves
     python -m benchmarks.planner_fit --groups 5      the same with whole (model, GPU, engine) groups held out
-    python -m benchmarks.planner_fit --leave-out gpu  each GPU (or model) is held out once
+    python -m benchmarks.planner_fit --leave-out gpu  each GPU (or model) is held out once; of engines the points of all
+                                                      others are fitted together
 
 An evaluation is printed, and written with --json FILE only.
 
@@ -20,6 +21,7 @@ import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,15 @@ from moe_engine.tuning.costs.efficiency import FOLDER, Efficiency, deviation_key
 from moe_engine.tuning.costs.form import precision_of
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.hardware.table import Cluster, parse_cluster
+from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.memory import EstimatedMemory
 from moe_engine.tuning.planner.predict import accepted_drafts
-from moe_engine.tuning.planner.steady import Load, steady_state
+from moe_engine.tuning.planner.steady import Load, Steady, queued, steady_state
 
 PRIOR = {
     "hbm": (0.7, 0.2), "experts_hbm": (0.6, 0.3), "flops": (0.55, 0.2), "attention_hbm": (0.6, 0.3),
-    "kernel_us": (2.3, 0.7), "prefill_kernel_us": (3.6, 0.8), "step_us": (500, 0.5), "row_us": (5, 1.0),
-    "message": (1.5, 0.5), "token_ns": (3, 0.7), "prompt_weight": (1, 0.4), "queue": (0.3, 1.0),
+    "kernel_us": (2.3, 0.7), "prefill_kernel_us": (3.6, 0.8), "step_us": (500, 0.5), "row_us": (5, 0.4),
+    "message": (1.5, 0.5), "token_ns": (7, 0.35), "prompt_weight": (1, 0.4), "queue": (0.3, 1.0),
     "request_ms": (15, 0.8),
 }  # fmt: skip
 """Constants with their prior: median, and standard deviation of the logarithm. Rates of products are those of published
@@ -52,6 +56,9 @@ SPREAD = 0.15
 TTFT_WEIGHT = 0.25
 DEVIATION = 0.15
 """Standard deviation of the logarithm of a factor of each level of `deviation_keys`."""
+
+REFRESH = 4
+"""Rounds of a fit for which slopes are kept, with Broyden's correction."""
 
 Residuals = np.ndarray  # [points, 2]: log(predicted / measured) of TPOT and TTFT
 
@@ -71,21 +78,38 @@ def cluster_of(gpu: str) -> Cluster:
     return parse_cluster(f"8x{gpu}")
 
 
+@lru_cache(maxsize=1 << 14)
+def most_running(point: Point) -> float:
+    """Requests for which the memory has room in the mean of their lengths."""
+    candidate = Candidate(point.form, 1, point.launch.kv, point.launch.chunk, 1)
+    room = EstimatedMemory(point.facts, cluster_of(point.gpu), point.dtype).of(candidate)
+    if room.refusal:  # the launch ran, so the estimate is too high
+        return math.inf
+    return max(1.0, room.tokens / (point.prompt + point.output / 2) * point.form.attn_dp)
+
+
 def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
     costs: dict[tuple[Any, ...], tuple[RooflineCost, float]] = {}
+    states: dict[tuple[Any, ...], Steady] = {}  # runs of a setting are predicted once
     found = []
     for point in points:
-        form, gpu = point.form, point.gpu
-        key = point.model, point.dtype, gpu, form
-        if key not in costs:
-            precision, keys = precision_of(point.dtype, share.kv), keys_of(point)
-            cost = RooflineCost(point.facts, form, precision, cluster_of(gpu), share, share.deviation(keys))
-            costs[key] = cost, share.deviation(keys, prompt=True)
-        cost, late = costs[key]
-        state = steady_state(
-            cost, form, Load(point.prompt, point.prompt, point.output), point.concurrency, share, 16384, point.drafts,
-            accepted_drafts(point.drafts), prompt_deviation=late,
-        )  # fmt: skip
+        form, gpu, launch = point.form, point.gpu, point.launch
+        if (setting := (point.setting, launch)) not in states:
+            key = point.model, point.dtype, gpu, form, launch.kv
+            if key not in costs:
+                precision, keys = precision_of(point.dtype, launch.kv, not point.facts.num_experts), keys_of(point)
+                precision = replace(precision, expert_rows=launch.expert_rows)
+                cost = RooflineCost(point.facts, form, precision, cluster_of(gpu), share, share.deviation(keys))
+                costs[key] = cost, share.deviation(keys, prompt=True)
+            cost, late = costs[key]
+            load = Load(point.prompt, point.prompt, point.output)
+            running = min(point.concurrency, most_running(point))
+            state = steady_state(
+                cost, form, load, running, share, launch.chunk, point.drafts, accepted_drafts(point.drafts),
+                prompt_deviation=late, turns=launch.turns,
+            )  # fmt: skip
+            states[setting] = queued(state, load, point.concurrency / running)
+        state = states[setting]
         found.append((math.log(state.tpot_s * 1e3 / point.tpot_ms), math.log(state.ttft_s * 1e3 / point.ttft_ms)))
     return np.array(found)
 
@@ -153,8 +177,10 @@ def _minimize(errors: Callable[[np.ndarray], Residuals], members: np.ndarray, ro
         return alone, r, float((robust * scale).sum() + (prior * x * x).sum())
 
     alone, found, best = parts(x)
-    for _ in range(rounds):
-        constants = [((alone - errors(x[:count] - 0.02 * row)) / 0.02) for row in np.eye(count)]
+    constants = np.zeros((count, *alone.shape))
+    for round_ in range(rounds):
+        if fresh := round_ % REFRESH == 0:
+            constants = np.stack([(alone - errors(x[:count] - 0.02 * row)) / 0.02 for row in np.eye(count)])
         slopes = np.concatenate([constants, factors]).reshape(len(x), -1)
         weights = (scale / np.sqrt(1 + (found / SPREAD) ** 2)).ravel()
         normal = (slopes * weights) @ slopes.T + np.diag(prior)
@@ -168,10 +194,14 @@ def _minimize(errors: Callable[[np.ndarray], Residuals], members: np.ndarray, ro
             trial = np.minimum(x + np.clip(step, -0.7, 0.7), top)
             tried = parts(trial)
             if tried[2] < best:
+                moved, change = (trial - x)[:count], tried[0] - alone
+                constants += np.multiply.outer(moved, change - np.tensordot(moved, constants, 1)) / max(
+                    moved @ moved, 1e-12
+                )
                 x, (alone, found, best), damping = trial, tried, max(damping / 4, 1e-3)
                 break
             damping *= 4
-        if before - best < 1e-4 * before:
+        if before - best < 1e-4 * before and fresh:
             break
     return x[:count]
 
@@ -192,7 +222,7 @@ def judge(points: Sequence[Point], rounds: int, whole_groups: bool) -> list[str]
     lines, groups = [], defaultdict(list)
     for seed in range(rounds):
         draw, everything = random.Random(seed), []
-        for engine in sorted({point.engine for point in points}):
+        for engine in _engines(points):
             own = [point for point in points if point.engine == engine]
             fitted, judged = _split(own, draw, whole_groups)
             errors = residuals(judged, fit(fitted, engine))
@@ -215,18 +245,23 @@ def _split(points: Sequence[Point], draw: random.Random, whole_groups: bool) -> 
 
 
 def judge_without(points: Sequence[Point], name: str) -> list[str]:
-    """Fits each engine without one GPU or model, and evaluates on it; a line for each, and one for all. `name`: field
-    of `Point`."""
+    """Fits each engine without one GPU or model, and evaluates on it; or all engines but one together. A line for each,
+    and one for all. `name`: field of `Point`."""
     lines, everything = [], []
-    for engine in sorted({point.engine for point in points}):
-        own = [point for point in points if point.engine == engine]
-        for value in sorted({getattr(point, name) for point in own}):
-            fitted = [point for point in own if getattr(point, name) != value]
-            judged = [point for point in own if getattr(point, name) == value]
+    parts = [points] if name == "engine" else [[p for p in points if p.engine == engine] for engine in _engines(points)]
+    for part in parts:
+        for value in sorted({getattr(point, name) for point in part}):
+            fitted = [point for point in part if getattr(point, name) != value]
+            judged = [point for point in part if getattr(point, name) == value]
+            engine = judged[0].engine
             errors = residuals(judged, fit(fitted, engine))
             everything.append(errors)
             lines.append(summary(f"{engine} without {value}", errors))
     return [summary(f"all, one {name} left out", np.concatenate(everything)), *lines]
+
+
+def _engines(points: Sequence[Point]) -> list[str]:
+    return sorted({point.engine for point in points})
 
 
 def toml_of(share: Efficiency, count: int) -> str:
@@ -252,7 +287,7 @@ def main() -> None:
     parser.add_argument("--points", type=Path, help="a CSV with the columns of benchmarks/planner_points/one_pool.csv")
     parser.add_argument("--halves", type=int, default=0, help="number of random halves for the evaluation")
     parser.add_argument("--groups", type=int, default=0, help="the same with whole groups held out")
-    parser.add_argument("--leave-out", choices=("gpu", "model"), help="hold out each GPU or model once")
+    parser.add_argument("--leave-out", choices=("gpu", "model", "engine"), help="hold out each once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the evaluation to FILE too")
     args = parser.parse_args()
     points = read_points(args.points) if args.points else read_points()
@@ -266,7 +301,7 @@ def main() -> None:
             name += "_groups" if args.groups else ""
             print(report.write_result(name, values, path=args.json), file=sys.stderr)
         return
-    for engine in sorted({point.engine for point in points}):
+    for engine in _engines(points):
         own = [point for point in points if point.engine == engine]
         share = fit(own, engine)
         (FOLDER / f"{engine}.toml").write_text(toml_of(share, len(own)))

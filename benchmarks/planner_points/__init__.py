@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planner_points.launches import UNKNOWN, Launch, launch_of
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
 
@@ -29,7 +30,8 @@ DOUBLED = "2026-04"
 
 @dataclass(frozen=True)
 class Point:
-    """A measured point of one pool. Lengths are means in tokens. `drafts`: tokens that MTP drafts in a step."""
+    """A measured point of one pool. Lengths are means in tokens. `drafts`: tokens that MTP drafts in a step.
+    `launch`: flags that change the times."""
 
     engine: str
     model: str
@@ -43,6 +45,7 @@ class Point:
     tpot_ms: float
     setting: tuple[str, ...]
     drafts: int = 0
+    launch: Launch = UNKNOWN
 
     @property
     def facts(self) -> ModelFacts:
@@ -81,6 +84,7 @@ def _point(row: Mapping[str, Any]) -> Point:
         tpot_ms=float(row["silicon_tpot_ms"]),
         setting=(*(row[name] for name in names), str(form), drafts),
         drafts=int(drafts or 0),
+        launch=launch_of(row, GPUS.get(row["system"], row["system"])),
     )
 
 

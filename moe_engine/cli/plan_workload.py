@@ -158,7 +158,11 @@ def _predictor(
     try:
         subject = subject_of(args, folder)
         _check_length(workload, args.model.context_length or subject.model.context_length)
-        memory = Memory(subject, cluster, args)
+        if dtype == facts.stored_dtype:
+            memory = Memory(subject, cluster, args)
+        else:
+            memory = EstimatedMemory(facts, cluster, dtype)
+            print(f"note: the weights of {file} are not {dtype}; memory is estimated as for {like}", file=sys.stderr)
     except MoeEngineError as error:
         if like == OURS or isinstance(error, _TooLongError):
             raise
@@ -224,12 +228,15 @@ def _one(
         form, replicas, kv_of(args) if "kv_cache_dtype" in args.given else predictor.share.kv, chunk, rows,
         room.depths[0], args.model.model_path or "MODEL", requests=concurrency,
     )  # fmt: skip
+    if isinstance(memory, EstimatedMemory):
+        room = memory.of(candidate)
     if room.refusal and ours:
         raise ConfigError(room.refusal)
-    if ours and (most := min(room.running, int(room.tokens / load.held))) < rows:
+    clients, most = 1.0, max(1, min(room.running, int(room.tokens / load.held)))
+    if not room.refusal and most < rows:
         print(f"note: {most} of {rows} requests of an attention group run at once, the others wait", file=sys.stderr)
-        candidate = candidate.with_rows(max(1, most))
-    predictions = {depth: predictor.predict(candidate.with_drafts(depth), load) for depth in room.depths}
+        candidate, clients = candidate.with_rows(most), rows / most
+    predictions = {depth: predictor.predict(candidate.with_drafts(depth), load, clients) for depth in room.depths}
     depth = max(predictions, key=lambda depth: predictions[depth].output_per_s)
     candidate, prediction = candidate.with_drafts(depth), predictions[depth]
     if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s, prediction.tpot_s)) > 1:

@@ -128,6 +128,31 @@ def test_a_row_with_products_of_sizes_has_the_ranks_of_its_run(
     assert form_of(*sizes, doubled=doubled) == form
 
 
+def test_points_have_the_flags_of_their_launches():
+    points = read_points()
+
+    def kv(engine: str, gpu: str, model: str) -> set[str]:
+        return {p.launch.kv for p in points if (p.engine, p.gpu) == (engine, gpu) and model in p.model}
+
+    assert (
+        kv("vllm", "b200", "MiniMax") == kv("sglang", "b200", "DeepSeek") == kv("trtllm", "h200", "DeepSeek") == {"fp8"}
+    )
+    assert kv("vllm", "h200", "MiniMax") == kv("sglang", "h200", "GLM") == kv("trtllm", "h200", "gpt-oss") == {"bf16"}
+    polled = {p.launch.turns.waits for p in points if p.engine == "sglang" and p.gpu == "b200" and "Qwen" in p.model}
+    assert polled == {0.5, 5, 15}  # rows without a script have no flags
+    padded = {(p.model, p.engine) for p in points if p.launch.expert_rows}
+    assert padded == {("Qwen/Qwen3-235B-A22B-FP8", "vllm")}
+
+
+def test_the_memory_bounds_running_requests():
+    """Measured: requests that ran at once by Little's law, where most of them waited more than 10 s."""
+    for point in read_points():
+        answer = point.tpot_ms * point.output
+        running = point.concurrency * answer / (answer + point.ttft_ms)
+        if point.ttft_ms > 40_000 and point.gpu != "h100" and point.dtype == "fp8":
+            assert running / 1.5 < planner_fit.most_running(point) < 1.5 * running, point
+
+
 def test_rows_with_drafts_are_predicted_with_them():
     points = [point for point in read_points() if point.drafts]
     assert {point.engine for point in points} == {"trtllm"}

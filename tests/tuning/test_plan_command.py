@@ -109,6 +109,37 @@ def test_models_of_other_engines(capsys, tmp_path: Path):
     assert code == 2 and "not supported" in err and "Traceback" not in err
 
 
+def test_requests_beyond_the_memory_wait(capsys, model: str):
+    """Little's law holds for all requests, of this engine and of others."""
+    load = ["--hardware", "8xH200", "--workload", "in=30000,out=100", "--tp-size", "8", "--model-path", model]
+    for engine in ([], ["--like", "vllm"]):
+        code, out, err = run(capsys, *load, "--concurrency", "200", *engine, "--json")
+        found = re.search(r"note: (\d+) of 200 requests of an attention group run at once", err)
+        assert code == 0 and found, err
+        values, running = json.loads(out)["plans"][0]["predicted"], int(found[1])
+        stay = (values["ttft_ms"] + 99 * values["tpot_ms"]) / 1e3
+        assert values["output_tokens_per_second"] / 100 * stay == pytest.approx(200)
+        few = predicted(capsys, *load, "--concurrency", str(running), *engine)["predicted"]
+        assert values["tpot_ms"] == pytest.approx(few["tpot_ms"])
+        assert values["ttft_ms"] > (200 / running - 1) * 99 * few["tpot_ms"]
+
+
+def test_weights_of_another_dtype_have_its_bytes_in_memory_and_time(capsys, tmp_path: Path):
+    """Without experts all projections have 4 bits: a model of 4 times the size fits."""
+    large = {"hidden_size": 8192, "num_hidden_layers": 120, "intermediate_size": 28672, "num_attention_heads": 64}
+    folder = write(tmp_path / "dense", DENSE | large)
+    argv = ["--model-path", folder, "--hardware", "1xH200", "--workload", "in=100,out=100", "--tp-size", "1"]
+    argv += ["--concurrency", "8", "--like", "vllm", "--json"]
+    code, out, err = run(capsys, *argv)
+    assert code == 0 and "weights" in str(json.loads(out)["refused"])
+    wide = json.loads(out)["plans"][0]["predicted"]["tpot_ms"]
+    code, out, err = run(capsys, *argv, "--weight-dtype", "int4")
+    found = json.loads(out)
+    assert code == 0 and "are not int4; memory is estimated" in err
+    assert not found["refused"] and "command" not in found["plans"][0]
+    assert found["plans"][0]["predicted"]["tpot_ms"] < 0.6 * wide
+
+
 def test_a_picture(capsys, tmp_path: Path, model: str):
     pytest.importorskip("matplotlib")
     for name in ("front.svg", "front.png"):

@@ -26,6 +26,7 @@ from moe_engine.tuning.costs.efficiency import Efficiency, load_efficiency
 from moe_engine.tuning.costs.form import Form, Precision
 from moe_engine.tuning.costs.imbalance import SHARES, SPREAD, VARIES, Popularity, busiest_active, expected_skew
 from moe_engine.tuning.costs.model_facts import MLP, ROUTED, AttentionFacts, model_facts
+from moe_engine.tuning.costs.overheads import quantizing_kernels
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import gpu_names, parse_cluster
@@ -285,7 +286,10 @@ def test_layers_with_more_kernels_take_longer_to_launch():
         .step(StepShape(1, 100, 0, 0, 0, 1)).by_resource["launches"]
         for each in (v3, sparse)
     ]  # fmt: skip
-    assert math.isclose(seconds[1] / seconds[0], sparse.kernels() / v3.kernels())
+    quantizing = quantizing_kernels(v3, Precision("fp8", "fp8"))
+    assert quantizing == 61 * 3 + 3 * 2 + 58 * (2 + 2)  # MLA, dense layers, shared and routed experts
+    assert math.isclose(seconds[1] / seconds[0], (sparse.kernels() + quantizing) / (v3.kernels() + quantizing))
+    assert quantizing_kernels(v3, Precision("fp4", "bf16")) == 0
 
 
 def test_linear_layers_follow_the_interval_of_a_file_without_layer_types():
@@ -362,3 +366,30 @@ def test_a_request_alone_reads_less_with_split_experts():
         assert whole.step(shape).by_resource["hbm"] > 1.05 * split.step(shape).by_resource["hbm"]
     shape = StepShape(2000, 2000 * 100, 0, 0, 0, 2000)
     assert whole.step(shape).seconds == pytest.approx(split.step(shape).seconds, rel=1e-4)
+
+
+def test_weights_without_units_of_their_own_are_dequantized():
+    """4-bit experts of a decode on an H200 take 1 / 0.68 of the time of their bytes; on a B200 they take that time."""
+    facts, share, shape = facts_of("openai/gpt-oss-120b"), Efficiency("any"), StepShape(1, 1, 0, 0, 0, 1)
+    bandwidth = {"h200": 4.8e12 * 0.68, "b200": 8e12}
+    for gpu, rate in bandwidth.items():
+        cluster = parse_cluster(f"1x{gpu}")
+        narrow, wide = (
+            RooflineCost(facts, Form(1), Precision(experts, "bf16"), cluster, share).step(shape).by_resource["hbm"]
+            for experts in ("fp4", "bf16")
+        )
+        experts = 36 * 4 * facts.expert
+        saved = experts / share.experts_hbm * (2 / cluster.gpu.peak_bytes_per_s - 0.5625 / rate)
+        assert wide - narrow == pytest.approx(saved, rel=0.02)
+
+
+def test_padded_experts_compute_all_rows():
+    """Blocks of 128 rows of 128 experts, of which a token uses 8: operations of 2,048 tokens in every decode."""
+    facts, share = facts_of("Qwen/Qwen3-235B-A22B-FP8"), Efficiency("any")
+    cluster, shape = parse_cluster("2xh200"), StepShape(4, 4, 0, 0, 0, 4)
+    plain, padded = (
+        RooflineCost(facts, Form(2), Precision("fp8", "fp8", expert_rows=rows), cluster, share).step(shape).by_resource
+        for rows in (0, 128)
+    )
+    rows = 2 * 128 * 128 * 94 * facts.expert / 2 / (1.979e15 * share.flops)
+    assert padded["flops"] - plain["flops"] == pytest.approx(rows) and padded["hbm"] < plain["hbm"]

@@ -16,7 +16,7 @@ from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.prompt_steps import SAMPLED, PromptSteps
-from moe_engine.tuning.planner.steady import Load, steady_state
+from moe_engine.tuning.planner.steady import Load, PromptTurns, queued, steady_state
 from moe_engine.tuning.planner.workload import Workload
 from tests.models.published import V3
 
@@ -62,6 +62,25 @@ def test_time_between_tokens_is_that_of_a_simulation(prompt: int, output: int, r
     tpot, rate = simulated(prompt, output, requests)
     assert state.tpot_s == pytest.approx(tpot, rel=0.15)
     assert state.output_per_s == pytest.approx(rate, rel=0.2)
+
+
+def test_requests_that_wait_are_rate_times_time_too():
+    running, clients, load = random.randint(1, 100), random.uniform(1, 9), Load(900, 1200, random.randint(2, 3000))
+    state = steady_state(COST, Form(8), load, running, SHARE)
+    late = queued(state, load, clients)
+    stay = late.ttft_s + late.tpot_s * (load.output - 1)
+    assert (late.tpot_s, late.output_per_s) == (state.tpot_s, state.output_per_s)
+    assert state.output_per_s / load.output * stay == pytest.approx(running * clients)
+
+
+def test_prompts_wait_for_the_next_poll_and_for_other_groups():
+    load, form = Load(900, 900, 300), Form(8, 8, 8, True)
+    at_once = steady_state(COST, form, load, 64, SHARE)
+    polled = steady_state(COST, form, load, 64, SHARE, turns=PromptTurns(waits=15))
+    assert polled.ttft_s - at_once.ttft_s == pytest.approx(14.5 * at_once.step_s)
+    together = steady_state(COST, form, load, 64, SHARE, turns=PromptTurns(uneven=0))
+    lost = at_once.tpot_s - at_once.step_s
+    assert together.tpot_s - together.step_s == pytest.approx(lost / 8**0.5)
 
 
 def test_requests_are_rate_times_time():

@@ -72,12 +72,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes: of the experts, the other projections and the KV cache. `held`: as a launch has them, if known."""
+    """Dtypes: of the experts, the other projections and the KV cache. `held`: as a launch has them, if known.
+    `expert_rows`: those to which grouped products pad the rows of every expert."""
 
     experts: str
     other: str
     kv: str = "bf16"
     held: Held | None = None
+    expert_rows: int = 0
 
     @property
     def expert_weights(self) -> Weights:
@@ -93,6 +95,7 @@ class Precision:
         return DISPATCH_BYTES["fp8" if self.held is None else self.held.dispatch]
 
 
-def precision_of(stored: str, kv: str = "bf16") -> Precision:
-    """The usual layout of a checkpoint: with 4-bit experts the other projections stay bf16."""
-    return Precision(stored, "bf16" if stored in ("fp4", "int4") else stored, kv)
+def precision_of(stored: str, kv: str = "bf16", dense: bool = False) -> Precision:
+    """The usual layout of a checkpoint: with 4-bit experts the other projections stay bf16; without experts (`dense`)
+    they have 4 bits."""
+    return Precision(stored, "bf16" if stored in ("fp4", "int4") and not dense else stored, kv)

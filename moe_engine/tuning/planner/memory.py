@@ -157,7 +157,7 @@ class EstimatedMemory:
 
     def of(self, candidate: Candidate) -> Room:
         facts, form = self._facts, candidate.form
-        precision = precision_of(self._dtype, candidate.kv)
+        precision = precision_of(self._dtype, candidate.kv, not facts.num_experts)
         experts = facts.moe_layers * (facts.num_experts + form.redundant) * facts.expert / form.ranks
         attention = sum(each.layers * (each.sharded / form.attn_tp + each.replicated) for each in facts.attention)
         beside = facts.dense_layers * facts.dense + facts.moe_layers * facts.shared + 2 * facts.head
@@ -173,4 +173,5 @@ class EstimatedMemory:
         return None
 
     def as_given(self) -> Room:
+        """Sizes without a form, of which only the chunk and the drafts count."""
         return Room(MOST_RUNNING, MOST_RUNNING)

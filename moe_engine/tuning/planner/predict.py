@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
+from typing import Any
 
 from moe_engine.tuning.costs.efficiency import Efficiency, deviation_keys
 from moe_engine.tuning.costs.form import Form, Held, precision_of
@@ -15,7 +16,7 @@ from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import Candidate
-from moe_engine.tuning.planner.steady import Load, Steady, steady_state
+from moe_engine.tuning.planner.steady import Load, Steady, queued, steady_state
 
 TAIL = 4.6
 """The 99th percentile of an exponential waiting time over its mean."""
@@ -89,7 +90,7 @@ class Predictor:
         key = (form, kv)
         if key not in self._costs:
             held = None if self.held is None else self.held(form)
-            precision = dataclasses.replace(precision_of(self.dtype, kv), held=held)
+            precision = dataclasses.replace(precision_of(self.dtype, kv, not self.facts.num_experts), held=held)
             plain = dataclasses.replace(form, redundant=0, overlap=False, host_bytes=0)
             form = dataclasses.replace(form, host_bytes=self.host_bytes)
             keys = deviation_keys(self.facts, precision, self.cluster.gpu_key, plain)
@@ -101,22 +102,27 @@ class Predictor:
         """Mean accepted draft tokens of a step."""
         return accepted_drafts(drafts, self.acceptance)
 
-    def predict(self, candidate: Candidate, load: Load) -> Prediction:
+    def predict(self, candidate: Candidate, load: Load, clients: float = 1.0) -> Prediction:
+        """clients: requests for each one that runs, as in `queued`."""
         cost, late = self.cost(candidate.form, candidate.kv)
         accepted = self.accepted(candidate.drafts)
-        return predicted(cost, candidate, load, self.share, accepted, self._mixed, prompt_deviation=late)
+        return predicted(cost, candidate, load, self.share, accepted, self._mixed, clients, prompt_deviation=late)
 
 
 def predicted(
     cost: StepCostModel, candidate: Candidate, load: Load, share: Efficiency, accepted: float, mixed: bool,
-    **times: float,
+    clients: float = 1.0, **times: Any,
 ) -> Prediction:  # fmt: skip
     """The prediction by a model of step costs. `accepted`, `mixed`, `times`: of `steady_state`."""
     state = steady_state(
         cost, candidate.form, load, candidate.concurrency / candidate.replicas, share, candidate.chunk,
         candidate.drafts, accepted, mixed=mixed, **times,
     )  # fmt: skip
-    return _prediction(state, candidate, load, accepted, share)
+    found, late = (
+        _prediction(state, candidate, load, accepted, share),
+        queued(state, load, clients).ttft_s - state.ttft_s,
+    )
+    return dataclasses.replace(found, ttft_s=found.ttft_s + late, ttft_p99_s=found.ttft_p99_s + late)
 
 
 def _prediction(state: Steady, candidate: Candidate, load: Load, accepted: float, share: Efficiency) -> Prediction:

@@ -9,16 +9,31 @@ concurrency of a replica, n rows of a group.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_engine.tuning.costs.efficiency import Efficiency
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
 from moe_engine.tuning.planner.prompt_steps import Others, PromptSteps, Waiting, of_equal_requests, of_varied_requests
 
-UNEVEN = 0.5
-"""Exponent of the number of attention groups in the delay by other groups' prompts: 0 if all groups prefill in the same
-steps, 1 if never."""
+
+@dataclass(frozen=True)
+class PromptTurns:
+    """When another engine computes prompts.
+
+    Attributes:
+        waits: decode steps that pass before a prompt is computed (half of the running one; with
+            `--scheduler-recv-interval` half of the interval; until other attention groups have prompts too).
+        uneven: exponent of the number of attention groups in the delay by other groups' prompts: 0 if all groups
+            prefill in the same steps, 1 if never.
+    """
+
+    waits: float = 0.5
+    uneven: float = 0.5
+
+
+AT_ONCE = PromptTurns()
+"""In the next step of their attention group."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ def steady_state(
     beside_s: float = 0.0,
     front_end_s: float = 0.0,
     mixed: bool = False,
+    turns: PromptTurns = AT_ONCE,
 ) -> Steady:
     """Predicts a replica.
 
@@ -80,6 +96,7 @@ def steady_state(
         beside_s: seconds by which another request lengthens steps other than its prompt's.
         front_end_s: seconds of the frontend for a request, which it takes one after the other.
         mixed: steps have prompts and decodes (`--enable-mixed-chunk`).
+        turns: another engine's, if its launch is known.
     """
     groups, outside_s = form.attn_dp, share.request_ms * 1e-3
     rows = max(1, round(concurrency / groups + 0.499))
@@ -93,7 +110,7 @@ def steady_state(
     prompt_s, num_steps = steps.added(1.0), load.output / (1 + accepted)
     others = Others(max(0.0, concurrency - 1), groups, num_steps, decode.seconds, beside_s, outside_s)
     if share.queue is not None:
-        waiting = _of_engine(share.queue, rows, others, prompt_s)
+        waiting = _of_engine(share.queue, rows, others, prompt_s, turns)
     else:
         waiting = (of_equal_requests if load.equal else of_varied_requests)(steps, others)
     lost = share.prompt_weight * waiting.others / max(1.0, load.output)
@@ -113,8 +130,19 @@ def steady_state(
     )
 
 
-def _of_engine(queue: float, rows: int, others: Others, prompt_s: float) -> Waiting:
+def queued(state: Steady, load: Load, clients: float) -> Steady:
+    """With more requests than run at once, of which the others wait for the end of one.
+
+    Args:
+        state: of the running requests alone, whose rate is that of all. clients: requests for each running one, at
+            least 1.
+    """
+    answer = state.ttft_s + state.tpot_s * max(0.0, load.output - 1)
+    return replace(state, ttft_s=state.ttft_s + (clients - 1) * answer)
+
+
+def _of_engine(queue: float, rows: int, others: Others, prompt_s: float, turns: PromptTurns) -> Waiting:
     """Waiting times of another engine, by its measured constants."""
-    prompts = (rows - 1) * others.groups**UNEVEN if others.groups > 1 else others.count
-    first = 0.5 * others.decode_s + prompt_s + queue * (rows - 1) * prompt_s
+    prompts = (rows - 1) * others.groups**turns.uneven if others.groups > 1 else others.count
+    first = turns.waits * others.decode_s + prompt_s + queue * (rows - 1) * prompt_s
     return Waiting(first, prompts * (prompt_s + others.beside_s))
