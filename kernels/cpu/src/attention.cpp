@@ -33,11 +33,16 @@ static INLINE int64_t copy_stride(int64_t width) {
   return ceil_div(padded_k<T>(width) * int64_t(sizeof(T)), 64) * 64 + 64;
 }
 
-// A block's rows, converted by `read(i, row)` from another storage format; `rows` become their addresses.
+// This thread's memory for copied keys of block `index` of those that are packed together.
+static INLINE char* copied_keys(int64_t index, int64_t stride) {
+  return scratch<char>(KEYS, MOST_BLOCKS * MOST_KEYS * stride) + index * MOST_KEYS * stride;
+}
+
+// A block's rows in `copy`, converted by `read(i, row)` from another storage format; `rows` become their addresses.
 template <class T, class Read>
-static INLINE Keys read_keys(const Unit& u, int64_t width, int64_t count, const T** rows, const Read& read) {
+static INLINE Keys read_keys(const Unit& u, int64_t width, int64_t count, char* copy, const T** rows,
+                             const Read& read) {
   const int64_t stride = copy_stride<T>(width);
-  char* copy = scratch<char>(KEYS, MOST_KEYS * stride);
   Keys keys;
   keys.parts = 1;
   place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_rows<T>(u.columns));
@@ -54,10 +59,10 @@ static INLINE Keys read_keys(const Unit& u, int64_t width, int64_t count, const 
 // list of selected blocks) and the kernel can read them, else copied. `rows` become the addresses of all rows.
 template <class T>
 static Keys paged_keys(const Unit& u, const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count,
-                       const T** rows) {
+                       int64_t index, const T** rows) {
   const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_size = piece_rows<T>(u.columns);
   const int64_t stride = copy_stride<T>(width);
-  char* copy = scratch<char>(KEYS, MOST_KEYS * stride);
+  char* copy = copied_keys(index, stride);
   Keys keys;
   keys.parts = 1;
   place<T>(&keys, 0, copy, stride, steps_of<T>(width), piece_size);
@@ -100,7 +105,7 @@ struct LatentSource {
   Keys keys(const Unit& u, int64_t first, int64_t count) const {
     const T* rows[MOST_KEYS];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
-    return paged_keys(u, static_cast<const T*>(cache), row, width, slots, count, rows);
+    return paged_keys(u, static_cast<const T*>(cache), row, width, slots, count, 0, rows);
   }
   void values(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
     const T* rows[MOST_KEYS];
@@ -109,12 +114,12 @@ struct LatentSource {
     pack_values(rows, count, latent, steps, values);
   }
 
-  Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
+  Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values, int64_t index = 0) const {
     const T* rows[MOST_KEYS];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
     const uint8_t* bytes = static_cast<const uint8_t*>(cache);
-    Keys keys = form == PLAIN ? paged_keys(u, static_cast<const T*>(cache), row, width, slots, count, rows)
-                              : read_keys(u, width, count, rows, [&](int64_t i, T* to) {
+    Keys keys = form == PLAIN ? paged_keys(u, static_cast<const T*>(cache), row, width, slots, count, index, rows)
+                              : read_keys(u, width, count, copied_keys(index, copy_stride<T>(width)), rows, [&](int64_t i, T* to) {
                                   read_latent(form, bytes + slots[i] * row, latent, width - latent, to);
                                 });
     pack_values(rows, count, latent, steps, values);
@@ -137,17 +142,18 @@ struct PagedSource {
   const void *k, *v;
   int64_t k_row, k_head, v_row, v_head, width, value;  // channels of a key, of a value
 
-  Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
+  Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values, int64_t index = 0) const {
     const T* rows[MOST_KEYS];
     int32_t kept[MOST_KEYS];
     const int32_t* slots = unit_slots(queries, u, first, count, kept);
     if (form == PLAIN) {
       for (int64_t i = 0; i < count; i++) rows[i] = at<T>(v, slots[i] * v_row + u.group * v_head);
       pack_values(rows, count, value, steps, values);
-      return paged_keys(u, at<T>(k, u.group * k_head), k_row, width, slots, count, rows);
+      return paged_keys(u, at<T>(k, u.group * k_head), k_row, width, slots, count, index, rows);
     }
+    char* copy = copied_keys(index, copy_stride<T>(std::max(width, value)));
     auto read = [&](const uint8_t* from, int64_t row, int64_t channels) {
-      return read_keys(u, channels, count, rows,
+      return read_keys(u, channels, count, copy, rows,
                        [&](int64_t i, T* to) { read_head(form, from + slots[i] * row, channels, to); });
     };
     read(at<uint8_t>(v, u.group * v_head), v_row, value);  // once the values are packed, keys reuse their buffer
@@ -187,7 +193,7 @@ struct ExpandedSource {
     return table ? table->slots + table->rows[u.request] * table->slots_row + first : nullptr;
   }
 
-  Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
+  Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values, int64_t index = 0) const {
     const T* rows[MOST_KEYS];
     int64_t places[MOST_KEYS];
     const int32_t* slot = slots(u, first);
@@ -201,13 +207,13 @@ struct ExpandedSource {
     if (kv_row * int64_t(sizeof(T)) % 4096 != 0 && padded_k<T>(nope) == nope && padded_k<T>(rotary) == rotary) {
       view.parts = rotary > 0 ? 2 : 1;
       const int64_t before = copy_stride<T>(nope), behind = copy_stride<T>(rotary);
-      char* copy = scratch<char>(KEYS, MOST_KEYS * (before + behind));
+      char* copy = copied_keys(index, before + behind);
       put(u, &view, 0, keys, kv_row, nope, places, count, copy, before);
       put(u, &view, 1, rope, rope_row, rotary, places, count, copy + MOST_KEYS * before, behind);
       return view;
     }
     const int64_t size = sizeof(T), width = nope + rotary, padded = padded_k<T>(width), stride = padded + 64 / size;
-    T* copy = scratch<T>(KEYS, MOST_KEYS * stride);
+    T* copy = reinterpret_cast<T*>(copied_keys(index, stride * size));
     for (int64_t i = 0; i < count; i++) {
       std::memcpy(copy + i * stride, keys + places[i] * kv_row, size_t(nope * size));
       std::memcpy(copy + i * stride + nope, rope + places[i] * rope_row, size_t(rotary * size));
@@ -279,7 +285,7 @@ static void expanded(const T* q, int64_t q_token, int64_t q_head, const T* kv, i
   const ExpandedSource<T> source{by_slots ? &queries : nullptr, starts, kv, rope, kv_row, kv_head, rope_row, nope, rotary, value};
   // Units of many columns share the packed keys and values of a block, but a short prompt needs units for all threads.
   const bool many = queries.starts[queries.requests] * heads >= 4 * 512 * omp_get_max_threads();
-  Attention<T, ExpandedSource<T>>(queries, h, source).run(many ? 512 : 256);
+  Attention<T, ExpandedSource<T>>(queries, h, source).run(many ? 1024 : 256);
 }
 
 template <class T>

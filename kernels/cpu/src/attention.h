@@ -17,7 +17,7 @@
 
 namespace moe {
 
-constexpr int64_t SPLIT = 512;
+constexpr int64_t PACKED_TOGETHER = 128 << 10;  // bytes
 
 struct Queries {
   int64_t requests;
@@ -185,7 +185,7 @@ struct Attention {
              int64_t from, int64_t to, int64_t padded, int64_t steps, const int32_t* last, const Running& run,
              float* rescale, uint32_t* weights) const {
     const F16 scale = set1(heads.scale * 1.44269504f), floor = set1(-1e30f);  // base 2 instead of e
-    bool any = false;
+    int moved = 0;
     for (int64_t p = from; p < to; p += LANES) {
       const float* s = scores + p - from;
       int64_t stride = ldc;
@@ -209,24 +209,24 @@ struct Attention {
       top = max(top, floor);  // a column without visible keys keeps -inf without producing NaN
       const F16 factor = exp2((before - top) * scale), shift = zero() - top * scale;
       store(rescale + p, factor);
-      for (int i = 0; i < LANES; i++) any |= rescale[p + i] != 1.f;
+      for (int i = 0; i < LANES; i++) moved |= rescale[p + i] != 1.f;
       F16 total = zero();
       for (int64_t step = 0; step < steps; step++) {
         const int64_t k = step * PER_UNIT<T>;
         F16 even = zero(), odd = zero();
         if (k < count) {
-          even = exp2(fma(load(s + k * stride), scale, shift));
+          even = exp2_for(fma(load(s + k * stride), scale, shift), T{});
           total = total + even;
         }
         if (PER_UNIT<T> == 2 && k + 1 < count) {
-          odd = exp2(fma(load(s + (k + 1) * stride), scale, shift));
+          odd = exp2_for(fma(load(s + (k + 1) * stride), scale, shift), T{});
           total = total + odd;
         }
         store_units(weights + step * (to - from) + p - from, even, odd, T{});
       }
       store(run.total + p, fma(load(run.total + p), factor, total));
     }
-    return any;
+    return moved != 0;
   }
 
   // The same for few columns: scores and weights are [columns][block]; `turned`, the weights transposed for their sums,
@@ -257,7 +257,7 @@ struct Attention {
       rescale[c] = lanes[0];
       any |= rescale[c] != 1.f;
       for (int64_t k = 0; k < padded; k += LANES) {
-        const F16 weight = exp2(fma(load(s + k), scale, shift));
+        const F16 weight = exp2_for(fma(load(s + k), scale, shift), T{});
         store(s + k, weight);
         store(weights + c * block + k, weight);
       }
@@ -323,7 +323,17 @@ struct Attention {
     const int64_t ldc = ready ? padded : padded + LANES;  // not a power of two: rows share no cache set
     float* scores = scratch<float>(SCORES, block * ldc + padded + block * LANES);
     return {padded, ldc, scores, scores + block * ldc, scores + block * ldc + padded,
-            scratch<uint32_t>(WEIGHTS, block * padded), scratch<uint32_t>(VALUES, (block + LANES) * value)};
+            scratch<uint32_t>(WEIGHTS, block * padded),
+            scratch<uint32_t>(VALUES, blocks_together(columns, ready) * block_values())};
+  }
+  int64_t block_values() const { return (block + LANES) * value; }
+
+  // Blocks of a split whose keys and values are packed before the first product: of narrow heads several, so that the
+  // sums of a chunk of columns stay in the L1 cache. Those of wide heads would leave the L2 cache.
+  int64_t blocks_together(int64_t columns, bool ready) const {
+    if (columns <= chunk || ready) return 1;
+    const int64_t bytes = block * (key_steps * 4 + value * int64_t(sizeof(T)));
+    return std::clamp<int64_t>(PACKED_TOGETHER / bytes, 1, SPLIT / block);
   }
 
   void begin(const Running& run, int64_t padded) const {
@@ -341,48 +351,54 @@ struct Attention {
            (ceil_div(count, piece_rows<T>(columns)) + ceil_div(value / LANES, value_piece(columns <= FEW)));
   }
 
-  // Adds one block to a unit's running softmax. Values are packed in `at`. `keys`: null if `found` has the scores.
-  void add_block(const Unit& u, int64_t first, int64_t count, bool fresh, int64_t seeing, const uint32_t* panels,
-                 const int32_t* last, const Running& run, const Buffers& at, const Keys* keys, const float* found,
-                 Ahead* ahead, int64_t share) const {
+  // Adds one block to a unit's running softmax. Values are packed in `at`.
+  void add_block(const Unit& u, int64_t first, int64_t count, bool fresh, const uint32_t* panels, const int32_t* last,
+                 const Running& run, const Buffers& at, const Keys& keys, Ahead* ahead, int64_t share) const {
+    for (int64_t from = 0; from < at.padded; from += chunk)
+      add_columns(u, first, count, fresh, from, std::min(from + chunk, at.padded), panels, last, run, at, at.values,
+                  &keys, nullptr, ahead, share);
+  }
+
+  // The same for columns [from, to), at most a chunk. `keys`: null if `found` has the scores.
+  void add_columns(const Unit& u, int64_t first, int64_t count, bool fresh, int64_t from, int64_t to,
+                   const uint32_t* panels, const int32_t* last, const Running& run, const Buffers& at,
+                   const uint32_t* values, const Keys* keys, const float* found, Ahead* ahead, int64_t share) const {
     const int64_t padded = at.padded, apart = steps_of<T>(count) * LANES;
     const bool few = u.columns <= FEW;
-    for (int64_t from = seeing; from < padded; from += chunk) {
-      const int64_t to = std::min(from + chunk, padded), ldc = found ? padded : std::min(at.ldc, chunk);
-      // Positions grow with the columns, but for a tree: what the last one does not see has no weight.
-      const int64_t here = few || queries.visible ? count : std::min<int64_t>(count, last[to - 1] + 1 - first);
-      const int64_t steps = steps_of<T>(here);
-      if (!keys) {
-        if (few) std::memcpy(at.scores, found, size_t(u.columns * block) * sizeof(float));
-      } else if (few) {
-        score_few(*keys, count, panels, u.columns, at.scores, ahead, share);
-      } else {
-        score(*keys, here, panels, from, to, at.scores, ldc, ahead, share);
+    const int64_t ldc = found ? padded : std::min(at.ldc, chunk);
+    // Positions grow with the columns, but for a tree: what the last one does not see has no weight.
+    const int64_t here = few || queries.visible ? count : std::min<int64_t>(count, last[to - 1] + 1 - first);
+    const int64_t steps = steps_of<T>(here);
+    if (!keys) {
+      if (few) std::memcpy(at.scores, found, size_t(u.columns * block) * sizeof(float));
+    } else if (few) {
+      score_few(*keys, count, panels, u.columns, at.scores, ahead, share);
+    } else {
+      score(*keys, here, panels, from, to, at.scores, ldc, ahead, share);
+    }
+    const bool moved = few ? weigh_few(u, at.scores, at.masked, first, count, steps, run, at.rescale,
+                                       reinterpret_cast<T*>(at.weights))
+                           : weigh(u, keys ? at.scores : found + from, ldc, at.masked, first, here, from, to, padded,
+                                   steps, last, run, at.rescale, at.weights);
+    if (moved && !fresh)
+      for (int64_t c = from; c < std::min(u.columns, to); c++) {
+        if (at.rescale[c] == 1.f) continue;
+        const F16 factor = set1(at.rescale[c]);
+        for (int64_t v = 0; v < value; v += LANES)
+          store(run.out + c * value + v, load(run.out + c * value + v) * factor);
       }
-      const bool moved = few ? weigh_few(u, at.scores, at.masked, first, count, steps, run, at.rescale,
-                                         reinterpret_cast<T*>(at.weights))
-                             : weigh(u, keys ? at.scores : found + from, ldc, at.masked, first, here, from, to, padded,
-                                     steps, last, run, at.rescale, at.weights);
-      if (moved && !fresh)
-        for (int64_t c = from; c < std::min(u.columns, to); c++) {
-          if (at.rescale[c] == 1.f) continue;
-          const F16 factor = set1(at.rescale[c]);
-          for (int64_t v = 0; v < value; v += LANES)
-            store(run.out + c * value + v, load(run.out + c * value + v) * factor);
-        }
-      const int64_t rows = std::min(ceil_div(u.columns, 4) * 4, to) - from;
-      const int64_t value_panels = value / LANES, piece = value_piece(few);
-      for (int64_t v = 0; v < value_panels; v += piece) {
-        ahead->fetch(share);
-        const int64_t panels_here = std::min(piece, value_panels - v);
-        const uint32_t* channels = at.values + v * apart;
-        float* sums = run.out + from * value + v * LANES;
-        if (few)
-          gemm<T>(at.weights, block * int64_t(sizeof(T)), few_rows<T>(u.columns), channels, apart, panels_here, steps,
-                  sums, value, !fresh);
-        else
-          gemm_by_steps<T>(at.weights, to - from, rows, channels, apart, panels_here, steps, sums, value, !fresh);
-      }
+    const int64_t rows = std::min(ceil_div(u.columns, 4) * 4, to) - from;
+    const int64_t value_panels = value / LANES, piece = value_piece(few);
+    for (int64_t v = 0; v < value_panels; v += piece) {
+      ahead->fetch(share);
+      const int64_t panels_here = std::min(piece, value_panels - v);
+      const uint32_t* channels = values + v * apart;
+      float* sums = run.out + from * value + v * LANES;
+      if (few)
+        gemm<T>(at.weights, block * int64_t(sizeof(T)), few_rows<T>(u.columns), channels, apart, panels_here, steps,
+                sums, value, !fresh);
+      else
+        gemm_by_steps<T>(at.weights, to - from, rows, channels, apart, panels_here, steps, sums, value, !fresh);
     }
   }
 
@@ -394,22 +410,37 @@ struct Attention {
     const int64_t from = std::max(at, u.from / block * block), end = std::min<int64_t>(at + SPLIT, whole);
     const Buffers memory = buffers(u.columns, ready != nullptr);
     begin(run, memory.padded);
-    int64_t seeing = 0;
-    for (int64_t first = from; first < end; first += block) {
-      const int64_t count = std::min(block, end - first), steps = steps_of<T>(count);
-      while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels past their last position
-      Keys keys;
-      if (!ready) keys = source.block(u, first, count, steps, memory.values);
-      else if constexpr (Source::TOGETHER) source.values(u, first, count, steps, memory.values);
-      Ahead ahead;
-      if (first + block < whole) source.ahead(u, first + block, std::min(block, whole - first - block), &ahead);
-      else if (next) {
-        const int64_t later = next->from / block * block;
-        source.ahead(*next, later, std::min<int64_t>(block, queries.contexts[next->request] - later), &ahead);
+    const int64_t together = blocks_together(u.columns, ready != nullptr) * block;
+    for (int64_t group = from; group < end; group += together) {
+      const int64_t stop = std::min(group + together, end), blocks = ceil_div(stop - group, block);
+      Keys keys[MOST_BLOCKS];
+      int64_t seeing[MOST_BLOCKS];  // behind whole panels past their last position
+      for (int64_t b = 0; b < blocks; b++) {
+        const int64_t first = group + b * block, count = std::min(block, stop - first), steps = steps_of<T>(count);
+        uint32_t* values = memory.values + b * block_values();
+        if (!ready) keys[b] = source.block(u, first, count, steps, values, b);
+        else if constexpr (Source::TOGETHER) source.values(u, first, count, steps, values);
+        seeing[b] = b > 0 ? seeing[b - 1] : 0;
+        while (last[seeing[b] + LANES - 1] < first) seeing[b] += LANES;
       }
-      add_block(u, first, count, first == from, seeing, panels, last, run, memory, ready ? nullptr : &keys,
-                ready ? ready + first * memory.padded : nullptr, &ahead,
-                ceil_div(ahead.total(), pieces(u.columns, count)));
+      Ahead ahead;
+      auto prefetch = [&](const Unit& unit, int64_t first, int64_t limit) {
+        for (const int64_t behind = std::min(first + together, limit); first < behind; first += block)
+          source.ahead(unit, first, std::min(block, behind - first), &ahead);
+      };
+      if (group + together < whole) prefetch(u, group + together, whole);
+      else if (next) prefetch(*next, next->from / block * block, queries.contexts[next->request]);
+      const int64_t share = ceil_div(ahead.total(), blocks * pieces(u.columns, std::min(block, stop - group)));
+      for (int64_t to, from_column = seeing[0]; from_column < memory.padded; from_column = to) {
+        to = std::min(from_column + chunk, memory.padded);
+        for (int64_t b = 0; b < blocks; b++) {
+          const int64_t first = group + b * block, begin_at = std::max(from_column, seeing[b]);
+          if (begin_at >= to) break;
+          add_columns(u, first, std::min(block, stop - first), first == from, begin_at, to, panels, last, run, memory,
+                      memory.values + b * block_values(), ready ? nullptr : &keys[b],
+                      ready ? ready + first * memory.padded : nullptr, &ahead, share);
+        }
+      }
     }
   }
 

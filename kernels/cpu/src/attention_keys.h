@@ -5,7 +5,9 @@
 
 namespace moe {
 
+constexpr int64_t SPLIT = 512;
 constexpr int64_t MOST_KEYS = 128, FEW = 8;  // of a block; up to FEW columns swap the operands (see attention.h)
+constexpr int64_t MOST_BLOCKS = SPLIT / 64;  // of a split
 
 // Keys of a block by rows, in one part or two (the second continues the channels of the first). Every group of
 // `piece` rows has its own address, so that whole pages are read in place.
@@ -35,7 +37,7 @@ inline int64_t few_rows(int64_t columns) {
 // Memory of the next block, prefetched a few lines at a time between this block's products: the context is scattered
 // over pages, where hardware prefetching does not help.
 struct Ahead {
-  const char* rows[2 * MOST_KEYS];
+  const char* rows[2 * SPLIT];
   int64_t count = 0, lines = 0, row = 0, line = 0;
 
   int64_t total() const { return count * lines; }

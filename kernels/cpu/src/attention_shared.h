@@ -137,8 +137,8 @@ struct SharedTile {
       const bool fresh = first % SPLIT == 0;
       const Running run = running(i, first < SPLIT);
       if (fresh) whole.begin(run, padded);
-      whole.add_block(units[i], first, here, fresh, 0, panels + i * padded * whole.key_steps, last + i * 3 * padded, run,
-                      memory, &keys, nullptr, &ahead, share);
+      whole.add_block(units[i], first, here, fresh, panels + i * padded * whole.key_steps, last + i * 3 * padded, run,
+                      memory, keys, &ahead, share);
       blocks.advance(i);
       const bool finished = blocks.finished(i);
       if (first >= SPLIT && (finished || (first + whole.block) % SPLIT == 0))

@@ -199,11 +199,20 @@ static void logits_block(const float* x, int64_t ldx, const G* gate, int64_t dim
 // The `count` largest values, descending; ties by lower index.
 static INLINE void best_of(const float* values, int32_t n, int32_t count, int32_t* index) {
   int32_t held = 0;
-  for (int32_t i = 0; i < n; i++) {
-    if (held == count && !(values[i] > values[index[count - 1]])) continue;
-    int32_t at = held < count ? held++ : count - 1;
-    for (; at > 0 && values[i] > values[index[at - 1]]; at--) index[at] = index[at - 1];
-    index[at] = i;
+  for (int32_t from = 0; from < n; from += LANES) {
+    const int32_t to = std::min(from + LANES, n);
+    if (held == count) {  // most blocks have none of the largest
+      const float least = values[index[count - 1]];
+      int above = 0;
+      for (int32_t i = from; i < to; i++) above |= values[i] > least;
+      if (above == 0) continue;
+    }
+    for (int32_t i = from; i < to; i++) {
+      if (held == count && !(values[i] > values[index[count - 1]])) continue;
+      int32_t at = held < count ? held++ : count - 1;
+      for (; at > 0 && values[i] > values[index[at - 1]]; at--) index[at] = index[at - 1];
+      index[at] = i;
+    }
   }
 }
 
@@ -221,20 +230,17 @@ static void best_experts(const float* scores, const float* bias, const Router& r
     for (int32_t g = 0; g < r.groups; g++) {
       float first = -INFINITY, second = -INFINITY;
       for (int32_t i = g * size; i < (g + 1) * size; i++) {
-        if (choice[i] > first) {
-          second = first;
-          first = choice[i];
-        } else if (choice[i] > second) {
-          second = choice[i];
-        }
+        const float value = choice[i], lower = value > first ? first : value;
+        first = value > first ? value : first;
+        second = lower > second ? lower : second;
       }
       group[g] = r.group_score == 2 && size > 1 ? first + second : first;
     }
     best_of(group, r.groups, r.topk_groups, index);
     for (int32_t g = 0; g < r.groups; g++) group[g] = 0;
     for (int32_t i = 0; i < r.topk_groups; i++) group[index[i]] = 1;
-    for (int32_t i = 0; i < n; i++)
-      if (group[i / size] == 0) room[i] = -INFINITY;
+    for (int32_t g = 0; g < r.groups; g++)
+      if (group[g] == 0) std::fill(room + g * size, room + (g + 1) * size, -INFINITY);
   }
   best_of(choice, n, r.top_k, index);
 }

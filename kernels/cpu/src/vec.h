@@ -347,6 +347,21 @@ INLINE F16 exp2(const F16& in) {
   }
   return r;
 }
+// 2^x for results that are rounded to T: bf16 takes fewer terms, to 3e-6.
+INLINE F16 exp2_for(const F16& x, float) { return exp2(x); }
+INLINE F16 exp2_for(const F16& in, bf16) {
+  F16 r;
+  PARTS_LOOP {
+    const vf shift = 12582912.f - vf{}, x = limited(in.v[i], -126.f, 126.f), n = x + shift - shift, f = x - n;
+    vf p = 9.58285e-3f - vf{};
+    p = fma(p, f, 5.590643e-2f - vf{});
+    p = fma(p, f, 2.4024099e-1f - vf{});
+    p = fma(p, f, 6.9312419e-1f - vf{});
+    p = fma(p, f, 1.f - vf{});
+    r.v[i] = scaled(p, n, (vi)(in.v[i] < -126.f));
+  }
+  return r;
+}
 // log(1 + exp(x)) to float accuracy: with z = exp(-|x|), log(1 + z) is 2 artanh(z / (2 + z)), whose argument is at most
 // 1/3.
 INLINE F16 softplus(const F16& x) {
