@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,11 +46,14 @@ class Part:
     forks: bool = False
 
 
-def _aot(folder: Path, setting: Setting) -> dict[str, Any]:
-    """Compiles on all cores the kernels that the other parts would compile one by one."""
-    from benchmarks.gpu_suite.compiled import measure
+def _in(module: str, function: str = "measure") -> Callable[[Path, Setting], dict[str, Any]]:
+    """The function of a module of the suite, which is imported when the part runs."""
 
-    return measure(folder, setting)
+    def run(folder: Path, setting: Setting) -> dict[str, Any]:
+        found: dict[str, Any] = getattr(import_module(f"benchmarks.gpu_suite.{module}"), function)(folder, setting)
+        return found
+
+    return run
 
 
 def _parity(folder: Path, setting: Setting) -> dict[str, Any]:
@@ -83,43 +87,21 @@ def _exchange(folder: Path, setting: Setting) -> dict[str, Any]:
     return measure(setting)
 
 
-def _decode(folder: Path, setting: Setting) -> dict[str, Any]:
-    from benchmarks.gpu_suite.engine_points import measure_decode
-
-    return measure_decode(folder, setting)
-
-
-def _offline(folder: Path, setting: Setting) -> dict[str, Any]:
-    from benchmarks.gpu_suite.engine_points import measure_offline
-
-    return measure_offline(folder, setting)
-
-
-def _fp8_layers(folder: Path, setting: Setting) -> dict[str, Any]:
-    from benchmarks.gpu_suite.engine_points import measure_fp8_layers
-
-    return measure_fp8_layers(folder, setting)
-
-
-def _profile(folder: Path, setting: Setting) -> dict[str, Any]:
-    from benchmarks.gpu_suite.profile import measure
-
-    return measure(folder, setting)
-
-
 OWN_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Kernels that wait for each other must not share a queue."""
 
 PARTS = (
-    Part("aot", 90, 150, _aot, forks=True),  # 1,069 kernels of 0.5 CPU seconds; their launches take each process 16
+    # compiles on all cores what the other parts would compile one by one: 1,069 kernels of 0.5 CPU seconds; their
+    # launches take each process 16
+    Part("aot", 90, 150, _in("compiled"), forks=True),
     Part("parity", 75, 200, _parity),
     Part("tokens", 40, 75, _tokens),
     Part("exchange", 20, 75, _exchange, OWN_QUEUES),
     Part("kernels", 85, 240, _kernels),
-    Part("decode", 80, 120, _decode),
-    Part("profile", 45, 80, _profile),
-    Part("fp8_layers", 60, 100, _fp8_layers),
-    Part("offline", 95, 150, _offline),
+    Part("decode", 80, 120, _in("engine_points", "measure_decode")),
+    Part("profile", 45, 80, _in("profile")),
+    Part("fp8_layers", 60, 100, _in("engine_points", "measure_fp8_layers")),
+    Part("offline", 95, 150, _in("engine_points", "measure_offline")),
 )
 """Correctness before times, the fastest and most informative first: an external time limit then cuts the least
 important parts."""
