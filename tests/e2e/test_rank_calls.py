@@ -62,6 +62,7 @@ def tokens_of(http: httpx.Client, number: int) -> tuple[str, list[int]]:
     body = {"input_ids": PROMPTS[number], "sampling_params": SAMPLING, "stream": True}
     last: dict[str, Any] = {}
     with http.stream("POST", "/generate", json=body) as response:
+        assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 last = json.loads(line[6:])
