@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moe_engine.kernels.weight_forms import WeightForm
@@ -12,13 +12,24 @@ from moe_engine.kernels.weight_forms import WeightForm
 
 @dataclass(frozen=True)
 class Device:
-    """kind ``cpu`` or ``cuda``; capability (major, minor) on CUDA; CPU flags by their Linux names."""
+    """kind ``cpu`` or ``cuda``; capability (major, minor) on CUDA; CPU flags by their Linux names.
+
+    `elsewhere`: it belongs to another machine (``plan --hardware``), where Triton counts as installed, since torch for
+    CUDA brings it. `has_libraries`: so do the libraries of a row.
+    """
 
     kind: str
     name: str
     capability: tuple[int, int] | None = None
     cpu_flags: frozenset[str] = frozenset()
     compiler: str | None = None
+    elsewhere: bool = False
+    has_libraries: bool = False
+
+    @property
+    def for_named_row(self) -> Device:
+        """The device for a row that a flag names."""
+        return replace(self, has_libraries=self.elsewhere)
 
     @property
     def no_cuda(self) -> str | None:

@@ -131,7 +131,13 @@ def select(
     if asked == "auto":
         best, reason, refused = _preferred(family, rows, refusals, device, need, captured)
     else:
+        here = refusals.get(asked)
+        if here and device.elsewhere and asked not in failed:
+            named = next(row for row in rows if row.name == asked)
+            refusals[asked] = _refusal(family, named, device.for_named_row, need)
         best, reason, refused = _asked_for(family, rows, refusals, asked)
+        if here:
+            reason = f"asked for; not on this machine: {here}"
     options: dict[str, Any] = {name: getattr(need, name) for name in best.takes}
     others = [row for row in rows if row is not best]
     if best.lacks_expanded:  # the expanded form reads keys in the activation dtype whatever the cache holds

@@ -26,7 +26,7 @@ def why_not(device: Device, dtype: str) -> str | None:
     """The reason Triton rows are unavailable, or None."""
     if device.no_cuda is not None:
         return device.no_cuda
-    if not installed():
+    if not device.elsewhere and not installed():
         return "needs triton, which is not installed (pip install triton)"
     if device.capability is not None and device.capability < OLDEST:
         return f"needs compute capability 8.0, this device has {device.capability[0]}.{device.capability[1]}"
@@ -53,6 +53,8 @@ def why_not_index_heads(width: int) -> str | None:
 def why_not_latent(device: Device) -> str | None:
     """The reason Triton's MLA is unavailable, or None: before 3.9 the compiler needs 273 KiB of shared memory for its
     128-row tile on sm_100, where the limit per block is 227."""
+    if device.elsewhere and not installed():
+        return None
     if device.capability is not None and device.capability >= BLACKWELL and version() < OLDEST_WITH_BLACKWELL_MLA:
         return "needs Triton 3.9 for MLA on Blackwell, Triton {}.{} is installed".format(*version())
     return None

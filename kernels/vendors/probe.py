@@ -49,7 +49,7 @@ class Library:
             return f"{self.name} has kernels for {known}; {device.name} is sm_{major}x"
         if need.dtype not in self.dtypes:
             return f"{self.name} computes in {' or '.join(self.dtypes)}, not in {need.dtype}"
-        if self.installed() is None:
+        if not device.has_libraries and self.installed() is None:
             return f"{' or '.join(self.modules)} is not installed ({self.install})"
         return None
 

@@ -6,7 +6,7 @@ Adding a backend takes one adapter file, one row here and one maker in `build.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ class Place:
         deepep_version: of DeepEP, see `deepep.generation.VERSIONS`.
         top_k, hidden, num_experts: experts of a token, channels of its rows, routed experts; 0 if unknown.
         unlinked: why the GPUs of this host cannot access each other's memory, according to the driver; else None.
+        elsewhere, has_libraries: as in `kernels.device.Device`.
     """
 
     device_kind: str
@@ -43,6 +44,8 @@ class Place:
     top_k: int = 0
     hidden: int = 0
     num_experts: int = 0
+    elsewhere: bool = False
+    has_libraries: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _shared_memory(place: Place) -> str | None:
 
 
 def _deepep(place: Place) -> str | None:
-    reason = _many(place) or deepep.why_not(place.device_kind, place.deepep_version)
+    reason = _many(place) or deepep.why_not(place.device_kind, place.deepep_version, place.has_libraries)
     return reason or deepep.why_not_hidden(place.deepep_version, place.hidden)
 
 
@@ -125,19 +128,21 @@ def _deepep_low_latency(place: Place) -> str | None:
 
 
 def _symm_mem(place: Place) -> str | None:
-    reason = _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
+    reason = _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes, place.elsewhere) or place.unlinked
     return reason or symm_mem.why_not_width(place.hidden)
 
 
 def _nvshmem(place: Place) -> str | None:
+    if place.has_libraries:
+        return _many(place)
     return _many(place) or symm_mem.why_not_nvshmem(place.device_kind, place.num_ranks, place.num_experts)
 
 
 def _megamoe(place: Place) -> str | None:
-    reason = _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
+    reason = _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes, place.elsewhere) or place.unlinked
     if reason is None and place.num_ranks > MEGA_RANKS:
         return f"MegaMoE supports at most {MEGA_RANKS} ranks; there are {place.num_ranks}"
-    if reason is None and MEGA_MOE.installed() is None:
+    if reason is None and not place.has_libraries and MEGA_MOE.installed() is None:
         return f"DeepGEMM is not installed ({MEGA_MOE.install})"
     return reason
 
@@ -172,6 +177,10 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
     """
     by_name = {row.name: row for row in ROWS}
     refusals = {row.name: row.why_not(place) or _lacks(row, place, mode) for row in ROWS}
+    here = refusals.get(asked)
+    if here and place.elsewhere:
+        there = replace(place, has_libraries=True)
+        refusals[asked] = by_name[asked].why_not(there) or _lacks(by_name[asked], there, mode)
     if asked == "auto":
         able = sorted((row for row in ROWS if refusals[row.name] is None), key=lambda row: -row.preference)
         if not able:
@@ -182,7 +191,7 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
     elif refusals[asked]:
         raise ValueError(f"dispatch backend {asked!r} is unavailable: {refusals[asked]}")
     else:
-        row, reason = by_name[asked], "asked for"
+        row, reason = by_name[asked], f"asked for; not on this machine: {here}" if here else "asked for"
     left_over = "not asked for" if asked != "auto" else f"less preferred than {row.name}"
     others = {name: why or left_over for name, why in refusals.items() if name != row.name}
     sizes = row.fixed_sizes(place)

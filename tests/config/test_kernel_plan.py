@@ -124,6 +124,37 @@ def test_megamoe_serves_v3_on_hopper(launch: Callable[..., ResolvedConfig], monk
             launch(*LIBRARIES, **flags, **more)
 
 
+def test_a_named_row_counts_as_installed_on_other_hardware(launch: Callable[..., ResolvedConfig]) -> None:
+    """`plan --hardware 8xH200` on a laptop; `auto` takes what this machine has."""
+    named = {"attention_backend": "fa3", "linear_backend": "deep_gemm", "moe_runner_backend": "deep_gemm"}
+    config = launch(**named, enable_dp_attention=True, dp_size=8, ep=8, moe_a2a_backend="deepep")
+    rows = {choice.family: (choice.row.name, choice.reason) for choice in config.kernels.model.choices}
+    for family, name in (("attention", "fa3"), ("linear", "deep_gemm"), ("experts", "deep_gemm")):
+        assert rows[family][0] == name and "not on this machine" in rows[family][1]
+    assert rows["ops"][0] == "triton" and config.parallel.dispatch.row.name == "deepep"
+    assert attention(launch()) == "triton"
+    with pytest.raises(ConfigError, match="has kernels for sm_100"):  # nothing else is taken for granted
+        launch(attention_backend="trtllm_mla")
+    here = replace(parse_hardware("8xh200"), elsewhere=False)
+    with pytest.raises(ConfigError, match=r"cannot run here: .* is not installed"):
+        prepare(config.args.replace(moe_a2a_backend="none"), here)
+
+
+@pytest.mark.parametrize("hardware", ["8xh200", "8xb200"])
+def test_triton_counts_as_installed_on_other_hardware(
+    launch: Callable[..., ResolvedConfig], monkeypatch: pytest.MonkeyPatch, hardware: str
+) -> None:
+    """torch for CUDA brings it; without it V3's FP8 weights counted as bf16, which no GPU holds."""
+    flags = {"hardware": hardware, "enable_dp_attention": True, "dp_size": 8, "ep": 8, "moe_a2a_backend": "auto"}
+    expected = launch(**flags)
+    monkeypatch.setattr(triton, "installed", lambda: False)
+    monkeypatch.setattr(triton, "version", lambda: (0, 0))
+    monkeypatch.setattr("moe_engine.parallel.dispatch.symm_mem.availability.triton_installed", lambda: False)
+    found = launch(**flags)
+    assert found.kernels == expected.kernels and found.ledger == expected.ledger
+    assert found.parallel.dispatch.row.name == "symm_mem"
+
+
 def test_auto_takes_the_page_size_of_the_best_row(launch: Callable[..., ResolvedConfig]) -> None:
     best = launch(FLASHINFER, FLASHMLA)
     assert (attention(best), best.page_size) == ("flashmla", 64)

@@ -28,6 +28,7 @@ from moe_engine.parallel.dispatch.deepep import generation
 from moe_engine.planning.inputs.checkpoint import embedded_model
 from moe_engine.planning.inputs.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.inputs.code_identity import code_identity
+from moe_engine.planning.inputs.machine import Machine
 from moe_engine.planning.parallelism.resolve_parallel import SINGLE_PROCESS, ParallelPlan, even_groups, resolve_parallel
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolution_log import Record
@@ -63,8 +64,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
     return found
 
 
+def machine_with(device: str, **more: Any) -> Machine:
+    return Machine(device, device, 0, 0, 1, **more)
+
+
 def plan_of(model: ModelConfig, place: ClusterPlace | None = None, device: str = "cpu", **flags: Any) -> ParallelPlan:
-    return resolve_parallel(EngineArgs.from_kwargs(**flags), model, device, place, Record())
+    return resolve_parallel(EngineArgs.from_kwargs(**flags), model, machine_with(device), place, Record())
 
 
 # -- which GPUs
@@ -83,9 +88,9 @@ def plan_of(model: ModelConfig, place: ClusterPlace | None = None, device: str =
 def test_every_rank_has_a_gpu(models, flags: dict[str, Any], needed: int) -> None:
     args = EngineArgs.from_kwargs(**flags)
     for seen in (None, needed):
-        resolve_parallel(args, models["eight"], "cuda", None, Record(), num_devices=seen)
+        resolve_parallel(args, models["eight"], machine_with("cuda", num_devices=seen), None, Record())
     with pytest.raises(ConfigError, match=f"this machine has {needed - 1}"):
-        resolve_parallel(args, models["eight"], "cuda", None, Record(), num_devices=needed - 1)
+        resolve_parallel(args, models["eight"], machine_with("cuda", num_devices=needed - 1), None, Record())
 
 
 # -- flags without effect
@@ -104,7 +109,7 @@ def test_every_rank_has_a_gpu(models, flags: dict[str, Any], needed: int) -> Non
 def test_remark_on_disable_custom_all_reduce(models, flags: dict[str, Any], device: str, why: str | None) -> None:
     record = Record()
     args = EngineArgs.from_kwargs(disable_custom_all_reduce=True, **flags)
-    resolve_parallel(args, models["small"], device, None, record)
+    resolve_parallel(args, models["small"], machine_with(device), None, record)
     if why is None:
         assert not record.remarks
     else:
@@ -118,7 +123,8 @@ def test_remark_on_disable_custom_all_reduce(models, flags: dict[str, Any], devi
 def test_gpus_of_one_host_have_a_custom_all_reduce(models) -> None:
     def chosen(unlinked: str | None = None, **flags: Any) -> tuple[bool, str]:
         record = Record()
-        plan = resolve_parallel(EngineArgs.from_kwargs(**flags), models["eight"], "cuda", None, record, unlinked)
+        machine = machine_with("cuda", unlinked=unlinked)
+        plan = resolve_parallel(EngineArgs.from_kwargs(**flags), models["eight"], machine, None, record)
         noted = [(each.value, each.reason) for each in record.decisions if each.name == "disable_custom_all_reduce"]
         decides = flags.get("tp", 1) > 1 and "disable_custom_all_reduce" not in flags
         assert noted == ([(not plan.all_reduce.is_custom, plan.all_reduce.reason)] if decides else [])
@@ -145,8 +151,9 @@ def test_one_process_unless_asked(models) -> None:
 def test_two_spellings_of_attention_groups(models) -> None:
     record = Record()
     old = resolve_parallel(
-        EngineArgs.from_cli(["--tp", "4", "--dp", "2", "--enable-dp-attention"]), models["small"], "cpu", None, record
-    )
+        EngineArgs.from_cli(["--tp", "4", "--dp", "2", "--enable-dp-attention"]), models["small"], machine_with("cpu"),
+        None, record,
+    )  # fmt: skip
     assert old == plan_of(models["small"], tp=4, attn_dp_size=2)
     assert old.num_replicas == 1 and old.num_groups == 2 and old.num_ranks == 4
     assert [decision.reason for decision in record.decisions] == ["--dp-size with --enable-dp-attention"]
@@ -591,7 +598,7 @@ def test_ranks_hold_even_parts_of_experts_in_blocks(
     (tmp_path / "config.json").write_text(json.dumps({**EIGHT, **sizes, "quantization_config": blocks}))
     record = Record()
     args = EngineArgs.from_kwargs(tp=tp, **flags)
-    plan = resolve_parallel(args, load_model_config(tmp_path), device, None, record)
+    plan = resolve_parallel(args, load_model_config(tmp_path), machine_with(device), None, record)
     assert plan.topology.ep_size == ep_size
     reasons = [decision.reason for decision in record.decisions if decision.name == "ep_size"]
     assert len(reasons) == (ep_size > 1)

@@ -44,6 +44,7 @@ class GPU:
             unlinked=None if self.nvlink else f"{self.name} has no NVLink",
             capability=self.capability,
             num_devices=count,
+            elsewhere=True,
         )
 
 

@@ -8,6 +8,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
 from moe_engine.parallel.topology import Topology
+from moe_engine.planning.inputs.machine import Machine
 from moe_engine.planning.resolution_log import Record
 
 FP8_BLOCK = 128
@@ -26,9 +27,9 @@ def dispatch_backend(args: EngineArgs) -> str:
 
 
 def resolve_dispatch(
-    flags: ParallelArgs, topology: Topology, model: ModelConfig, device: str, unlinked: str | None, record: Record
+    flags: ParallelArgs, topology: Topology, model: ModelConfig, machine: Machine, record: Record
 ) -> DispatchChoice | None:
-    """The dispatcher, or None: all ranks process all tokens. `unlinked`: of `Machine`.
+    """The dispatcher, or None: all ranks process all tokens.
 
     Raises:
         ConfigError: a dispatcher that cannot run here, or flags that it excludes.
@@ -38,8 +39,8 @@ def resolve_dispatch(
         moe = model.moe
         assert moe is not None
         place = Place(
-            device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version, moe.top_k, model.routed_size,
-            moe.num_experts,
+            machine.device, topology.tp_size, topology.num_nodes, machine.unlinked, flags.deepep_version, moe.top_k,
+            model.routed_size, moe.num_experts, machine.elsewhere,
         )  # fmt: skip
         dispatch = _choose(topology, place, flags, record)
     _check_overlap(flags, dispatch is not None)

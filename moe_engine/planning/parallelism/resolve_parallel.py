@@ -19,6 +19,7 @@ from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.inputs.cluster_env import ClusterPlace
+from moe_engine.planning.inputs.machine import Machine
 from moe_engine.planning.parallelism.resolve_dispatch import FP8_BLOCK, dispatch_backend, resolve_dispatch
 from moe_engine.planning.parallelism.resolve_elastic import Coverage, resolve_elastic
 from moe_engine.planning.parallelism.resolve_nodes import check_nodes, resolve_place
@@ -82,22 +83,19 @@ SINGLE_PROCESS = ParallelPlan()
 def resolve_parallel(
     args: EngineArgs,
     model: ModelConfig,
-    device: str,
+    machine: Machine,
     place: ClusterPlace | None,
     record: Record,
-    unlinked: str | None = None,
-    num_devices: int | None = None,
 ) -> ParallelPlan:
     """Pure, as `resolve`.
 
     Args:
         place: of this process in a SLURM or torchrun launch, for values that the flags leave open.
-        unlinked, num_devices: of `Machine`.
 
     Raises:
         ConfigError: sizes that do not fit each other or the model, with sizes that fit.
     """
-    flags = args.parallel
+    flags, device, unlinked = args.parallel, machine.device, machine.unlinked
     attn_dp, replicas = data_parallel(args, record)
     num_nodes, node_rank, leader = resolve_place(args, place, record)
     backend = dispatch_backend(args)
@@ -110,7 +108,7 @@ def resolve_parallel(
     )
     topology = _topology(args, model, attn_dp, ep_size, backend, num_nodes)
     check_nodes(num_nodes, node_rank, leader)
-    dispatch = resolve_dispatch(flags, topology, model, device, unlinked, record)
+    dispatch = resolve_dispatch(flags, topology, model, machine, record)
     plan = ParallelPlan(
         topology=topology,
         num_replicas=replicas,
@@ -123,7 +121,7 @@ def resolve_parallel(
         local_rank=place.local_rank if place is not None else 0,
         all_reduce=_all_reduce(flags, topology, device, model, unlinked, record),
     )
-    _check_devices(flags, plan, num_devices)
+    _check_devices(flags, plan, machine.num_devices)
     _remark_all_reduce(flags, plan, device, record)
     return plan
 

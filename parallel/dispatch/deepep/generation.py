@@ -35,11 +35,13 @@ def generation_of(deep_ep: ModuleType, version: str = "auto") -> Generation:
     raise ValueError(f"{deep_ep.__name__} has none of the known classes: {', '.join(wanted)}")
 
 
-def why_not(device_kind: str, version: str = "auto") -> str | None:
+def why_not(device_kind: str, version: str = "auto", counts_as_installed: bool = False) -> str | None:
     """The reason why DeepEP is unavailable, or None; does not import it."""
     if device_kind != "cuda":
         return f"DeepEP needs GPU memory; the device is {device_kind}"
     if importlib.util.find_spec("deep_ep") is None:
+        if counts_as_installed:
+            return None
         return "deep_ep is not installed (pip install 'sgl-deep-ep>=0.1.2.post1')"
     if version == "2" and not _has_second_generation():
         return "the installed deep_ep has no ElasticBuffer (--deepep-version 2)"

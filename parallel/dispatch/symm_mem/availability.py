@@ -23,12 +23,15 @@ def without_multicast(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault(MULTICAST, "1")
 
 
-def why_not(device_kind: str, num_nodes: int) -> str | None:
-    """The reason why ranks cannot write to each other's memory over plain pointers, or None."""
+def why_not(device_kind: str, num_nodes: int, elsewhere: bool = False) -> str | None:
+    """The reason why ranks cannot write to each other's memory over plain pointers, or None. `elsewhere`: of another
+    machine."""
     if device_kind != "cuda":
         return f"symmetric memory is for GPUs; the device is {device_kind}"
     if num_nodes > 1:
         return f"plain pointers work inside one NVLink domain; there are {num_nodes} nodes (use nvshmem)"
+    if elsewhere:
+        return None
     if not triton_installed():
         return "needs triton, which is not installed (pip install triton)"
     if not (_torch_folder() / "distributed" / "_symmetric_memory").is_dir():

@@ -11,6 +11,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.inputs.machine import Machine
 from moe_engine.planning.parallelism.resolve_elastic import Coverage
 from moe_engine.planning.parallelism.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.resolution_log import Record
@@ -37,7 +38,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
 def plan_of(model: ModelConfig, device: str = "cpu", **flags: Any) -> tuple[ParallelPlan, Record]:
     record = Record()
     flags = {name: value for name, value in flags.items() if value is not None}
-    return resolve_parallel(EngineArgs.from_kwargs(**flags), model, device, None, record), record
+    machine = Machine(device, device, 0, 0, 1)
+    return resolve_parallel(EngineArgs.from_kwargs(**flags), model, machine, None, record), record
 
 
 def test_losses_are_covered_as_far_as_slots_go(models: dict[str, ModelConfig]) -> None:
