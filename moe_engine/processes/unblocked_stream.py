@@ -57,7 +57,7 @@ class UnblockedStream:
             is_first = not self._waiting
             if is_first:
                 rest = rest[self._write(rest) :]
-            elif self._size + len(rest) > MAX_BYTES:
+            elif self._num_dropped or self._size + len(rest) > MAX_BYTES:  # the count stands where lines are missing
                 self._num_dropped += max(1, text.count("\n"))
                 return len(text)
             if rest:

@@ -87,6 +87,27 @@ def test_lines_beyond_the_limit_are_counted(ends: Ends, monkeypatch: pytest.Monk
         assert taken(reader, "again") == ["again"]
 
 
+def test_the_count_stands_where_lines_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the reader takes a part of what waits before more is written."""
+    monkeypatch.setattr(unblocked_stream, "MAX_BYTES", 10_000)
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file:
+        stream = unblocked(file)
+        assert isinstance(stream, UnblockedStream)
+        for number in range(20_000):
+            stream.write(f"line {number} of this log\n")
+        full = stream._size
+        found = os.read(reader, 8192).decode()
+        until(lambda: stream._size < full)
+        for number in range(20_000, 20_100):
+            stream.write(f"line {number} of this log\n")
+        while "are missing here" not in found:
+            found += os.read(reader, 1 << 16).decode()
+        *lines, last = found.splitlines()
+        assert lines == [f"line {number} of this log" for number in range(20_100 - int(last.split()[0]))]
+    os.close(reader)
+
+
 def test_a_reader_that_is_gone() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as file:
