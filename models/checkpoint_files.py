@@ -54,6 +54,12 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
     if not files and load_format != "safetensors":
         index = directory / TORCH_INDEX_FILE
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
+    return with_model_parts(files, num_layers)
+
+
+def with_model_parts(files: dict[str, WeightFile], num_layers: int | None = None) -> dict[str, WeightFile]:
+    """The tensors under the model's names, those of joined matrices by their parts. `num_layers`: see
+    `read_checkpoint`."""
     return with_parts(with_model_names(files, num_layers))
 
 

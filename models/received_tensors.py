@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError
+from moe_engine.models.checkpoint_files import with_model_parts
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.host_copy import copy_into
 from moe_engine.models.safetensors_file import DTYPES
@@ -32,10 +33,10 @@ def header_of(dtype: str, shape: list[int]) -> tuple[torch.dtype, TensorHeader]:
     return known[0], TensorHeader(known[1], tuple(shape), 0, prod(shape) * known[0].itemsize)
 
 
-def as_files(source: str, headers: Mapping[str, TensorHeader]) -> dict[str, WeightFile]:
-    """The tensors as the entries of one file."""
-    file = WeightFile(Path(source), dict(headers))
-    return dict.fromkeys(headers, file)
+def files_of(source: str, headers: Mapping[str, TensorHeader], num_layers: int | None = None) -> dict[str, WeightFile]:
+    """The tensors, sent under the names of a checkpoint, as `read_checkpoint` has those of files: under the model's
+    names, and joined matrices by their parts. `num_layers`: as there."""
+    return with_model_parts(dict.fromkeys(headers, WeightFile(Path(source), dict(headers))), num_layers)
 
 
 class ReceivedTensors:
@@ -43,17 +44,30 @@ class ReceivedTensors:
 
     Args:
         source: their origin, for messages.
+        tensors: under the names of a checkpoint. `num_layers`: as in `read_checkpoint`.
     """
 
-    def __init__(self, source: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, source: str, tensors: Mapping[str, Tensor], num_layers: int | None = None) -> None:
         self.path = Path(source)
         self._tensors = tensors
-        self.entries = {name: header_of(str(tensor.dtype), list(tensor.shape))[1] for name, tensor in tensors.items()}
+        headers = {name: header_of(str(tensor.dtype), list(tensor.shape))[1] for name, tensor in tensors.items()}
+        self.files = files_of(source, headers, num_layers)
+        self.entries = {name: file.tensors[name] for name, file in self.files.items()}
 
     def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
         """A slice, not to be written to."""
-        return cut.of(self._tensors[name])
+        return cut.of(self._whole(name))
 
     def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
         """out = the slice, converted to its dtype and device."""
-        copy_into(out, cut.of(self._tensors[name]))
+        copy_into(out, self.read(name, cut))
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor, or the part of a joined matrix that its header describes."""
+        tensor, header = self._tensors[self.files[name].stored_name(name)], self.entries[name]
+        if header.shape == tuple(tensor.shape):
+            return tensor
+        flat, first = tensor.contiguous().view(-1), header.start // tensor.itemsize
+        if not header.pitch:
+            return flat[first : first + prod(header.shape)].view(header.shape)
+        return flat.as_strided(header.shape, (header.pitch // tensor.itemsize, 1), first)

@@ -33,7 +33,7 @@ from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import LoadOptions, reload
 from moe_engine.models.partial_weights import ReceivedWeights, mask_source
 from moe_engine.models.pooling import with_pooling
-from moe_engine.models.received_tensors import ReceivedTensors, as_files, header_of
+from moe_engine.models.received_tensors import ReceivedTensors, files_of, header_of
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensor_names import TensorNames
 from moe_engine.models.tensors import table_names
@@ -168,14 +168,15 @@ class WeightUpdate:
         self.groups.member(args.group_name)
         kinds = zip(args.dtypes, args.shapes)
         found = {name: header_of(dtype, shape)[1] for name, (dtype, shape) in zip(args.names, kinds)}
-        facts = self._check_files(as_files(TENSORS, found))
+        facts = self._check_files(files_of(TENSORS, found, self._options.model.num_layers))
         received = sum(header.num_bytes for header in found.values())
         return facts | {"needed": int(facts["needed"]) + received}
 
     def stage_received(self, args: GroupName) -> None:
         """`stage_tensors` for tensors received from a trainer."""
-        received = ReceivedTensors(TENSORS, self.groups.take(args.group_name))
-        self._stage_files(as_files(TENSORS, received.entries), received)
+        taken = self.groups.take(args.group_name)
+        received = ReceivedTensors(TENSORS, taken, self._options.model.num_layers)
+        self._stage_files(received.files, received)
 
     def _some(self, path: Path) -> dict[str, WeightFile]:
         return read_checkpoint(path, num_layers=self._options.model.num_layers)
