@@ -104,4 +104,5 @@ def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(
     if "exchange" in asked:
         lines = result["exchange"]["lines"]
         assert all(line["ok"] for line in lines) and len(lines) == 2 + len(all_reduce.ROWS)
-    assert all(re.search(f"kernels: {name} with triton: .*illegal memory access", printed) for name in BROKEN)
+    named = [line for line in printed.splitlines() if re.search("kernels: .*: .*illegal memory access", line)]
+    assert all(f"{name} with triton" in " ".join(named) for name in BROKEN)  # equal reasons are in one line
