@@ -132,7 +132,7 @@ def select(
         best, reason, refused = _preferred(family, rows, refusals, device, need, captured)
     else:
         here = refusals.get(asked)
-        if here and device.elsewhere and asked not in failed:
+        if here and device.elsewhere:
             named = next(row for row in rows if row.name == asked)
             refusals[asked] = _refusal(family, named, device.for_named_row, need)
         best, reason, refused = _asked_for(family, rows, refusals, asked)

@@ -20,7 +20,7 @@ from moe_engine.worker.device_stream import DeviceStream, HostCopy
 
 
 class RoutedExperts:
-    """Implements `ExpertIdsRecorder`. Layers without experts have zeros, as in SGLang.
+    """Implements `LayerRecorder`. Layers without experts have zeros, as in SGLang.
 
     Args:
         keeps: whether this rank reports results; the ranks of a group route the same tokens.

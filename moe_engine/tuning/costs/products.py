@@ -51,12 +51,8 @@ class Products:
             (self.head_bytes_s, self.head_flops_s * logits),
         ]
         if self.num_experts:
-            found.append(
-                (
-                    self.expert_bytes_s * self._read(everyone),
-                    self.experts_flops_s * max(everyone * skew, self.least_tokens),
-                )
-            )
+            padded = max(everyone * skew, self.least_tokens)
+            found.append((self.expert_bytes_s * self._read(everyone), self.experts_flops_s * padded))
         return tuple(found)
 
     def _read(self, tokens: int) -> float:

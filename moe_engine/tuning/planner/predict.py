@@ -118,10 +118,8 @@ def predicted(
         cost, candidate.form, load, candidate.concurrency / candidate.replicas, share, candidate.chunk,
         candidate.drafts, accepted, mixed=mixed, **times,
     )  # fmt: skip
-    found, late = (
-        _prediction(state, candidate, load, accepted, share),
-        queued(state, load, clients).ttft_s - state.ttft_s,
-    )
+    found = _prediction(state, candidate, load, accepted, share)
+    late = queued(state, load, clients).ttft_s - state.ttft_s
     return dataclasses.replace(found, ttft_s=found.ttft_s + late, ttft_p99_s=found.ttft_p99_s + late)
 
 
