@@ -54,6 +54,7 @@ from moe_engine.server.listen import url_host
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
+from moe_engine.tuning.frozen_heap import frozen_heap
 from moe_engine.tuning.simulator.agents import add_agent_arguments
 from moe_engine.tuning.simulator.workload import Workload
 
@@ -316,7 +317,8 @@ async def _connection(args: argparse.Namespace) -> AsyncIterator[_Connection]:
             decode=vocabulary.decode,
             headers=headers,
         )
-        yield _Connection(client, facts, vocabulary, options)
+        with frozen_heap():
+            yield _Connection(client, facts, vocabulary, options)
 
 
 async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answer]]:

@@ -30,6 +30,7 @@ from moe_engine.tuning.calibration import Probes
 from moe_engine.tuning.costs.measured import CostFile
 from moe_engine.tuning.datasets import Vocabulary
 from moe_engine.tuning.disturbance import Watch, conditions_of
+from moe_engine.tuning.frozen_heap import frozen_heap
 from moe_engine.tuning.measured_points import Limits
 
 DESCRIPTION = (
@@ -85,7 +86,7 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
             url = f"http://127.0.0.1:{port}"
             _wait(server, url, log)
             limits = _limits(config)
-            with _its_end_named(server, log):
+            with _its_end_named(server, log), frozen_heap():
                 info = httpx.get(f"{url}/server_info", timeout=60).json()
                 front_end = psutil.Process(server.pid)
                 watch = Watch(lambda: [front_end, *front_end.children(recursive=True)])
