@@ -137,7 +137,7 @@ def select(
             refusals[asked] = _refusal(family, named, device.for_named_row, need)
         best, reason, refused = _asked_for(family, rows, refusals, asked)
         if here:
-            reason = f"asked for; not on this machine: {here}"
+            reason = f"{reason}; not on this machine: {here}"
     options: dict[str, Any] = {name: getattr(need, name) for name in best.takes}
     others = [row for row in rows if row is not best]
     if best.lacks_expanded:  # the expanded form reads keys in the activation dtype whatever the cache holds
@@ -147,6 +147,7 @@ def select(
     return Choice(family, best, reason, refused, options)
 
 
+NAMED = "named by its flag"
 Refusals = Mapping[str, str | None]
 """Why a row cannot run here, by its name; None: it can."""
 
@@ -158,7 +159,7 @@ def _asked_for(family: str, rows: list[Row], refusals: Refusals, asked: str) -> 
     if refusals[asked]:
         raise ValueError(f"{family} backend {asked!r} cannot run here: {refusals[asked]}")
     best = next(row for row in rows if row.name == asked)
-    return best, "asked for", {name: why or "not asked for" for name, why in refusals.items() if name != asked}
+    return best, NAMED, {name: why or f"the flag names {asked}" for name, why in refusals.items() if name != asked}
 
 
 def _preferred(

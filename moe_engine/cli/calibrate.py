@@ -55,7 +55,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     own_parser = Parser(add_help=False, allow_abbrev=False)
     own_parser.add_argument("--output", metavar="FILE", help="where the cost file goes (required)")
     own, rest = own_parser.parse_known_args(list(argv))
-    parser = build_parser(prog, description=DESCRIPTION, epilog=EPILOG)
+    parser = build_parser(prog, serves=False, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--output", metavar="FILE", help="where the cost file goes (required)")
     values = parse_flags(parser, rest)
     values.pop("output", None)

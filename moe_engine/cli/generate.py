@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], prog: str) -> int:
     """Runs one prompt on the offline engine; text on stdout, everything else on stderr."""
     description = "Generates text for one prompt. Applies the chat template unless --raw is given."
-    parser = build_parser(prog, description=description, usage=f"{prog} PROMPT [--model-path PATH] [flags]")
+    usage = f"{prog} PROMPT [--model-path PATH] [flags]"
+    parser = build_parser(prog, serves=False, description=description, usage=usage)
     group = parser.add_argument_group("prompt and sampling")
     group.add_argument("words", nargs="?", metavar="PROMPT", default=argparse.SUPPRESS, help="the prompt")
     group.add_argument("--prompt", metavar="TEXT", help="the prompt, as a flag (default: read from standard input)")

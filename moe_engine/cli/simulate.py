@@ -74,7 +74,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     own, rest = parser.parse_known_args(list(argv))
     if {"-h", "--help"} & set(rest):
         usage = f"{prog} [options] [flags of moe-engine serve]"
-        own_parser(build_parser(prog, usage=usage, description=DESCRIPTION, epilog=EPILOG)).parse_args(rest)
+        own_parser(build_parser(prog, serves=False, usage=usage, description=DESCRIPTION, epilog=EPILOG)).parse_args(
+            rest
+        )
     args = EngineArgs.from_kwargs(
         **parse_flags(build_parser(prog, description="", epilog=""), rest, known_options(parser))
     )

@@ -15,7 +15,7 @@ from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import GROUPS, Parser, add_flags, parse_flags
 from moe_engine.config.graphs import GraphArgs
-from moe_engine.config.help import Formatter, Help
+from moe_engine.config.help import OF_SERVERS, USUAL, Formatter, Help
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.lora import LoraArgs
 from moe_engine.config.memory import MemoryArgs
@@ -114,12 +114,17 @@ class EngineArgs:
         return {info.name: getattr(values, info.name) for values, part in parts for info in fields_of(part)}
 
 
-def build_parser(prog: str | None = None, **options: Any) -> Parser:
-    """The command-line parser with every flag and `--help [TOPIC]`; `options` of argparse."""
+def build_parser(prog: str | None = None, *, serves: bool = True, **options: Any) -> Parser:
+    """The command-line parser with every flag and `--help [TOPIC]`; `options` of argparse.
+
+    Args:
+        serves: whether `--help` explains the flags of the HTTP server.
+    """
     options.setdefault("formatter_class", Formatter)
     options.setdefault("usage", prog and f"{prog} [--model-path PATH] [flags]")
     parser = Parser(prog=prog, add_help=False, **options)
-    parser.add_argument("-h", "--help", action=Help, titles=GROUPS.values())
+    usual = [name for name in USUAL if serves or name not in OF_SERVERS]
+    parser.add_argument("-h", "--help", action=Help, titles=GROUPS.values(), usual=usual)
     add_flags(parser, list(PARTS.values()))
     return parser
 

@@ -29,6 +29,8 @@ USUAL = {
     "--enable-metrics": "Prometheus metrics at /metrics",
 }
 """Flags that most launches set, and a line for each: the help without a topic."""
+OF_SERVERS = {"--host", "--port", "--api-key", "--enable-metrics"}
+"""Flags that affect nothing but the HTTP server."""
 TOPICS = """\
 all flags of serve, by group (`--help memory` shows a group, `--help WORD` the flags with a word, `--help all` all):
 """
@@ -42,12 +44,20 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Help(argparse.Action):
-    """Prints the help for the topic, a group or a word, and exits. `titles`: the groups of `serve`'s flags."""
+    """Prints the help for the topic, a group or a word, and exits.
 
-    def __init__(self, option_strings: list[str], dest: str, *, titles: Iterable[str]) -> None:
+    Args:
+        titles: the groups of `serve`'s flags.
+        usual: the flags that the overview explains.
+    """
+
+    def __init__(
+        self, option_strings: list[str], dest: str, *, titles: Iterable[str], usual: Iterable[str] = USUAL
+    ) -> None:
         text = "the usual flags; with TOPIC a group of flags, the flags with a word, or all"
         super().__init__(option_strings, dest, nargs="?", metavar="TOPIC", default=argparse.SUPPRESS, help=text)
         self._titles = tuple(titles)
+        self._usual = tuple(usual)
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -70,7 +80,7 @@ class Help(argparse.Action):
             if group not in served:
                 _add(formatter, group.title, group._group_actions)
         flags = {action.option_strings[0]: action for group in served for action in group._group_actions}
-        _add(formatter, "usual flags of serve (default)", [_short(flags[name]) for name in USUAL])
+        _add(formatter, "usual flags of serve (default)", [_short(flags[name]) for name in self._usual])
         groups = "\n".join(f"  {group.title}\n{_names(group._group_actions)}" for group in served)
         return f"{formatter.format_help()}\n{TOPICS}{groups}\n\n{parser.epilog or ''}"
 

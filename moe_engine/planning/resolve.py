@@ -73,7 +73,7 @@ def resolve(
     args = with_stated_kv_dtype(with_loader_threads(args, record := Record()), model, record)
     args = with_storage_page(resolve_pooling(_with_transfers(args), model, record), fits_sizes, record)
     path = model_path or args.model.model_path or ""
-    device = record.note("device", machine.device, machine.device_reason or "asked for")
+    device = machine.device if args.model.device else record.note("device", machine.device, machine.device_reason)
     parallel = resolve_parallel(args, model, machine, place, record)
     args = with_states(args, model, None if draft is None else draft.config, record)
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
+from moe_engine.kernels.registry import NAMED
 from moe_engine.kernels.vendors.limits import MEGA_RANKS
 from moe_engine.kernels.vendors.probe import MEGA_MOE
 from moe_engine.parallel import host_support
@@ -191,8 +192,8 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
     elif refusals[asked]:
         raise ValueError(f"dispatch backend {asked!r} is unavailable: {refusals[asked]}")
     else:
-        row, reason = by_name[asked], f"asked for; not on this machine: {here}" if here else "asked for"
-    left_over = "not asked for" if asked != "auto" else f"less preferred than {row.name}"
+        row, reason = by_name[asked], f"{NAMED}; not on this machine: {here}" if here else NAMED
+    left_over = f"the flag names {asked}" if asked != "auto" else f"less preferred than {row.name}"
     others = {name: why or left_over for name, why in refusals.items() if name != row.name}
     sizes = row.fixed_sizes(place)
     modes, named = _modes(row, mode), asked != "auto"

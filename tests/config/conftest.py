@@ -46,7 +46,7 @@ SMALL.pop("quantization_config")
 def machine(available_gb: float = 20.0, total_gb: float = 24.0, device: str = "cpu") -> Machine:
     cpu = cpu_device()
     return Machine(
-        device, "test", int(total_gb * GB), int(available_gb * GB), 4, "a test", "asked for",
+        device, "test", int(total_gb * GB), int(available_gb * GB), 4, "a test", "given",
         cpu_flags=cpu.cpu_flags, compiler=cpu.compiler,
     )  # fmt: skip
 

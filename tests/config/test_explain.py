@@ -53,7 +53,7 @@ def test_start_lines(resolved):
 def test_the_dispatcher_is_explained(resolved):
     config = resolved(tp=2, moe_a2a_backend="all_to_all")
     text = explain_text(config)
-    assert "dispatch    all_to_all  asked for" in text
+    assert "dispatch    all_to_all  named by its flag" in text
     assert "not symm_mem: symmetric memory is for GPUs; the device is cpu" in text
     assert "not nvshmem: NVSHMEM is for GPUs; the device is cpu" in text
     kernel = explain_json(config)["kernels"][-1]

@@ -199,7 +199,7 @@ def test_auto_falls_back_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     by_family = {choice.family: choice for choice in backends.choices}
     assert by_family["linear"].row.name == "torch"
     assert "undefined symbol" in by_family["linear"].refused["cpu"]
-    assert by_family["ops"].reason == "asked for"
+    assert by_family["ops"].reason == "named by its flag"
 
 
 def test_refused_rows_are_logged_with_the_reason(

@@ -38,7 +38,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     from moe_engine.config.flags import parse_flags
 
     parser = build_parser(
-        prog, description="Compiles the Triton kernels of a launch for a GPU.", epilog=EPILOG,
+        prog, serves=False, description="Compiles the Triton kernels of a launch for a GPU.", epilog=EPILOG,
         usage=f"{prog} --output DIR [--gpu NAME] [serve's flags]",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", help="output folder; existing kernels are kept")

@@ -40,7 +40,7 @@ class GPU:
             self.memory_bytes,
             usable_cores(),
             "its data sheet",
-            "asked for",
+            "that of the given GPU",
             unlinked=None if self.nvlink else f"{self.name} has no NVLink",
             capability=self.capability,
             num_devices=count,

@@ -53,7 +53,7 @@ def probe_machine(device: str | None = None) -> Machine:
     Raises:
         ConfigError: `device` is cuda and torch sees none.
     """
-    reason = "asked for"
+    reason = "given"
     if device is None:
         device, reason = _choose_device()
     cores = usable_cores()

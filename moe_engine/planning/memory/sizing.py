@@ -63,7 +63,7 @@ def size_memory(given: SizingInput) -> Sizing:
     running, running_reason = _choose_running(given, tokens)
     kept = remark, given.tier_ratio, reduced
     if given.mem_fraction is not None:
-        return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for", *kept)
+        return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "given", *kept)
     static = ledger.static_bytes / given.machine.total_bytes
     fraction = math.ceil(static * FRACTION_STEPS) / FRACTION_STEPS
     why = "weights and KV of the ledger / total memory"
@@ -84,7 +84,7 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
     page = given.page_size
     if given.max_total_tokens is not None:
         asked = given.max_total_tokens - given.max_total_tokens % page
-        return asked, "asked for" if asked == given.max_total_tokens else f"as requested, whole pages of {page}"
+        return asked, "given" if asked == given.max_total_tokens else f"as given, in whole pages of {page}"
     useful = given.limits.context_len * given.limits.running
     useful += -useful % page
     if not given.bytes_per_token:
@@ -106,7 +106,7 @@ def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
     """SGLang's clamp(tokens / context * 512, 2048, 4096), at most tokens / 2, one per page, and the device's cap."""
     running = given.limits.running
     if not given.running_is_auto:
-        return running, "asked for"
+        return running, "given"
     each = max(2, given.page_size)
     if (most := max(1, tokens // each)) < running:
         return most, f"{tokens} KV tokens, at least {each} for each"

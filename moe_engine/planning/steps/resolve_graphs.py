@@ -20,7 +20,7 @@ from moe_engine.types.step_settings import GraphSettings
 MAX_SIZES = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
 LARGEST = 512
 
-ASKED = "asked for"
+BY_FLAG = "disabled by a flag"
 NO_LAUNCHES = "a CPU has no kernel launches to save"
 CAPTURED_EXACTLY = 32
 """Without padding every size up to this one is captured."""
@@ -57,7 +57,7 @@ def resolve_graphs(
         wanted = sorted(args.given & set(vars(flags)))
         if machine.device == "cpu" and wanted:
             record.remark(f"{', '.join(map(option_of, wanted))}: no effect ({NO_LAUNCHES})")
-        elif machine.device != "cpu" and why != ASKED:
+        elif machine.device != "cpu" and why != BY_FLAG:
             record.remark(f"no CUDA graphs: {why}")
         record.note("cuda_graph_backend_decode", "disabled", why)
         return GraphSettings()
@@ -119,7 +119,7 @@ def why_not_captured(
 ) -> str | None:
     """Why decodes are not captured whatever their kernels are, or None."""
     if args.graphs.disable_cuda_graph or args.graphs.cuda_graph_backend_decode == "disabled":
-        return ASKED
+        return BY_FLAG
     if machine.device != "cuda":
         return NO_LAUNCHES
     if parallel.dispatch is not None and parallel.dispatch.modes["decode"] != "low_latency":
