@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from moe_engine.errors import InputError
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.types import FinishReason, Request
+from moe_engine.types import FinishReason, Request, SamplingParams
+
+_FORBIDDING = "allowed_token_ids", "bad_words", "min_new_tokens", "custom_logit_processor"
 
 
 def take_tokens(request: Request, tokens: list[int], vocab_size: int | None) -> tuple[list[int], FinishReason | None]:
@@ -16,12 +18,9 @@ def take_tokens(request: Request, tokens: list[int], vocab_size: int | None) -> 
     outputs = request.output_ids
     for token in tokens:
         if token < 0 or (vocab_size is not None and token >= vocab_size):
-            message = f"the model produced token id {token}, outside the vocabulary [0, {vocab_size})"
             if token < 0:
-                message = (
-                    "the model's logits are not finite numbers (NaN), so no token can be sampled: weights of the "
-                    "checkpoint may be damaged, or --dtype too narrow; try --dtype bfloat16 or float32"
-                )
+                return kept, _not_sampled(request.sampling)
+            message = f"the model produced token id {token}, outside the vocabulary [0, {vocab_size})"
             return kept, FinishReason("abort", message=message, status_code=500)
         outputs.append(token)
         kept.append(token)
@@ -30,6 +29,24 @@ def take_tokens(request: Request, tokens: list[int], vocab_size: int | None) -> 
         if len(outputs) >= request.max_new_tokens:
             return kept, FinishReason("length", length=len(outputs))
     return kept, None
+
+
+def _not_sampled(sampling: SamplingParams) -> FinishReason:
+    """Why no token was sampled. Processors, or ends below min_new_tokens, may forbid what the other fields allow."""
+    fields = [name for name in _FORBIDDING if getattr(sampling, name)]
+    if sampling.custom_logit_processor or (sampling.min_new_tokens and len(fields) > 1):
+        if sampling.constraint is not None:
+            fields.append(sampling.constraint.where.rpartition(".")[2] or sampling.constraint.kind)
+        message = (
+            f"no token can be sampled: {', '.join(fields)} of the request forbid every token; change one of them (if "
+            "requests without them fail too, the model's logits are NaN)"
+        )
+        return FinishReason("abort", message=message, status_code=400)
+    message = (
+        "the model's logits are not finite numbers (NaN), so no token can be sampled: weights of the checkpoint may be "
+        "damaged, or --dtype too narrow; try --dtype bfloat16 or float32"
+    )
+    return FinishReason("abort", message=message, status_code=500)
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:

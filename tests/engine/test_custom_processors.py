@@ -126,6 +126,20 @@ def test_an_error_ends_its_request_only(engine: InProcessEngine) -> None:
             assert answer.token_ids == plain[item.rid].token_ids
 
 
+def test_fields_that_forbid_every_token_together_are_named(engine: InProcessEngine) -> None:
+    """Not the checkpoint, whose NaN would yield the same invalid token."""
+    script = make_script(Counting, {"limit": 5})
+    script[1].sampling["allowed_token_ids"] = [9, 11]
+    script[2].sampling |= {"stop_token_ids": [9, 11], "allowed_token_ids": [9, 11], "min_new_tokens": 2}
+    found, plain = engine.run(script), engine.run(without(script))
+    for i, names in ((1, "allowed_token_ids, custom_logit_processor"), (2, "allowed_token_ids, min_new_tokens")):
+        finish = found[script[i].rid].finish
+        assert finish is not None and finish["status_code"] == 400
+        assert finish["message"].startswith(f"no token can be sampled: {names} of the request forbid every token")
+    for i in (0, 4):
+        assert found[script[i].rid].token_ids == plain[script[i].rid].token_ids
+
+
 def test_processors_that_cannot_be_loaded(engine: InProcessEngine) -> None:
     script = make_script(DisallowedTokensLogitsProcessor, {"token_ids": [1]})
     script[1].sampling["custom_logit_processor"] = '{"callable": "80"}'

@@ -20,6 +20,7 @@ import pytest
 from moe_engine.core import request_receiver
 from moe_engine.core.bad_words import BadWords
 from moe_engine.structured_output.mask_batch import FilledAtOnce
+from moe_engine.worker.sampling.token_masker import NOTHING_ALLOWED
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
 
@@ -190,7 +191,7 @@ def test_masks_that_raise_end_only_their_request(engine: InProcessEngine, monkey
                 assert answer.finish is not None
                 at_root = words in answer.finish["message"]
                 assert answer.finish["status_code"] == (status if at_root else 400)
-                assert at_root or answer.finish["message"] == "no token of the vocabulary is allowed"
+                assert at_root or answer.finish["message"] == NOTHING_ALLOWED.message
                 assert answer.token_ids == expected[item.rid].token_ids[:count]
             else:
                 assert answer.token_ids == expected[item.rid].token_ids

@@ -19,7 +19,12 @@ from moe_engine.types import FinishReason, NewRow, SamplingParams
 from moe_engine.types.token_masks import LaunchedStep, StepMasks, words_of
 from moe_engine.worker.device_stream import DeviceStream
 
-NOTHING_ALLOWED = FinishReason("abort", message="no token of the vocabulary is allowed", status_code=400)
+NOTHING_ALLOWED = FinishReason(
+    "abort",
+    message="no token of the vocabulary is allowed: allowed_token_ids, bad_words, a constraint or max_thinking_tokens "
+    "of the request together forbid all; change one of them",
+    status_code=400,
+)
 MASK_BYTES = 13
 """Scratch memory for one masked logit: an eighth of an index of four bytes, its bound, and two copies of it."""
 BOUND_BYTES = 4
