@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import sha256
 
 import msgspec
 
-from moe_engine.errors import GenerationError, InputError
-from moe_engine.processes.background import yield_to_steps
+from moe_engine.errors import InputError
 from moe_engine.processes.frame_child import FrameChild, FrameChildren
 from moe_engine.structured_output.check_process import CheckSpec, Verdict
 from moe_engine.structured_output.request import read_constraint
@@ -31,8 +31,20 @@ _decode = msgspec.msgpack.Decoder(Verdict).decode
 CRASHED = Verdict("the compilation crashed; make it simpler")
 
 
+@dataclass(slots=True)
+class _Check:
+    """A compilation that waits or runs."""
+
+    task: Future[Verdict]
+    future: asyncio.Future[Verdict]
+    """The same in the event loop."""
+    num_requests: int = 0
+    """That wait for it."""
+
+
 class GrammarChecks:
-    """Compiles grammars in child processes, started on demand and killed at the time limit. Results are cached.
+    """Compiles grammars in child processes, started on demand and killed at the time limit. Results are cached; a
+    compilation that has not begun is dropped when its last request is cancelled.
 
     Args:
         spec: None: no checks; the engine refuses grammars that it cannot compile.
@@ -43,14 +55,14 @@ class GrammarChecks:
         self._children = None if spec is None else children_for(spec)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._kept_chars = 0
-        self._running: dict[bytes, asyncio.Future[Verdict]] = {}
+        self._running: dict[bytes, _Check] = {}
 
     async def check(self, constraint: Constraint) -> Constraint:
         """The constraint for the engine, with the same grammar.
 
         Raises:
             InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`. 503: too many wait, the
-                process got no processor time, or was killed at its start, twice.
+                process got no processor time, was not ready in time, or was killed at its start, twice.
             GenerationError: the process does not start.
         """
         if self._children is None:
@@ -58,7 +70,7 @@ class GrammarChecks:
         key = sha256("\0".join(constraint.key).encode()).digest()
         if key not in self._verdicts:
             try:
-                verdict = await asyncio.shield(self._running.get(key) or self._begin(key, constraint))
+                verdict = await self._wait(key, self._running.get(key) or self._begin(key, constraint))
             except EOFError:  # not kept: the processes may have been killed for another reason
                 verdict = CRASHED
         else:
@@ -74,18 +86,29 @@ class GrammarChecks:
         if self._children is not None:
             self._children.close()
 
-    def _begin(self, key: bytes, constraint: Constraint) -> asyncio.Future[Verdict]:
+    async def _wait(self, key: bytes, check: _Check) -> Verdict:
+        check.num_requests += 1
+        try:
+            return await asyncio.shield(check.future)
+        finally:
+            check.num_requests -= 1
+            if not check.num_requests and check.task.cancel():
+                del self._running[key]
+
+    def _begin(self, key: bytes, constraint: Constraint) -> _Check:
         if len(self._running) >= MAX_WAITING:
             raise InputError("too many grammars wait for compilation; try again later", status=503)
         self._threads = self._threads or ThreadPoolExecutor(PROCESSES, thread_name_prefix="grammar checks")
-        future = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, constraint)
-        self._running[key] = future
-        future.add_done_callback(lambda done: self._ended(key, done))
-        return future
+        task = self._threads.submit(self._ask, constraint)
+        check = self._running[key] = _Check(task, asyncio.wrap_future(task))
+        check.future.add_done_callback(lambda done: self._ended(key, done))
+        return check
 
     def _ended(self, key: bytes, done: asyncio.Future[Verdict]) -> None:
+        if done.cancelled():
+            return
         del self._running[key]
-        if not done.cancelled() and done.exception() is None:
+        if done.exception() is None:
             self._verdicts[key] = done.result()
             self._kept_chars += _chars(done.result())
             while len(self._verdicts) > MAX_VERDICTS or (self._kept_chars > MAX_CHARS and len(self._verdicts) > 1):
@@ -110,13 +133,12 @@ class CheckChild(FrameChild):
 
     def __init__(self, spec: CheckSpec) -> None:
         super().__init__("moe_engine.structured_output.check_process", "the process that checks grammars")
-        yield_to_steps(thread=self.pid)
         self._spec = spec
 
     def begin(self) -> None:
-        """Raises GenerationError: it is not ready in time. EOFError: it has ended."""
+        """Raises InputError, 503: it is not ready in time. EOFError: it has ended."""
         if self.exchange(pickle.dumps(self._spec), START_SECONDS) is None:
-            raise GenerationError(f"{self.name} was not ready within {START_SECONDS:g} s; try again")
+            raise InputError(f"{self.name} was not ready within {START_SECONDS:g} s; try again", status=503)
 
     def ask(self, constraint: Constraint) -> Verdict:
         """Raises EOFError: the process has crashed. InputError, 503: others used the processors all the time."""

@@ -8,7 +8,6 @@ encoded images. It exits when its input closes.
 from __future__ import annotations
 
 import io
-import os
 import resource
 import sys
 import warnings
@@ -20,11 +19,11 @@ from typing import IO, Any
 import msgspec
 
 from moe_engine.models.vision.own_processors import own_processor, qwen_settings
+from moe_engine.processes.background import yield_to_steps
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 from moe_engine.processes.stop_signals import ignore_stop_signals
 
 MAX_MEMORY_BYTES = 8 << 30
-NICENESS = 5
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "AVIF", "JPEG2000")
 """Formats that are decoded. Pillow supports others, of which some start programs (EPS: Ghostscript)."""
 _TOO_LARGE = "needs too much memory; send a smaller image"
@@ -53,7 +52,7 @@ class Processed(msgspec.Struct, array_like=True):
 
 def main() -> None:
     ignore_stop_signals()
-    os.nice(NICENESS)
+    yield_to_steps()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     absent: dict[str, Any] = dict.fromkeys(("torch", "torchvision"))
     sys.modules.update(absent)  # transformers would import them if they are installed

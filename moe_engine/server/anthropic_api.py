@@ -42,7 +42,8 @@ class AnthropicApi:
         plan = await self._state.bodies.plan(request, "messages")
         stream, max_tokens, model, parsers = plan.options
         with named(NAMES):
-            job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
+            begun = self._state.frontend.begin(plan.read, self._state.token_json.chat)
+            job = await cancel_on_disconnect(request, begun)
         if stream:
             events = _Events(model, parsers, max_tokens)
             return EventStream(self._state.frontend, job, events, anthropic_body)

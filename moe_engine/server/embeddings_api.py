@@ -68,7 +68,7 @@ class EmbeddingsApi:
 
 async def encode_plan(state: ServerState, request: Request, plan: Plan) -> Job:
     """Runs the plan to its end. Raises ClientDisconnectedError: the client disconnected, and the job is cancelled."""
-    job = await state.frontend.begin(plan.read)
+    job = await cancel_on_disconnect(request, state.frontend.begin(plan.read))
     await cancel_on_disconnect(request, state.frontend.collect(job))
     return job
 

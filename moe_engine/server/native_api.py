@@ -57,7 +57,8 @@ class NativeApi:
     async def generate(self, request: Request) -> Response:
         """Generation, SGLang's format."""
         plan = await self._state.bodies.plan(request, "generate")
-        job = await self._state.frontend.begin(plan.read, self._state.token_json.native)
+        begun = self._state.frontend.begin(plan.read, self._state.token_json.native)
+        job = await cancel_on_disconnect(request, begun)
         if job.stream:
             events = _Events(Chunks(job, self._state.frontend.settings.incremental_streaming_output))
             return EventStream(self._state.frontend, job, events, openai_body)

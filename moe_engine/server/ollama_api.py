@@ -85,7 +85,8 @@ class OllamaApi:
             return done
         streams, model, is_chat, parsers = done.options
         with named(NAMES):
-            job = await self._state.frontend.begin(done.read, self._state.token_json.chat)
+            begun = self._state.frontend.begin(done.read, self._state.token_json.chat)
+            job = await cancel_on_disconnect(request, begun)
         lines = _Lines(model, is_chat, ChoiceParser(parsers))
         if streams:
             return JsonLines(self._state.frontend, job, lines, ollama_body)

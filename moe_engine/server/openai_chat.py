@@ -47,7 +47,8 @@ class ChatApi:
         """Chat completion."""
         plan = await self._state.bodies.plan(request, "chat_completions")
         req, model, parsers = plan.options
-        job = await self._state.frontend.begin(plan.read, self._state.token_json_of(req).chat)
+        begun = self._state.frontend.begin(plan.read, self._state.token_json_of(req).chat)
+        job = await cancel_on_disconnect(request, begun)
         if req.stream:
             usage = partial(self._usage, parsers=parsers)
             head = head_of(job, model, "chat.completion.chunk")

@@ -36,7 +36,7 @@ class CompletionsApi:
         """Text completion."""
         plan = await self._state.bodies.plan(request, "completions")
         req, model = plan.options
-        job = await self._state.frontend.begin(plan.read, self._format(req))
+        job = await cancel_on_disconnect(request, self._state.frontend.begin(plan.read, self._format(req)))
         if req.stream:
             events = _Events(req, job, head_of(job, model, "text_completion"), self._usage, self._state.flags)
             return EventStream(self._state.frontend, job, events, openai_body)

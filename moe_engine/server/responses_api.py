@@ -61,7 +61,7 @@ class ResponsesApi:
         """A response, with the conversation that it continues."""
         plan = await self._state.bodies.plan(request, "responses")
         with named(NAMES):
-            plan, job = await self._begin_fitting(plan)
+            plan, job = await cancel_on_disconnect(request, self._begin_fitting(plan))
         asked, model, parsers = plan.options
         answer = Answer(job.generations[0], asked, model, parsers)
         if asked.stream:

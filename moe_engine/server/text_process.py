@@ -30,13 +30,11 @@ MAX_MEMORY_BYTES = 4 * 2**30
 KEPT_MEMORY_BYTES = 2**30
 """A process whose peak memory exceeds this exits after its work, to return the memory."""
 PROMPTS_PER_FRAME = 64
-NICENESS = 5
-"""Nice value: large bodies take seconds anyway, so the engine's other processes have priority."""
 
 
 def main() -> None:
     ignore_stop_signals()
-    yield_to_steps(NICENESS)
+    yield_to_steps()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     server = Server(socket.socket(fileno=os.dup(0)))
     spec: TextSpec = pickle.loads(server.receive()[1])

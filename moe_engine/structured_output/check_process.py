@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from moe_engine.errors import InputError
-from moe_engine.processes.background import in_idle_time
+from moe_engine.processes.background import in_idle_time, yield_to_steps
 from moe_engine.processes.pipe_frames import read_frame, write_frame
 from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.processes.watched_thread import start_watched
@@ -62,6 +62,7 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
         spec: CheckSpec = pickle.loads(read_frame(requests))
         backend = open_backend(spec.settings, spec.tokenizer.load(), spec.vocab_size, spec.eos_ids)
         write_frame(answers, msgspec.msgpack.encode(None))
+        yield_to_steps()  # only now: a start takes a third of a second of a core
         while True:
             constraint = msgspec.msgpack.decode(read_frame(requests), type=Constraint)
             verdict = in_idle_time(partial(verdict_of, backend, constraint))

@@ -1,15 +1,21 @@
-"""Clients that leave before their requests start: in the start queue, after a large body, while they wait."""
+"""Clients that leave before their requests start: in the start queue, after a large body, while they are prepared,
+while they wait."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
+from typing import Any
 
 import httpx
 import pytest
 
+from moe_engine.frontend.prepare import Preparer
+from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.server import http_protocol
-from tests.server.fake_engine import FakeClient
+from tests.server.fake_engine import POOLING, FakeClient
 from tests.server.harness import real_server
 from tests.server.test_connections import connected, request
 from tests.waiting import until
@@ -37,6 +43,51 @@ def test_a_client_that_leaves_ends_its_waiting_request(size, in_parts, reset):
         connection.close()
         until(lambda: not client.running, "the request still waits")
         assert len(client.closed_early) == 1
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+CLASSES = PoolingConfig("last", False, width=2, head=True, labels=("no", "yes"))
+SCORE = PoolingConfig("last", False, width=1, head=True, labels=("score",))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("path", "body", "pooling"),
+    [
+        ("/generate", {"text": "x"}, None),
+        ("/v1/completions", {"prompt": "x"}, None),
+        ("/v1/chat/completions", {"messages": MESSAGES}, None),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}, None),
+        ("/v1/responses", {"input": "x"}, None),
+        ("/v1/responses", {"input": "x", "background": True}, None),
+        ("/api/chat", {"messages": MESSAGES}, None),
+        ("/api/generate", {"prompt": "x"}, None),
+        ("/v1/score", {"query": "x", "items": ["y"], "label_token_ids": [5]}, None),
+        ("/v1/embeddings", {"input": "x"}, POOLING),
+        ("/encode", {"text": "x"}, POOLING),
+        ("/v1/classify", {"input": "x"}, CLASSES),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}, SCORE),
+    ],
+)
+def test_a_client_that_leaves_ends_the_preparation(path, body, pooling, monkeypatch):
+    """Grammars and images take seconds there; the server waited for them before it stopped."""
+    begun, ended = threading.Event(), threading.Event()
+
+    async def begin(self: Preparer, *arguments: Any) -> Any:
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Preparer, "begin", begin)
+    sent = json.dumps({"model": "tiny", **body}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n".encode()
+    with real_server(FakeClient(pooling=pooling)) as address, connected(address) as connection:
+        connection.sendall(head + sent)
+        until(begun.is_set, "the request is not prepared")
+        connection.close()
+        until(ended.is_set, "the preparation goes on")
 
 
 def test_a_request_without_a_client_does_not_start(monkeypatch):

@@ -15,7 +15,7 @@ from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend import grammar_checks
 from moe_engine.frontend.grammar_checks import CheckChild, GrammarChecks
-from moe_engine.processes import frame_child
+from moe_engine.processes import background, frame_child
 from moe_engine.processes.frame_child import FrameChildren
 from moe_engine.server.errors import problem_of
 from moe_engine.structured_output.backend import PREPARED, GrammarSettings
@@ -74,6 +74,61 @@ def test_a_slow_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.value.status == 400
     finally:
         checks.close()
+
+
+def test_a_check_without_requests_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of clients that left kept later grammars waiting. One that runs goes on: its result is kept."""
+    source = load_tokenizer(CHECKPOINT_DIR).source
+    assert source is not None
+    checks = GrammarChecks(CheckSpec(GrammarSettings(), source, SIZE, (EOS,)))
+    go, asked = threading.Event(), list[str]()
+
+    def ask(self: GrammarChecks, constraint: Constraint) -> grammar_checks.Verdict:
+        asked.append(constraint.source)
+        assert go.wait(60)
+        return grammar_checks.Verdict()
+
+    monkeypatch.setattr(GrammarChecks, "_ask", ask)
+
+    async def main() -> None:
+        run, left, stays = (
+            [asyncio.create_task(checks.check(Constraint("regex", name, "regex"))) for name in names]
+            for names in ("ab", "ccd", "de")
+        )
+        while len(asked) < 2:
+            await asyncio.sleep(0.01)
+        for task in [*run, *left]:
+            task.cancel()
+        await asyncio.gather(*run, *left, return_exceptions=True)
+        again = asyncio.create_task(checks.check(Constraint("regex", "c", "regex")))
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(*stays, again)
+        for name in "ab":
+            await checks.check(Constraint("regex", name, "regex"))
+
+    try:
+        asyncio.run(main())
+        assert sorted(asked[:2]) == ["a", "b"] and sorted(asked[2:]) == ["c", "d", "e"]
+        assert not checks._running
+    finally:
+        checks.close()
+
+
+def test_a_process_yields_once_it_is_ready() -> None:
+    """Not while it starts: with a low priority from its beginning it took minutes on a machine without idle time."""
+    source = load_tokenizer(CHECKPOINT_DIR).source
+    assert source is not None
+    child = CheckChild(CheckSpec(GrammarSettings(), source, SIZE, (EOS,)))
+    try:
+        own, tasks = os.getpriority(os.PRIO_PROCESS, 0), f"/proc/{child.pid}/task"
+        assert os.getpriority(os.PRIO_PROCESS, child.pid) == own
+        child.begin()
+        assert child.ask(Constraint("regex", "a", "regex")).prepared is not None
+        levels = {os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir(tasks)}
+        assert max(levels) == max(own, background.NICENESS)
+    finally:
+        child.kill()
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "larger than a pipe"])
