@@ -31,6 +31,8 @@ from typing import Any, BinaryIO, ClassVar, NoReturn
 import psutil
 import pytest
 
+from moe_engine.processes.child import end_with_parent
+
 PRELOADED = (
     "torch.distributed",
     "moe_engine.cluster.core_main",
@@ -150,7 +152,9 @@ class Starter:
     def start_program(self, command: list[str], log: BinaryIO) -> Any:
         """Starts a ``python -m`` command with its output in `log`."""
         if read_in_imports(dict(os.environ)) != self._read:
-            return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                [sys.executable, "-m", *command], stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
+            )
         return ForkedProcess(self._address, command, (log.fileno(), log.fileno()))
 
 
@@ -272,6 +276,7 @@ def serve(listening: socket.socket) -> list[str]:
 
 def become(descriptors: list[int], environ: dict[str, str], folder: str, parent: int) -> None:
     """Gives this process the state of an interpreter started by the other process."""
+    end_with_parent()  # the fork server, which ends with the tests
     os.getppid = lambda: parent
     os.setpgid(0, 0)  # no separate session: `sched_yield` of a rank yields the core only within its session
     for number, descriptor in enumerate(descriptors):

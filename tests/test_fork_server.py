@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moe_engine.processes import child
@@ -29,6 +32,29 @@ def test_engines_of_tests_are_forked() -> None:
     starting = {name for name, source in sources.items() if STARTS_PROCESSES.search(source)}
     found = {name for name in starting if "forked_processes" not in sources[name]}
     assert len(starting) > 40 and found == OF_INTERPRETERS, "use the fixture forked_processes of tests/fork_server.py"
+
+
+TESTS = """
+import os, sys, time
+from pathlib import Path
+from moe_engine.processes import child
+from tests.e2e.server_process import ServerProcess
+from tests.fork_server import ENGINE_SERVER, Starter
+interpreter = ServerProcess(Path(sys.argv[1]))
+child.start_interpreter = Starter(ENGINE_SERVER.address, dict(os.environ), child.start_interpreter)
+forked = ServerProcess(Path(sys.argv[1]))
+print(interpreter.process.pid, forked.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_servers_end_with_killed_tests(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", TESTS, str(tmp_path)], stdout=subprocess.PIPE) as tests:
+        assert tests.stdout is not None
+        pids = [int(pid) for pid in tests.stdout.readline().split()]
+        running = [psutil.Process(pid) for pid in pids]
+        tests.kill()
+    until(lambda: not any(process.is_running() and process.status() != "zombie" for process in running))
 
 
 def test_a_killed_process(forked_processes: None) -> None:

@@ -30,7 +30,9 @@ def start_server(log_path: Path, *arguments: str) -> subprocess.Popen[bytes] | F
         if isinstance(start, Starter):
             return start.start_program(["moe_engine.cli.main", "serve", *arguments], log)
         command = [sys.executable, "-m", "moe_engine.launch_server", *arguments]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ, preexec_fn=child.end_with_parent
+        )
 
 
 def runs(process: psutil.Process, *modules: str) -> bool:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import httpx
 import pytest
@@ -44,8 +43,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     reader, writer = make()
     yield reader, writer
     for end in (reader, writer):
-        with suppress(OSError):
-            os.close(end)
+        os.close(end)
 
 
 def taken(reader: int, last: str) -> list[str]:
