@@ -1,14 +1,18 @@
 """Runs every part on this machine's GPU: compilation, parity, kernels against their floors, the engine, a profile.
 
     python -m benchmarks.gpu_suite [--parts parity kernels ...] [--only TEXT ...] [--seconds 590] [--output FILE]
-                                   [--dry-run [cpu|cuda]]
+                                   [--rerun] [--dry-run [cpu|cuda]]
 
 Takes less than ten minutes on one H200: cases without time are left out and counted. `--parts aot parity exchange
 kernels` leaves their time to the kernels. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to
 it, and prints tables; the file is updated every few seconds, so that a run that is cut leaves what it has measured. A
-failed part is reported and the others continue; a kernel that crashes or hangs costs its own line. A file that exists
-is continued: its other parts of this commit and GPU stay, so that several short runs (`--parts`) make one result. Exit
-code: 0; 1 if a part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
+failed part is reported and the others continue; a kernel that crashes or hangs costs its own line.
+
+A file that exists is continued if it has the same code, libraries and GPU: finished parts are kept, unfinished ones go
+on behind their last line, and only `aot`, whose result is Triton's cache, runs always. So the same command continues a
+run that was killed, and several short runs (`--parts`) make one result. `--rerun` measures finished parts again.
+
+Exit code: 0; 1 if a part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
 `--dry-run` runs everything in tiny sizes, on the CPU or with `--dry-run cuda` on a GPU, into a temporary folder unless
 `--output` is given: its numbers are meaningless, but it detects errors before a real run.
 """
@@ -26,7 +30,11 @@ from typing import Any
 
 from benchmarks.gpu_suite.parts import MISSING, NO_DEVICE, PARTS, run_apart, run_part, shares
 from benchmarks.gpu_suite.setting import Setting
-from benchmarks.report import command_parser, commit, device_name, result_path, write_result
+from benchmarks.report import command_parser, device_name, result_path, write_result
+from moe_engine.planning.inputs.code_identity import code_identity
+
+MEASURED = "measured"
+"""Key of a result file: what all its parts have in common."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=590.0, help="time limit of the whole run")
     parser.add_argument("--output", type=Path, metavar="FILE")
     parser.add_argument("--only", nargs="+", default=(), metavar="TEXT", help="cases of kernels with one in their name")
+    parser.add_argument("--rerun", action="store_true", help="measure the finished parts of the file again")
     parser.add_argument("--run-part", choices=names, help="run one part in this process and write its result")
     parser.add_argument(
         "--dry-run",
@@ -55,45 +64,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = options.output
     if output is None:
         output = Path(tempfile.mkdtemp(), "dry_run.json") if dry else result_path("gpu_suite", "cuda")
-    return run_all(options.parts, options.seconds, output, dry, options.only)
+    return run_all(options.parts, options.seconds, output, dry, options.only, options.rerun)
 
 
 def run_all(
-    names: Sequence[str], seconds: float, output: Path, dry: str | None = None, only: Sequence[str] = ()
-) -> int:
-    """Runs the parts in order, within `seconds`; the file has the other parts that it had."""
+    names: Sequence[str], seconds: float, output: Path, dry: str | None = None, only: Sequence[str] = (),
+    rerun: bool = False,
+) -> int:  # fmt: skip
+    """Runs the unfinished parts in order, within `seconds`; the file has the other parts that it had."""
     from benchmarks.gpu_suite.picture import draw
     from benchmarks.gpu_suite.texts import part_text, summary
 
-    ends = time.monotonic() + seconds
-    result, ran = earlier(output, dry or "cuda"), dict[str, Any]()
-    parts = [part for part in PARTS if part.name in names]
+    ends, measured = time.monotonic() + seconds, measured_on(dry)
+    result, asked = earlier(output, measured), ({"only": list(only)} if only else {})
+    known = {} if rerun else {name: values for name, values in result.items() if values.get("only", []) == list(only)}
+    wanted = [part for part in PARTS if part.name in names]
+    parts = [part for part in wanted if not part.is_finished(known.get(part.name))]
+    for part in (part for part in wanted if part not in parts):
+        print(f"\n== {part.name}: kept from {output} (--rerun measures it again)", flush=True)
 
     def write(name: str, values: dict[str, Any]) -> None:
-        write_result("gpu_suite", result | {name: values}, device=dry or "cuda", path=output)
+        result[name] = values | asked
+        write_result("gpu_suite", result | {MEASURED: measured}, device=dry or "cuda", path=output)
 
     for place, part in enumerate(parts):
-        limit = shares(parts[place:], ends - time.monotonic())
-        values = (
-            run_apart(part, limit, dry, only, partial(write, part.name)) if limit > 5 else {"failed": "no time left"}
-        )
-        result[part.name] = ran[part.name] = values
-        print(f"\n== {part.name} ({values.get('seconds', 0)} s)\n{part_text(part.name, values)}", flush=True)
+        limit, before = shares(parts[place:], ends - time.monotonic()), known.get(part.name, {})
+        if limit > 5:
+            values = run_apart(part, limit, dry, only, partial(write, part.name), before)
+        else:
+            values = before | {"failed": "no time left"}
         write(part.name, values)
+        print(f"\n== {part.name} ({values.get('seconds', 0)} s)\n{part_text(part.name, values)}", flush=True)
     picture = draw(result, output.with_suffix(".png"))
     print(f"\n{summary(result)}\n\n{output}" + (f"\n{picture}" if picture else ""))
-    return 1 if any("failed" in values or values.get("wrong") for values in ran.values()) else 0
+    asked_for = [result[part.name] for part in wanted]
+    return 1 if any("failed" in values or values.get("wrong") for values in asked_for) else 0
 
 
-def earlier(output: Path, device: str) -> dict[str, Any]:
-    """The parts in a result file of this commit and device."""
+def measured_on(dry: str | None) -> dict[str, Any]:
+    """The code, the libraries and the device of this run."""
+    own = code_identity(Path(__file__).parents[1])["moe-engine's code"]
+    return code_identity() | {"benchmarks": own, "device": device_name(dry or "cuda"), "dry": dry is not None}
+
+
+def earlier(output: Path, measured: dict[str, Any]) -> dict[str, Any]:
+    """The parts in a result file of the same code, libraries and device."""
     try:
         saved = json.loads(output.read_text())
     except (OSError, ValueError):
         return {}
-    about = saved.pop("about")
-    same = about["commit"] == commit() and about["machine"]["device"] == device_name(device)
-    return {part.name: saved[part.name] for part in PARTS if same and part.name in saved}
+    return {part.name: saved[part.name] for part in PARTS if saved.get(MEASURED) == measured and part.name in saved}
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import psutil
 
 from benchmarks.gpu_suite.attempts import DEVICE_LOST, DeviceLost
 from benchmarks.gpu_suite.setting import Setting
+from moe_engine.processes.child import end_with_parent
 
 NO_DEVICE = 2
 """Exit code without a CUDA device."""
@@ -36,6 +38,7 @@ class Part:
 
     `environment`: variables of its process, set before it initializes CUDA, which reads them then. `forks`: its process
     is forked and must not use CUDA, not even to look for devices: a forked process cannot initialize it again.
+    `prepares`: it is for the parts behind it on this machine, and runs even if a result file has it.
     """
 
     name: str
@@ -44,6 +47,11 @@ class Part:
     run: Callable[[Path, Setting], dict[str, Any]]
     environment: Mapping[str, str] = field(default_factory=dict)
     forks: bool = False
+    prepares: bool = False
+
+    def is_finished(self, values: dict[str, Any] | None) -> bool:
+        """Whether these values of a result file need no further run."""
+        return not (self.prepares or values is None or "failed" in values or values.get("left_out"))
 
 
 def _in(module: str, function: str = "measure") -> Callable[[Path, Setting], dict[str, Any]]:
@@ -93,7 +101,7 @@ OWN_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 PARTS = (
     # compiles on all cores what the other parts would compile one by one: 1,069 kernels of 0.5 CPU seconds; their
     # launches take each process 16
-    Part("aot", 90, 150, _in("compiled"), forks=True),
+    Part("aot", 90, 150, _in("compiled"), forks=True, prepares=True),
     Part("parity", 75, 200, _parity),
     Part("tokens", 40, 75, _tokens),
     Part("exchange", 20, 75, _exchange, OWN_QUEUES),
@@ -128,20 +136,25 @@ def run_part(name: str, setting: Setting) -> int:
     return 0
 
 
+OF_A_RUN = ("at", "failed", "left_out", "restarts", "seconds")
+"""Values of a part that its next run does not continue."""
 OnValues = Callable[[dict[str, Any]], None]
 """Receives the values so far of a part that is not finished."""
 
 
 def run_apart(
-    part: Part, seconds: float, dry: str | None = None, only: Sequence[str] = (), on_values: OnValues = lambda _: None
-) -> dict[str, Any]:
+    part: Part, seconds: float, dry: str | None = None, only: Sequence[str] = (), on_values: OnValues = lambda _: None,
+    before: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:  # fmt: skip
     """Runs a part in a separate process, restarting it if it lost the device, or if it died or hangs at a case that can
     be skipped, and ends all its processes. ``failed`` has the error; partial results are kept. on_values: every few
-    seconds."""
+    seconds. before: values of an earlier run, whose lines are not tried again."""
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "part.json"), Path(folder, "stderr")
         began, failed = time.monotonic(), None
         setting, restarts = Setting.of(dry, seconds, output, only), 0
+        if before:  # the line at which a whole run was killed is not known to be at fault
+            setting.save({name: value for name, value in before.items() if name not in OF_A_RUN})
         while True:
             left = max(0.0, setting.ends - time.monotonic())
             code = _run_once(part, left, setting, log, on_values)
@@ -163,9 +176,11 @@ def _where(at: dict[str, Any] | None) -> str:
 
 
 def start_process(arguments: list[str], errors: IO[Any]) -> subprocess.Popen[Any]:
-    """The suite in a separate process and session."""
+    """The suite in a separate process and session, which ends with this process: a run that is killed frees the GPU."""
     command = [sys.executable, "-m", "benchmarks.gpu_suite", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, preexec_fn=end_with_parent
+    )
 
 
 def _run_once(part: Part, seconds: float, setting: Setting, log: Path, on_values: OnValues) -> int | None:

@@ -20,7 +20,7 @@ def part_text(name: str, values: Values) -> str:
         lines.append(f"restarted {values['restarts']} times, after lines that crashed the process")
     if "skipped" in values:
         lines.append(f"skipped: {values['skipped']}")
-    elif set(values) - {"failed", "restarts", "seconds", "at"}:
+    elif set(values) - {"failed", "restarts", "seconds", "at", "only"}:
         lines.append(_TEXTS[name](values))
     return "\n".join(lines)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import kernels, report
+from benchmarks import kernels
 from benchmarks.attention_cases import attention_case, attention_cases, queries
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import (
@@ -24,6 +26,7 @@ from benchmarks.gpu_suite import (
     targets,
     tokens,
 )
+from benchmarks.gpu_suite.attempts import Attempts
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, write_model
 from benchmarks.gpu_suite.parts import PARTS, Part, run_apart, shares
 from benchmarks.gpu_suite.rows import Rows
@@ -247,26 +250,86 @@ def test_a_dry_run_goes_through_parts_and_writes_all(tmp_path, capsys, monkeypat
     interpreted = {line["kernel"] for line in result["parity"]["lines"] if line["row"] == "triton" and "error" in line}
     assert interpreted == timed
     assert "tiny.absorbed" in capsys.readouterr().out
-    assert suite.main([*asked, "--seconds", "3"]) == 1
+    assert suite.main([*asked, "--seconds", "3"]) == 0  # finished parts need no time
+    assert capsys.readouterr().out.count(f"kept from {output}") == 2 and saved(output) == saved(output, result)
+    assert suite.main([*asked, "--rerun", "--seconds", "3"]) == 1
     assert json.loads(output.read_text())["parity"]["failed"] == "no time left"
 
 
-def test_short_runs_make_one_result_of_a_commit(tmp_path, monkeypatch, capsys):
+def saved(output: Path, result: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The parts in a file, or in its content."""
+    found = result or json.loads(output.read_text())
+    return {name: values for name, values in found.items() if name not in ("about", suite.MEASURED)}
+
+
+def test_short_runs_make_one_result_of_a_code(tmp_path, monkeypatch, capsys):
+    """Limits are shared by the parts that run; those in the file stay, as long as the code is the same."""
     output = tmp_path / "r.json"
+    monkeypatch.setattr(suite, "code_identity", lambda *folder: {"moe-engine's code": now})
     monkeypatch.setattr(
-        suite, "run_apart", lambda part, limit, dry, only, on_values: {"skipped": part.name, "limit": limit}
+        suite, "run_apart", lambda part, limit, dry, only, on_values, before: {"skipped": part.name, "limit": limit}
     )
-    monkeypatch.setattr(suite, "commit", lambda: now)
-    monkeypatch.setattr(report, "commit", lambda: now)
     now = "abc"
     assert suite.run_all(["aot", "tokens"], 200, output, "cpu") == 0
     assert suite.run_all(["tokens", "decode"], 90, output, "cpu") == 0
-    result = json.loads(output.read_text())
-    assert {"aot", "tokens", "decode"} == set(result) - {"about"} and "decode" in capsys.readouterr().out
-    assert result["aot"]["limit"] == 150 and result["tokens"]["limit"] == 40  # the rest is for decode
+    result = saved(output)
+    assert {"aot", "tokens", "decode"} == set(result) and "tokens: kept from" in capsys.readouterr().out
+    assert result["aot"]["limit"] == 150 and result["tokens"]["limit"] == 75 and 80 < result["decode"]["limit"] <= 90
+    assert suite.run_all(["tokens"], 60, output, "cpu", rerun=True) == 0 and 50 < saved(output)["tokens"]["limit"] <= 60
     now = "def"
-    assert suite.run_all(["decode"], 100, output, "cpu") == 0
-    assert set(json.loads(output.read_text())) == {"about", "decode"}
+    assert suite.run_all(["decode"], 100, output, "cpu") == 0 and set(saved(output)) == {"decode"}
+
+
+def test_a_run_that_was_killed_is_continued(tmp_path, monkeypatch):
+    """Finished parts stay; a part that was cut, or had no time for cases, gets its lines back; a failed one, other
+    cases (`--only`) and the one that fills a cache run again."""
+    output, given = tmp_path / "r.json", {}
+    line = {"kernel": "k", "row": "triton", "us": 1.0}
+
+    def first(part, limit, dry, only, on_values, before):
+        match part.name:
+            case "aot" | "tokens":
+                return {"skipped": "done"}
+            case "exchange":
+                return {"skipped": "some", "lines": [line], "left_out": ["x"], "seconds": 3.0}
+            case "parity":
+                return {"failed": "exit code 1"}
+        on_values({"lines": [line], "at": line, "failed": "not finished"})
+        raise KeyboardInterrupt  # stands for the end of the program
+
+    def second(part, limit, dry, only, on_values, before):
+        given[part.name] = before
+        return {"skipped": "done"}
+
+    names = ["aot", "parity", "tokens", "exchange", "kernels", "decode"]
+    monkeypatch.setattr(suite, "run_apart", first)
+    with pytest.raises(KeyboardInterrupt):
+        suite.run_all(names, 590, output, "cpu")
+    monkeypatch.setattr(suite, "run_apart", second)
+    assert suite.run_all(names, 590, output, "cpu") == 0
+    assert list(given) == ["aot", "parity", "exchange", "kernels", "decode"]
+    assert given["exchange"]["lines"] == given["kernels"]["lines"] == [line] and given["decode"] == {}
+    given.clear()
+    assert suite.run_all(["tokens"], 590, output, "cpu", ["text"]) == 0 and given == {"tokens": {}}
+    assert suite.run_all(["tokens"], 590, output, "cpu", ["text"]) == 0 and saved(output)["tokens"]["only"] == ["text"]
+
+
+def test_a_part_that_was_cut_goes_on_behind_its_last_line(monkeypatch):
+    """The line at which everything was killed is tried again."""
+    known = {"kernel": "k", "row": "triton", "us": 1.0}
+    before = {"lines": [known], "at": {"kernel": "k", "family": "mla", "row": "torch"}, "failed": "not finished"}
+
+    def once(part, seconds, setting, log, on_values):
+        log.write_text("")
+        attempts = Attempts(setting, lambda lines: {"lines": lines})
+        assert attempts.lines == [known]
+        case = replace(cases.tiny_cases()[0], name="k")
+        assert set(attempts.rows(case, {"torch": None, "triton": None})) == {"torch"}
+        return 0
+
+    monkeypatch.setattr(parts, "_run_once", once)
+    values = run_apart(PARTS[1], 60, "cpu", before=before)
+    assert values["lines"] == [known] and "failed" not in values
 
 
 def test_parts_share_the_time_and_all_get_their_least():
