@@ -86,7 +86,7 @@ class ReceivedWeights(WeightReader):
         return _allocated(self, shape, cut, dtype, out).zero_()
 
     def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:
-        if f"{prefix}.weight" in self.names:
+        if self._received(prefix, shape):
             return super().linear(prefix, shape, cut, out=out)
         self.missed = True
         if out is None or isinstance(out, Tensor):
@@ -98,9 +98,12 @@ class ReceivedWeights(WeightReader):
 
     def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
         kept = self._structure.keeps(prefix, shape, cut)
-        if kept and f"{prefix}.weight" in self.names and not super().keeps(prefix, shape, cut):
+        if kept and self._received(prefix, shape) and not super().keeps(prefix, shape, cut):
             raise CheckpointError(f"{prefix}.weight is served as {self.format.name}; send it so, with its scales")
         return kept
+
+    def _received(self, prefix: str, shape: tuple[int, int]) -> bool:
+        return self.format.tensors(prefix, shape, self.names)[0].name in self.names
 
 
 class FilledWeights(WeightSource):

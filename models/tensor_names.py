@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Mapping
 
 from moe_engine.errors import CheckpointError, InputError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.block_fp8 import SCALE_ENDS
 from moe_engine.models.formats.plain import integer_tensor, plain_tensor
-from moe_engine.models.formats.protocol import StoredTensor
+from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_headers, hint_for
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import (
@@ -52,7 +53,8 @@ class TensorNames:
         raise InputError(self._unknown(name), field="name")
 
     def check(self, source: str, files: Mapping[str, WeightFile]) -> set[str]:
-        """Compares names, shapes and dtypes of some tensors with the model. Returns the names that the model reads.
+        """Compares names, shapes and dtypes of some tensors with the model. Returns the names of the model's tensors in
+        them.
 
         Raises:
             CheckpointError: names the tensors at fault.
@@ -60,27 +62,51 @@ class TensorNames:
         found = format_in_headers(self._config.weight_format, files)
         problems, read, unread = [], set(), names_outside_model(self._config, files)
         unread -= {name for name in table_names(files) if not name.startswith("model.layers.")}
+        of_forms = self._matrices_in(found, files)
         for name in sorted(files):
             if self._is_unread_draft(name) if layer_index(name) >= self._config.num_layers else name in unread:
                 continue
-            weight = self._scaled_by(name)
-            spec = self._specs.get(weight or name)
+            spec = self._specs.get(name)
             if spec is None:
-                problems.append(self._unknown(name))
-                continue
-            if weight is not None and weight not in files:
-                problems.append(f"{name} comes without {weight}; send both")
+                problems += self._of_form(name, files, of_forms.get(name, {}))
+                read |= {name, *of_forms.get(name, ())}
                 continue
             read.add(name)
             by_kind = integer_tensor if spec.kind is Kind.INDEX else plain_tensor
             stored: tuple[StoredTensor, ...] = (by_kind(name, spec.shape),)
             if spec.kind is Kind.LINEAR:
-                stored = found.tensors((weight or name).removesuffix(".weight"), spec.shape, files)
+                stored = found.tensors(name.removesuffix(".weight"), spec.shape, files)
             problems += _compare(name, files[name], stored)
         if problems:
             more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
             raise CheckpointError(f"{source}: {'; '.join(problems[:MAX_SHOWN])}{more}")
         return read
+
+    def _matrices_in(
+        self, found: WeightFormat, files: Mapping[str, WeightFile]
+    ) -> dict[str, dict[str, tuple[StoredTensor, ...]]]:
+        """Of stored tensors with other names than the model's (scales, all experts of a layer): the matrices in each,
+        with all tensors of a matrix."""
+        matrices: dict[str, dict[str, tuple[StoredTensor, ...]]] = defaultdict(dict)
+        layers = {layer_index(name) for name in files.keys() - self._specs.keys()}
+        for name, spec in self._specs.items() if layers else ():
+            if spec.kind is Kind.LINEAR and layer_index(name) in layers:
+                stored = found.tensors(name.removesuffix(".weight"), spec.shape, files)
+                for part in stored:
+                    matrices[part.name][name] = stored
+        return matrices
+
+    def _of_form(
+        self, name: str, files: Mapping[str, WeightFile], matrices: Mapping[str, tuple[StoredTensor, ...]]
+    ) -> list[str]:
+        """Problems of a stored tensor with another name than the model's, which has parts of these matrices."""
+        weight = self._scaled_by(name)
+        stored = next(iter(matrices.values()), ())
+        if missing := [part.name for part in stored if part.name not in files]:
+            return [f"{name} comes without {missing[0]}; send both"]
+        if weight is not None and not stored and weight not in files:
+            return [f"{name} comes without {weight}; send both"]
+        return _compare(name, files[name], stored) if stored or weight else [self._unknown(name)]
 
     def _scaled_by(self, name: str) -> str | None:
         """The weight that the scales with this name belong to."""

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_engine import Engine
 from moe_engine.errors import InputError
+from moe_engine.models.quantization_target import Target
+from moe_engine.models.quantized_checkpoint import quantize_checkpoint
 from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     DRAFTS,
     FORMS,
@@ -28,7 +30,7 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     tokens,
     under_load,
 )
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import join_experts, make_checkpoint
 from tests.models.deepseek_v41 import make_v41
 from tests.models.fp8 import dequantize_fp8
 
@@ -133,6 +135,42 @@ def test_quantized_weights_arrive_with_their_scales(tmp_path: Path) -> None:
         assert not done and "needs a weight_scale_inv" in why
         with pytest.raises(InputError, match="dequantized at load"):
             engine.get_weights_by_name(scale)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama4", "int4"])
+def test_tensors_with_other_names_than_the_model(tmp_path: Path, kind: str) -> None:
+    """All experts of a layer in common tensors, and packed integers with their scales: some, then all."""
+    family = "qwen3_moe" if kind == "int4" else kind
+    old, new = (make_checkpoint(family, tmp_path / str(i), i, dtype="float32", tokenizer=False) for i in (1, 2))
+    if kind == "qwen3_moe":
+        for path in (old, new):
+            join_experts(path)
+    if kind == "int4":
+        old, new = (_quantized(path) for path in (old, new))
+    before, after = (load_file(path / "model.safetensors") for path in (old, new))
+    end = ".weight_packed" if kind == "int4" else ".experts.down_proj"
+    first = random.choice([name for name in after if name.endswith(end)]).removesuffix(end)
+    some = [name for name in after if name.startswith(f"{first}{end.rpartition('.')[0]}.")]
+    assert not any(name.endswith("_proj.weight") for name in some)
+    mixed = shutil.copytree(old, tmp_path / "mixed")
+    save_file(before | {name: after[name] for name in some}, mixed / "model.safetensors")
+    right = {}
+    for path in (mixed, new):
+        with open_engine(path) as engine:
+            right[path] = tokens(engine)
+    assert right[mixed] != right[new]
+    with open_engine(old) as engine:
+        done, why = engine.update_weights_from_tensor([(some[0], after[some[0]][:1])])
+        assert not done and some[0] in why
+        for path, names in ((mixed, some), (new, after)):
+            done, why = engine.update_weights_from_tensor([(name, after[name]) for name in names])
+            assert done, why
+            assert tokens(engine) == right[path]
+
+
+def _quantized(path: Path) -> Path:
+    quantize_checkpoint(path, output := path.with_name(f"{path.name} int4"), Target("int4", 32), lambda _: None)
+    return output
 
 
 @pytest.mark.parametrize("kind", ["qwen4_exp", pytest.param("deepseek_v41", marks=pytest.mark.exhaustive)])
