@@ -96,8 +96,6 @@ def _obstacles(
             "draft layers with another number of experts than the model's layers cannot replace those of a lost rank; "
             "leave out --speculative-algorithm"
         )
-    if args.lora.enable_lora or args.lora.lora_paths is not None:
-        yield "LoRA adapters are not available yet with it; leave out --enable-lora and --lora-paths"
     if args.disaggregation.disaggregation_mode != OFF:
         yield "a lost rank would end transfers of KV between servers; leave out --disaggregation-mode"
     if args.memory.enable_memory_saver:

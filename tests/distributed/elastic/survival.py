@@ -140,7 +140,7 @@ def alone(path: Path, streams: Sequence[Stream], **flags: Any) -> list[list[int]
             sampling_params=[stream.sampling for stream in streams],
             return_logprob=True,
             top_logprobs_num=2,
-            **{"custom_logit_processor": [stream.more.get("custom_logit_processor") for stream in streams]},
+            **{name: [stream.more.get(name) for stream in streams] for name in ("custom_logit_processor", "lora_path")},
         )
     for stream, answer in zip(streams, answers):
         best = answer["meta_info"]["output_top_logprobs"]

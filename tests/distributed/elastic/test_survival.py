@@ -18,6 +18,7 @@ from tests import random_seed
 from tests.distributed.elastic.survival import Stream, Struck, alone, draw, finish, struck
 from tests.distributed.ranks.drill import ended
 from tests.models.checkpoints import make_checkpoint
+from tests.models.lora import make_adapter
 from tests.speculation.agreeing import agreeing_checkpoint
 from tests.waiting import until
 
@@ -208,3 +209,35 @@ def test_stopped_rank_with_mtp_drafts(tmp_path: Path) -> None:
         until(fails, "the ranks continue without a supervisor")
         assert f"the rank supervisor (pid {running.supervisor.pid}) silent for" in errors[-1]
         running.supervisor.kill()
+
+
+def test_adapters_continue(tmp_path: Path) -> None:
+    """With drafts, on the lost rank and on the others; adapters are loaded and unloaded after the loss."""
+    path = agreeing_checkpoint("deepseek_v3", tmp_path / "agreeing", SEED, num_mtp_layers=1)
+    modules = ("o_proj", "kv_b_proj", "gate_proj", "down_proj")
+    adapters = {name: str(make_adapter(tmp_path / name, path, modules, 4, SEED + i)) for i, name in enumerate("abc")}
+    flags = {"max_loras_per_batch": 2, "speculative_algorithm": "NEXTN"}
+    streams = draw(SEED + 8, 8, LONG, [0, 1])
+    for i, stream in enumerate(streams):
+        stream.more = {"lora_path": (None, "a", "b")[i % 3]}
+    later = draw(SEED + 9, 3, 12, [1])
+    for stream, name in zip(later, "abc"):
+        stream.more = {"lora_path": name}
+    paths = [f"{name}={folder}" for name, folder in adapters.items()]
+    expected = alone(path, [*streams, *later], lora_paths=paths, max_loras_per_batch=3)
+    with struck(path, 2, NUM_EXPERTS, lora_paths=paths[:2], **flags) as running:
+        for stream in streams:
+            stream.begin(running.engine)
+        until(lambda: all(len(stream.tokens) > 3 for stream in streams[:2]), "no decodes")
+        running.strike(0)
+        finish(streams)
+        check(streams, expected[:8])
+        running.wait_alive(1)
+        loaded = running.engine.load_lora_adapter("c", adapters["c"])
+        assert loaded.success, loaded.message
+        for stream in later:
+            stream.begin(running.engine)
+        finish(later)
+        check(later, expected[8:])
+        assert running.engine.unload_lora_adapter("a").success
+        assert not running.problems()

@@ -82,11 +82,16 @@ class Case:
 
 
 def draw(kind: str, rng: random.Random) -> Case:
+    return draw_form(kind, *device_and_ranks(), rng)
+
+
+def device_and_ranks() -> tuple[str, int]:
+    """Of the command's engines."""
     devices = os.environ.get("SIMULATED_CUDA_DEVICES")
-    return draw_form(kind, "cuda" if devices else "cpu", rng, int(devices or 4))
+    return "cuda" if devices else "cpu", int(devices or 4)
 
 
-def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
+def draw_form(kind: str, device: str, most: int, rng: random.Random) -> Case:
     """`most`: ranks of a replica."""
     from tests.engine.random_forms import FORMULAS, MTP_KINDS
     from tests.engine.random_served import _divide
@@ -95,7 +100,6 @@ def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
     from tests.speculation import eagle_shapes
 
     fields: dict[str, Any] = {"max_position_embeddings": 512, "vocab_size": 320}
-    sparse = kind in (*random_sparse_shapes.KINDS, *FORMULAS)
     tp_size = rng.choice([n for n in (1, 2, 2, 2, 2, 4, 8) if n <= most])
     drawn = None
     if kind in (*eagle_shapes.TARGETS, *eagle_shapes.MORE_TARGETS) and rng.random() < 0.3:
@@ -104,24 +108,16 @@ def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
         fields = drawn.fields | fields
         for _ in range(tp_size.bit_length() - 2):
             _divide(fields)
-    elif WITH_IMAGES not in kind and (sparse or rng.random() < 0.5):
+    elif WITH_IMAGES not in kind and (_selects(kind) or rng.random() < 0.5):
         drawer: Any = random_sparse_shapes if kind in random_sparse_shapes.KINDS else random_shapes
         drawer = random_reference_shapes if kind in FORMULAS else drawer
         fields = drawer.draw(kind, rng).fields | fields
         for _ in range(tp_size.bit_length() - 1):
             _divide(fields)
     case = Case(kind, fields, {"device": device})
-    case.flags |= _ranks(kind, tp_size, rng)
+    case.flags |= ranks(kind, tp_size, rng)
     groups = case.flags.get("attn_dp_size", 1)
-    page = rng.choice((16, 32) if sparse else (1, 1, 4, 16))
-    chunk = rng.choice((-1, 16, 32, 48))
-    chunk = chunk if chunk < 0 else -(-chunk // page) * page * groups
-    case.flags |= {
-        "page_size": page, "chunked_prefill_size": chunk, "max_running_requests": rng.choice((2, 4, 8)) * groups,
-        "max_total_tokens": rng.choice((160, 192, 256, 1024)), "enable_mixed_chunk": chunk > 0 and rng.random() < 0.5,
-        "disable_overlap_schedule": rng.random() < 0.2, "disable_radix_cache": rng.random() < 0.15,
-        "schedule_conservativeness": rng.choice((0.0, 0.0, 1.0)),
-    }  # fmt: skip
+    case.flags |= limits(kind, groups, rng)
     if rng.random() < 0.35 and not case.flags["disable_radix_cache"]:
         case.flags |= {"enable_hierarchical_cache": True, "hicache_ratio": rng.choice((2.0, 6.0))}
         case.flags |= rng.choice(({}, {"hicache_write_policy": "write_back"}, {"hicache_storage_backend": "file"}))
@@ -159,6 +155,26 @@ def draw_form(kind: str, device: str, rng: random.Random, most: int) -> Case:
     return case
 
 
+def _selects(kind: str) -> bool:
+    from tests.engine.random_forms import FORMULAS
+    from tests.models import random_sparse_shapes
+
+    return kind in (*random_sparse_shapes.KINDS, *FORMULAS)
+
+
+def limits(kind: str, groups: int, rng: random.Random) -> dict[str, Any]:
+    """Flags of pages, chunks and memory, for attention groups."""
+    page = rng.choice((16, 32) if _selects(kind) else (1, 1, 4, 16))
+    chunk = rng.choice((-1, 16, 32, 48))
+    chunk = chunk if chunk < 0 else -(-chunk // page) * page * groups
+    return {
+        "page_size": page, "chunked_prefill_size": chunk, "max_running_requests": rng.choice((2, 4, 8)) * groups,
+        "max_total_tokens": rng.choice((160, 192, 256, 1024)), "enable_mixed_chunk": chunk > 0 and rng.random() < 0.5,
+        "disable_overlap_schedule": rng.random() < 0.2, "disable_radix_cache": rng.random() < 0.15,
+        "schedule_conservativeness": rng.choice((0.0, 0.0, 1.0)),
+    }  # fmt: skip
+
+
 def _make_pooled(case: Case) -> None:
     drafts = [name for name in case.flags if name.startswith("speculative_")]
     for name in (*drafts, "enable_hierarchical_cache", "hicache_ratio", "hicache_write_policy"):
@@ -171,8 +187,6 @@ def _make_pooled(case: Case) -> None:
 def _make_elastic(case: Case, rng: random.Random) -> None:
     from tests.models.random_shapes import EXPERTS
 
-    case.adapters = ()
-    case.flags.pop("max_loras_per_batch", None)
     case.event = f"kill {rng.randrange(case.flags['tp_size'])}"
     for name in ("enable_two_batch_overlap", "enable_single_batch_overlap", "ep_size"):
         case.flags.pop(name, None)
@@ -183,7 +197,7 @@ def _make_elastic(case: Case, rng: random.Random) -> None:
     case.flags["ep_num_redundant_experts"] = -(-experts // (ranks - 1)) * ranks - experts
 
 
-def _ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
+def ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
     from tests.models.random_shapes import EXPERTS
 
     if tp_size == 1:
@@ -379,7 +393,7 @@ async def serve(engine: Engine, case: Case, event: Event | None = None) -> dict[
 
 
 def run(case: Case, path: Path) -> dict[str, Any]:
-    Images.load = _drawn_images  # type: ignore[method-assign]
+    Images.load = drawn_images  # type: ignore[method-assign]
     with Event(case.event, path, case.flags.get("tp_size", 1) * case.flags.get("dp_size", 1)) as event:
         try:
             engine = Engine(str(event.first), **PLAIN | case.common | case.flags)
@@ -389,13 +403,9 @@ def run(case: Case, path: Path) -> dict[str, Any]:
             event.begin(engine)
             found = asyncio.run(serve(engine, case, event))
             event.end(engine)
-            problems = _problems(engine)
+            problems = left_over(engine)
             states = engine.get_server_info()["internal_states"]
-    alone = {"device": "cpu"} | {k: v for k, v in case.flags.items() if k in ("page_size",)}
-    if case.kind == "deepseek_v41" or not case.kind.startswith("deepseek_v4"):
-        alone.pop("page_size")
-    with Engine(str(path), **PLAIN | case.common | ALONE | alone) as engine:
-        right = asyncio.run(serve(engine, case))
+    right = served_alone(case, path)
     drafts = [state["speculation"] for state in states if state.get("speculation")]
     return {
         "differences": {rid: text for rid in right if (text := differs(case, rid, found[rid], right[rid]))},
@@ -408,7 +418,16 @@ def run(case: Case, path: Path) -> dict[str, Any]:
     }
 
 
-async def _drawn_images(self: Images, sources: Sequence[ImageSource]) -> list[Picture]:
+def served_alone(case: Case, path: Path) -> dict[str, Any]:
+    """The answers of one rank of a CPU to the requests one by one."""
+    alone: dict[str, Any] = {"device": "cpu"}
+    if case.kind != "deepseek_v41" and case.kind.startswith("deepseek_v4"):
+        alone["page_size"] = case.flags["page_size"]
+    with Engine(str(path), **PLAIN | case.common | ALONE | alone) as engine:
+        return asyncio.run(serve(engine, case))
+
+
+async def drawn_images(self: Images, sources: Sequence[ImageSource]) -> list[Picture]:
     """The text of a source is rows, columns and a seed."""
     import torch
 
@@ -423,16 +442,20 @@ async def _drawn_images(self: Images, sources: Sequence[ImageSource]) -> list[Pi
     return found
 
 
-def _problems(engine: Engine) -> list[str]:
-    call = engine._loop.run(engine._frontend.client.call("check_integrity"))
-    found = [problem for part in call for problem in part]
-    for _ in range(100):  # aborted requests may still end
+def left_over(engine: Engine, seconds: float = 5.0) -> list[str]:
+    """What is wrong in the pools of an engine without requests, within `seconds`: aborted ones may still end."""
+    deadline = time.monotonic() + seconds
+    while True:
         states = engine.get_server_info()["internal_states"]
         held = [state["num_slots"] - state["num_free"] - state["num_evictable"] for state in states]
-        if not any(held):
+        transfers = [state["num_incoming_transfers"] + state["num_outgoing_transfers"] for state in states]
+        if time.monotonic() > deadline or not any(held + transfers):
             break
         time.sleep(0.05)
-    return found + ([f"{held} tokens are held"] if any(held) else [])
+    call = engine._loop.run(engine._frontend.client.call("check_integrity"))
+    found = [problem for part in call for problem in part]
+    found += [f"{held} tokens are held"] if any(held) else []
+    return found + ([f"{transfers} transfers are left"] if any(transfers) else [])
 
 
 def differs(case: Case, rid: str, found: Any, right: Any) -> str:
@@ -484,20 +507,25 @@ def _server_of(device: str) -> ForkServer:
 
 
 def check(case: Case, folder: Path, rng: random.Random, seed: int = 0) -> str:
-    """What ran, in a process of its own. Raises AssertionError for a difference, and Refused for a refused launch."""
+    """What ran. Raises AssertionError for a difference, and Refused for a refused launch."""
+    path = make(case, folder, rng)
+    found, errors = run_apart("tests.distributed.engine.random_ranks", case, path, folder)
+    found["problems"] += re.findall(".*repaired.*", errors)
+    assert not found["differences"] and not found["problems"], found
+    return f"{case.kind}: {found} {case.flags | case.common} {case.event}"
+
+
+def run_apart(module: str, case: Case, path: Path, folder: Path) -> tuple[dict[str, Any], str]:
+    """What the module's `run` found in a process of its own, and the process's log."""
     from tests.models.random_shapes import Refused
 
-    path = make(case, folder, rng)
     (folder / "case").write_text(json.dumps([vars(case) | {"head": None}, str(path)]))
-    command = ["tests.distributed.engine.random_ranks", "--run", str(folder / "case")]
-    code, out, errors = _server_of(case.flags["device"]).run(command, folder, SECONDS)
+    code, out, errors = _server_of(case.flags["device"]).run([module, "--run", str(folder / "case")], folder, SECONDS)
     assert code == 0, errors[-6000:]
     found = json.loads(out.splitlines()[-1])
     if "refused" in found:
         raise Refused(found["refused"])
-    found["problems"] += re.findall(".*repaired.*", errors)
-    assert not found["differences"] and not found["problems"], found
-    return f"{case.kind}: {found} {case.flags | case.common} {case.event}"
+    return found, errors
 
 
 def kinds() -> list[str]:
