@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
                 info = httpx.get(f"{url}/server_info", timeout=60).json()
                 front_end = psutil.Process(server.pid)
                 watch = Watch(lambda: [front_end, *front_end.children(recursive=True)])
-                probes = Probes(url, limits, lambda: sum(front_end.cpu_times()[:2]), watch)
+                probes = Probes(url, limits, partial(_cpu_seconds, server.pid), watch)
                 costs = uvloop.run(probes.run(_say))
             conditions = conditions_of(probes.disturbances, probes.spread)
         finally:
@@ -101,6 +102,13 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
                 server.kill()
                 server.wait()
     return replace(costs, ledger=_ledger(config, info), conditions=conditions)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process. Linux has a clock for each process; psutil's times have steps of 10 ms."""
+    if sys.platform == "linux":
+        return time.clock_gettime((~pid << 3) | 2)
+    return sum(psutil.Process(pid).cpu_times()[:2])
 
 
 def _say(text: str) -> None:

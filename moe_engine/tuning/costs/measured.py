@@ -166,6 +166,24 @@ class CostFile:
             idle_seconds=max(idle, 0.0),
         )
 
+    def beside_steps(self, factor: float) -> CostFile:
+        """With work of frontend and client that takes `factor` times as long; answers to lone requests take as long as
+        before, as far as their `idle_seconds` allow it."""
+        request, results, token = (
+            factor * seconds for seconds in (self.request_seconds, self.results_seconds, self.token_seconds)
+        )
+        added = 1 - 1 / factor
+        more = added * (request + results + token)
+        return replace(
+            self,
+            request_seconds=request,
+            results_seconds=results,
+            token_seconds=token,
+            entry_seconds=self.entry_seconds + added * request,
+            answer_seconds=self.answer_seconds + more,
+            idle_seconds=max(self.idle_seconds - more, 0.0),
+        )
+
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
 
