@@ -28,13 +28,15 @@ class FusedTokens:
 
 @dataclass(frozen=True)
 class ExpertBatch:
-    """Input rows of the experts. Router weights are applied later, by the dispatcher's combine.
+    """Input rows of the experts. Router weights are applied later, by the dispatcher's combine, unless the batch has
+    them.
 
     grouped: `x` [M, D], rows of expert e at offsets[e]:offsets[e+1]; `offsets` int32 [E+1] on the device.
     padded: `x` [E, capacity, D], the first counts[e] rows of expert e valid; `counts` int32 [E].
     aligned: `x` [M, D], `ends` int32 [E] on the device: end of the rows of expert e, which start at the next multiple
     of `alignment` after the end of the previous expert (`RowGroups`). `mean_rows`: rows of an expert that the host
-    expects from the step's size, for the choice of tiles; 0: unknown.
+    expects from the step's size, for the choice of tiles; 0: unknown. `row_weights` float32 [M]: results are those of
+    the experts times these.
     fused: `x` [T, D] this rank's tokens, also in the buffer of `fused`; the result is that of `combine`. `counts`, if
     given, zeroes to which the call adds the rows of each expert.
 
@@ -51,6 +53,7 @@ class ExpertBatch:
     mean_rows: int = 0
     ends: Tensor | None = None
     alignment: int = 1
+    row_weights: Tensor | None = None
     fused: FusedTokens | None = None
 
     @property

@@ -311,8 +311,8 @@ class DeepGemmExperts:
         shape = batch.x.shape[:-1]
         middle = torch.empty(*shape, 2 * weights.width, dtype=torch.bfloat16, device=groups.sizes.device)
         multiply(first, layer.gate_up.operand, middle)
-        fp8 = layer.down.scales is not None
-        second = self._gemm.silu_mul_groups(middle, groups, fp8, layer.power_of_two, weights.activation.limit)
+        fp8, limit = layer.down.scales is not None, weights.activation.limit
+        second = self._gemm.silu_mul_groups(middle, groups, fp8, layer.power_of_two, limit, batch.row_weights)
         out = middle.new_empty(*shape, weights.hidden)
         multiply(second, layer.down.operand, out)
         return out

@@ -58,10 +58,12 @@ class GroupQuantization(Protocol):
 
     def silu_mul_quantize_groups(
         self, gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False,
-        limit: float = 0.0,
+        limit: float = 0.0, weights: Tensor | None = None,
     ) -> QuantizedRows: ...  # fmt: skip
 
-    def silu_mul_groups(self, gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> Tensor: ...
+    def silu_mul_groups(
+        self, gate_up: Tensor, groups: RowGroups, limit: float = 0.0, weights: Tensor | None = None
+    ) -> Tensor: ...
 
     def pack_scales(self, scales: Tensor, groups: RowGroups) -> Tensor: ...
 
@@ -187,13 +189,15 @@ class DeepGemm:
         return rows.data, rows.scales
 
     def silu_mul_groups(
-        self, gate_up: Tensor, groups: RowGroups, fp8: bool, power_of_two: bool, limit: float = 0.0
-    ) -> Operand | Tensor:
-        """silu(gate) * up of the valid rows of gate_up [G, C, 2I] or [M, 2I], gate first; quantized with `fp8`."""
+        self, gate_up: Tensor, groups: RowGroups, fp8: bool, power_of_two: bool, limit: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Operand | Tensor:  # fmt: skip
+        """silu(gate) * up of the valid rows of gate_up [G, C, 2I] or [M, 2I], gate first; quantized with `fp8`.
+        weights: float32 [M], factors of rows without padded groups."""
         if not fp8:
-            return self._groups.silu_mul_groups(gate_up, groups, limit)
+            return self._groups.silu_mul_groups(gate_up, groups, limit, weights)
         exact = power_of_two or self.exponents
-        rows = self._groups.silu_mul_quantize_groups(gate_up, groups, exact, self.exponents, limit)
+        rows = self._groups.silu_mul_quantize_groups(gate_up, groups, exact, self.exponents, limit, weights)
         return rows.data, rows.scales
 
     def operand(self, rows: QuantizedRows) -> Operand:

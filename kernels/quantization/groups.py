@@ -69,16 +69,22 @@ def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, ex
 
 
 def silu_mul_quantize_groups(
-    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0
-) -> QuantizedRows:
+    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0,
+    weights: Tensor | None = None,
+) -> QuantizedRows:  # fmt: skip
     """gate_up [G, C, 2I] or [M, 2I], gate first -> silu(gate) * up of its valid rows, quantized. limit: as in
-    `Ops.silu_and_mul`."""
-    return quantize_groups(silu_mul(gate_up, limit), groups, power_of_two, exponents)
+    `Ops.silu_and_mul`. weights: float32 [M], factors of aligned rows."""
+    return quantize_groups(_weighted_silu_mul(gate_up, limit, weights), groups, power_of_two, exponents)
 
 
-def silu_mul_groups(gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> Tensor:
+def silu_mul_groups(gate_up: Tensor, groups: RowGroups, limit: float = 0.0, weights: Tensor | None = None) -> Tensor:
     """The same, unquantized: [G, C, I] or [M, I]."""
-    return silu_mul(gate_up, limit).to(gate_up.dtype)
+    return _weighted_silu_mul(gate_up, limit, weights).to(gate_up.dtype)
+
+
+def _weighted_silu_mul(gate_up: Tensor, limit: float, weights: Tensor | None) -> Tensor:
+    active = silu_mul(gate_up, limit)
+    return active if weights is None else active * weights.unsqueeze(1)
 
 
 def scale_groups(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:

@@ -125,22 +125,25 @@ def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, ex
 
 
 def silu_mul_quantize_groups(
-    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0
-) -> QuantizedRows:
+    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, exponents: bool = False, limit: float = 0.0,
+    weights: Tensor | None = None,
+) -> QuantizedRows:  # fmt: skip
     """See `groups.silu_mul_quantize_groups`."""
     width = gate_up.shape[-1] // 2
     rows = empty_rows(gate_up, width, exponents)
-    constants = _constants(groups, width, gated=True, power_of_two=power_of_two, clamp=clamp_of(limit))
-    _launch(gate_up, groups, rows, constants, limit=limit)
+    weighted, clamp = weights is not None, clamp_of(limit)
+    constants = _constants(groups, width, gated=True, power_of_two=power_of_two, weighted=weighted, clamp=clamp)
+    _launch(gate_up, groups, rows, constants, weights, limit)
     return rows
 
 
-def silu_mul_groups(gate_up: Tensor, groups: RowGroups, limit: float = 0.0) -> Tensor:
+def silu_mul_groups(gate_up: Tensor, groups: RowGroups, limit: float = 0.0, weights: Tensor | None = None) -> Tensor:
     """See `groups.silu_mul_groups`."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    constants = _constants(groups, width, gated=True, quantize=False, clamp=clamp_of(limit))
-    _launch(gate_up, groups, out, constants, limit=limit)
+    weighted, clamp = weights is not None, clamp_of(limit)
+    constants = _constants(groups, width, gated=True, quantize=False, weighted=weighted, clamp=clamp)
+    _launch(gate_up, groups, out, constants, weights, limit)
     return out
 
 
@@ -187,7 +190,7 @@ def _constants(
 
 def aot_cases() -> list[AotCase]:
     """DeepSeek V3's experts (hidden 7168, width 2048) in FP8, V2-Lite's (width 1408) in bf16, and weighted results."""
-    padded, aligned = RowGroups(torch.empty(0)), RowGroups(torch.empty(0), 128)
+    padded, aligned, grouped = (RowGroups(torch.empty(0), alignment) for alignment in (0, 128, 1))
     strides = {"scale_column": "i32", "scale_skip": "i32"}
     found = []
     for name, groups, width, options in (
@@ -195,9 +198,10 @@ def aot_cases() -> list[AotCase]:
         ("silu_mul_padded_2048", padded, 2048, {"gated": True}),
         ("silu_mul_padded_2048_exponents", padded, 2048, {"gated": True, "power_of_two": True}),
         ("silu_mul_aligned_2048", aligned, 2048, {"gated": True, "power_of_two": True}),
+        ("silu_mul_weighted_2048", aligned, 2048, {"gated": True, "power_of_two": True, "weighted": True}),
         ("silu_mul_clamped_2048", padded, 2048, {"gated": True, "power_of_two": True, "clamp": True}),
         ("silu_mul_bf16_1408", padded, 1408, {"gated": True, "quantize": False}),
-        ("weighted_aligned_7168", aligned, 7168, {"quantize": False, "weighted": True}),
+        ("weighted_7168", grouped, 7168, {"quantize": False, "weighted": True}),
     ):
         constants = _constants(groups, width, **options)
         signature = {"x": "*bf16", "sizes": "*i32:1", "capacity": "i32", "limit": "fp32", **strides}

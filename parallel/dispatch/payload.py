@@ -28,15 +28,17 @@ from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 
 def encode(x: Activation, ids: Tensor, weights: Tensor, fp8: bool, format: ActivationFormat = UNQUANTIZED) -> Tokens:
     """x [T, D] with its choices in dispatch format; quantized here if needed, in the experts' activation format."""
-    data: Tensor
-    scales: Tensor | None = None
+    data, scales = encode_rows(x, fp8, format)
+    return Tokens(data, None if scales is None else scales.contiguous(), ids.to(torch.int32), weights.float())
+
+
+def encode_rows(x: Activation, fp8: bool, format: ActivationFormat = UNQUANTIZED) -> tuple[Tensor, Tensor | None]:
+    """The rows of `encode`, and scales [T, D / 128] in any strides."""
     if not fp8:
-        data = unquantized(x)
-    elif isinstance(x, QuantizedActivation):
-        data, scales = x.rows.data, x.rows.scales.contiguous()
-    else:
-        data, scales = quantize(x, format.power_of_two)
-    return Tokens(data, scales, ids.to(torch.int32), weights.float())
+        return unquantized(x), None
+    if isinstance(x, QuantizedActivation):
+        return x.rows.data, x.rows.scales
+    return quantize(x, format.power_of_two)
 
 
 def quantize(x: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:

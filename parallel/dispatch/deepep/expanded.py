@@ -3,6 +3,7 @@
 In its expanded form the library delivers one row per (token, local expert), sorted by expert: the `grouped` layout, or
 with aligned groups DeepGEMM's, without a copy. It sums without weights, so rows are weighted before combine. Normal
 mode waits for the counts; low latency returns the worst-case row count immediately and keeps the counts on the device.
+Kernels of `aligned` batches apply the router weights to a narrower intermediate result.
 Legend: T tokens, H hidden, K choices, El experts of a rank, R ranks, M max tokens of a rank.
 """
 
@@ -24,7 +25,7 @@ from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.buffers import Slots
 from moe_engine.parallel.dispatch.deepep.generation import HIDDEN_MULTIPLE
 from moe_engine.parallel.dispatch.deepep.startup import adapter_gbs
-from moe_engine.parallel.dispatch.payload import decode, encode
+from moe_engine.parallel.dispatch.payload import decode, encode_rows
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
 
 MAX_TOP_K, MAX_EXPERTS, MAX_LOCAL, MAX_RANKS = 32, 2048, 256, 1024
@@ -55,7 +56,7 @@ def why_not(shape: DispatchShape) -> str | None:
 class ExpandedHandle:
     slot: int
     topk_weights: Tensor
-    row_weights: Tensor  # float32 [rows]
+    row_weights: Tensor | None  # float32 [rows]; None: the experts apply them
     groups: RowGroups
     lib_handle: Any
 
@@ -124,6 +125,7 @@ class ElasticDispatcher(Dispatcher):
         self._shape = shape
         self._wait = not low_latency
         self._ids_dtype = deep_ep.topk_idx_t
+        self.reads_int64 = self._ids_dtype == torch.int64
         self._slots = Slots()
         self.takes_rows = shape.fp8
 
@@ -131,15 +133,16 @@ class ElasticDispatcher(Dispatcher):
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, ExpandedHandle]:
         slot = self._slots.take()
-        sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
+        rows, row_scales = encode_rows(x, self._shape.fp8, format)
         received, _, row_weights, lib_handle, _ = self._buffer.dispatch(
-            sent.data if sent.scales is None else (sent.data, sent.scales),
-            topk_idx=sent.ids.to(self._ids_dtype, copy=True),  # the handle references it: it must not change
-            topk_weights=sent.weights,
+            rows if row_scales is None else (rows, row_scales),  # scales in any strides
+            topk_idx=topk_ids.to(self._ids_dtype).contiguous(),
+            topk_weights=topk_weights.float().contiguous(),
             num_experts=self._shape.num_experts,
             num_max_tokens_per_rank=self._shape.max_tokens,
             expert_alignment=format.row_alignment,
             do_cpu_sync=self._wait,
+            do_handle_copy=False,  # a layer's choices do not change
             do_expand=True,
             use_tma_aligned_col_major_sf=self._shape.fp8 and format.rows and format.column_scales,
             num_sms=self._num_sms,
@@ -147,12 +150,14 @@ class ElasticDispatcher(Dispatcher):
         data, scales = received if isinstance(received, tuple) else (received, None)
         dtype = self._shape.dtype
         if not format.rows:
-            data, scales = decode(Tokens(data, scales, sent.ids, sent.weights), dtype), None
+            data, scales = decode(Tokens(data, scales, topk_ids, topk_weights), dtype), None
         groups = RowGroups(lib_handle.psum_num_recv_tokens_per_expert, format.row_alignment)
         if groups.alignment > 1:
             batch = ExpertBatch(
-                "aligned", data, scales=scales, dtype=dtype, ends=groups.sizes, alignment=groups.alignment
-            )
+                "aligned", data, scales=scales, dtype=dtype, ends=groups.sizes, alignment=groups.alignment,
+                row_weights=row_weights,
+            )  # fmt: skip
+            row_weights = None
         else:
             batch = ExpertBatch("grouped", data, offsets=F.pad(groups.sizes, (1, 0)), scales=scales, dtype=dtype)
         return batch, ExpandedHandle(slot, topk_weights, row_weights, groups, lib_handle)
@@ -161,6 +166,7 @@ class ElasticDispatcher(Dispatcher):
         if topk_weights is not handle.topk_weights:
             raise ValueError("combine needs the topk_weights passed to dispatch: they were already sent")
         self._slots.release(handle.slot)
-        weighted = self._permutation.scale_rows(rows, handle.row_weights, handle.groups)
-        out, _, _ = self._buffer.combine(weighted, handle.lib_handle)
+        if handle.row_weights is not None:
+            rows = self._permutation.scale_rows(rows, handle.row_weights, handle.groups)
+        out, _, _ = self._buffer.combine(rows, handle.lib_handle)
         return out

@@ -325,7 +325,7 @@ class ElasticBuffer:
         max_tokens, top_k, fp8 = num_max_tokens_per_rank, num_topk, use_fp8_dispatch
         self._max_tokens, self._hidden, self._top_k, self._fp8 = max_tokens, hidden, top_k, fp8
 
-    def _dispatch(self, x, topk_idx, topk_weights, num_experts, m, alignment, do_cpu_sync, do_expand, columns):
+    def _dispatch(self, x, topk_idx, topk_weights, num_experts, m, alignment, do_cpu_sync, do_expand, columns, copies):
         data, scales = check_x(x)
         size, rank = self._ranks.size, self._ranks.rank
         must(do_expand, "only the expanded form is emulated")
@@ -368,7 +368,8 @@ class ElasticBuffer:
             apart = torch.full((row_scales.shape[1], -(-num_rows // 4) * 4), float("nan"))
             row_scales = apart[:, :num_rows].t().copy_(row_scales)
         handle = EPHandle(
-            True, num_experts, alignment, m, topk_idx, torch.tensor(ends, dtype=torch.int32),
+            True, num_experts, alignment, m, topk_idx.clone() if copies else topk_idx,
+            torch.tensor(ends, dtype=torch.int32),
             aligned if do_cpu_sync else [], num_rows, origins,
         )  # fmt: skip
         return (rows if row_scales is None else (rows, row_scales)), None, row_weights, handle, object()
@@ -408,7 +409,16 @@ class ElasticBuffer:
         alignment = expert_alignment or 1
         m = num_max_tokens_per_rank
         return self._dispatch(
-            x, topk_idx, topk_weights, num_experts, m, alignment, sync, do_expand, use_tma_aligned_col_major_sf
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts,
+            m,
+            alignment,
+            sync,
+            do_expand,
+            use_tma_aligned_col_major_sf,
+            do_handle_copy,
         )
 
     def combine(

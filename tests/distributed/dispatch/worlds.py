@@ -137,7 +137,10 @@ def run_experts(batch: ExpertBatch, first: int) -> tuple[Tensor, list[int]]:
         counts = groups.counts.tolist()
         for e, (start, count) in enumerate(zip(groups.starts.tolist(), counts)):
             valid[start : start + count] = True
-            out[start : start + count] = toy_expert(batch.x[start : start + count].float(), first + e).to(out.dtype)
+            rows = toy_expert(batch.x[start : start + count].float(), first + e)
+            if batch.row_weights is not None:
+                rows = rows * batch.row_weights[start : start + count, None]
+            out[start : start + count] = rows.to(out.dtype)
         batch.x[~valid] = float("nan")
         return out, counts
     if batch.layout == "grouped":

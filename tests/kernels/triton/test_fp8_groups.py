@@ -43,6 +43,11 @@ def batch(layout: str, width: int) -> tuple[Tensor, RowGroups, Tensor]:
     return x, groups, valid
 
 
+def weights_of(valid: torch.Tensor) -> torch.Tensor:
+    """Router weights of valid rows."""
+    return torch.where(valid, torch.rand(len(valid)) + 0.1, NAN)
+
+
 @pytest.mark.parametrize("layout", ["padded", "aligned"])
 @pytest.mark.parametrize(("power_of_two", "exponents"), [(False, False), (True, False), (True, True)])
 def test_quantized_groups(layout: str, power_of_two: bool, exponents: bool) -> None:
@@ -53,8 +58,9 @@ def test_quantized_groups(layout: str, power_of_two: bool, exponents: bool) -> N
         ("silu_mul_quantize_groups", 136, 2, {"limit": -0.5}),
         ("silu_mul_quantize_groups", 136, 2, {"limit": GELU_LIMIT}),
     ]
-    for name, width, factor, more in cases:
+    for name, width, factor, limit in cases:
         x, groups, valid = batch(layout, width * factor)
+        more = limit | ({"weights": weights_of(valid)} if layout == "aligned" and factor == 2 else {})
         with poisoned_memory():
             got = getattr(triton_groups, name)(x, groups, power_of_two, exponents, **more)
             want = getattr(reference, name)(x, groups, power_of_two, exponents, **more)
@@ -86,8 +92,9 @@ def test_unquantized_groups(layout: str) -> None:
     x, groups, valid = batch(layout, 2 * 136)
     with poisoned_memory():
         for limit in (0.0, 0.8, -0.5, GELU_LIMIT):
-            got = triton_groups.silu_mul_groups(x, groups, limit)
-            close(got[valid], reference.silu_mul_groups(x, groups, limit)[valid].double(), 2)
+            weights = weights_of(valid) if layout == "aligned" else None
+            got = triton_groups.silu_mul_groups(x, groups, limit, weights)
+            close(got[valid], reference.silu_mul_groups(x, groups, limit, weights)[valid].double(), 2)
             assert got[~valid].isnan().all()
 
 

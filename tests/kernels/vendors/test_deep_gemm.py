@@ -309,15 +309,22 @@ def test_groups_with_ends_are_multiplied_where_they_are(arch, counts, monkeypatc
             if counts[expert]:
                 fp8_close(got[span], quantized_mlp(arch, parts)(batch.x[span], expert))
     assert arch == 10 or emulator.transposed == 0
+    factors = torch.exp2(torch.randint(-3, 3, (len(batch.x),)).float())  # exact
+    weighted = kernel.run(replace(arrived, row_weights=factors), weights)
+    for span in spans:
+        assert torch.equal(weighted[span], got[span] * factors[span, None].bfloat16())
     weights = kernel.allocate(len(counts), 64, 48, BF16, "cpu")
     plain = [[normal(*shape, dtype=BF16) for shape in ((48, 64), (48, 64), (64, 48))] for _ in counts]
     for expert, part in enumerate(plain):
         kernel.load_expert(weights, expert, *part)
     batch, spans = aligned(counts, 64, ALIGNMENT)
-    got = kernel.run(batch, weights)
+    got, factors = kernel.run(batch, weights), torch.rand(len(batch.x)) + 0.1
+    weighted = kernel.run(replace(batch, row_weights=factors), weights)
     for expert, span in enumerate(spans):
         if counts[expert]:
-            close(got[span], gated(batch.x[span], *plain[expert]), scale=3)
+            want = gated(batch.x[span], *plain[expert])
+            close(got[span], want, scale=3)
+            close(weighted[span], want * factors[span, None], scale=3)
 
 
 @pytest.mark.parametrize("takes_ends", [True, False])
