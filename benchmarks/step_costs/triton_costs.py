@@ -307,12 +307,23 @@ def lora_expand(a: Any, s: Setting) -> Cost:
 # -- experts
 
 
-@cost_of("router_logits_kernel")
 def router_logits(a: Any, s: Setting) -> Cost:
     """BF16X3: a float32 gate is split into three pieces of bfloat16; EXACT: the gate is one piece."""
     flops = 2.0 * a.num_tokens * a.EXPERTS * a.HIDDEN
     work = {"bf16": flops if a.EXACT else 3 * flops} if a.BF16X3 else {"fp32": flops}
     return Cost(size(a.x, a.gate), size(a.logits), work)
+
+
+def _of_a_tile(a: Any, s: Setting, operands: int) -> float:
+    """Microseconds in which a program reads its tile's part of D; operands: of its tokens."""
+    assert s.hardware is not None
+    read = (a.BLOCK_T * operands + a.BLOCK_E) * min(a.PART, a.HIDDEN) * a.x.element_size()
+    return float(read / s.hardware["program_bytes_per_s"] * 1e6)
+
+
+@cost_of("router_logits_kernel")
+def separate_logits(a: Any, s: Setting) -> Cost:
+    return replace(router_logits(a, s), link_us=_of_a_tile(a, s, 1))
 
 
 @cost_of("router_select_kernel")
@@ -343,12 +354,7 @@ def norm_route(a: Any, s: Setting) -> Cost:
 def sum_logits(a: Any, s: Setting) -> Cost:
     """The first half of `norm_route_kernel`."""
     a.EXPERTS = a.LOGITS
-    programs = a.grid[0] * a.grid[1] * a.grid[2]
-    cost = _of_sums(router_logits(a, s), a)
-    reads = (a.BLOCK_T * 2 + a.BLOCK_E) * a.PART * a.x.element_size() * programs  # of all programs
-    assert s.hardware is not None
-    alone = reads / programs / s.hardware["program_bytes_per_s"] * 1e6
-    return replace(cost, link_us=alone, prefetched=_ahead(a))
+    return replace(_of_sums(router_logits(a, s), a), link_us=_of_a_tile(a, s, 2), prefetched=_ahead(a))
 
 
 def _of_sums(logits: Cost, a: Any) -> Cost:

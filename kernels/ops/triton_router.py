@@ -3,8 +3,9 @@
 bf16 activations are exact in bf16, so x @ gate only needs the float32 gate split into three bf16 terms (bf16x3: 8 + 8 +
 8 bits of its 24): three products, accumulated in float32, cost a tenth of a float32 product without tensor cores. With
 few tokens the gate's bytes dominate, so D is split over programs; the selection sums the parts in order. A gate that is
-exact in bf16, as checkpoints store it, is one term: `prepare_gate`. Few tokens take one launch, whose programs wait for
-each other between the two halves; many fill the device in both, and take two.
+exact in bf16, as checkpoints store it, is one term: `prepare_gate`. Some tokens take one cooperative launch, whose
+programs wait for each other between the two halves. Many tokens fill the device in both halves and take two launches;
+so do few tokens without a weight to request: two early launches are quicker than a barrier in one that is not early.
 
 Legend: T tokens, D hidden, E experts, G groups, K experts per token, P parts of D.
 """
@@ -16,6 +17,7 @@ import triton
 from torch import Tensor
 from triton import next_power_of_2
 
+from moe_engine.kernels.linear.tiles import FEW_ROWS
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.router_kernels import route_kernel, router_logits_kernel, router_select_kernel
 from moe_engine.kernels.ops.triton_sparse_mixer import sparse_mixer
@@ -30,7 +32,7 @@ _SPLIT_TOKENS = 256
 """Up to this many tokens tiles are low."""
 
 ONE_LAUNCH_TOKENS = 256
-"""Up to this many tokens logits and selection are one launch."""
+"""Up to this many tokens logits and selection can be one launch."""
 
 OPTIONS = {**COOPERATIVE, "maxnreg": 168}
 """Constants of that launch. Registers: without a limit ptxas spills for sm_100 to fit a second program on an SM."""
@@ -63,7 +65,7 @@ def route(
     Args:
         gate: float32 or bfloat16.
         barrier: `barrier_state` of x's device, of launches on one stream.
-        ahead: a weight that is read soon; `ONE_LAUNCH_TOKENS` or fewer tokens request it.
+        ahead: a weight that is read soon; `ONE_LAUNCH_TOKENS` or fewer tokens request it, in one launch.
         deterministic: the split of D does not depend on the number of tokens (batch-invariant results).
     """
     if spec.score == "sparsemixer":
@@ -81,9 +83,9 @@ def route(
         return weights, ids
     logits = torch.empty((grid[2], count, spec.num_logits), dtype=torch.float32, device=x.device)
     bias = bias if has_bias else logits
-    if count <= ONE_LAUNCH_TOKENS:
+    ahead, num_ahead = requested(ahead, BESIDE_ROUTER)
+    if _is_one_launch(count, num_ahead):
         programs = min(resident_programs(x.device), max(grid[0] * grid[1] * grid[2], count))
-        ahead, num_ahead = requested(ahead, BESIDE_ROUTER)
         route_kernel[(programs,)](
             x, gate, logits, bias, real, experts, weights, ids, barrier, ahead, stride_of(x, 0),
             count, spec.scale, spec.first, **logits_constants | constants, AHEAD=num_ahead, num_warps=warps,
@@ -107,6 +109,10 @@ def route(
         num_warps=_select_warps(constants),
     )
     return weights, ids
+
+
+def _is_one_launch(count: int, num_ahead: int) -> bool:
+    return count <= ONE_LAUNCH_TOKENS and (num_ahead > 0 or count > FEW_ROWS)
 
 
 def gate_parts(x: Tensor, gate: Tensor, deterministic: bool = False) -> Tensor:
@@ -192,7 +198,7 @@ def route_cases(
     chosen |= ({"real": "*i32:1"} if has_real else {}) | ({"given": "*i32:1"} if given else {})
     rows = {"x": f"*{element(dtype)}", "gate": "*bf16" if exact else "*fp32", "stride": "i32:16"}
     matrix = dtype == torch.bfloat16
-    if count <= ONE_LAUNCH_TOKENS:
+    if _is_one_launch(count, num_ahead):
         signature = parts | chosen | rows | {"barrier": "*i64"} | ({"ahead": "*fp8e4nv"} if num_ahead else {})
         both = logits_constants | constants | {"AHEAD": num_ahead} | ({} if num_ahead else {"ahead": None})
         name += "_ahead" * bool(num_ahead)

@@ -11,6 +11,7 @@ from moe_engine.kernels.kv_format import latent_records
 from moe_engine.kernels.kv_format.formats import E4M3, E4M3_TENSOR, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.linear.cublas import is_few
+from moe_engine.kernels.linear.tiles import FEW_ROWS
 from moe_engine.kernels.ops.head_factors import scale_heads
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
@@ -333,7 +334,7 @@ def test_choices_are_slots_of_a_rank(ops, name, tokens):
 
 @pytest.mark.parametrize("programs", [2, 5])
 def test_programs_of_the_router_wait_for_each_other(ops, monkeypatch, programs):
-    """Few tokens are one launch whose programs run in any order, with the bits of two launches."""
+    """Some tokens are one launch whose programs run in any order, with the bits of two launches."""
     spec = ROUTERS["v3"]
     x, gate, bias = normal(21, 1100, dtype=torch.bfloat16), torch.randn(32, 1100) / 33, torch.randn(32)
     monkeypatch.setattr(triton_router, "_PARTS", ((64, 512),))
@@ -349,6 +350,19 @@ def test_programs_of_the_router_wait_for_each_other(ops, monkeypatch, programs):
         weights, ids = ops.route(x, gate, bias, spec)
     assert names == ["router_logits_kernel", "router_select_kernel"]
     assert all(torch.equal(own, weights) and torch.equal(chosen, ids) for own, chosen in found)
+
+
+@pytest.mark.parametrize("tokens", [1, FEW_ROWS, FEW_ROWS + 1])
+def test_router_of_few_tokens_is_two_launches(ops, dtype, monkeypatch, tokens):
+    """Both start early; the bits of one launch."""
+    spec, gate, bias = ROUTERS["v3"], torch.randn(32, 600) / 24, torch.randn(32)
+    x, found = normal(tokens, 600, dtype=dtype), []
+    for most, names_of_few in ((FEW_ROWS, ["router_logits_kernel", "router_select_kernel"]), (0, ["route_kernel"])):
+        monkeypatch.setattr(triton_router, "FEW_ROWS", most)
+        with launches() as names:
+            found.append(ops.route(x, gate, bias, spec))
+        assert names == (names_of_few if tokens <= FEW_ROWS else ["route_kernel"])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 FORMATS = {
@@ -438,10 +452,10 @@ def test_norm_and_router_are_two_launches_behind_a_product_that_announces(hidden
 
 def test_norm_and_router_of_many_tokens_are_launches_of_their_own(ops, dtype, monkeypatch):
     """Many tokens fill the device in each; no tokens need none; deterministic norms do not depend on the count."""
-    monkeypatch.setattr(norm_route, "ONE_LAUNCH_TOKENS", 4)
+    monkeypatch.setattr(norm_route, "ONE_LAUNCH_TOKENS", 16)
     spec, weight, gate = ROUTERS["mixtral"], torch.randn(64) + 1, torch.randn(8, 64)
     for format, first in ((UNQUANTIZED, "rms_norm_kernel"), (ActivationFormat(True, True), "rms_norm_quantize_kernel")):
-        x, stream = normal(5, 64, dtype=dtype), normal(5, 64, dtype=dtype)
+        x, stream = normal(17, 64, dtype=dtype), normal(17, 64, dtype=dtype)
         with launches() as names:
             found = ops.capabilities.add_norm_route(format, x, stream, weight, EPS, gate, None, spec, None, False)
         assert names == [first, "route_kernel"]

@@ -179,7 +179,7 @@ def test_experts_on_a_shortcut_are_captured(drafts: bool, tmp_path: Path) -> Non
     found = compared(path, tmp_path, requests, CHAIN if drafts else {}, **more, **flags)
     assert found.num_graphs and any(step.cuda_graph for step in found.steps)
     assert drafts or found.waits == []
-    assert set(kernels.launches) >= {"add_input_kernel", "route_kernel", "latent_kernel"}
+    assert set(kernels.launches) >= {"add_input_kernel", "router_select_kernel", "latent_kernel"}
 
 
 def test_drafts_within_windows_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
