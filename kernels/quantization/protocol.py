@@ -26,7 +26,22 @@ Normal = Callable[[Tensor, float], None]
 
 
 @dataclass(frozen=True)
-class BlockWeight:
+class _ScaledFP8:
+    data: Tensor
+    scales: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() + 4 * self.scales.numel()
+
+    def randomize(self, deviation: float, normal: Normal) -> None:
+        scale = 2.0**-7  # for all scales: values use e4m3's range without reaching its maximum, for any K
+        normal(self.data, deviation / scale)
+        self.scales.fill_(scale)
+
+
+@dataclass(frozen=True)
+class BlockWeight(_ScaledFP8):
     """W[n, k] = data[n, k] * scales[n div 128, k div 128].
 
     Attributes:
@@ -35,13 +50,7 @@ class BlockWeight:
         power_of_two: activations multiplied with this weight use power-of-two scales (scale_fmt ``ue8m0``).
     """
 
-    data: Tensor
-    scales: Tensor
     power_of_two: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel() + 4 * self.scales.numel()
 
     @classmethod
     def empty(cls, n: int, k: int, device: torch.device | str, power_of_two: bool = False) -> BlockWeight:
@@ -61,14 +70,9 @@ class BlockWeight:
             self.data[start:stop], self.scales[start // BLOCK : num_blocks(stop)], power_of_two=self.power_of_two
         )
 
-    def randomize(self, deviation: float, normal: Normal) -> None:
-        scale = 2.0**-7  # of every block: values use e4m3's range without reaching its maximum, for any K
-        normal(self.data, deviation / scale)
-        self.scales.fill_(scale)
-
 
 @dataclass(frozen=True)
-class RowWeight:
+class RowWeight(_ScaledFP8):
     """W[n, k] = data[n, k] * scales[n].
 
     Attributes:
@@ -76,23 +80,11 @@ class RowWeight:
         scales: float32 [N].
     """
 
-    data: Tensor
-    scales: Tensor
-
     power_of_two: ClassVar[bool] = False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel() + 4 * self.scales.numel()
 
     def rows(self, start: int, stop: int) -> RowWeight:
         """A view of rows [start, stop)."""
         return RowWeight(self.data[start:stop], self.scales[start:stop])
-
-    def randomize(self, deviation: float, normal: Normal) -> None:
-        scale = 2.0**-7  # as of `BlockWeight`
-        normal(self.data, deviation / scale)
-        self.scales.fill_(scale)
 
 
 class QuantizedWeight(Protocol):

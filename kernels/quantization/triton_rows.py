@@ -18,6 +18,7 @@ from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, Q
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.clamped_gate import silu_mul
 from moe_engine.kernels.triton.dependent import dependent_jit, wait_for_inputs
+from moe_engine.kernels.triton.launch import with_contiguous_rows
 from moe_engine.kernels.triton.prefetch import IN_GAP, prefetch_shared, requested
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -153,7 +154,7 @@ def rms_norm_quantize_kernel(
 
 def quantize_rows(x: Tensor, power_of_two: bool = False, exponents: bool = False) -> QuantizedRows:
     """x [M, K], rows may be strided -> `QuantizedRows`. See `reference.quantize_rows`."""
-    x = _lines(x)
+    x = with_contiguous_rows(x)
     m, k = x.shape
     rows = QuantizedRows.empty(m, k, x.device, exponents=exponents)
     if m:
@@ -169,7 +170,7 @@ def silu_mul_quantize(
 ) -> QuantizedRows:
     """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32. limit: as in
     `Ops.silu_and_mul`."""
-    gate_up = _lines(gate_up)
+    gate_up = with_contiguous_rows(gate_up)
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     rows = QuantizedRows.empty(m, width, gate_up.device, exponents=exponents)
     if m:
@@ -188,7 +189,7 @@ def rms_norm_quantize(
     `keep`), and the quantized form."""
     if residual is not None and not residual.is_contiguous():
         raise ValueError("rms_norm_quantize needs a contiguous residual")
-    x = _lines(x)
+    x = with_contiguous_rows(x)
     m, k = x.shape
     rows = QuantizedRows.empty(m, k, x.device, exponents=exponents)
     normed = torch.empty_like(x, memory_format=torch.contiguous_format) if keep else None
@@ -201,10 +202,6 @@ def rms_norm_quantize(
             POWER_OF_TWO=power_of_two, KEEP=keep, PAIR=other is not None, num_warps=norm_warps(k),
         )  # fmt: skip
     return normed, rows
-
-
-def _lines(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _stride(x: Tensor) -> int:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         except UnicodeDecodeError as error:
             raise ConfigError(f"standard input: the prompt is not UTF-8 text: {error}") from None
     if not prompt:
-        raise ConfigError("--prompt: the prompt is empty; give --prompt TEXT or pipe the text in")
+        raise ConfigError("the prompt is empty; give it in quotes, as --prompt TEXT or on standard input")
     check_unicode(prompt, "--prompt")  # an argument that the locale cannot decode has surrogates
     _check_sampling(sampling)
     from moe_engine.frontend.engine import Engine

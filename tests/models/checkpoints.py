@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -839,9 +840,7 @@ def add_mtp_layer(
     base = "model.language_model." if "model.language_model.norm.weight" in tensors else f"{text}model."
     source, target = f"{base}layers.{like_it}.", f"{base}layers.{num_layers + index}."
     like = tensors[f"{base}norm.weight"]
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    noise = partial(torch.randn, generator=generator)
 
     for name in [name for name in tensors if name.startswith(source) and ".hc_" not in name]:
         tensor = tensors[name]
@@ -880,9 +879,7 @@ def add_longcat_mtp(tensors: dict[str, Tensor], hidden: int, generator: torch.Ge
     parts = {"mlps.1.": "transformer_layer.mlp."}
     parts |= {f"{part}.1.": f"{part}." for part in ("self_attn", "input_layernorm", "post_attention_layernorm")}
     like = tensors["model.norm.weight"]
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    noise = partial(torch.randn, generator=generator)
 
     for old, new in parts.items():
         source = f"model.layers.0.{old}"

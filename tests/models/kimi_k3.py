@@ -11,6 +11,7 @@ L latent, W width of a head of Kimi Delta Attention.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,7 @@ def random_tensors(f: dict[str, Any], generator: torch.Generator) -> dict[str, T
     """Norms are not 1, biases not 0, scores of the residual's rows differ by about 1."""
     found: dict[str, Tensor] = {}
     hidden, kda = f["hidden_size"], f["linear_attn_config"]
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    noise = partial(torch.randn, generator=generator)
 
     def matrix(name: str, rows: int, columns: int, scale: float = 1.0) -> None:
         found[f"{name}.weight"] = scale * noise(rows, columns) * columns**-0.5

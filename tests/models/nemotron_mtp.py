@@ -4,6 +4,7 @@ and experts, with vLLM's formula of its input (`nemotron_h_mtp.py`; transformers
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ def add_nemotron_mtp(tensors: dict[str, Tensor], kinds: str, index: int, generat
     base = "backbone." if any(name.startswith("backbone.") for name in tensors) else "model."
     like = next(tensor for name, tensor in tensors.items() if name.endswith("embeddings.weight"))
     hidden = like.shape[1]
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    noise = partial(torch.randn, generator=generator)
 
     for half, kind in enumerate("*E"):
         source, target = f"{base}layers.{kinds.index(kind)}.", f"mtp.layers.{2 * index + half}."

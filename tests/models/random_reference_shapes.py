@@ -21,7 +21,7 @@ from moe_engine.models.engram_config import EngramConfig
 from tests.models import kimi_checkpoints, kimi_k3, ling_v2_5, random_sparse_shapes, stepper, v4_checkpoints
 from tests.models.deepseek_v41 import V41Reference, make_v41
 from tests.models.parity_families import Family, text_prompts
-from tests.models.random_shapes import Refused, run_draws
+from tests.models.random_shapes import Refused, run_draws, within_tolerance
 from tests.models.stepper import Chunk
 from tests.models.v4_quantized import quantized_copy
 from tests.models.v41_quantized import quantized_v41
@@ -229,11 +229,5 @@ def check(shape: Shape, folder: Path, seed: int) -> float:
     return float(error.max())
 
 
-def _check_within_tolerance(shape: Shape, folder: Path, rng: random.Random, seed: int) -> str:
-    found = check(shape, folder, seed)
-    assert found < TOLERANCE, found
-    return ""
-
-
 if __name__ == "__main__":
-    run_draws(__doc__, KINDS, 30, draw, _check_within_tolerance)
+    run_draws(__doc__, KINDS, 30, draw, within_tolerance(check))

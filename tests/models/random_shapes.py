@@ -552,11 +552,16 @@ def run_draws(
     raise SystemExit(failed > 0)
 
 
-def _check_within_tolerance(shape: Shape, folder: Path, rng: random.Random, seed: int) -> str:
-    found = check(shape, folder, seed)
-    assert found < TOLERANCE, found
-    return ""
+def within_tolerance(check: Callable[[Any, Path, int], float]) -> Callable[[Any, Path, random.Random, int], str]:
+    """A check of `run_draws` by one that returns the difference."""
+
+    def compared(shape: Any, folder: Path, rng: random.Random, seed: int) -> str:
+        found = check(shape, folder, seed)
+        assert found < TOLERANCE, found
+        return ""
+
+    return compared
 
 
 if __name__ == "__main__":
-    run_draws(__doc__, [*KINDS, *MORE_KINDS], 100, draw, _check_within_tolerance)
+    run_draws(__doc__, [*KINDS, *MORE_KINDS], 100, draw, within_tolerance(check))

@@ -18,7 +18,7 @@ from moe_engine.models.config_file import load_model_config
 from tests.models import sparse, stepper
 from tests.models.byte_tokenizer import EOS
 from tests.models.checkpoints import BLOCK_SPARSE, GATED_STREAMS, LARGE4, POOLED, make_checkpoint
-from tests.models.random_shapes import LENGTH, TOLERANCE, Refused, _rope, run_draws
+from tests.models.random_shapes import LENGTH, Refused, _rope, run_draws, within_tolerance
 from tests.models.stepper import Chunk
 from tests.models.v4_checkpoints import CSA, HCA, SLIDING, make_v4
 
@@ -204,11 +204,5 @@ def check(shape: Shape, folder: Path, seed: int) -> float:
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
 
-def _check_within_tolerance(shape: Shape, folder: Path, rng: random.Random, seed: int) -> str:
-    found = check(shape, folder, seed)
-    assert found < TOLERANCE, found
-    return ""
-
-
 if __name__ == "__main__":
-    run_draws(__doc__, KINDS, 30, draw, _check_within_tolerance)
+    run_draws(__doc__, KINDS, 30, draw, within_tolerance(check))

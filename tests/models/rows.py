@@ -1,7 +1,7 @@
 """The kernel rows whose models these tests run, on the CPU: rows that exist in every family and support a CPU.
 
-Rows for GPUs have their own tests (`kernels_triton`, `vendors`, those marked `gpu`), because the models of these tests
-are always on a CPU.
+Rows for GPUs have tests of their own (`tests/kernels/triton`, `tests/kernels/vendors`, those marked `gpu`), because
+the models of these tests are always on a CPU.
 """
 
 from __future__ import annotations

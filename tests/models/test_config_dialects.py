@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_file import load_model_config
 from tests.models.published import KIMI_LINEAR, LING_FLASH, LLAMA
-
-
-def parse(directory: Path, fields: dict[str, Any]) -> ModelConfig:
-    (directory / "config.json").write_text(json.dumps(fields))
-    return load_model_config(directory)
+from tests.models.test_config import parse
 
 
 def test_rotary_settings_of_both_dialects_in_a_file(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -15,14 +14,14 @@ from safetensors.torch import load_file
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_names import _common_names
-from moe_engine.models.config import GQAConfig, ModelConfig
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config import GQAConfig
 from moe_engine.models.tensors import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper
 from tests.models.byte_tokenizer import VOCAB_SIZE
 from tests.models.checkpoints import hub_fields, make_checkpoint
 from tests.models.stepper import Chunk
+from tests.models.test_config import parse
 
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 256,
@@ -48,11 +47,6 @@ GEMMA4_26B: dict[str, Any] = {
         "use_bidirectional_attention": "vision",
     },
 }  # fmt: skip
-
-
-def parse(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(fields))
-    return load_model_config(folder)
 
 
 def test_the_published_file_of_gemma_3_4b(tmp_path: Path) -> None:

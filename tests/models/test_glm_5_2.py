@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_engine.models import sizes
-from moe_engine.models.config import MLAConfig, ModelConfig
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config import MLAConfig
 from tests.models import sparse, stepper
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.fp8 import is_quantized
 from tests.models.published import GLM_5_2, QWEN3_8
 from tests.models.quantized_floats import blocks_fp8
 from tests.models.rows import all_rows
+from tests.models.test_config import parse
 from tests.models.test_parity import assert_close, whole
 
 LAYERS = 8
@@ -27,21 +26,16 @@ MISNAMED = "indexers_proj"
 """What the published list of unquantized modules has in the place of `indexer.weights_proj`."""
 
 
-def load(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(fields))
-    return load_model_config(folder)
-
-
 def test_parameters_of_the_published_checkpoints(tmp_path: Path) -> None:
     """GLM-5.2's 753,329,921,024 weights and 76 biases of routers; Qwen3.8's 4,892,388,705,238 bytes in BF16."""
-    config = load(tmp_path, GLM_5_2)
+    config = parse(tmp_path, GLM_5_2)
     assert sizes.num_parameters(config, include_mtp=True) == 753_329_921_024 + 76 * 256
     assert isinstance(config.attention, MLAConfig) and config.attention.indexer is not None
     own = [i for i in range(config.num_layers) if i not in config.attention.indexer.shared_layers]
     assert own == [0, 1, *range(2, 75, 4)] and config.attention.indexer.shares_drafts
-    by_rule = load(tmp_path, {key: value for key, value in GLM_5_2.items() if key != "indexer_types"})
+    by_rule = parse(tmp_path, {key: value for key, value in GLM_5_2.items() if key != "indexer_types"})
     assert by_rule.attention == config.attention
-    qwen = sizes.num_parameters(load(tmp_path, QWEN3_8), include_mtp=True)
+    qwen = sizes.num_parameters(parse(tmp_path, QWEN3_8), include_mtp=True)
     assert 2 * qwen == pytest.approx(4_892_388_705_238, rel=1e-5)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.widths import widths_of
@@ -23,6 +22,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import logits_of, write_pair
 from tests.models.parameters import num_active_parameters
 from tests.models.quantized_floats import nvfp4_compressed
+from tests.models.test_config import parse
 
 KINDS = ["sliding_attention" if i % 4 else "full_attention" for i in range(40)]
 PUBLISHED: dict[str, Any] = {
@@ -45,11 +45,6 @@ PUBLISHED: dict[str, Any] = {
     },
 }  # fmt: skip
 """Laguna XS.2."""
-
-
-def parse(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(fields))
-    return load_model_config(folder)
 
 
 def test_the_published_model(tmp_path: Path) -> None:

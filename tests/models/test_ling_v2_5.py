@@ -3,7 +3,6 @@ sizes of the published models, decays, refusals, headers."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
-from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.config import MLAConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.rotated_lightning import decay_rates
 from moe_engine.models.tensors import model_tensors
@@ -28,6 +27,7 @@ from tests.models.parameters import num_active_parameters
 from tests.models.published import LING_2_6_FLASH, RING_2_5
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
+from tests.models.test_config import parse
 from tests.models.test_parity import assert_close, whole
 
 every_row = pytest.mark.parametrize("row", all_rows())
@@ -97,11 +97,6 @@ def test_decays() -> None:
         for layer in (0, 1, 7):
             want = torch.tensor(slopes(heads), dtype=torch.float64) * (1 - (layer - 1) / 7 + 1e-5)
             torch.testing.assert_close(decay_rates(layer, 8, heads), want.float())
-
-
-def parse(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(fields))
-    return load_model_config(folder)
 
 
 @pytest.mark.parametrize(

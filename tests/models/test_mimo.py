@@ -20,7 +20,7 @@ from moe_engine.kernels.device import Device
 from moe_engine.kernels.registry import select
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.needs import need_of_model
@@ -37,6 +37,7 @@ from tests.models.conftest import reference_logits
 from tests.models.parameters import num_active_parameters
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
+from tests.models.test_config import parse
 from tests.models.test_parity import assert_close
 
 KINDS = [0 if i == 0 or i % 6 == 5 else 1 for i in range(48)]
@@ -58,11 +59,6 @@ PUBLISHED: dict[str, Any] = {
     },
 }  # fmt: skip
 """The names of the published file."""
-
-
-def parse(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(fields))
-    return load_model_config(folder)
 
 
 def test_the_published_model(tmp_path: Path) -> None:

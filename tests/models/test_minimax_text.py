@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ import torch
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
-from moe_engine.models.config import GQAConfig, ModelConfig
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config import GQAConfig
 from moe_engine.models.layers.lightning_attention import decay_rates
 from moe_engine.models.tensors import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
 from tests.models.parameters import num_active_parameters
+from tests.models.test_config import parse
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["MiniMaxText01ForCausalLM"], "model_type": "minimax_text_01", "vocab_size": 200064,
@@ -31,11 +30,6 @@ PUBLISHED: dict[str, Any] = {
     "layernorm_mlp_alpha": 3.5565588200778455, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 10240000,
     "rope_theta": 10000000, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": None,
 }  # fmt: skip
-
-
-def parse(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(fields))
-    return load_model_config(folder)
 
 
 def test_the_published_model(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.needs import head_widths
@@ -31,6 +31,7 @@ from tests.models.fp8 import quantize_fp8
 from tests.models.parameters import num_active_parameters
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk
+from tests.models.test_config import parse
 from tests.models.test_parity import assert_close
 
 KINDS = ["sliding_attention" if i % 4 else "full_attention" for i in range(48)]
@@ -55,11 +56,6 @@ PUBLISHED: dict[str, Any] = {
     "swiglu_limits": [0.0] * 43 + [7.0, 7.0] + [0.0] * 3, "swiglu_limits_shared": [0.0] * 44 + [16.0] + [0.0] * 3,
     "bos_token_id": 0, "eos_token_id": [1, 2, 128007],
 }  # fmt: skip
-
-
-def parse(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(fields))
-    return load_model_config(folder)
 
 
 def test_the_published_model(tmp_path: Path) -> None:

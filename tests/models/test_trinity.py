@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import pytest
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
-from moe_engine.models.config import GQAConfig, ModelConfig
-from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config import GQAConfig
 from moe_engine.models.tensors import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
 from tests.models.parameters import num_active_parameters
+from tests.models.test_config import parse
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["AfmoeForCausalLM"], "model_type": "afmoe", "vocab_size": 200192, "hidden_size": 2048,
@@ -29,11 +28,6 @@ PUBLISHED: dict[str, Any] = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 3, "attention_bias": False,
 }  # fmt: skip
 """Trinity-Mini."""
-
-
-def parse(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(fields))
-    return load_model_config(folder)
 
 
 def test_the_published_model(tmp_path: Path) -> None:

@@ -195,16 +195,22 @@ def test_chunks_of_long_prompts_are_planned_many_at_once(monkeypatch):
     assert found[1] < found[0] / 8
 
 
-def test_an_answer_takes_two_plans(monkeypatch):
-    """The prompt and the first decode: a run takes all further decodes of answers that end by their length."""
-    planned, schedule = [], Scheduler.schedule
+@pytest.fixture
+def planned(monkeypatch):
+    """Step plans of all schedulers."""
+    plans, schedule = [], Scheduler.schedule
 
     def counted(scheduler, hold_prefill=False):
         plan = schedule(scheduler, hold_prefill)
-        planned.extend([plan] if isinstance(plan, StepPlan) else [])
+        plans.extend([plan] if isinstance(plan, StepPlan) else [])
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", counted)
+    return plans
+
+
+def test_an_answer_takes_two_plans(planned):
+    """The prompt and the first decode: a run takes all further decodes of answers that end by their length."""
     for num_groups in (1, 4):
         planned.clear()
         arrivals = [Arrival(10.0 * number, [number, number], random.randint(3, 90)) for number in range(1, 9)]
@@ -212,17 +218,9 @@ def test_an_answer_takes_two_plans(monkeypatch):
         assert len(planned) == 2 * len(arrivals)
 
 
-def test_ends_of_answers_and_last_chunks_take_no_plan(monkeypatch):
+def test_ends_of_answers_and_last_chunks_take_no_plan(planned):
     """A prompt in chunks takes one plan with its answer, beside others too, as long as none of them arrives at the same
     group meanwhile. An end takes none."""
-    planned, schedule = [], Scheduler.schedule
-
-    def counted(scheduler, hold_prefill=False):
-        plan = schedule(scheduler, hold_prefill)
-        planned.extend([plan] if isinstance(plan, StepPlan) else [])
-        return plan
-
-    monkeypatch.setattr(Scheduler, "schedule", counted)
     starts = [(0.0, 90), (1.2, 20), (2.4, 60)]  # the second one ends first, beside the others
     for num_groups, length, plans in ((1, 10, 2), (2, 300, 1)):
         planned.clear()
@@ -233,16 +231,8 @@ def test_ends_of_answers_and_last_chunks_take_no_plan(monkeypatch):
         assert len(planned) == plans * len(arrivals)
 
 
-def test_prompts_that_follow_each_other_take_a_plan_each(monkeypatch):
+def test_prompts_that_follow_each_other_take_a_plan_each(planned):
     """The last chunk of a prompt is in one step with the first chunk of the next one; a run begins with that step."""
-    planned, schedule = [], Scheduler.schedule
-
-    def counted(scheduler, hold_prefill=False):
-        plan = schedule(scheduler, hold_prefill)
-        planned.extend([plan] if isinstance(plan, StepPlan) else [])
-        return plan
-
-    monkeypatch.setattr(Scheduler, "schedule", counted)
     prompts = [list(range(number << 20, (number << 20) + random.randint(410, 440))) for number in range(1, 5)]
     arrivals = [Arrival(0.0, prompt, 90) for prompt in prompts]
     spec = ReplicaSpec(config(chunked_prefill_size=100), Linear(), num_groups=2)
@@ -250,17 +240,9 @@ def test_prompts_that_follow_each_other_take_a_plan_each(monkeypatch):
     assert sum(len(plan.new_rows) for plan in planned) == len(planned) == len(arrivals)
 
 
-def test_a_prompt_that_waits_for_its_turn_takes_no_plan_of_the_decodes(monkeypatch):
+def test_a_prompt_that_waits_for_its_turn_takes_no_plan_of_the_decodes(planned):
     """It arrives at a group that decodes while another group computes a long prompt, also if memory of an ended request
     is not free yet."""
-    planned, schedule = [], Scheduler.schedule
-
-    def counted(scheduler, hold_prefill=False):
-        plan = schedule(scheduler, hold_prefill)
-        planned.extend([plan] if isinstance(plan, StepPlan) else [])
-        return plan
-
-    monkeypatch.setattr(Scheduler, "schedule", counted)
     for _ in range(8):
         planned.clear()
         # by turns to groups 0 to 3: 0 has a long and a short answer, then 1 a long prompt, then 0 the last request

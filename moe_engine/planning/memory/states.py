@@ -2,7 +2,7 @@
 
 A state belongs to the request's last computed token. States at earlier tokens exist only in snapshots, if the layers
 store them: without snapshots no prefix is cached. A verification keeps a state for each draft position. The host-RAM
-tier has states of its own (`tier_memory`).
+tier has states of its own (`tier.py`).
 """
 
 from __future__ import annotations
