@@ -2,6 +2,8 @@
 //
 // Legend: T tokens, D hidden, H heads, C latent width, R rotary width, E experts, K experts per token.
 // All arithmetic in float; every reduction runs in an order that depends only on the row's length.
+#include <type_traits>
+
 #include "amx.h"
 #include "api.h"
 #include "fp8.h"
@@ -159,36 +161,56 @@ struct Router {
   float jitter;            // of SparseMixer
 };
 
+// What rows of x are multiplied as: pairs of bf16, if both sides have them and the machine multiplies them, else floats.
+#if defined(MOE_AVX512_BF16)
+template <class T, class G>
+using Multiplied = std::conditional_t<PER_UNIT<T> == 2 && PER_UNIT<G> == 2, bf16, float>;
+INLINE F16 add_products(const F16& a, const F16& b, const F16& sum, bf16) {
+  return {(vf)_mm512_dpbf16_ps((__m512)sum.v[0], (__m512bh)a.v[0], (__m512bh)b.v[0])};
+}
+#else
+template <class T, class G>
+using Multiplied = float;
+#endif
+INLINE F16 add_products(const F16& a, const F16& b, const F16& sum, float) { return fma(a, b, sum); }
+
+// Operands of a step: 16 floats, or 16 pairs of bf16.
+template <class G>
+INLINE F16 operands(const G* p, float) { return load(p); }
+INLINE F16 operands(const bf16* p, bf16) { return load(reinterpret_cast<const float*>(p)); }
+
 // logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed. Rows of x
-// are padded to whole vectors, the gate's rows are not. A bf16 gate has the bits of the same values in float.
-template <int TOKENS, int EXPERTS, class G>
-static void logits_block(const float* x, int64_t ldx, const G* gate, int64_t dim, float* out, int64_t ldo) {
+// are padded to whole vectors, the gate's rows are not. Multiplied as floats, a bf16 gate has the bits of its values in
+// float.
+template <int TOKENS, int EXPERTS, class X, class G>
+static void logits_block(const X* x, int64_t ldx, const G* gate, int64_t dim, float* out, int64_t ldo) {
+  constexpr int64_t STEP = LANES * PER_UNIT<X>;
   F16 sums[TOKENS][EXPERTS];
 #pragma GCC unroll 6
   for (int t = 0; t < TOKENS; t++)
 #pragma GCC unroll 4
     for (int e = 0; e < EXPERTS; e++) sums[t][e] = zero();
-  auto step = [&](const float* row, const G* column, int64_t apart) __attribute__((always_inline)) {
+  auto step = [&](const X* row, const G* column, int64_t apart) __attribute__((always_inline)) {
     F16 a[TOKENS];
 #pragma GCC unroll 6
-    for (int t = 0; t < TOKENS; t++) a[t] = load(row + t * ldx);
+    for (int t = 0; t < TOKENS; t++) a[t] = operands(row + t * ldx, X{});
 #pragma GCC unroll 4
     for (int e = 0; e < EXPERTS; e++) {
-      F16 b = load(column + e * apart);
+      F16 b = operands(column + e * apart, X{});
       if (TOKENS == 1) __builtin_prefetch(column + (EXPERTS + e) * apart, 0, 2);  // the next block: rows are short
 #if defined(MOE_AVX512)
       asm("" : "+v"(b.v[0]));  // one load, not one per multiply-add: this loop is load-bound
 #endif
 #pragma GCC unroll 6
-      for (int t = 0; t < TOKENS; t++) sums[t][e] = fma(a[t], b, sums[t][e]);
+      for (int t = 0; t < TOKENS; t++) sums[t][e] = add_products(a[t], b, sums[t][e], X{});
     }
   };
   int64_t d = 0;
-  for (; d + LANES <= dim; d += LANES) step(x + d, gate + d, dim);
+  for (; d + STEP <= dim; d += STEP) step(x + d, gate + d, dim);
   if (d < dim) {
-    G edge[EXPERTS * LANES] = {};
-    for (int e = 0; e < EXPERTS; e++) std::memcpy(edge + e * LANES, gate + e * dim + d, size_t(dim - d) * sizeof(G));
-    step(x + d, edge, LANES);
+    G edge[EXPERTS * STEP] = {};
+    for (int e = 0; e < EXPERTS; e++) std::memcpy(edge + e * STEP, gate + e * dim + d, size_t(dim - d) * sizeof(G));
+    step(x + d, edge, STEP);
   }
 #pragma GCC unroll 6
   for (int t = 0; t < TOKENS; t++)
@@ -300,7 +322,9 @@ static void choose(float* logits, const float* bias, const Router& r, float* roo
 template <class T, class G>
 static void router_logits(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const G* gate, int64_t experts,
                           float* logits) {
-  const int64_t padded = ceil_div(dim, LANES) * LANES + LANES;
+  using X = Multiplied<T, G>;
+  constexpr int64_t STEP = LANES * PER_UNIT<X>;
+  const int64_t padded = ceil_div(dim, STEP) * STEP + STEP;
   // Tasks of a few tokens each; for few tokens, tasks of some experts each, so that all threads read the gate.
   const int64_t token_block = std::min<int64_t>(tokens, 24), token_tasks = ceil_div(tokens, token_block);
   const int64_t wanted = ceil_div(4 * omp_get_max_threads(), token_tasks);
@@ -309,10 +333,10 @@ static void router_logits(const T* x, int64_t ldx, int64_t tokens, int64_t dim, 
   parallel(token_tasks * expert_tasks, [&](int64_t task) {
     const int64_t first = task / expert_tasks * token_block, count = std::min(token_block, tokens - first);
     const int64_t e0 = task % expert_tasks * expert_block, e1 = std::min(e0 + expert_block, experts);
-    float* rows = scratch<float>(ROWS, count * padded);
+    X* rows = scratch<X>(ROWS, count * padded);
     for (int64_t t = 0; t < count; t++)
-      for (int64_t d = 0; d < dim; d += LANES)
-        store(rows + t * padded + d, load_some(x + (first + t) * ldx + d, dim - d));
+      for (int64_t d = 0; d < padded - STEP; d += LANES)
+        store(rows + t * padded + d, d < dim ? load_some(x + (first + t) * ldx + d, dim - d) : zero());
     int64_t e = e0;
     auto sweep = [&](auto width) {
       constexpr int EXPERTS = decltype(width)::value;
