@@ -79,6 +79,26 @@ INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pack
   }
 }
 
+// Brings rows that `finish` will write to this core while their product is computed.
+template <class T>
+INLINE void expect(T* out, int64_t ldo, int64_t m, int64_t columns) {
+  constexpr int64_t LINE = 64 / int64_t(sizeof(T));
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < columns; j += LINE) __builtin_prefetch(out + i * ldo + j, 1, 2);
+}
+
+// out = x w + bias, then rounded.
+template <class T>
+INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, const float* bias, T* out, int64_t ldo) {
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < columns; j += LANES) {
+      const int64_t here = columns - j;
+      F16 value = load(c + i * ldc + j);
+      if (bias) value = value + load_some(bias + j, here);
+      store_some(out + i * ldo + j, value, here);
+    }
+}
+
 // Panels [first, first + count) of a matrix, to be multiplied with some blocks of rows; panel `next` follows.
 template <class T>
 class Columns {
@@ -94,6 +114,21 @@ class Columns {
     decode_panels(*w.form, k, 0, w.steps, coded_, count, data + next * apart, decoded);
     w_ = {decoded, count, w.steps};
     form_ = w.form, first_ = next_ = 0;
+  }
+
+  // out[m][columns] = rows of x times the panels, rounded, after adding a bias if there is one; `c` is for sums.
+  INLINE void multiply_to(const void* x, int64_t ldx, int64_t m, int64_t columns, const float* bias, T* out,
+                          int64_t ldo, float* c, int64_t ldc, bool cached = false) const {
+    const char* rows = static_cast<const char*>(x);
+    const int64_t steps = steps_of<T>(k_), panel = w_.steps * LANES;
+    int64_t done = 0;
+    if (!w_.form && !form_ && !bias && steps <= K_BLOCK && columns == GROUP * LANES)
+      done = gemm_rounded<T>(rows, ldx, m, w_.data + first_ * panel, panel, steps, out, ldo,
+                             cached ? nullptr : w_.data + next_ * panel);
+    if (done == m) return;
+    expect(out + done * ldo, ldo, m - done, columns);
+    multiply(rows + done * ldx, ldx, m - done, c, ldc, cached);
+    finish(c, ldc, m - done, columns, bias, out + done * ldo, ldo);
   }
 
   // c[m][16 * count] = rows of x times the panels; `cached`: see `product`.
@@ -157,26 +192,6 @@ struct Rows {
     stride = padded * int64_t(sizeof(T));
   }
 };
-
-// Brings rows that `finish` will write to this core while their product is computed.
-template <class T>
-INLINE void expect(T* out, int64_t ldo, int64_t m, int64_t columns) {
-  constexpr int64_t LINE = 64 / int64_t(sizeof(T));
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < columns; j += LINE) __builtin_prefetch(out + i * ldo + j, 1, 2);
-}
-
-// out = x w + bias, then rounded.
-template <class T>
-INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, const float* bias, T* out, int64_t ldo) {
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < columns; j += LANES) {
-      const int64_t here = columns - j;
-      F16 value = load(c + i * ldc + j);
-      if (bias) value = value + load(bias + j);
-      store_some(out + i * ldo + j, value, here);
-    }
-}
 
 // Panels per task so that `others` tasks become at least four per thread, and a task of few rows still streams a long
 // range of memory.

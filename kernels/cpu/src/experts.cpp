@@ -21,6 +21,9 @@ struct ExpertBiases {
   const float* of_gate(int64_t expert, int64_t width, int64_t column) const {
     return gate_up ? gate_up + expert * 2 * width + column : nullptr;
   }
+  const float* of_down(int64_t expert, int64_t hidden, int64_t column) const {
+    return down ? down + expert * hidden + column : nullptr;
+  }
 };
 
 struct Shape {
@@ -140,7 +143,7 @@ struct Panels {
 };
 
 // The tasks of both passes over some units. `rows_of(unit, &stride)` returns the unit's rows of x, padded for the
-// kernel; `out_of(unit, i)` is the place of a result.
+// kernel; `out_of(unit)` is the place of its results.
 template <class T, class RowsOf, class Out>
 class Passes {
  public:
@@ -192,6 +195,7 @@ class Passes {
     const bool stripes = stripe < INT64_MAX;
     const int64_t together = stripes ? 4 * GROUP : GROUP, ldc = together * LANES;
     float* c = scratch<float>(PRODUCT, unit.rows * ldc);
+    T* out = out_of_(unit);
     int64_t stride = stride_ * int64_t(sizeof(T));
     const char* x = reinterpret_cast<const char*>(hidden_ + unit.begin * stride_);
     if (s_.down_form && !s_.down_decoded) x = coded_rows<T>(*s_.down_form, x, &stride, unit.rows, s_.width, ROWS);
@@ -199,21 +203,10 @@ class Passes {
       const int64_t here = std::min(together, last - p), column = p * LANES;
       const Columns<T> panels(w, s_.width, p, here, p + here);
       const int64_t columns = std::min(here * LANES, s_.hidden - column);
+      const float* bias = s_.biases ? s_.biases->of_down(unit.expert, s_.hidden, column) : nullptr;
       each_block(w, unit.rows, [&](int64_t row, int64_t rows) {
-        for (int64_t i = 0; stripes && i < rows; i++) expect(out_of_(unit, row + i) + column, 0, 1, columns);
-        panels.multiply(x + row * stride, stride, rows, c, ldc, stripes && row > 0);
-        if (s_.biases && s_.biases->down) {
-          const float* bias = s_.biases->down + unit.expert * s_.hidden + column;
-          for (int64_t i = 0; i < rows; i++)
-            for (int64_t j = 0; j < columns; j += LANES) {
-              float* at = c + i * ldc + j;
-              store(at, load(at) + load_some(bias + j, columns - j));
-            }
-        }
-        for (int64_t i = 0; i < rows; i++) {
-          T* to = out_of_(unit, row + i) + column;
-          for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * ldc + j), columns - j);
-        }
+        panels.multiply_to(x + row * stride, stride, rows, columns, bias, out + row * s_.hidden + column, s_.hidden, c,
+                           ldc, stripes && row > 0);
       }, stripe);
     }
   }
@@ -284,7 +277,7 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
   const auto rows_of = [&](const Unit& unit, int64_t* apart) {
     return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart, s.form_of_rows());
   };
-  const auto out_of = [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; };
+  const auto out_of = [&](const Unit& unit) { return out + unit.source * s.hidden; };
   const Passes passes(units, count, s, Panels::of(weights, s), hidden, stride, rows_of, out_of);
   parallel_products(passes.up_tasks, [&](int64_t task) { passes.up(task); });
   parallel_products(passes.down_tasks, [&](int64_t task) { passes.down(task); });
@@ -324,12 +317,12 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
     if (form) return coded_tokens(coded, distance, index, unit.rows, bytes, apart);
     return own_rows<T>(x, ldx, index, unit.rows, s.hidden, apart, nullptr);
   };
-  const auto out_of = [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; };
+  const auto out_of = [&](const Unit& unit) { return partial + unit.begin * s.hidden; };
   const Passes own(units, count, s, Panels::of(weights, s), hidden, stride, rows_of, out_of);
   const auto token_rows = [&](const Unit& unit, int64_t* apart) {
     return own_rows<T>(x + unit.source * ldx, ldx, nullptr, unit.rows, s.hidden, apart, one.form_of_rows());
   };
-  const auto token_out = [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; };
+  const auto token_out = [&](const Unit& unit) { return out + unit.source * s.hidden; };
   Panels panels{};
   if (shared) panels = {static_cast<const uint32_t*>(shared->up), static_cast<const uint32_t*>(shared->down), 0};
   const int64_t shared_count = shared ? add_units<T>(one, units + count, 0, 0, 0, tokens, 0) : 0;
@@ -391,9 +384,8 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
       const Columns<T> panels(second, width, p, count, p + count);
       each_block(second, here, [&](int64_t start, int64_t some) {
-        panels.multiply(a + start * apart, apart, some, c, GROUP * LANES);
-        finish<T>(c, GROUP * LANES, some, std::min(count * LANES, out_features - column), nullptr,
-                  out + (row + start) * ldo + column, ldo);
+        panels.multiply_to(a + start * apart, apart, some, std::min(count * LANES, out_features - column), nullptr,
+                           out + (row + start) * ldo + column, ldo, c, GROUP * LANES);
       });
     }
   });

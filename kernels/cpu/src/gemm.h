@@ -15,6 +15,17 @@ template <class T>
 void gemm(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps, float* c,
           int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr);
 
+// The first rows of gemm of four panels, rounded to T in place of C: as many as fill the largest tiles. Returns their
+// number; 0 where results are better written in other blocks, as by matrix tiles.
+template <class T>
+int64_t gemm_rounded(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps, T* c,
+                     int64_t ldc, const uint32_t* ahead);
+template <>
+inline int64_t gemm_rounded(const void*, int64_t, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t,
+                            const uint32_t*) {
+  return 0;
+}
+
 // A by steps: unit (row, step) at a[step * lda + row]. m must be a multiple of 4.
 template <class T>
 void gemm_by_steps(const uint32_t* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,

@@ -160,6 +160,15 @@ void gemm<bf16>(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_
 }
 
 template <>
+int64_t gemm_rounded<bf16>(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps,
+                           bf16* c, int64_t ldc, const uint32_t* ahead) {
+#if defined(MOE_AMX)
+  if (use_amx) return 0;
+#endif
+  return rounded_tiles<bf16>(static_cast<const char*>(a), lda, m, b, panel, steps, c, ldc, ahead);
+}
+
+template <>
 void gemm_by_steps<bf16>(const uint32_t* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
                          int64_t steps, float* c, int64_t ldc, bool accumulate) {
 #if defined(MOE_AMX)

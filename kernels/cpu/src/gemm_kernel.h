@@ -86,15 +86,24 @@ struct Fetch {
 };
 constexpr int64_t NEAR = 32;  // prefetch distance in steps when B streams from memory
 
-// BY_STEPS: layout of A's units, see gemm.h.
-template <class T, int MR, int NR, bool BY_STEPS>
-__attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t steps,
-                                    float* c, int64_t ldc, bool accumulate, const Fetch& fetch) {
+// Results of a type other than float are rounded to it where they are stored.
+template <class C>
+constexpr bool ROUNDED = PER_UNIT<C> == 2;
+
+// BY_STEPS: layout of A's units, see gemm.h. Rounded results go to memory, whose lines are prefetched.
+template <class T, int MR, int NR, bool BY_STEPS, class C = float>
+__attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t steps, C* c,
+                                    int64_t ldc, bool accumulate, const Fetch& fetch) {
   F16 sums[MR][NR];
+  if constexpr (ROUNDED<C>) {
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+      for (int n = 0; n < NR; n += 2) __builtin_prefetch(c + m * ldc + n * LANES, 1, 2);
+  }
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; n++) sums[m][n] = accumulate ? load(c + m * ldc + n * LANES) : zero();
+    for (int n = 0; n < NR; n++) sums[m][n] = !ROUNDED<C> && accumulate ? load(c + m * ldc + n * LANES) : zero();
 
   // Rows in threes from one pointer each: row + {0, 1, 2} * lda are free addressing modes.
   constexpr int GROUPS = (MR + 2) / 3, LINES = MR <= 2 ? NR : NR < 2 ? 1 : 2;
@@ -132,8 +141,9 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
     for (int n = 0; n < NR; n++) store(c + m * ldc + n * LANES, sums[m][n]);
 }
 
-template <class T, int NR, bool BY_STEPS>
-void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps, float* c,
+// Results that are rounded have rows of full tiles alone.
+template <class T, int NR, bool BY_STEPS, class C>
+void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps, C* c,
                  int64_t ldc, bool accumulate, const uint32_t* ahead) {
   constexpr int FULL = NR == 4 ? TILE_ROWS : NR == 2 ? PAIR_ROWS : SINGLE_ROWS;
   const int64_t row_bytes = BY_STEPS ? 4 : lda;
@@ -165,9 +175,10 @@ void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64
     if constexpr (FULL == 16)
       if (m - done >= 6) run(std::integral_constant<int, 6>());
     switch (m - done) {
-#define CASE(rows) \
-  case rows:       \
-    if constexpr (rows < FULL && (FULL == PAIR_ROWS || rows < 6)) run(std::integral_constant<int, rows>()); \
+#define CASE(rows)                                                               \
+  case rows:                                                                     \
+    if constexpr (!ROUNDED<C> && rows < FULL && (FULL == PAIR_ROWS || rows < 6)) \
+      run(std::integral_constant<int, rows>());                                  \
     break;
       CASE(11) CASE(10) CASE(9) CASE(8) CASE(7) CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1)
 #undef CASE
@@ -191,6 +202,17 @@ void tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t pan
     if (!once) run(std::integral_constant<int, 4>());
   if constexpr (TILE_PANELS >= 2) run(std::integral_constant<int, 2>());
   run(std::integral_constant<int, 1>());
+}
+
+// See gemm_rounded. Rows that take one pass over B are left to `tiles`.
+template <class T>
+int64_t rounded_tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps, T* c,
+                      int64_t ldc, const uint32_t* ahead) {
+  if constexpr (TILE_PANELS < 4) return 0;
+  if (m <= PAIR_ROWS) return 0;
+  const int64_t rows = m / TILE_ROWS * TILE_ROWS;
+  tile_column<T, TILE_PANELS, false>(a, lda, rows, b, panel, steps, c, ldc, false, ahead);
+  return rows;
 }
 
 template <class T>

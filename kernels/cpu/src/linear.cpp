@@ -42,10 +42,8 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
       const int64_t count = std::min(together, last - p), column = p * LANES, columns = std::min(count * LANES, n - column);
       const Columns<T> panels(w, k, p, count, p + count);
       each_block(w, here, [&](int64_t start, int64_t some) {
-        T* to = out + (row + start) * ldo + column;
-        expect(to, ldo, some, columns);
-        panels.multiply(rows.data + (row + start) * rows.stride, rows.stride, some, c, ldc, cached);
-        finish(c, ldc, some, columns, bias ? bias + column : nullptr, to, ldo);
+        panels.multiply_to(rows.data + (row + start) * rows.stride, rows.stride, some, columns,
+                           bias ? bias + column : nullptr, out + (row + start) * ldo + column, ldo, c, ldc, cached);
       });
     }
   });
@@ -86,9 +84,8 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
       const Columns<T> own(w, k, p, count, p + count);
-      own.multiply(a, stride * int64_t(sizeof(T)), here, c, GROUP * LANES);
-      finish<T>(c, GROUP * LANES, here, std::min(count * LANES, n - column), nullptr,
-                out + row * out_token + head * out_head + column, out_token);
+      own.multiply_to(a, stride * int64_t(sizeof(T)), here, std::min(count * LANES, n - column), nullptr,
+                      out + row * out_token + head * out_head + column, out_token, c, GROUP * LANES);
     }
   });
 }

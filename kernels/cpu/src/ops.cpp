@@ -161,7 +161,7 @@ struct Router {
   float jitter;            // of SparseMixer
 };
 
-// What rows of x are multiplied as: pairs of bf16, if both sides have them and the machine multiplies them, else floats.
+// What rows of x are multiplied as: pairs of bf16 if both sides are bf16 and the machine multiplies pairs, else floats.
 #if defined(MOE_AVX512_BF16)
 template <class T, class G>
 using Multiplied = std::conditional_t<PER_UNIT<T> == 2 && PER_UNIT<G> == 2, bf16, float>;
