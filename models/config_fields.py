@@ -194,11 +194,20 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
 
     Args:
         width: rotated channels of a head.
-        scales_softmax: True if mscale_all_dim multiplies the softmax scale (DeepSeek).
+        scales_softmax: True if mscale_all_dim multiplies the softmax scale (DeepSeek): of any scaling, not only YaRN.
     """
     section = rope_section(fields) or Fields({}, fields.source)
-    theta = section.number("rope_theta", None, above=0) or fields.number("rope_theta", 10000.0, above=0)
     kind = section.text("rope_type", None) or section.text("type", None) or "default"
+    rope = _parse_kind(fields, section, kind, width, interleaved)
+    all_dim = section.number("mscale_all_dim", None) if scales_softmax and kind != "default" else None
+    if not all_dim:
+        return rope
+    factor = section.number("factor", None, above=0) or rope.factor
+    return replace(rope, softmax_factor=yarn_mscale(factor, all_dim) ** 2)
+
+
+def _parse_kind(fields: Fields, section: Fields, kind: str, width: int, interleaved: bool) -> RopeConfig:
+    theta = section.number("rope_theta", None, above=0) or fields.number("rope_theta", 10000.0, above=0)
     if width % 2:
         fields.fail("partial_rotary_factor", f"and head_dim give {width} rotated channels; their number must be even")
     if kind in ("default", "mrope"):
@@ -225,7 +234,7 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
             high_freq_factor=high,
         )
     if kind == "yarn":
-        return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
+        return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original))
     if kind == "longrope":
         return _parse_longrope(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original))
     section.fail("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn, longrope, dynamic")
@@ -265,7 +274,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softmax: bool) -> RopeConfig:
+def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig) -> RopeConfig:
     factor = section.number("factor", None, above=0)
     if factor is None:
         factor = fields.integer("max_position_embeddings") / base.original_max_position
@@ -282,7 +291,6 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
         beta_slow=section.number("beta_slow", 1.0, above=0),
         truncate=section.flag("truncate", True),
         attention_factor=attention_factor,
-        softmax_factor=yarn_mscale(factor, all_dim) ** 2 if scales_softmax and all_dim else 1.0,
     )
 
 

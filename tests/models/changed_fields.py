@@ -28,7 +28,6 @@ KNOWN = {
     ("deepseek_v2", "norm_topk_prob"): "DeepSeek's code reads it, transformers does not",
     ("deepseek_v2_lite", "norm_topk_prob"): "the same",
     ("", "scoring_func"): "some classes of transformers have one function",
-    ("", "rope_type"): "fields of the former type remain: transformers applies mscale_all_dim of YaRN to any type",
     ("longcat_flash", "mla_scale_q_lora"): "Meituan's code reads it, transformers does not",
     ("longcat_flash", "mla_scale_kv_lora"): "the same",
     ("nemotron_h", "time_step_min"): "transformers' bound of the steps; published kernels: time_step_limit",

@@ -459,10 +459,11 @@ def _rope(rng: random.Random, kind: str) -> dict[str, Any] | None:
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama3["original_max_position_embeddings"] = 32
     more = rng.choice(({}, {"beta_fast": 16, "beta_slow": 2}, {"attention_factor": 0.8}, {"truncate": False}))
-    if kind.startswith("deepseek"):
-        more = more | rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"mscale_all_dim": 1.0}, {"mscale": 0.7}))
     other = ({"rope_type": "linear", "factor": 3.0}, {"type": "dynamic", "factor": 2.0}, {"rope_type": "default"}, {})
-    return rng.choice((None, None, rng.choice(other), yarn | more, llama3))
+    found = rng.choice((None, None, rng.choice(other), yarn | more, llama3))
+    if found and kind.startswith("deepseek"):
+        found |= rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"mscale_all_dim": 1.0}, {"mscale": 0.7}))
+    return found
 
 
 class Refused(Exception):

@@ -110,6 +110,8 @@ PHI: dict[str, Any] = {
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"rope_interleave": False}),
     ("deepseek_v3", {"rope_scaling": None}),
+    ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.3}}),
+    ("deepseek_v3", {"rope_scaling": {"type": "dynamic", "factor": 4.0, "mscale_all_dim": 1.3}}),
     ("deepseek_v3", {"rms_norm_eps": 1e-2}),  # the latent norms stay at 1e-6
     ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     ("deepseek_v3", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0}),
