@@ -27,6 +27,7 @@ from benchmarks.limits import MeasuredLimits, Ruler, combine, limits_table
 from benchmarks.peers import EngineSide, Run, TransformersSide, agreement, float32_agreement
 from benchmarks.step_work import ModelWork
 from benchmarks.workloads import PEERS, TARGET, WORKLOADS, Peer, Workload
+from moe_engine.tuning.frozen_heap import frozen_heap
 from moe_engine.tuning.stats import median, spread
 
 KV_TOKENS = 32768
@@ -218,7 +219,8 @@ def main(argv: list[str] | None = None) -> int:
             touched[workload.name] = {"measured": count, "expected": work.experts_touched(workload.num_streams)}
     engine = EngineSide(path, flags)
     try:
-        runs, limits = measure(workloads, engine, peer, ruler, args, vocab_size)
+        with frozen_heap():
+            runs, limits = measure(workloads, engine, peer, ruler, args, vocab_size)
         facts = engine.facts()
     finally:
         engine.close()
