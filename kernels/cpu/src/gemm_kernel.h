@@ -84,7 +84,9 @@ struct Fetch {
   int64_t steps, stride;
   const uint32_t *first, *then;
 };
-constexpr int64_t NEAR = 32;  // prefetch distance in steps when B streams from memory
+// Prefetch distance in steps when B streams from memory: more where a tile has fewer lines in a step.
+template <int NR>
+constexpr int64_t NEAR = NR < 4 ? 64 : 24;
 
 // Results of a type other than float are rounded to it where they are stored.
 template <class C>
@@ -150,14 +152,14 @@ void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64
   // A single tile prefetches its own B, and at the end the beginning of the next B. Of several tiles, the first ones
   // prefetch all of the next B, one or two panels each, while B itself comes from cache.
   const int64_t share = m <= FULL ? 0 : m <= 3 * FULL ? 2 : 1;
-  const uint32_t* own = b + NEAR * LANES;
+  const uint32_t* own = b + NEAR<NR> * LANES;
   int64_t done = 0, fetched = 0;
   auto run = [&](auto rows) {
     constexpr int MR = decltype(rows)::value;
     Fetch fetch{steps, panel, own, own};
     if (share == 0) {
       if (MR > 2) fetch.stride = (NR - 1) * panel;
-      if (ahead) fetch = {std::max<int64_t>(steps - NEAR, 0), fetch.stride, own, ahead};
+      if (ahead) fetch = {std::max<int64_t>(steps - NEAR<NR>, 0), fetch.stride, own, ahead};
     } else if (ahead && fetched < NR) {
       fetch.first = ahead + fetched * panel;
       fetch.stride = (share - 1) * panel;
