@@ -143,8 +143,10 @@ def _refuse_unknown(accepted: Sequence[str], unknown: Sequence[str]) -> None:
         return
     word = next((text for text in unknown if text.startswith("-")), None)
     if word is None:
-        words = "every option has a name, for instance --model-path PATH; flags that switch something on take no value"
-        raise ConfigError(f"{unknown[0]}: stray argument; {words}")
+        raise ConfigError(
+            f"{unknown[0]}: stray argument; every option has a name, for instance --model-path PATH; a text of several "
+            "words needs quotes; flags that switch something on take no value"
+        )
     word = word.split("=")[0]
     raise ConfigError(f"{word}: {unknown_flag(word, accepted)}; --help all lists the flags")
 

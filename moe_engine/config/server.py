@@ -92,7 +92,7 @@ class ServerArgs:
     tool_call_parser: str | None = flag(
         None,
         "Parser that turns the model's tool calls into `tool_calls`, by format; auto: the one of the chat template. "
-        "Left out: tool calls stay in the text; the demo model gets its own parser.",
+        "Left out: tool calls stay in the text; the embedded model gets its own parser.",
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
             ("step3",

@@ -123,8 +123,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--pp-size 4", "--pp-size 4: not supported yet: further forms and settings of parallelism; "
-                        "leave it out or use 1"),
+        ("--pp-size 4", "--pp-size 4: not supported yet: pipeline parallelism; leave it out or use 1"),
         ("--pp 8", "--pp-size 8: not supported yet"),
         ("--pp-size", "--pp-size: not supported yet"),
         ("--attn-cp-size 2 --enable-symm-mem", "--attn-cp-size 2: not supported yet"),
