@@ -15,6 +15,7 @@ FP8_BLOCKS = WeightForm("fp8_blocks")
 """`quantization.protocol.BlockFP8`."""
 FP8_ROWS = WeightForm("fp8_rows")
 """`quantization.protocol.RowFP8`."""
+FORMS = (CODES, FOUR_BITS, FP8_BLOCKS, FP8_ROWS)
 
 Multiplied = Mapping[str, frozenset[WeightForm]]
 """Kernel family -> forms that its row multiplies as stored. Weights of other forms are dequantized while loading."""

@@ -25,6 +25,6 @@ def kv_cache_scheme(raw: Mapping[str, Any]) -> str:
         return str(algorithm)
     scheme = section.get("kv_cache_scheme")
     if not isinstance(scheme, Mapping):
-        return ""
+        return scheme if isinstance(scheme, str) else ""  # ModelOpt up to 0.31
     bits, kind = scheme.get("num_bits", 8), scheme.get("type", "float")
     return FP8 if (bits, kind) == (8, "float") else f"{kind}{bits}"

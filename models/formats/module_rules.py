@@ -1,12 +1,14 @@
 """The linear modules of a checkpoint named by a quantization config. Imports no torch.
 
-Two spellings occur: names or their parts (``modules_to_not_convert``, ``exclude_modules`` with ``*``), and
-compressed-tensors' targets: a class name, a module's name, or ``re:`` and a regular expression.
+Three spellings occur: names or their parts (``modules_to_not_convert``, ``exclude_modules`` with ``*``),
+compressed-tensors' targets: a class name, a module's name, or ``re:`` and a regular expression, and ModelOpt's lists of
+every module (``quantized_layers``).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -14,6 +16,7 @@ from functools import lru_cache
 from moe_engine.models.config_fields import Fields
 
 _PREFIXES = ("language_model.model.", "language_model.", "model.language_model.")
+_EXPERT = re.compile(r"\.experts\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,12 @@ class Modules:
         targets: compressed-tensors' spelling; "Linear" is every linear module.
         parts: a module is in the set if a part is its name, its start or its end, between dots, or matches with
             ``*``.
+        named: modules by their whole names, ``*`` for all experts (`every_expert`), with the modules inside them.
     """
 
     targets: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    named: frozenset[str] = frozenset()
 
     def __contains__(self, prefix: object) -> bool:
         return isinstance(prefix, str) and _matches(self, prefix)
@@ -38,11 +43,30 @@ NONE = Modules()
 
 @lru_cache(maxsize=1 << 16)
 def _matches(modules: Modules, prefix: str) -> bool:
+    if modules.named and any(outer in modules.named for outer in _outer(every_expert(prefix))):
+        return True
     name = prefix.replace("*", "0")  # of all experts
     names = (name, name.replace(".mlp.", ".feed_forward."))  # dense layers of Llama 4
     return any(_is_target(own, target) for own in names for target in modules.targets) or any(
         _has_part(own, part) for own in names for part in modules.parts
     )
+
+
+def every_expert(name: str) -> str:
+    """The name of a module, which every expert of its layer has."""
+    return _EXPERT.sub(".experts.*", name)
+
+
+def named_modules(names: Iterable[str]) -> frozenset[str]:
+    """`Modules.named` of names in a config."""
+    return frozenset(every_expert(_plain(name)) for name in names)
+
+
+def _outer(name: str) -> Iterator[str]:
+    """The module, and those that contain it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _is_target(name: str, target: str) -> bool:

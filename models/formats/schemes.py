@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, Multiplied, WeightForm, families
+from moe_engine.kernels.weight_forms import CODES, FORMS, FOUR_BITS, Multiplied, WeightForm, families
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules
 from moe_engine.models.formats.plain import PLAIN
@@ -71,15 +72,17 @@ class SchemeFormat:
         method: the name of the format in messages and in --quantization.
         rules: modules and their scheme; the first that contains a matrix applies.
         skipped: modules that are not quantized.
-        kept: kernel families whose rows multiply the weights as stored, for the memory ledger. Not in the `repr`, which
-            names pages in the storage: the order of a set differs between processes.
-        on_gpu: of these weights, only those of `GroupCodes.four_bits`, in the memory of kernels of a GPU.
+        kept: kernel families whose rows multiply some of the weights as stored, for the memory ledger. Not in the
+            `repr`, which names pages in the storage: the order of a set differs between processes.
+        held: the forms that are multiplied as stored, by family; also not in the `repr`.
+        on_gpu: codes are those of `GroupCodes.four_bits`, in the memory of kernels of a GPU.
     """
 
     method: str
     rules: tuple[tuple[Modules, Scheme], ...]
     skipped: Modules = NONE
     kept: frozenset[str] = field(default=FAMILIES, repr=False)
+    held: frozenset[tuple[str, WeightForm]] = field(default=frozenset(product(FAMILIES, FORMS)), repr=False)
     on_gpu: bool = False
 
     stores_head: ClassVar[bool] = False
@@ -91,11 +94,10 @@ class SchemeFormat:
 
     def held_by(self, multiplied: Multiplied) -> WeightFormat:
         forms = {scheme.form for _, scheme in self.rules if scheme.form is not None}
-        coded, four_bits = families(multiplied, CODES), families(multiplied, FOUR_BITS)
-        if FOUR_BITS in forms and four_bits - coded:
-            return replace(self, kept=four_bits, on_gpu=True)
-        kept = coded if forms & {CODES, FOUR_BITS} else families(multiplied, *forms)
-        return replace(self, kept=kept) if kept else PLAIN
+        held = frozenset((family, form) for family, known in multiplied.items() for form in known & forms)
+        on_gpu = FOUR_BITS in forms and bool(families(multiplied, FOUR_BITS) - families(multiplied, CODES))
+        kept = frozenset(family for family, _ in held)
+        return replace(self, kept=kept, held=held, on_gpu=on_gpu) if kept else PLAIN
 
     @property
     def name(self) -> str:
@@ -128,15 +130,17 @@ class SchemeFormat:
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         family, found = family_of(prefix), None
         scheme = self.scheme_of(prefix) if family in self.kept else None
+        if scheme is not None and (family, scheme.form) not in self.held:
+            scheme = None
         form: Any = scheme.kernel_format() if scheme is not None and scheme.form in (CODES, FOUR_BITS) else None
         if form is not None and not form.takes(shape[-1]):
             scheme = None
-        if scheme is not None and not self.on_gpu:
-            found = scheme.bytes_per_element(shape)
-        elif scheme is not None and scheme.form == FOUR_BITS:
+        if scheme is not None and form is not None and self.on_gpu:
             found = form.bytes_on_gpu()
             if form.nvfp4 and family == "linear":  # a float32 factor for each row
                 found += Fraction(4, shape[-1])
+        elif scheme is not None:
+            found = scheme.bytes_per_element(shape)
         return Fraction(dtype_bytes) if found is None else found
 
     def kernel_format(self, prefix: str) -> KernelFormat | None:

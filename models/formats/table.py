@@ -58,7 +58,8 @@ def parse_format(fields: Fields) -> WeightFormat:
     section = fields.section("quantization_config") or fields.section("compression_config")
     if section is None:
         return PLAIN
-    method = section.text("quant_method")
+    by_tool = section.has("quant_algo") and not section.has("quant_method")  # ModelOpt up to 0.31
+    method = "modelopt" if by_tool else section.text("quant_method")
     if method not in FORMATS:
         section.fail("quant_method", f"{method!r} is not supported; use a checkpoint in {supported_checkpoints()}")
     found = FORMATS[method].parse(section)

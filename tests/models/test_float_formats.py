@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
+from moe_engine.errors import ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.formats.table import parse_format
 from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import check_slices, ledger_fits, loaded, logits_of, step_logits, write_pair
-from tests.models.quantized_floats import FLOATS, fused_fp8, quantize_floats
+from tests.models.fp8 import is_quantized
+from tests.models.quantized_floats import FLOATS, fused_fp8, matrix_fp8, modelopt_mxfp8, nvfp4, quantize_floats
 
 WIDE = {"kv_lora_rank": 32, "v_head_dim": 16, "q_lora_rank": 32}
+WIDTHS: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen3_moe": {}, "deepseek_v3": WIDE, "qwen3_next": {}, "minimax_m3": {},
+    "nemotron_h": {"hidden_size": 128, "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96},
+}  # fmt: skip
 KEPT = [name for name in FLOATS if "fp4" in name]
 
 
@@ -62,6 +74,71 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
     settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (path / "hf_quant_config.json").write_text(json.dumps(settings))
     torch.testing.assert_close(logits_of(path), logits_of(plain), rtol=1e-4, atol=1e-4)
+
+
+STACKED = re.compile("(q|k|v|gate|up|q_a)_proj$|kv_a_proj_with_mqa$")
+MIXED = {"FP8": matrix_fp8, "NVFP4": nvfp4, "W4A16_NVFP4": nvfp4, "MXFP8": modelopt_mxfp8}
+
+
+def write_mixed(folder: Path, kind: str, outer: str = "model.") -> tuple[Path, Path]:
+    """ModelOpt's MIXED_PRECISION: every matrix in a drawn format or plain, the head too; experts of a layer and
+    projections of one input alike, as ModelOpt writes them."""
+    path = make_checkpoint(kind, folder / "q", random.randrange(2**31), tokenizer=False, **WIDTHS.get(kind, {}))
+    drawn, layers = dict[str, str](), dict[str, dict[str, Any]]()
+    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
+    for key, tensor in load_file(path / "model.safetensors").items():
+        module, experts, _ = key.removesuffix(".weight").partition(".experts.")
+        module = module + ".experts" if experts else STACKED.sub("joined", module)
+        kinds = ["FP8", "NVFP4", "W4A16_NVFP4", *([""] if experts else ["MXFP8", ""])]
+        matrix = "vision" not in key and (is_quantized(key) or bool(experts) or key == "lm_head.weight")
+        name = drawn.setdefault(module, random.choice(kinds)) if matrix else ""
+        name = name if tensor.shape[-1] % 16 == 0 else ""
+        if not name:
+            stored[key] = plain[key] = tensor
+            continue
+        parts, plain[key] = MIXED[name](tensor.float())
+        stored |= {key.removesuffix(".weight") + end: part.clone() for end, part in parts.items()}
+        listed = module if experts else key.removesuffix(".weight")
+        listed = re.sub(r"^model\.(?!language_model\.)", outer, listed)
+        layers[listed] = {"quant_algo": name, "group_size": 16 if "NVFP4" in name else None}
+    section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    return write_pair(path, stored, plain, {"quantization_config": section})
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+def test_a_format_for_each_module(tmp_path: Path, kind: str) -> None:
+    """As NVIDIA's Qwen3.6, Nemotron 3.5 and MiniMax-M3 are published. Codes stay codes on a CPU, and the ledger counts
+    FP8 of the same kernel family as dequantized."""
+    path, plain = write_mixed(tmp_path, kind, random.choice(["model.", "model.language_model."]))
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    want = logits_of(plain)
+    torch.testing.assert_close(logits_of(path), want, rtol=1e-4, atol=1e-4)
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | {"torch_dtype": "float32"}))
+    served = loaded(path, "cpu")
+    assert (step_logits(served) - want).norm() / want.norm() < 1e-4
+    ledger_fits(served)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (None, "quantized_layers must be an object"),
+        ({"model.layers.0.mlp.up_proj": {"quant_algo": "W4A8"}}, r"quantized_layers\.model\.layers\.0\.mlp\.up_proj"),
+        ({"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 32}}, "group_size must be 16"),
+        (
+            {
+                f"model.layers.0.mlp.experts.{i}.up_proj": {"quant_algo": name}
+                for i, name in enumerate(("FP8", "NVFP4"))
+            },
+            r"experts of model\.layers\.0\.mlp\.experts\.\*\.up_proj",
+        ),
+    ],
+)
+def test_modules_that_are_refused(layers: dict[str, Any] | None, message: str) -> None:
+    section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    with pytest.raises(ConfigError, match=message):
+        parse_format(Fields({"quantization_config": section}, "config.json"))
 
 
 @pytest.mark.parametrize("halves", [False, True])
