@@ -84,7 +84,7 @@ class ServerArgs:
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
             ("apertus2509", "beam", "dots", "k2_horizon", "muse",
-             "nanbeige", "granite_thinking_parser", "interns1", "gemma4", "inkling", "iquest_q1",
+             "nanbeige", "granite_thinking_parser", "interns1", "inkling", "iquest_q1",
              "cohere_command4", "gigachat35", "response_template"),
             MORE_PARSERS,
         ),
@@ -98,7 +98,7 @@ class ServerArgs:
             ("step3",
              "apertus2509", "beam", "cohere_command4", "k2_horizon", "lfm2", "minicpm5",
              "muse", "spark25", "nanbeige", "trinity", "interns1", "gigachat3",
-             "gigachat35", "gemma4", "inkling", "iquest_q1", "response_template"),
+             "gigachat35", "inkling", "iquest_q1", "response_template"),
             MORE_PARSERS,
         ),
     )  # fmt: skip

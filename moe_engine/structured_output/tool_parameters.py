@@ -68,7 +68,7 @@ def _parameter(
         shared = {word: whole[word] for word in DEFINITIONS if word in whole}
         schema = {**schema, **{word: {**whole[word], **schema.get(word, {})} for word in shared}}
     return OneParameter(
-        begin=f"{syntax.before}{name}{behind}", schema=schema, is_text=text, end=syntax.end_of(name),
+        begin=f"{syntax.before}{name}{behind}", schema=schema, is_text=text, end=syntax.end_of(name, text),
         required=required and strict,
     )  # fmt: skip
 
@@ -76,4 +76,4 @@ def _parameter(
 def _is_writable(name: str, syntax: ParameterSyntax) -> bool:
     if syntax.before_text is None:
         return name.isidentifier() and not keyword.iskeyword(name)
-    return bool(name) and name == name.strip() and name.isprintable() and not set(name) & set('<>"')
+    return bool(name) and name == name.strip() and name.isprintable() and not set(name) & set(syntax.reserved)

@@ -35,6 +35,7 @@ class ReasoningFormat:
         xtml: channels of Kimi K3 (`xtml.py`).
         answer: tags around the content, which are removed (`answer_tags.py`).
         turn: begin of the message with the content, or with calls; removed too.
+        token: the special token at the beginning of `start`, if `start` is longer.
         notes: marks around notes in the reasoning, which keeps them; a prompt may open the first one (Seed-OSS: on the
             thinking budget).
     """
@@ -49,6 +50,7 @@ class ReasoningFormat:
     xtml: bool = False
     answer: tuple[str, str] | None = None
     turn: str = ""
+    token: str = ""
     notes: tuple[str, str] | None = None
 
     @property
@@ -56,7 +58,9 @@ class ReasoningFormat:
         """Texts that may be special tokens, which outputs must keep."""
         if self.xtml:
             return xtml.MARKERS
-        return MARKERS if self.harmony else (self.start, self.end, *(self.answer or ()), *(self.notes or ()))
+        return (
+            MARKERS if self.harmony else (self.token or self.start, self.end, *(self.answer or ()), *(self.notes or ()))
+        )
 
     @property
     def free_end(self) -> str:
@@ -98,6 +102,7 @@ REASONING_FORMATS = {
         "<longcat_think>", "</longcat_think>", switch="enable_thinking", calls="<longcat_tool_call>"
     ),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", calls="<|tool_call>", token="<|channel>"),
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),
     "solar_open": ReasoningFormat(
         "<|think|>", "<|end|>", calls="<|tool_calls|>", answer=("<|content|>", "<|end|>"), turn="<|begin|>assistant"

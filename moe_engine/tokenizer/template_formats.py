@@ -9,6 +9,7 @@ from moe_engine.tokenizer.reasoning import THINK_END, THINK_START
 
 _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt-oss", ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|tool_call>call:",)),
     ("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("solar_open", ("<|tool_call:begin|>",)),
@@ -52,6 +53,8 @@ def reasoning_format(template: str) -> str | None:
     tools = tool_format(template)
     if tools in ("gpt-oss", "kimi_k3", "solar_open"):
         return tools
+    if tools == "gemma4":
+        return tools if "<|channel>thought" in template else None
     if tools == "minimax-m3":
         return tools if "</mm:think>" in template else None
     if "</longcat_think>" in template:

@@ -148,7 +148,7 @@ def test_formats() -> None:
         arguments = '{"city": "Rome"}'
         if one is not None:
             value = '"Rome"' if one.before_text is None else "Rome"
-            arguments = f"{one.before}city{one.before_text or one.after_name}{value}{one.after}"
+            arguments = f"{one.before}city{one.before_text or one.after_name}{value}{one.end_of('city', True)}"
         call = syntax.before_arguments("weather") + arguments + syntax.after_arguments
         text = syntax.begin + syntax.after_begin + call + syntax.end
         client = FakeClient(text, context_len=2048, max_req_input_len=2040, max_total_num_tokens=4096)

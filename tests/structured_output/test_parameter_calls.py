@@ -40,6 +40,7 @@ FORMS = (
     "hunyuan",
     "hy_v3",
     "dots",
+    "gemma4",
 )
 LEAVES: list[Any] = [
     {"type": "string"},
@@ -146,6 +147,7 @@ CALLS = {
     '<｜DSML｜parameter name="city" string="true">%s'
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     "pythonic": '[weather(city="%s")]',
+    "gemma4": '<|tool_call>call:weather{city:<|"|>%s<|"|>}<tool_call|>',
     "hunyuan": "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n"
     "</tool_call>\n</tool_calls>",
 }

@@ -55,6 +55,13 @@ def test_other_tags():
     form = REASONING_FORMATS["kimi"]
     assert reason("◁think▷a◁/think▷b", 3, inside=False, form=form) == ("a", "b")
     assert reason("[THINK]a[/THINK]b", 3, inside=False, form=REASONING_FORMATS["mistral"]) == ("a", "b")
+    gemma = REASONING_FORMATS["gemma4"]
+    for size in (1, 4, 99):
+        assert reason("<|channel>thought\na\n<channel|>b", size, inside=False, form=gemma) == ("a", "b")
+        call = "<|tool_call>call:f{}<tool_call|>"
+        assert reason("<|channel>thought\na" + call, size, inside=False, form=gemma) == ("a", call)
+    assert gemma.markers == ("<|channel>", "<channel|>")
+    assert not starts_inside("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", {"enable_thinking": True})
     m3 = REASONING_FORMATS["minimax-m3"]
     assert reason("<mm:think>a</mm:think>b", 3, inside=False, form=m3) == ("a", "b")
     assert reason("a]<]minimax[>[<tool_call>x", 3, inside=True, form=m3) == ("a", "]<]minimax[>[<tool_call>x")

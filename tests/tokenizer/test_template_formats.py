@@ -80,6 +80,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "dots": ("<dots_function_call>", None, "dots"),
     "Llama 3.1": ("<|start_header_id|><|python_tag|>", None, "llama3"),
     "Llama 3.2": ('<|start_header_id|>{"name": function, "parameters": {}}', None, "llama3"),
+    "Gemma 4": ("<|tool_call>call:{{ name }}<|channel>thought\n<channel|>" + ASK, "gemma4", "gemma4"),
     "plain": ("{{ messages }}", None, None),
 }
 

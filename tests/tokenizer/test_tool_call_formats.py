@@ -42,6 +42,10 @@ def hunyuan(text: str, suffix: str = "") -> str:
     return text.replace(">", f"{suffix}>")
 
 
+def gemma(call: str) -> str:
+    return f"<|tool_call>{call}<tool_call|>"
+
+
 def solar(call_id: str, name: str, arguments: str) -> str:
     return f"<|tool_call:begin|>{call_id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>"
 
@@ -172,6 +176,13 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("pythonic", '[f(s="a]\'", n=-1), g(o={"k": [1, None]})] b [1, 2] [x] [f(1)]', " b [1, 2] [x] [f(1)]",
      [("f", {"s": "a]\'", "n": -1}), ("g", {"o": {"k": [1, None]}})]),
     ("pythonic", "<|python_start|>[g()]<|python_end|>", "", [("g", {})]),
+    ("gemma4", gemma('call:f{a:2.5,b:null,e:<|"|>1<|"|>,n:-5,o:{k:[1,<|"|>x]}<|"|>,{l:true}],m:{}},'
+     's:<|"|>a "q"\n},\\<|"|>}') + gemma("call:g{}"), "",
+     [("f", {"a": 2.5, "b": None, "e": "1", "n": -5, "o": {"k": [1, "x]}", {"l": True}], "m": {}}, "s": 'a "q"\n},\\'}),
+      ("g", {})]),
+    ("gemma4", "a\n" + gemma(' call:g { x : word , <|"|>y<|"|>:"q", z:[] }') + " b", "a\n b",
+     [("g", {"x": "word", "y": "q", "z": []})]),
+    ("gemma4", gemma("call:f{s:12,n:5,o:{k:[1"), "", [("f", {"s": "12", "n": 5, "o": {"k": [1]}})]),
 ]  # fmt: skip
 
 
@@ -311,6 +322,8 @@ NO_CALLS = [
     ("solar_open", "<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>f"),
     ("dots", "<dots_function_call>\nsearch\n</dots_function_call>"),
     ("gpt-oss", "<|channel|>final<|message|>Hello<|return|>"),
+    ("gemma4", "<|tool_call>f{}<tool_call|>"),
+    ("gemma4", "a <|tool_call>call:f<tool_call|>"),
     ("gpt-oss", "a <|start|>assistant<|channel|>commentary to=functions.f"),
 ]
 

@@ -11,6 +11,10 @@ from moe_engine.tokenizer.harmony import MARKERS as HARMONY_MARKERS
 from moe_engine.tokenizer.reasoning import HY3_SUFFIX
 from moe_engine.tokenizer.tool_calls import nested
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
+from moe_engine.tokenizer.tool_calls.gemma import BEGIN as GEMMA_BEGIN
+from moe_engine.tokenizer.tool_calls.gemma import CALL as GEMMA_CALL
+from moe_engine.tokenizer.tool_calls.gemma import END as GEMMA_END
+from moe_engine.tokenizer.tool_calls.gemma import QUOTE, parse_gemma
 from moe_engine.tokenizer.tool_calls.harmony import parse_harmony
 from moe_engine.tokenizer.tool_calls.named import (
     CALL_BEGIN,
@@ -72,8 +76,9 @@ class ParameterSyntax:
     """Arguments written one by one: `before`, name, `after_name`, value, `after`; `between` separates them.
 
     `after` may contain `NAME`, which is the parameter's name. Values are JSON; plain texts (`is_plain_text`) follow
-    `before_text` unchanged; None: they are JSON too. `value_end`: end of a text, as read by the parser. `trims`:
-    the parser removes line ends at a text's beginning and end.
+    `before_text` unchanged, with `after_text` before `after`; None: they are JSON too. `value_end`: end of a text, as
+    read by the parser. `trims`: the parser removes line ends at a text's beginning and end. `reserved`: characters
+    that names do not contain.
     """
 
     before: str
@@ -83,10 +88,12 @@ class ParameterSyntax:
     value_end: str = ""
     between: str = ""
     trims: bool = False
+    after_text: str = ""
+    reserved: str = '<>"'
 
-    def end_of(self, name: str) -> str:
-        """`after` of one parameter."""
-        return self.after.replace(NAME, name)
+    def end_of(self, name: str, is_text: bool = False) -> str:
+        """The text after the value of one parameter."""
+        return (self.after_text if is_text else "") + self.after.replace(NAME, name)
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,16 @@ _MINIMAX_M3 = ToolFormat(
         nested.BEGIN, "\n", nested.END, "", nested.INVOKE, nested.NAME_END, f"{nested.INVOKE_END}\n",
         also_begins=nested.INVOKE,
         parameters=ParameterSyntax(f"{nested.MARK}<", ">", ">", f"{nested.MARK}</{NAME}>", nested.MARK),
+    ),
+)  # fmt: skip
+_GEMMA4 = ToolFormat(
+    parse_gemma,
+    (GEMMA_BEGIN, GEMMA_END, QUOTE),
+    CallSyntax(
+        GEMMA_BEGIN, "", "", GEMMA_BEGIN, GEMMA_CALL, "{", "}" + GEMMA_END,
+        parameters=ParameterSyntax(
+            "", ":", f":{QUOTE}", "", QUOTE, between=",", after_text=QUOTE, reserved='<>":,{}[]'
+        ),
     ),
 )  # fmt: skip
 _PYTHONIC = ToolFormat(
@@ -343,4 +360,5 @@ TOOL_FORMATS = {
         reasoning_end=f"{END}{START}assistant",
     ),
     "pythonic": _PYTHONIC,
+    "gemma4": _GEMMA4,
 }
