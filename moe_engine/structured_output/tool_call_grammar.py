@@ -64,7 +64,7 @@ def _behind_text(
 ) -> list[str]:
     """Calls after free text, which contains no text that the parser would read as a call. Adds rules to `lines`."""
     begin = calls["begin"]
-    if syntax.parameters is not None and syntax.parameters.before_text is None:  # a bracket may be text
+    if begin == "[":  # it may be text
         names = [escaped(call["name"]) for call in calls["calls"]]
         found = [rf"\[{SPACE}{name}{SPACE}\(" for name in names]
         any_begin = rf"\[{SPACE}({'|'.join(names)}){SPACE}\("

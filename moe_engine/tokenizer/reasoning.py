@@ -102,6 +102,7 @@ REASONING_FORMATS = {
         "<longcat_think>", "</longcat_think>", switch="enable_thinking", calls="<longcat_tool_call>"
     ),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "granite": ReasoningFormat(calls="<|tool_call|>", answer=("<response>", "</response>")),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", calls="<|tool_call>", token="<|channel>"),
     "ernie45": ReasoningFormat(forced=True, calls="\n<tool_call>", answer=("<response>", "</response>")),
     "solar_open": ReasoningFormat(

@@ -29,6 +29,11 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("longcat", ("<longcat_tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("phi4_mini_json", ("<|tool_call|>", "<|/tool_call|>")),
+    ("phi4_mini_json", ("functools[",)),
+    ("granite", ("<|tool_call|>",)),
+    ("granite", ("<tool_call> followed by a JSON list",)),
+    ("olmo3", ("<function_calls>",)),
     ("ernie45", ("<tool_call>", "<response>")),
     ("qwen25", ("<tool_call>",)),
     ("llama3", ("<|python_tag|>",)),
@@ -55,6 +60,8 @@ def reasoning_format(template: str) -> str | None:
         return tools
     if tools == "gemma4":
         return tools if "<|channel>thought" in template else None
+    if tools == "granite":
+        return tools if "<response>" in template else None
     if tools == "minimax-m3":
         return tools if "</mm:think>" in template else None
     if "</longcat_think>" in template:

@@ -41,6 +41,7 @@ FORMS = (
     "hy_v3",
     "dots",
     "gemma4",
+    "olmo3",
 )
 LEAVES: list[Any] = [
     {"type": "string"},
@@ -147,6 +148,7 @@ CALLS = {
     '<｜DSML｜parameter name="city" string="true">%s'
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     "pythonic": '[weather(city="%s")]',
+    "olmo3": '<function_calls>\nweather(city="%s")\n</function_calls>',
     "gemma4": '<|tool_call>call:weather{city:<|"|>%s<|"|>}<tool_call|>',
     "hunyuan": "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n"
     "</tool_call>\n</tool_calls>",

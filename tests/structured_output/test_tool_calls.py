@@ -37,6 +37,8 @@ SYNTAX: dict[str, CallSyntax] = {
         "hunyuan_a13b",
         "minimax_m1",
         "solar_open",
+        "granite",
+        "phi4_mini_json",
     )
 }  # type: ignore[misc]
 

@@ -55,6 +55,8 @@ def test_other_tags():
     form = REASONING_FORMATS["kimi"]
     assert reason("◁think▷a◁/think▷b", 3, inside=False, form=form) == ("a", "b")
     assert reason("[THINK]a[/THINK]b", 3, inside=False, form=REASONING_FORMATS["mistral"]) == ("a", "b")
+    granite = "<think>a</think>\n<response>b</response>"
+    assert reason(granite, 3, inside=False, form=REASONING_FORMATS["granite"]) == ("a", "b")
     gemma = REASONING_FORMATS["gemma4"]
     for size in (1, 4, 99):
         assert reason("<|channel>thought\na\n<channel|>b", size, inside=False, form=gemma) == ("a", "b")

@@ -80,6 +80,19 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "dots": ("<dots_function_call>", None, "dots"),
     "Llama 3.1": ("<|start_header_id|><|python_tag|>", None, "llama3"),
     "Llama 3.2": ('<|start_header_id|>{"name": function, "parameters": {}}', None, "llama3"),
+    "Granite 3.1": (
+        "<|start_of_role|>respond with <tool_call> followed by a JSON list of tools used" + ASK,
+        None,
+        "granite",
+    ),
+    "Granite 3.3": (
+        "respond only with <|tool_call|> followed by a JSON list<think></think><response></response>" + ASK,
+        "granite",
+        "granite",
+    ),
+    "Phi-4-mini": ("functools[{{ calls }}]", None, "phi4_mini_json"),
+    "OLMo 3": ("<function_calls>\n{{ calls }}</function_calls>" + ASK, None, "olmo3"),
+    "OLMo 3 Think": ("<function_calls>{{ calls }}" + BACK + ASK + "<think>", "deepseek-r1", "olmo3"),
     "Gemma 4": ("<|tool_call>call:{{ name }}<|channel>thought\n<channel|>" + ASK, "gemma4", "gemma4"),
     "plain": ("{{ messages }}", None, None),
 }

@@ -28,14 +28,18 @@ from moe_engine.tokenizer.tool_calls.named import (
     SOLAR_OPEN,
 )
 from moe_engine.tokenizer.tool_calls.objects import (
+    LIST_BEGIN,
     LLAMA_BEGIN,
     MINIMAX_BEGIN,
     MINIMAX_END,
     MISTRAL_ARGUMENTS,
     MISTRAL_BEGIN,
     MISTRAL_ID,
+    PHI_BEGIN,
+    PHI_END,
     QWEN_BEGIN,
     QWEN_END,
+    parse_granite,
     parse_llama,
     parse_minimax_m1,
     parse_mistral,
@@ -43,7 +47,7 @@ from moe_engine.tokenizer.tool_calls.objects import (
 )
 from moe_engine.tokenizer.tool_calls.pythonic import BEGIN as PYTHON_BEGIN
 from moe_engine.tokenizer.tool_calls.pythonic import END as PYTHON_END
-from moe_engine.tokenizer.tool_calls.pythonic import parse_pythonic
+from moe_engine.tokenizer.tool_calls.pythonic import LINES_BEGIN, LINES_END, parse_lines, parse_pythonic
 from moe_engine.tokenizer.tool_calls.tagged import (
     DOTS,
     DSML,
@@ -227,6 +231,11 @@ _PYTHONIC = ToolFormat(
     (PYTHON_BEGIN, PYTHON_END),
     CallSyntax("[", "", "]", ", ", "", "(", ")", parameters=ParameterSyntax("", "=", None, "", between=", ")),
 )
+_OLMO3 = ToolFormat(
+    parse_lines,
+    (LINES_BEGIN, LINES_END),
+    replace(_PYTHONIC.syntax, begin=LINES_BEGIN, after_begin="\n", end=f"\n{LINES_END}", between="\n"),
+)
 
 
 def _dsml(block: str, mark: str = DSML) -> ToolFormat:
@@ -361,4 +370,11 @@ TOOL_FORMATS = {
     ),
     "pythonic": _PYTHONIC,
     "gemma4": _GEMMA4,
+    "olmo3": _OLMO3,
+    "granite": ToolFormat(
+        parse_granite, (LIST_BEGIN, *QWEN_MARKERS), _object_syntax(LIST_BEGIN, "[", "]", ", ", "arguments")
+    ),
+    "phi4_mini_json": ToolFormat(
+        parse_granite, (LIST_BEGIN, PHI_END), _object_syntax(f"{PHI_BEGIN}[", "", "]", ", ", "arguments")
+    ),
 }

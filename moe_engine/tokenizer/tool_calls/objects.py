@@ -1,4 +1,5 @@
-"""Formats that write a call as one JSON object: Qwen 2.5 and Hermes, Llama 3, Mistral, MiniMax-M1."""
+"""Formats that write a call as one JSON object: Qwen 2.5 and Hermes, Llama 3, Mistral, MiniMax-M1, Granite 3,
+Phi-4-mini."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ QWEN_BEGIN, QWEN_END = "<tool_call>", "</tool_call>"
 MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 LLAMA_BEGIN = "<|python_tag|>"
 MINIMAX_BEGIN, MINIMAX_END = "<tool_calls>", "</tool_calls>"
+LIST_BEGIN, PHI_BEGIN, PHI_END = "<|tool_call|>", "functools", "<|/tool_call|>"
 
 
 def parse_qwen(reader: CallReader) -> Wait[None]:
@@ -52,6 +54,28 @@ def parse_mistral(reader: CallReader) -> Wait[None]:
         else:
             yield from _named(reader, space)
         yield from reader.space_behind((MISTRAL_BEGIN,))
+
+
+def parse_granite(reader: CallReader) -> Wait[None]:
+    """``<|tool_call|>[{...}, {...}]``; Granite 3.1 writes ``<tool_call>``. Phi-4-mini: ``functools[{...}]``, or with
+    ``<|/tool_call|>`` at the end."""
+    begins, ends, called = (LIST_BEGIN, QWEN_BEGIN, PHI_BEGIN), (PHI_END, QWEN_END), False
+    if reader.content_is_json and not (yield from reader.at(LIST_BEGIN)) and not (yield from reader.at(PHI_BEGIN)):
+        yield from reader.rest()
+    while marker := (yield from reader.until((*begins, *ends), reader.plain)):
+        if marker in ends:
+            reader.plain(marker if reader.behind_text or not called else "")
+        else:
+            space = yield from reader.space()
+            bracket = "[" if (yield from reader.take("[")) else ""
+            if not bracket and (marker == PHI_BEGIN or not (yield from reader.at("{"))):
+                reader.no_call(marker + space)
+                continue
+            if (yield from call_objects(reader, marker + space + bracket, ",")):
+                called = True
+                yield from reader.space()
+                yield from reader.take("]")
+        yield from reader.space_behind((*begins, *ends))
 
 
 def parse_minimax_m1(reader: CallReader) -> Wait[None]:

@@ -1,4 +1,4 @@
-"""Calls as a list of Python: ``[f(a=1), g(b="x")]`` (Llama 3.2 and 4)."""
+"""Calls in Python: as a list ``[f(a=1), g(b="x")]`` (Llama 3.2 and 4), or one a line between tags (OLMo 3)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from moe_engine.tokenizer.tool_calls import json_text
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
+LINES_BEGIN, LINES_END = "<function_calls>", "</function_calls>"
 MAX_LENGTH = 1 << 20
 _FIRST = re.compile(r"\[\s*([\w.]+)\(")
 """The name of the first call in a list."""
+_OF_JSON = {"null": None, "true": True, "false": False}
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -51,6 +53,32 @@ def _parse_enforced(reader: CallReader) -> Wait[None]:
                 break
         if before and reader.content_is_json:
             yield from reader.rest()
+
+
+def parse_lines(reader: CallReader) -> Wait[None]:
+    """``<function_calls>``, a call on each line, ``</function_calls>``; constants may be JSON's."""
+    if reader.content_is_json and not (yield from reader.at(LINES_BEGIN)):
+        yield from reader.rest()
+    while (yield from reader.until((LINES_BEGIN,), reader.plain)):
+        if reader.is_json:
+            while not (yield from reader.take(LINES_END)):
+                space = yield from reader.space()
+                if not (name := (yield from _name_of_call(reader, space))):
+                    break
+                yield from _enforced_call(reader, name)
+                yield from reader.space()
+        else:
+            parts: list[str] = []
+            marker = yield from reader.until((LINES_END,), parts.append)
+            text = "".join(parts)
+            calls = _calls(f"[{text}]") or _calls(f"[{','.join(filter(str.strip, text.splitlines()))}]")
+            if calls is None:
+                reader.no_call(LINES_BEGIN + text + marker)
+            for name, arguments in calls or ():
+                reader.open(name)
+                reader.arguments(json.dumps(arguments, ensure_ascii=False))
+                reader.close()
+        yield from reader.space_behind((LINES_BEGIN,))
 
 
 def _name_of_call(reader: CallReader, before: str) -> Wait[str]:
@@ -130,7 +158,8 @@ def _calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
         for call in tree.elts:
             if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, (ast.Name, ast.Attribute)):
                 return None
-            values = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg is not None}
+            words = (word for word in call.keywords if word.arg is not None)
+            values = {str(word.arg): ast.literal_eval(_Constants().visit(word.value)) for word in words}
             if len(values) < len(call.keywords):
                 return None
             json.dumps(values, allow_nan=False)
@@ -138,3 +167,10 @@ def _calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
     return found
+
+
+class _Constants(ast.NodeTransformer):
+    """JSON's names of constants, which OLMo 3 writes."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_OF_JSON[node.id]) if node.id in _OF_JSON else node
