@@ -149,7 +149,8 @@ def draw_form(kind: str, device: str, most: int, rng: random.Random) -> Case:
     elif rng.random() < 0.2:
         case.common["skip_tokenizer_init"] = False  # of grammars
     case.event = rng.choice(("", "", *(name for name in EVENTS if name not in REPLACING or not case.is_pooled)))
-    if case.flags.get("attn_dp_size", 1) == tp_size > 1 and device == "cpu" and rng.random() < 0.25:
+    whole = case.flags.get("attn_dp_size", 1) == tp_size > 1 and device == "cpu" and _has_experts(kind)
+    if whole and rng.random() < 0.25:
         _make_elastic(case, rng)
     case.sessions = _sessions(case, rng)
     return case
@@ -198,16 +199,11 @@ def _make_elastic(case: Case, rng: random.Random) -> None:
 
 
 def ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
-    from tests.models.random_shapes import EXPERTS
-
     if tp_size == 1:
         return {"dp_size": 2}
     flags: dict[str, Any] = {"tp_size": tp_size}
     flags["attn_dp_size"] = rng.choice([n for n in (1, 2, 4, 8, tp_size) if n <= tp_size])
-    kind = kind.removesuffix(WITH_IMAGES)
-    known = ("deepseek", "kimi", "ling", "glm5", "glm_moe", "minimax_m", "qwen4", "qwen3_vl_moe")
-    mixture = kind in EXPERTS or kind.startswith(known)
-    if not mixture or rng.random() < 0.3:
+    if not _has_experts(kind) or rng.random() < 0.3:
         return flags
     if rng.random() < 0.3:
         return flags | {"ep_size": tp_size}
@@ -221,6 +217,14 @@ def ranks(kind: str, tp_size: int, rng: random.Random) -> dict[str, Any]:
         if rng.random() < 0.5:
             flags["eplb_rebalance_layers_per_chunk"] = 1
     return flags
+
+
+def _has_experts(kind: str) -> bool:
+    from tests.models.random_shapes import EXPERTS
+
+    kind = kind.removesuffix(WITH_IMAGES)
+    known = ("deepseek", "kimi", "ling", "glm5", "glm_moe", "minimax_m", "qwen4", "qwen3_vl_moe")
+    return kind in EXPERTS or kind.startswith(known)
 
 
 def _drafts(kind: str, case: Case, rng: random.Random, mtp: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.waiting import until
 REPLACING = ("tensors", "broadcast")
 """Events whose engine starts with the weights of another checkpoint."""
 EVENTS = ("in_place", "retract", "update", "abort", "flush", *REPLACING)
+VERSION = "new"
+"""Name of new weights: engines that have both exchange KV again."""
 COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
@@ -55,12 +58,12 @@ class Event:
     def _replace(self, engine: Engine) -> None:
         tensors = tensors_of(self._path)
         if self._trainer is None:
-            done = engine.update_weights_from_tensor(tensors.items())
+            done = engine.update_weights_from_tensor(tensors.items(), weight_version=VERSION)
         else:
             self._trainer.send(self._path, list(tensors))
             dtypes = [str(tensor.dtype) for tensor in tensors.values()]
             done = engine.update_weights_from_distributed(
-                list(tensors), dtypes, [list(tensor.shape) for tensor in tensors.values()]
+                list(tensors), dtypes, [list(x.shape) for x in tensors.values()], weight_version=VERSION
             )
         assert done[0], done
         assert self._trainer is None or self._trainer.answer() == "sent"
@@ -79,7 +82,8 @@ class Event:
             await asyncio.sleep(0.2)
             await asyncio.to_thread(engine.continue_generation)
         elif self.name == "update":
-            done, message = await asyncio.to_thread(engine.update_weights_from_disk, str(self._path))
+            update = partial(engine.update_weights_from_disk, str(self._path), weight_version=VERSION)
+            done, message = await asyncio.to_thread(update)
             assert done, message
         elif self.name in REPLACING:
             await asyncio.to_thread(self._replace, engine)
