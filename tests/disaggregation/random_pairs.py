@@ -71,10 +71,9 @@ def draw_pair(kind: str, device: str, most: int, rng: random.Random) -> PairCase
     case = PairCase(**vars(form))
     tp_size = case.flags.get("tp_size", 1)
     case.other = {name: value for name, value in case.flags.items() if name not in OF_RANKS}
-    chosen, size = rng.random(), rng.choice([n for n in (1, 1, 2, 4, 8) if n <= tp_size])
-    if chosen < 0.3:
+    if alike := rng.random() < 0.35:  # as states need it
         case.other |= {name: case.flags[name] for name in OF_RANKS if name in case.flags}
-    elif size > 1 or chosen < 0.5:
+    elif (size := rng.choice([n for n in (1, 1, 2, 4, 8) if n <= tp_size])) > 1 or rng.random() < 0.3:
         case.other |= random_ranks.ranks(kind, size, rng)
     if case.flags.get("speculative_eagle_topk", 1) > 1:
         case.other.pop("attn_dp_size", None)  # not with trees
@@ -82,15 +81,13 @@ def draw_pair(kind: str, device: str, most: int, rng: random.Random) -> PairCase
     if case.adapters and groups > 1:
         case.other["moe_dense_tp_size"] = 1
     case.other |= random_ranks.limits(kind, groups, rng)
-    if rng.random() < 0.5:  # states need equal ones
-        case.other["page_size"] = case.flags["page_size"]
-        case.other["chunked_prefill_size"] = -1
+    if alike:
+        case.other |= {name: case.flags[name] for name in ("page_size", "chunked_prefill_size", "enable_mixed_chunk")}
     if case.head is None and rng.random() < 0.2:
         case.other = {name: value for name, value in case.other.items() if not name.startswith("speculative_")}
     backend = rng.choice(("tcp", "tcp", "shm"))
     for flags in (case.flags, case.other):
         flags |= {"disable_radix_cache": False, "disaggregation_transfer_backend": backend}
-        flags["enable_mixed_chunk"] &= flags["chunked_prefill_size"] > 0
     if rng.random() < 0.5:
         case.flags, case.other = case.other, case.flags
     case.event = rng.choice(("", "", *EVENTS, *LOSSES))
@@ -195,7 +192,7 @@ class PairEvent:
                 self._cable.cut()
             return
         lost = pair.decode if self._name.endswith("decode") else pair.prefill
-        begin = random.randrange(8)
+        begin = random.randrange(25)
         while pair.num_pieces < begin and not work.done():
             await asyncio.sleep(0.001)
         await asyncio.sleep(random.random() * 0.1)

@@ -34,7 +34,8 @@ def make_adapter(
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config))
     fields = json.loads((checkpoint / "config.json").read_text())
-    num_layers = fields.get("text_config", fields)["num_hidden_layers"]
+    fields = fields.get("text_config", fields)
+    num_layers = fields.get("num_hidden_layers") or fields["num_layers"]
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         module = name.removesuffix(".weight")
