@@ -65,6 +65,8 @@ class ElasticDetector(FailureDetector):
 
     def _uncovered(self, left: int) -> str:
         coverage, size = self._coverage, len(self._ranks)
+        if not left:
+            return "no rank is left"
         return (
             f"{left} of {size} ranks cannot hold {coverage.num_experts} experts in {coverage.slots} slots each: "
             f"--ep-num-redundant-experts {coverage.redundant_needed(left, size)} would have covered the loss"

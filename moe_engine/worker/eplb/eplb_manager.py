@@ -259,11 +259,9 @@ class EPLBManager:
         """Placement of the layers that move."""
         return self._tables.placement if self._drafts is None else self._tables.whole_placement
 
-    def counter_of(self, layer: int) -> ExpertRecorder | DraftCounts:
-        if layer < self._tables.num_layers:
-            return self._recorder
-        assert self._drafts is not None
-        return self._drafts
+    def counter_of(self, layer: int) -> ExpertRecorder | DraftCounts | None:
+        """None: an MTP layer that does not draft."""
+        return self._recorder if layer < self._tables.num_layers else self._drafts
 
     @property
     def _is_planning_rank(self) -> bool:

@@ -82,6 +82,14 @@ def test_failure_names_all_simultaneous_losses() -> None:
     assert "2 of 4 ranks cannot hold 8 experts" in failure and not ranks.announced
 
 
+def test_the_loss_of_all_ranks_is_a_failure_with_their_names() -> None:
+    ranks = Watched(Coverage(8, 8))
+    for rank in range(4):
+        ranks.detector.died(rank, f"DP{rank} TP{rank} (pid 10{rank}) was killed by SIGKILL")
+    failure = str(ranks.detector.failure)
+    assert "DP0 TP0 (pid 100) was killed" in failure and failure.endswith("; no rank is left")
+
+
 # -- the supervisor
 
 

@@ -32,7 +32,8 @@ LONG = 90
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model") / "plain", SEED)
+    """With an MTP layer that is not served."""
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model") / "plain", SEED, num_mtp_layers=1)
 
 
 def check(streams: list[Stream], expected: list[list[int]]) -> None:
