@@ -22,7 +22,7 @@ def joined(port: int, world_size: int, name: str) -> Any:
     """A group beside the default group, created as SGLang's clients do."""
     from torch.distributed import distributed_c10d as c10d
 
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=300)  # engines on simulated devices start in minutes
     store, _, _ = next(c10d.rendezvous(f"tcp://{ADDRESS}:{port}", 0, world_size, timeout=limit))
     store = c10d.PrefixStore(name, store)
     helper: Any = c10d._new_process_group_helper
