@@ -52,7 +52,6 @@ class Processed(msgspec.Struct, array_like=True):
 
 def main() -> None:
     ignore_stop_signals()
-    yield_to_steps()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     absent: dict[str, Any] = dict.fromkeys(("torch", "torchvision"))
     sys.modules.update(absent)  # transformers would import them if they are installed
@@ -65,6 +64,7 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
     try:
         processor = load_processor(setup.folder, setup.min_pixels, setup.max_pixels)
         process = partial(_processed, processor, setup.max_decoded)
+        yield_to_steps()  # only now: its first image waits for the start
         write_frame(answers, msgspec.msgpack.encode(None))
     except Exception as error:
         write_frame(answers, msgspec.msgpack.encode(f"{type(error).__name__}: {error}"))

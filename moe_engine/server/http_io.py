@@ -184,7 +184,11 @@ def _decode_leniently(body: bytes | bytearray) -> dict[str, Any]:
         raise InputError("the request body is empty; send a JSON object")
     try:
         value = json.loads(body, parse_float=_number)
-    except (ValueError, RecursionError) as exc:
+    except RecursionError:
+        raise InputError(
+            "the request body is nested too deep; send fewer objects and lists within each other"
+        ) from None
+    except ValueError as exc:
         raise InputError(f"the request body is not valid JSON: {exc}") from None
     if not isinstance(value, dict):
         raise InputError(f"the request body must be a JSON object, not {_json_kind(value)}")

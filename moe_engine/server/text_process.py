@@ -34,12 +34,12 @@ PROMPTS_PER_FRAME = 64
 
 def main() -> None:
     ignore_stop_signals()
-    yield_to_steps()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     server = Server(socket.socket(fileno=os.dup(0)))
     spec: TextSpec = pickle.loads(server.receive()[1])
     logs.setup_logging(spec.settings.args.logging.log_level)
     work = body_work(_state(spec))
+    yield_to_steps()  # only now: its first body waits for the start
     gc.disable()  # it would repeatedly scan millions of decoded objects, and JSON has no cycles
     while server.work_on_next(work):
         gc.collect()

@@ -64,7 +64,7 @@ def find_constraint(request: msgspec.Struct, where: str = "") -> Constraint | No
         where: the client's name of the object with the fields; "" for the top level.
 
     Raises:
-        InputError: the value has the wrong form, or two fields are set.
+        InputError: the value has the wrong form, or two fields with different constraints are set.
     """
     prefix = f"{where}." if where else ""
     found = [
@@ -76,10 +76,12 @@ def find_constraint(request: msgspec.Struct, where: str = "") -> Constraint | No
     found += _of_response_format(getattr(request, "response_format", None))
     if not found:
         return None
-    if len(found) > 1:
-        first, second = found[0][0], found[1][0]
-        raise InputError(f"{first} and {second}: a request has one constraint at most; leave one out", field=second)
-    return _constraint(*found[0])
+    first, *others = found
+    for second, *same in others:  # clients send the fields of several versions of a server
+        if same != list(first[1:]):
+            words = f"{first[0]} and {second}: a request has one constraint at most; leave one out"
+            raise InputError(words, field=second)
+    return _constraint(*first)
 
 
 def _of_structured_outputs(value: Mapping[str, Any] | None) -> Iterator[Found]:

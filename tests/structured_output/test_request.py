@@ -26,6 +26,9 @@ SPELLINGS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"guided_grammar": "start: x"}, ("grammar", "start: x")),
     ({"structured_outputs": {"json": TEXT, "regex": None}}, ("json_schema", TEXT)),
     ({"structured_outputs": {"choice": ["a"]}}, ("choice", '["a"]')),
+    ({"structured_outputs": {"grammar": "a: x"}, "guided_grammar": "a: x"}, ("grammar", "a: x")),  # as guidance sends
+    ({"guided_json": SCHEMA, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+     ("json_schema", TEXT)),
     ({"response_format": {"type": "json_object"}}, ("json_schema", TEXT)),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
      ("json_schema", TEXT)),
@@ -33,6 +36,8 @@ SPELLINGS: list[tuple[dict[str, Any], tuple[str, str]]] = [
 ]  # fmt: skip
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "guided_json": SCHEMA}, "regex and guided_json"),
+    ({"regex": "a", "guided_regex": "b"}, "regex and guided_regex"),
+    ({"regex": "a", "guided_regex": "a", "structured_outputs": {"regex": "b"}}, "regex and structured_outputs.regex"),
     ({"regex": "a", "response_format": {"type": "json_object"}}, "regex and response_format"),
     ({"json_schema": "{"}, "json_schema: is not valid JSON"),
     ({"json_schema": "[1]"}, "json_schema: expected a JSON object"),
