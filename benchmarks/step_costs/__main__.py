@@ -67,7 +67,10 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--rows", choices=("vendors", "triton"), default="vendors", help="libraries that are installed")
     made.add_argument(
-        "--dispatch", default="deepep", choices=("deepep", "symm_mem", "megamoe"), help="of expert parallelism"
+        "--dispatch",
+        default="deepep",
+        choices=("deepep", "deepep2", "symm_mem", "megamoe"),
+        help="of expert parallelism; deepep: DeepEP 1, deepep2: DeepEP 2, by the rates of DeepEP 1",
     )
     made.add_argument("--lines", action="store_true", help="print every launch of the step")
     made.add_argument("--json", type=Path, metavar="FILE", help="also write the values to this file")

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.step_costs.blackwell import FlashInfer
 from benchmarks.step_costs.cost import Cost
 from benchmarks.step_costs.costs import memory_of, size
+from benchmarks.step_costs.elastic import elastic_buffer
 from benchmarks.step_costs.hardware import Announcement, Hardware
 from benchmarks.step_costs.mega_moe import MegaMoe
 from benchmarks.step_costs.recorder import Recorder
@@ -44,9 +45,9 @@ class Libraries:
         self._target_ranks = target_ranks
         self._blackwell = hardware.facts.capability[0] == 10
 
-    def install(self, fp8_kv: Path | None = None) -> None:
+    def install(self, fp8_kv: Path | None = None, elastic: Path | None = None) -> None:
         """DeepGEMM and DeepEP's first generation; FlashAttention 3 on Hopper, FlashInfer on Blackwell. fp8_kv: FlashMLA
-        in sgl_kernel's build too, with a file in this folder."""
+        in sgl_kernel's build too, with a file in this folder. elastic: DeepEP's second generation too, likewise."""
         modules = {"deep_gemm": self.deep_gemm(), "deep_ep": self.deep_ep()}
         if self._blackwell:
             modules["flashinfer"] = FlashInfer(self).module()
@@ -61,6 +62,10 @@ class Libraries:
                 assert fp8_kv is not None
                 (fp8_kv / "flash_mla.py").touch()
                 found.__spec__.submodule_search_locations = [str(fp8_kv)]
+            if name == "deep_ep" and elastic is not None:
+                (elastic / "buffers").mkdir()
+                found.__spec__.submodule_search_locations = [str(elastic)]
+                module.ElasticBuffer = elastic_buffer(self, self._hardware, self._num_nodes, self._target_ranks)
             found.__dict__.update(vars(module))
             sys.modules[name] = found
 

@@ -18,6 +18,8 @@ from benchmarks.step_costs.layers import layers_of, names_of, num_experts, num_f
 from benchmarks.step_costs.models import draft_model, shortened
 from benchmarks.step_costs.roofline import Form
 
+ELASTIC = "deepep2"
+"""Of `Case.dispatch`: DeepEP with its second generation, which is the newest in the library then."""
 SPARE = 16
 """KV slots of a request beyond its context."""
 
@@ -169,7 +171,7 @@ def _start(case: Case, short: dict[str, Any], folder: Path) -> tuple[Any, Any, A
     install.install()
     if case.vendors:
         libraries = Libraries(recorder, case.hardware, case.form.nodes(case.hardware), _target_ranks(case))
-        libraries.install(folder if case.kv != "auto" else None)
+        libraries.install(folder if case.kv != "auto" else None, folder if case.dispatch == ELASTIC else None)
     _watch_layers(recorder)
     _without_compiling()
     _with_one_expert()
@@ -226,7 +228,7 @@ def _flags(case: Case, folder: Path) -> list[Any]:
     if form.dp > 1:
         flags += ["--enable-dp-attention", "--dp-size", form.dp]
     if form.travels:
-        flags += ["--moe-a2a-backend", case.dispatch]
+        flags += ["--moe-a2a-backend", "deepep" if case.dispatch == ELASTIC else case.dispatch]
     if (nodes := form.nodes(case.hardware)) > 1:
         flags += ["--nnodes", nodes, "--node-rank", 0, "--dist-init-addr", "127.0.0.1:30999"]
     return flags

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.step_costs import blackwell, family_costs, libraries, mega_moe, roofline, sampling_costs, triton_costs
+from benchmarks.step_costs import (
+    blackwell,
+    elastic,
+    family_costs,
+    libraries,
+    mega_moe,
+    roofline,
+    sampling_costs,
+    triton_costs,
+)
 from benchmarks.step_costs.cases import CHECKED, CaseFailed, Group, expected, held, run
 from benchmarks.step_costs.cost import Cost
 from benchmarks.step_costs.costs import KERNELS, Routing, Setting, UnknownKernel, kernel_cost, size
@@ -309,6 +318,35 @@ def test_messages_leave_the_rank_and_the_node() -> None:
     assert (two.nvlink, two.network) == (1024 * 14336 * 7 / 16, 1024 * 14336 / 2)
     assert two.link_us == pytest.approx(188, rel=0.05)  # measured
     assert libraries.targets_of(8, 4) == pytest.approx(3.6, rel=0.01)
+
+
+def test_deepep_2_sends_a_token_once_to_a_rank() -> None:
+    """128 tokens of 8 choices on 4 ranks: 3.6 rows each in FP8, copied to 1,024 rows of experts; results in bf16 are
+    summed before they return."""
+    calls: dict[str, Cost] = {}
+    routing = SimpleNamespace(rows=1024)
+    recorder = SimpleNamespace(setting=SimpleNamespace(routing=routing))
+    made = SimpleNamespace(call=lambda name, cost: calls.update({name: cost}), _recorder=recorder)
+    buffer = elastic.elastic_buffer(made, H200, 1, 4.0)(
+        SimpleNamespace(size=lambda: 8), num_max_tokens_per_rank=256, hidden=7168
+    )
+    x = meta(128, 7168, dtype=torch.float8_e4m3fn), meta(128, 56, dtype=torch.float32)
+    (rows, scales), _, weights, handle, _ = buffer.dispatch(
+        x, topk_idx=meta(128, 8, dtype=torch.int64), topk_weights=meta(128, 8, dtype=torch.float32), num_experts=256,
+        num_max_tokens_per_rank=256, expert_alignment=128, do_cpu_sync=False, do_handle_copy=False, do_expand=True,
+        use_tma_aligned_col_major_sf=True, num_sms=24,
+    )  # fmt: skip
+    copies = 128 * 4 * (1 - 0.75**8)
+    assert calls["elastic_dispatch"].nvlink == pytest.approx(copies * 7392 * 7 / 8)
+    assert calls["elastic_dispatch_copy"] == Cost(copies * 7392, 1024 * 7392)
+    assert (
+        len(rows) == len(scales) == len(weights) == 8 * 256 * 8 + 32 * 128
+    )  # the worst case: up to 127 rows of padding each, rounded up
+    assert scales.stride(0) == 1 and handle.psum_num_recv_tokens_per_expert.shape == (32,)
+    buffer.combine(rows.bfloat16(), handle)
+    assert calls["elastic_combine"].nvlink == pytest.approx(copies * 14336 * 7 / 8)
+    assert calls["elastic_combine"].read == 1024 * 14336
+    assert calls["elastic_combine_sum"] == Cost(copies * 14336, 128 * 14336)
 
 
 def test_collectives_take_their_measured_time() -> None:
