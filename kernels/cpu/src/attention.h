@@ -18,6 +18,13 @@
 namespace moe {
 
 constexpr int64_t PACKED_TOGETHER = 128 << 10;  // bytes
+constexpr int64_t RESULTS_AHEAD = 8;  // columns whose memory is prefetched before they are stored
+
+// Prefetches a row, to be written or read.
+template <bool WRITE, class T>
+INLINE void touch(const T* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i, WRITE, 2);
+}
 
 struct Queries {
   int64_t requests;
@@ -131,6 +138,8 @@ struct Attention {
       const T* rows[LANES];
       const int64_t count = std::min<int64_t>(LANES, u.columns - p);
       for (int64_t i = 0; i < count; i++) rows[i] = query(u, p + i);
+      for (int64_t next = p + LANES; next < std::min(p + 2 * LANES, u.columns); next++)
+        touch<false>(query(u, next), heads.key_width);
       pack_rows(rows, count, heads.key_width, key_steps, panels + p * key_steps);
     }
   }
@@ -464,10 +473,15 @@ struct Attention {
     }
   }
 
+  T* result(const Unit& u, int64_t column) const {
+    const int64_t c = u.first + column, head = u.group * heads.group_heads + c % heads.group_heads;
+    return heads.out + (queries.starts[u.request] + c / heads.group_heads) * heads.out_token + head * heads.out_head;
+  }
+
   void finish(const Unit& u, const Running& run, int64_t c) const {
     const int64_t column = u.first + c, token = queries.starts[u.request] + column / heads.group_heads;
-    T* out = heads.out + token * heads.out_token +
-             (u.group * heads.group_heads + column % heads.group_heads) * heads.out_head;
+    T* out = result(u, c);
+    if (c + RESULTS_AHEAD < u.columns) touch<true>(result(u, c + RESULTS_AHEAD), heads.value_width);
     float total = run.total[c];
     if (heads.sinks) {
       const float sink = heads.sinks[u.group * heads.group_heads + column % heads.group_heads];
