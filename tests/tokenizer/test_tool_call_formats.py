@@ -372,6 +372,36 @@ def test_mutated_outputs(case: tuple[str, str, str, Any], data: st.DataObject) -
     assert parse(form, text, data.draw(st.integers(1, 9)))[:2] == parse(form, text, len(text) or 1)[:2]
 
 
+WORDS = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=6)
+TEXTS = st.text(st.sampled_from('ab1 \n"\\{}[],:<|>é😀'), max_size=9).filter(lambda text: '<|"|>' not in f"{text}<|")
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def gemma_value(value: Any) -> str:
+    """As the published template writes it, which prints numbers and None as Python does."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{gemma_value(value[key])}' for key in sorted(value))}}}"
+    return str(value)
+
+
+@settings(max_examples=examples(150))
+@given(st.dictionaries(WORDS, VALUES, max_size=4), st.integers(1, 9))
+def test_arguments_as_gemmas_template_writes_them(arguments: dict[str, Any], size: int) -> None:
+    text = "a" + gemma(f"call:g{gemma_value(arguments)}") + gemma("call:f{}")
+    shown, calls, _ = parse("gemma4", text, size)
+    assert shown == "a" and [(name, json.loads(found)) for name, found in calls] == [("g", arguments), ("f", {})]
+
+
 def test_a_long_argument_arrives_in_pieces() -> None:
     parser = ToolCallParser("qwen3_coder", FUNCTIONS)
     parser.push("<tool_call>\n<function=f>\n<parameter=s>\n")
