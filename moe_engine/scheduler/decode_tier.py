@@ -61,7 +61,7 @@ class DecodeTier(TransferTier):
         keys = self._keys(request)
         limit = min(prefix_limit(request), len(keys))
         limit -= limit % self.tree.page_size
-        digest = self.link.digest_of(request.prompt_ids, request.extra_key)
+        digest = self.link.digest_of(request)
         found = Match(node := self.tree.match(keys, limit, request.namespace), node.end)
         self.tree.touch_absent(found, keys, limit)
         begin = node.end + self.tree.peek_absent(found, keys, limit)[0]

@@ -62,7 +62,7 @@ class PrefillTier(TransferTier):
         if room in self.outgoing:
             return  # a copy (n > 1), or a room in use: the decode server computes the prompt
         self.outgoing[room] = Outgoing(request, keys)
-        self.link.command("offer", room, self.link.digest_of(request.prompt_ids, request.extra_key))
+        self.link.command("offer", room, self.link.digest_of(request))
 
     def exchange(self, step: int) -> None:
         """Applies the reports of the transfer thread, and stages what can be sent; on the scheduler's thread."""

@@ -6,6 +6,7 @@ Commands go from the scheduler to the thread, reports return; each in order. The
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from moe_engine.scheduler.transfer_state import PROMPT_BYTES
+from moe_engine.types import NO_LORA, Request
 
 Command = tuple[Any, ...]
 MAX_NAME = 200
@@ -55,8 +57,11 @@ class TransferLink:
         self.commands.append(values)
         self.wake()
 
-    def digest_of(self, tokens: list[int], extra_key: str | None) -> bytes:
-        """Equal on both servers if and only if the KV of a prompt is: a hash of the prompt behind the name of the
-        weights."""
-        prompt = blake2b(repr((extra_key, tokens)).encode(), digest_size=PROMPT_BYTES).digest()
-        return self.weights.encode()[:MAX_NAME] + prompt
+    def digest_of(self, request: Request) -> bytes:
+        """Equal on both servers if and only if the KV of a prompt is: a hash of prompt and adapter behind the name of
+        the weights."""
+        adapter = None
+        if request.lora_id != NO_LORA:  # files that could not be read are those of no other server
+            adapter = request.lora_key or secrets.token_hex(8)
+        told = repr((request.extra_key, adapter, request.prompt_ids))
+        return self.weights.encode()[:MAX_NAME] + blake2b(told.encode(), digest_size=PROMPT_BYTES).digest()

@@ -176,4 +176,7 @@ def _difference(ours: bytes, theirs: bytes) -> str:
     names = [digest[:-PROMPT_BYTES].decode(errors="replace") or "those of its start" for digest in (ours, theirs)]
     if names[0] != names[1]:
         return f"weights: prefill server {names[0]}, decode server {names[1]}"
-    return "the prompts of the two servers differ: their tokenizers or chat templates are not the same"
+    return (
+        "the prompts of the two servers differ: their tokenizers, chat templates or files of the LoRA adapter are not "
+        "the same"
+    )

@@ -16,6 +16,7 @@ from moe_engine.processes.addresses import free_port
 from tests.disaggregation.pair import FLAGS, Pair
 from tests.e2e.server_process import ServerProcess
 from tests.models.checkpoints import make_checkpoint as make_text_checkpoint
+from tests.models.lora import make_adapter
 from tests.models.parity_families import address
 from tests.models.v4_checkpoints import make_v4
 from tests.models.vision_checkpoints import IMAGE, START, Oracle, Pixels, make_checkpoint, random_picture
@@ -125,6 +126,25 @@ def test_compressed_entries(tmp_path: Path) -> None:
             assert got["output_ids"] == single["output_ids"]
             assert got["meta_info"]["cached_tokens"] >= len(ids) - 32, got["meta_info"]
         idle_and_free(pair)
+
+
+def test_adapters_of_one_name_with_other_files(tmp_path: Path) -> None:
+    """Their KV is not transferred; that of the base model and of equal adapters is."""
+    path = make_text_checkpoint("qwen3", tmp_path / "model", random.randrange(2**31))
+    files = [make_adapter(tmp_path / name, path, ("o_proj", "q_proj"), 4, i) for i, name in enumerate("abc")]
+    sides = [("--lora-paths", f"x={files[i]}", f"same={files[2]}") for i in range(2)]
+    flags, ids = ("--model-path", str(path)), [random.randrange(250) for _ in range(150)]
+    names = ("x", "same", None)
+    with ServerProcess(tmp_path, *FLAGS, *flags, *sides[1]) as one:
+        asked = [body(ids, lora_path=name) for name in names]
+        expected = [httpx.post(one.url + "/generate", json=each, timeout=180).json()["output_ids"] for each in asked]
+    with Pair(tmp_path, *flags, prefill=sides[0], decode=sides[1]) as pair:
+        for each, tokens in zip(asked, expected):
+            got = pair.post("/generate", each).json()
+            assert got["output_ids"] == tokens
+            assert got["meta_info"]["cached_tokens"] == (0 if each["lora_path"] == "x" else len(ids) - 1)
+        idle_and_free(pair)
+        assert pair.decode.log.count("files of the LoRA adapter are not the same") == 1
 
 
 def test_answers_of_a_decode_server_are_stored_for_the_next_turn(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.planning.output.weights_identity import weights_identity
 from moe_engine.planning.resolved_config import ResolvedConfig
 
-VERSION = 2
+VERSION = 3
 """Version of the messages and of the format of a KV row."""
 
 
