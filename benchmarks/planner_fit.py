@@ -50,6 +50,7 @@ kernels: DeepGEMM reaches 0.5 to 0.7 of the peak in FP8."""
 
 MOST = {"hbm": 0.92, "experts_hbm": 0.92, "attention_hbm": 0.92, "flops": 0.85}
 KV = {"trtllm": "fp8"}
+MEMORY = {"sglang": 0.82}  # of its scripts (--mem-fraction-static)
 SPREAD = 0.15
 """Relative error beyond which a point counts linearly."""
 
@@ -66,7 +67,7 @@ Residuals = np.ndarray  # [points, 2]: log(predicted / measured) of TPOT and TTF
 def share_of(engine: str, x: np.ndarray) -> Efficiency:
     """The constants from logarithms relative to the prior."""
     values: dict[str, Any] = {name: PRIOR[name][0] * math.exp(each) for name, each in zip(PRIOR, x)}
-    return Efficiency(engine, kv=KV.get(engine, "bf16"), **values)
+    return Efficiency(engine, kv=KV.get(engine, "bf16"), memory=MEMORY.get(engine, Efficiency.memory), **values)
 
 
 def keys_of(point: Point) -> tuple[str, ...]:
@@ -82,10 +83,17 @@ def cluster_of(gpu: str) -> Cluster:
 def most_running(point: Point) -> float:
     """Requests for which the memory has room in the mean of their lengths."""
     candidate = Candidate(point.form, 1, point.launch.kv, point.launch.chunk, 1)
-    room = EstimatedMemory(point.facts, cluster_of(point.gpu), point.dtype).of(candidate)
+    room = EstimatedMemory(
+        point.facts, cluster_of(point.gpu), point.dtype, MEMORY.get(point.engine, Efficiency.memory)
+    ).of(candidate)
     if room.refusal:  # the launch ran, so the estimate is too high
         return math.inf
     return max(1.0, room.tokens / (point.prompt + point.output / 2) * point.form.attn_dp)
+
+
+def eager(share: Efficiency) -> Efficiency:
+    """The constants without CUDA graphs: kernels of decodes take the time of those of prompts."""
+    return replace(share, kernel_us=share.kernel_us + share.prefill_kernel_us, prefill_kernel_us=0.0)
 
 
 def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
@@ -95,14 +103,15 @@ def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
     for point in points:
         form, gpu, launch = point.form, point.gpu, point.launch
         if (setting := (point.setting, launch)) not in states:
-            key = point.model, point.dtype, gpu, form, launch.kv
+            key = point.model, point.dtype, gpu, form, launch.kv, launch.graphs
             if key not in costs:
                 precision, keys = precision_of(point.dtype, launch.kv, not point.facts.num_experts), keys_of(point)
                 precision = replace(precision, expert_rows=launch.expert_rows)
-                cost = RooflineCost(point.facts, form, precision, cluster_of(gpu), share, share.deviation(keys))
+                own = share if launch.graphs else eager(share)
+                cost = RooflineCost(point.facts, form, precision, cluster_of(gpu), own, share.deviation(keys))
                 costs[key] = cost, share.deviation(keys, prompt=True)
             cost, late = costs[key]
-            load = Load(point.prompt, point.prompt, point.output)
+            load = Load(point.prompt, point.prompt, point.output, point.equal)
             running = min(point.concurrency, most_running(point))
             state = steady_state(
                 cost, form, load, running, share, launch.chunk, point.drafts, accepted_drafts(point.drafts),
@@ -275,6 +284,7 @@ def toml_of(share: Efficiency, count: int) -> str:
         "",
         "[constants]",
         *(f"{name} = {getattr(share, name):.4g}" for name in PRIOR),
+        f"memory = {share.memory}",
         f'kv = "{share.kv}"',
     ]
     for table in ("deviations", "prompt_deviations"):

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_points.launches import UNKNOWN, Launch, launch_of
+from benchmarks.planner_points.launches import UNKNOWN, Launch, launch_of, of_inferencex
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
 
@@ -31,7 +31,7 @@ DOUBLED = "2026-04"
 @dataclass(frozen=True)
 class Point:
     """A measured point of one pool. Lengths are means in tokens. `drafts`: tokens that MTP drafts in a step.
-    `launch`: flags that change the times."""
+    `launch`: flags that change the times. `equal`: all requests have these lengths."""
 
     engine: str
     model: str
@@ -46,6 +46,7 @@ class Point:
     setting: tuple[str, ...]
     drafts: int = 0
     launch: Launch = UNKNOWN
+    equal: bool = False
 
     @property
     def facts(self) -> ModelFacts:
@@ -69,7 +70,7 @@ def _point(row: Mapping[str, Any]) -> Point:
     tp, dp, moe_tp, ep = (int(float(row[name] or 1)) for name in sizes)
     form = form_of(tp, dp, moe_tp, ep, doubled=row["silicon_data_source"] >= DOUBLED)
     drafts = row.get("drafts") or ""
-    mean = UNIFORM if row["silicon_data_source"] else 1.0
+    mean = UNIFORM if of_inferencex(row) else 1.0
     names = ("model_path", "system", "backend", "precision", "isl", "osl", "concurrency")
     return Point(
         engine=row["backend"],
@@ -84,6 +85,7 @@ def _point(row: Mapping[str, Any]) -> Point:
         tpot_ms=float(row["silicon_tpot_ms"]),
         setting=(*(row[name] for name in names), str(form), drafts),
         drafts=int(drafts or 0),
+        equal=not of_inferencex(row),
         launch=launch_of(row, GPUS.get(row["system"], row["system"])),
     )
 

@@ -161,12 +161,12 @@ def _predictor(
         if dtype == facts.stored_dtype:
             memory = Memory(subject, cluster, args)
         else:
-            memory = EstimatedMemory(facts, cluster, dtype)
+            memory = EstimatedMemory(facts, cluster, dtype, share.memory)
             print(f"note: the weights of {file} are not {dtype}; memory is estimated as for {like}", file=sys.stderr)
     except MoeEngineError as error:
         if like == OURS or isinstance(error, _TooLongError):
             raise
-        memory = EstimatedMemory(facts, cluster, dtype)
+        memory = EstimatedMemory(facts, cluster, dtype, share.memory)
         print(f"note: {OURS} does not serve this model; memory is estimated as for {like}", file=sys.stderr)
     held = memory.held if like == OURS else None
     mixed = args.scheduling.enable_mixed_chunk

@@ -139,7 +139,10 @@ def test_points_have_the_flags_of_their_launches():
     )
     assert kv("vllm", "h200", "MiniMax") == kv("sglang", "h200", "GLM") == kv("trtllm", "h200", "gpt-oss") == {"bf16"}
     polled = {p.launch.turns.waits for p in points if p.engine == "sglang" and p.gpu == "b200" and "Qwen" in p.model}
-    assert polled == {0.5, 5, 15}  # rows without a script have no flags
+    assert polled == {5, 15}
+    eager = {(p.engine, p.model, p.prompt) for p in points if not p.launch.graphs}
+    assert eager == {("trtllm", name, 3600) for name in ("nvidia/DeepSeek-R1-NVFP4", "openai/gpt-oss-120b")}
+    assert {p.model for p in points if p.equal} == {"Qwen/Qwen3-235B-A22B-FP8"}
     padded = {(p.model, p.engine) for p in points if p.launch.expert_rows}
     assert padded == {("Qwen/Qwen3-235B-A22B-FP8", "vllm")}
 

@@ -14,7 +14,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU by its data sheet. `nvlink`: the GPUs of a host access each other's memory over NVLink."""
+    """A GPU by its data sheet.
+
+    Attributes:
+        memory_bytes: the total that torch reports. nvlink: the GPUs of a host access each other's memory over NVLink.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -49,10 +53,10 @@ class GPU:
 
 
 GPUS = {
-    "h100": GPU("NVIDIA H100", (9, 0), 80 * GIB),
-    "h100-pcie": GPU("NVIDIA H100 PCIe", (9, 0), 80 * GIB, nvlink=False),
-    "h200": GPU("NVIDIA H200", (9, 0), 141 * 10**9),
-    "b200": GPU("NVIDIA B200", (10, 0), 180 * 10**9),
+    "h100": GPU("NVIDIA H100", (9, 0), 84_933_000_000),
+    "h100-pcie": GPU("NVIDIA H100 PCIe", (9, 0), 84_933_000_000, nvlink=False),
+    "h200": GPU("NVIDIA H200", (9, 0), 150_109_000_000),
+    "b200": GPU("NVIDIA B200", (10, 0), 191_448_000_000),
 }
 
 

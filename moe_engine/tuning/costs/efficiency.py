@@ -32,6 +32,7 @@ class Efficiency:
         queue: share of other requests' prompts for which a new prompt waits in a closed loop; None: as in this engine's
         scheduler.
         request_ms: time of a request outside steps.
+        memory: share of a GPU's memory for weights and KV.
         kv: dtype of the KV cache unless the launch gives another.
         deviations: factor on the time of a step by `deviation_keys`, if measured.
         prompt_deviations: the same for the time to the first token.
@@ -53,6 +54,7 @@ class Efficiency:
     prompt_weight: float = 1.0
     queue: float | None = None
     request_ms: float = 10.0
+    memory: float = 0.88
     kv: str = "bf16"
     deviations: Mapping[str, float] = field(default_factory=dict)
     prompt_deviations: Mapping[str, float] = field(default_factory=dict)

@@ -141,8 +141,11 @@ def _depths(speculation: SpeculationConfig | None) -> tuple[int, ...]:
     return tuple(range(speculation.num_steps + 1)) if speculation.auto_depth else (speculation.num_steps,)
 
 
-ESTIMATED_SHARE = 0.88
-"""Share of the memory that other engines leave to weights and KV."""
+BESIDE_WEIGHTS = 0.5
+"""Share of the memory beside the weights that KV gets at least: launches whose weights barely fit raise the share."""
+
+MOST_WEIGHTS = 0.94
+"""Share of the memory that weights can take."""
 
 MOST_RUNNING = 4096
 
@@ -152,8 +155,9 @@ class EstimatedMemory:
 
     model: ModelConfig | None = None
 
-    def __init__(self, facts: ModelFacts, cluster: Cluster, dtype: str) -> None:
-        self._facts, self._limit, self._dtype = facts, cluster.gpu.memory_bytes * ESTIMATED_SHARE, dtype
+    def __init__(self, facts: ModelFacts, cluster: Cluster, dtype: str, share: float) -> None:
+        """share: of the memory, for weights and KV."""
+        self._facts, self._memory, self._dtype, self._share = facts, cluster.gpu.memory_bytes, dtype, share
 
     def of(self, candidate: Candidate) -> Room:
         facts, form = self._facts, candidate.form
@@ -164,9 +168,9 @@ class EstimatedMemory:
         other = attention + beside / (1 if form.dense_whole else form.ranks)
         weights = experts * precision.expert_weights.num_bytes + other * precision.other_weights.num_bytes
         per_token = facts.kv_token_bytes(form.attn_tp, precision.kv, windows=False)
-        left = self._limit - weights
-        if left < per_token:
-            return Room(refusal=f"weights {gb(weights)} (estimate), but {gb(self._limit)} of a GPU are left for them")
+        if weights > (most := self._memory * MOST_WEIGHTS):
+            return Room(refusal=f"weights {gb(weights)} (estimate), but {gb(most)} of a GPU are left for them")
+        left = max(self._memory * self._share - weights, (self._memory - weights) * BESIDE_WEIGHTS)
         return Room(int(left / per_token), MOST_RUNNING)
 
     def held(self, form: Form) -> Held | None:

@@ -8,6 +8,7 @@ concurrency of a replica, n rows of a group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -110,7 +111,7 @@ def steady_state(
     prompt_s, num_steps = steps.added(1.0), load.output / (1 + accepted)
     others = Others(max(0.0, concurrency - 1), groups, num_steps, decode.seconds, beside_s, outside_s)
     if share.queue is not None:
-        waiting = _of_engine(share.queue, rows, others, prompt_s, turns)
+        waiting = _of_engine(share.queue, rows, others, steps, turns, load.equal)
     else:
         waiting = (of_equal_requests if load.equal else of_varied_requests)(steps, others)
     lost = share.prompt_weight * waiting.others / max(1.0, load.output)
@@ -141,8 +142,22 @@ def queued(state: Steady, load: Load, clients: float) -> Steady:
     return replace(state, ttft_s=state.ttft_s + (clients - 1) * answer)
 
 
-def _of_engine(queue: float, rows: int, others: Others, prompt_s: float, turns: PromptTurns) -> Waiting:
+def _of_engine(queue: float, rows: int, others: Others, steps: PromptSteps, turns: PromptTurns, equal: bool) -> Waiting:
     """Waiting times of another engine, by its measured constants."""
     prompts = (rows - 1) * others.groups**turns.uneven if others.groups > 1 else others.count
-    first = turns.waits * others.decode_s + prompt_s + queue * (rows - 1) * prompt_s
-    return Waiting(first, prompts * (prompt_s + others.beside_s))
+    together = _together(rows, others, steps, equal)
+    step_s = steps.added(together)
+    each_s = step_s / together
+    first = turns.waits * others.decode_s + step_s + queue * (rows - 1) * each_s
+    return Waiting(first, prompts * (each_s + others.beside_s))
+
+
+def _together(rows: int, others: Others, steps: PromptSteps, equal: bool) -> float:
+    """Mean number of prompts of an attention group in a step that has one. Requests of different lengths end at any
+    time; those of the same lengths end in groups, between one request and all for which the chunk has room (their
+    geometric mean)."""
+    arrivals = (rows - 1) / max(1.0, others.num_steps)
+    found = arrivals / -math.expm1(-arrivals) if arrivals else 1.0
+    if equal and steps.computed:
+        found = max(found, math.sqrt(min(rows, steps.chunk / steps.computed)))
+    return found
