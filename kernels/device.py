@@ -14,8 +14,8 @@ from moe_engine.kernels.weight_forms import WeightForm
 class Device:
     """kind ``cpu`` or ``cuda``; capability (major, minor) on CUDA; CPU flags by their Linux names.
 
-    `elsewhere`: it belongs to another machine (``plan --hardware``), where Triton counts as installed, since torch for
-    CUDA brings it. `has_libraries`: so do the libraries of a row.
+    `elsewhere`: it belongs to another machine, where Triton counts as installed, since torch for CUDA brings it.
+    `has_libraries`: so do the libraries of all rows (``plan --hardware``).
     """
 
     kind: str

@@ -130,6 +130,8 @@ def select(
     refusals = {row.name: failed.get(row.name) or _refusal(family, row, device, need) for row in rows}
     if asked == "auto":
         best, reason, refused = _preferred(family, rows, refusals, device, need, captured)
+        if device.has_libraries and (here := _refusal(family, best, replace(device, has_libraries=False), need)):
+            reason += f"; not on this machine: {here}"
     else:
         here = refusals.get(asked)
         if here and device.elsewhere:

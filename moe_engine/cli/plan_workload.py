@@ -232,6 +232,11 @@ def _one(
         room = memory.of(candidate)
     if room.refusal and ours:
         raise ConfigError(room.refusal)
+    if ours and room.tokens < load.held:
+        raise ConfigError(
+            f"--workload: a request has {load.held:.0f} tokens, and the KV cache of this form {room.tokens}; use a "
+            "smaller --chunked-prefill-size, a larger --tp-size or shorter requests"
+        )
     clients, most = 1.0, max(1, min(room.running, int(room.tokens / load.held)))
     if not room.refusal and most < rows:
         print(f"note: {most} of {rows} requests of an attention group run at once, the others wait", file=sys.stderr)

@@ -187,6 +187,8 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
         if not able:
             raise ValueError("no dispatch backend is available: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
         row, reason = able[0], f"most preferred of {len(able)} available"
+        if place.has_libraries and (lacking := row.why_not(replace(place, has_libraries=False))):
+            reason += f"; not on this machine: {lacking}"
     elif asked not in by_name:
         raise ValueError(f"unknown dispatch backend {asked!r}; known: {', '.join(by_name)}")
     elif refusals[asked]:

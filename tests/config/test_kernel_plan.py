@@ -26,6 +26,7 @@ from moe_engine.parallel.dispatch import tables as dispatch_tables
 from moe_engine.planning.inputs.hardware import parse_hardware
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.models.published import V3
 
@@ -138,6 +139,21 @@ def test_a_named_row_counts_as_installed_on_other_hardware(launch: Callable[...,
     here = replace(parse_hardware("8xh200"), elsewhere=False)
     with pytest.raises(ConfigError, match=r"cannot run here: .* is not installed"):
         prepare(config.args.replace(moe_a2a_backend="none"), here)
+
+
+def test_a_plan_is_the_launch_of_a_machine_with_the_libraries(launch: Callable[..., ResolvedConfig]) -> None:
+    """`plan` on a laptop without vendor libraries, and `serve` on GPUs with those of `pip install '.[gpu]'`."""
+    modules = {name for library in probe.LIBRARIES for name in library.modules}
+    flags: dict[str, Any] = {"enable_dp_attention": True, "dp_size": 8, "ep": 8}
+    there = launch(*modules, **flags)
+    laptop = launch(**flags)
+    planned = prepare(laptop.args, parse_cluster("8xh200").gpu.machine())
+    rows = {choice.family: choice.row.name for choice in planned.kernels.model.choices}
+    assert rows == {choice.family: choice.row.name for choice in there.kernels.model.choices}
+    assert planned.ledger == there.ledger and planned.max_total_num_tokens == there.max_total_num_tokens
+    assert (rows["linear"], rows["attention"]) == ("deep_gemm", "fa3") and attention(laptop) == "triton"
+    reasons = {choice.family: choice.reason for choice in planned.kernels.model.choices}
+    assert "not on this machine: deep_gemm is not installed" in reasons["linear"]
 
 
 @pytest.mark.parametrize("hardware", ["8xh200", "8xb200"])

@@ -200,6 +200,10 @@ WRONG = [
     ([*BASE, "--interconnect", "wet string"], r"--interconnect wet string: use one of ib200"),
     ([*BASE, "--interconnect", "none.toml"], r"none.toml: cannot be read as TOML"),
     ([*BASE, "--like", "ollama"], r"--like ollama: must be one of"),
+    (
+        [*BASE, "--tp-size", "8", "--concurrency", "4", "--max-total-tokens", "1024"],
+        r"--workload: a request has \d+ tokens, and the KV cache of this form 1024; use a smaller --chunked-prefill",
+    ),
     ([*BASE, "--concurrency", "0"], r"--concurrency 0: give a whole number above 0"),
     (["--autopilot", "--slo", "itl=5"], r"itl=5: give a time above 0 with its unit"),  # a flag of serve there
     (["--hardware", "7xH200", *BASE[2:]], r"nothing fits 7xh200.*try 4xh200 or 8xh200"),

@@ -83,6 +83,17 @@ def test_prompts_wait_for_the_next_poll_and_for_other_groups():
     assert together.tpot_s - together.step_s == pytest.approx(lost / 8**0.5)
 
 
+def test_prompts_of_equal_requests_share_steps():
+    varied = Load(128, 128, 128)
+    groups = steady_state(COST, Form(8), replace(varied, equal=True), 64, SHARE)
+    decode = COST.step(StepShape(64, 64 * 192, 0, 0, 0, 64))
+    steps = PromptSteps(COST, 128, 0, 8192, (StepShape(64, 64 * 192, 0, 0, 0, 64), decode.seconds))
+    together = math.sqrt(64)  # between one and all of them
+    assert groups.tpot_s == pytest.approx(decode.seconds + 63 * steps.added(together) / together / 128)
+    apart = [steady_state(COST, Form(8), load, 64, SHARE, chunk=128) for load in (varied, replace(varied, equal=True))]
+    assert groups.tpot_s < apart[0].tpot_s == apart[1].tpot_s  # a chunk of one prompt
+
+
 def test_requests_are_rate_times_time():
     """Little's law, for any form."""
     for _ in range(20):

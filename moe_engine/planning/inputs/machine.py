@@ -21,7 +21,7 @@ class Machine:
     `available_bytes` is free memory. On a CPU both respect a container's limit. `unlinked`: GPUs that cannot access
     each other's memory; None if all can. `capability` of a GPU is (major, minor), `num_devices` the number of GPUs
     that torch sees; None if unknown. `host_bytes`: available host memory with a GPU, None if unknown. `cpu_flags` and
-    `compiler`, `elsewhere`: as in `kernels.device.Device`.
+    `compiler`, `elsewhere`, `has_libraries`: as in `kernels.device.Device`.
     """
 
     device: str
@@ -38,12 +38,14 @@ class Machine:
     compiler: str | None = None
     host_bytes: int | None = None
     elsewhere: bool = False
+    has_libraries: bool = False
 
     @property
     def kernel_device(self) -> Device:
         """The device for kernel rows."""
         return Device(
-            self.device, self.device_name, self.capability, self.cpu_flags, self.compiler, self.elsewhere
+            self.device, self.device_name, self.capability, self.cpu_flags, self.compiler, self.elsewhere,
+            self.has_libraries,
         )  # fmt: skip
 
 

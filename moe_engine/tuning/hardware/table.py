@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,8 +64,9 @@ class GpuFacts:
         return self.relative_flops * next(self.flops[each] for each in wider if each in self.flops)
 
     def machine(self, count: int | None = None) -> Machine:
-        """A host with `count` of these GPUs, for `resolve`."""
-        return GPU(self.name, self.capability, self.memory_bytes, self.nvlink).machine(count)
+        """A host with `count` of these GPUs and the libraries of `pip install '.[gpu]'`, for `resolve`."""
+        gpu = GPU(self.name, self.capability, self.memory_bytes, self.nvlink)
+        return replace(gpu.machine(count), has_libraries=True)
 
 
 @dataclass(frozen=True)
