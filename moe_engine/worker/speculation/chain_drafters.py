@@ -19,7 +19,8 @@ from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.sampling.protocol import SamplingParameters
-from moe_engine.kernels.speculation.protocol import ChainBuffers, ChainKernels
+from moe_engine.kernels.speculation.protocol import ChainBuffers, ChainKernels, RunBuffers
+from moe_engine.kernels.speculation.trees import LevelBuffers, TreeBuffers
 from moe_engine.models.batch import ForwardBatch, PoolStarts, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
@@ -84,6 +85,19 @@ class StaticBatch:
             sizes=parts.shared.even_sizes(len(positions)) if shared else None, real=real, windows=own,
         )  # fmt: skip
         self.plan: GroupPlans | None = None
+
+    @classmethod
+    def of(
+        cls, parts: ChainParts, chain: ChainBuffers, tokens: ChainBuffers | RunBuffers | LevelBuffers | TreeBuffers,
+        kv: Sequence[Any], ids: Tensor | None = None, **more: Any,
+    ) -> StaticBatch:  # fmt: skip
+        """Over all `tokens`; of a `ChainBuffers`, those of verification."""
+        flat = tokens.positions.flatten(), tokens.slots.flatten(), tokens.lens, tokens.real.flatten()
+        if isinstance(tokens, (LevelBuffers, TreeBuffers)):
+            more["visible"] = tokens.visible.flatten()
+        else:
+            more["window_slots"] = tokens.window_slots.flatten()
+        return cls(parts, chain, tokens.positions.shape[1], *flat, kv, ids, **more)
 
     def prepare(self, planner: InPlacePlanner) -> bool:
         """Plans again, for one capture; False if the attention backend plans by exact lengths on the host."""
@@ -188,12 +202,7 @@ class MTPChain(ChainDrafter):
         self._lookback = drafter.layers.num_layers - 1
         if self._lookback:
             self._runs = runs = parts.memory.runs_of(len(chain.rows), chain.num_drafts)
-            count = runs.positions.shape[1]
-            flat = runs.positions.flatten(), runs.slots.flatten(), runs.lens, runs.real.flatten()
-            self._run = StaticBatch(
-                parts, chain, count, *flat, drafter.batches.kv, windows=windows,
-                window_slots=runs.window_slots.flatten(),
-            )  # fmt: skip
+            self._run = StaticBatch.of(parts, chain, runs, drafter.batches.kv, windows=windows)
 
     def prepare(self) -> bool:
         return self._drafts.prepare() and (not self._lookback or self._run.prepare(self._drafts.planner))
@@ -253,9 +262,8 @@ class StandaloneChain(ChainDrafter):
         windows = AttentionWindows(drafter.windows)
         self._drafts = _ModelDrafts(parts, chain, drafter.batches.kv, planner, shared=False, windows=windows)
         self._runs = runs = parts.memory.runs_of(len(chain.rows), chain.num_drafts)
-        flat = runs.positions.flatten(), runs.slots.flatten(), runs.lens, runs.real.flatten()
-        count, ids = runs.positions.shape[1], runs.ids[0].flatten()
-        self._run = StaticBatch(parts, chain, count, *flat, drafter.batches.kv, ids, shared=False, windows=windows)
+        ids = runs.ids[0].flatten()
+        self._run = StaticBatch.of(parts, chain, runs, drafter.batches.kv, ids, shared=False, windows=windows)
 
     def prepare(self) -> bool:
         return not self._drafts.steps or (self._drafts.prepare(1) and self._run.prepare(self._drafts.planner))

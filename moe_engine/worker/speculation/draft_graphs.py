@@ -78,17 +78,8 @@ class ChainRun:
         self._parts = parts
         self.verified = chain = parts.chains.memory.of(shape.size, shape.count - 1)
         self._drafts = parts.drafts_of(chain)
-        flat = chain.positions.flatten(), chain.slots.flatten(), chain.lens, chain.real.flatten()
-        self._batch = StaticBatch(
-            parts.chains,
-            chain,
-            shape.count,
-            *flat,
-            parts.kv,
-            chain.ids.flatten(),
-            windows=parts.chains.windows,
-            window_slots=chain.window_slots.flatten(),
-        )
+        windows = parts.chains.windows
+        self._batch = StaticBatch.of(parts.chains, chain, chain, parts.kv, chain.ids.flatten(), windows=windows)
         if chain.pool > 1:
             starts = PoolStarts(chain.places.flatten(), chain.pool_axes.flatten(0, 1))
             self._batch.forward = replace(self._batch.forward, pool_starts=starts)

@@ -86,13 +86,7 @@ class TreeDrafts:
         self._root = StaticBatch(
             parts, chain, 1, chain.draft_positions[0], chain.draft_slots[0], chain.draft_lens[0], chain.draft_real, kv
         )
-        self._levels = [
-            StaticBatch(
-                parts, chain, level.slots.shape[1], level.positions.flatten(), level.slots.flatten(), level.lens,
-                level.real.flatten(), kv, visible=level.visible.flatten(),
-            )
-            for level in tree.levels
-        ]  # fmt: skip
+        self._levels = [StaticBatch.of(parts, chain, level, kv) for level in tree.levels]
 
     def prepare(self) -> bool:
         """Plans the forwards again, for one capture; False if the attention plans by exact lengths on the host."""
@@ -175,15 +169,9 @@ class TreeRun:
         self._chain = chain = chains.memory.of(size, trees.size.depth)
         self.verified = tree = trees.of_size(size)
         self._drafts: TreeDrafts = parts.trees_of(chain, tree)
-        flat = tree.positions.flatten(), tree.slots.flatten(), tree.lens, tree.real.flatten()
-        self._batch = StaticBatch(
-            chains, chain, trees.size.num_nodes, *flat, parts.kv, tree.ids.flatten(), visible=tree.visible.flatten()
-        )
+        self._batch = StaticBatch.of(chains, chain, tree, parts.kv, tree.ids.flatten())
         self._batch.forward = parts.adapted(self._batch.forward)
-        own = chain.positions.flatten(), chain.slots.flatten(), chain.lens, chain.real.flatten()
-        self._followed = replace(
-            StaticBatch(chains, chain, trees.size.depth + 1, *own, parts.kv).forward, attention_plan=None
-        )
+        self._followed = replace(StaticBatch.of(chains, chain, chain, parts.kv).forward, attention_plan=None)
 
     @property
     def results(self) -> list[Tensor]:
