@@ -142,7 +142,7 @@ def test_a_named_row_counts_as_installed_on_other_hardware(launch: Callable[...,
 
 
 def test_a_plan_is_the_launch_of_a_machine_with_the_libraries(launch: Callable[..., ResolvedConfig]) -> None:
-    """`plan` on a laptop without vendor libraries, and `serve` on GPUs with those of `pip install '.[gpu]'`."""
+    """`plan` on a laptop without vendor libraries, and `serve` on GPUs with those of `pip install -e '.[gpu]'`."""
     modules = {name for library in probe.LIBRARIES for name in library.modules}
     flags: dict[str, Any] = {"enable_dp_attention": True, "dp_size": 8, "ep": 8}
     there = launch(*modules, **flags)

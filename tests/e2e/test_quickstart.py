@@ -102,7 +102,10 @@ def test_a_tool_by_the_clients_own_names(client: openai.OpenAI) -> None:
 def test_an_enforced_tool(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"type": "integer", "maximum": 9}},
+        "properties": {
+            "city": {"type": "string", "maxLength": 30},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
         "required": ["city", "days"],
         "additionalProperties": False,
     }

@@ -64,7 +64,7 @@ class GpuFacts:
         return self.relative_flops * next(self.flops[each] for each in wider if each in self.flops)
 
     def machine(self, count: int | None = None) -> Machine:
-        """A host with `count` of these GPUs and the libraries of `pip install '.[gpu]'`, for `resolve`."""
+        """A host with `count` of these GPUs and the libraries of `pip install -e '.[gpu]'`, for `resolve`."""
         gpu = GPU(self.name, self.capability, self.memory_bytes, self.nvlink)
         return replace(gpu.machine(count), has_libraries=True)
 
