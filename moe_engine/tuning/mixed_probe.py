@@ -33,6 +33,8 @@ BESIDE = 8
 """Requests that decode together, for the estimate of the server's rate."""
 LOADS = 1.0, 1.6
 """Rates of the requests as shares of the estimate: several prompts share a step, and many requests decode together."""
+ALIKE = Curve((1.0,), (1.0,))
+"""Decodes that take as long under load as measured alone."""
 SECONDS, MOST_SECONDS = 2.0, 10.0
 LEAST, MOST = 8, 200
 """Requests of a part, of a server that answers as many within `MOST_SECONDS`."""

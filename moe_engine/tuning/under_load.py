@@ -23,11 +23,13 @@ def cost_file(points: MeasuredPoints, measured: Sequence[mixed_probe.Part]) -> C
     parts = [replace(part, machine=slowness[part.round]) for part in kept]
     file = file.beside_steps(work_beside_steps.factor(parts, file, limits.num_groups))
     found = mixed_probe.effects(parts, MeasuredCosts(file), limits.drafts, limits.num_groups, file.sent_seconds)
-    # a request cannot take more from the steps that run meanwhile than frontend and client compute for it
-    most = file.request_seconds or math.inf
+    # frontend and client compute `request_seconds` for a request; planning by the engine takes no longer
+    most = 2 * file.request_seconds or math.inf
     if found is None:
         return replace(file, arrival_seconds=min(file.arrival_seconds, most))
     arrival = min(found.arrival, most)
+    # only schedulers that step together decode slower under load, because they wait for each other
+    decode = mixed_probe.slowness_by_rows(parts, found) if limits.num_groups > 1 else mixed_probe.ALIKE
     prefill = found.slowness([part.machine for part in parts])[1]
-    file = file.slower(mixed_probe.slowness_by_rows(parts, found), prefill, found.own)
+    file = file.slower(decode, prefill, found.own)
     return replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))

@@ -297,10 +297,9 @@ def test_cost_file_of_a_machine_whose_speed_differs_between_the_rounds():
     file = under_load.cost_file(points, measured)
     known = [replace(part, machine=rounds.slowness()[part.round]) for part in measured]
     effects = mixed_probe.effects(known, COSTS, 0)
-    decode, prefill = mixed_probe.slowness_by_rows(known, effects), effects.slowness([p.machine for p in known])[1]
     assert file == replace(
-        FILE.slower(decode, prefill, effects.own), request_seconds=1.0, arrival_seconds=effects.arrival,
-        end_seconds=effects.end,
+        FILE.slower(mixed_probe.ALIKE, effects.slowness([part.machine for part in known])[1], effects.own),
+        request_seconds=1.0, arrival_seconds=effects.arrival, end_seconds=effects.end,
     )  # fmt: skip
     assert effects.own == pytest.approx(own, abs=1e-3)  # 200 draws differ by 0.6e-3 at most
     replicas = under_load.cost_file(points, [])
