@@ -14,7 +14,7 @@ from moe_engine.tuning.costs.measured import CostFile
 from moe_engine.tuning.mixed_probe import Part
 from moe_engine.tuning.simulator.front_end import FrontEnd
 from moe_engine.tuning.simulator.workload import Arrival
-from moe_engine.tuning.stats import mean
+from moe_engine.tuning.stats import mean, std
 
 FACTORS = tuple(1.05**power for power in range(30))
 """From 1 to 4."""
@@ -23,12 +23,20 @@ SHORTEST = 1e-4
 
 
 def factor(parts: Sequence[Part], costs: CostFile, num_groups: int = 1) -> float:
-    """The factor of `FACTORS` with the least mean error of the logarithms of the seconds until requests are read."""
+    """The least of `FACTORS` whose mean error is that of the best one, within the standard error of their difference
+    over the parts. The error: of the logarithms of the seconds until requests are read.
 
-    def error(value: float) -> float:
-        return mean([_error(part, costs, num_groups, value) for part in parts])
-
-    return min(FACTORS, key=error) if parts else 1.0
+    A factor that is too large by a tenth saturates the simulated frontend, one that is too small does not.
+    """
+    if not parts:
+        return 1.0
+    errors = [[_error(part, costs, num_groups, value) for part in parts] for value in FACTORS]
+    best = min(errors, key=mean)
+    for value, found in zip(FACTORS, errors):
+        more = [one - other for one, other in zip(found, best)]
+        if mean(more) <= std(more) / math.sqrt(len(parts)):
+            return value
+    raise AssertionError("the best factor is as good as itself")
 
 
 def _error(part: Part, costs: CostFile, num_groups: int, value: float) -> float:

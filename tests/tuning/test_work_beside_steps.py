@@ -32,7 +32,7 @@ def a_part(rng: random.Random) -> Part:
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_the_factor_is_found_by_the_moments_at_which_requests_are_read(num_groups: int) -> None:
     rng = random.Random(random.getrandbits(32))
-    factor, parts = rng.choice(work_beside_steps.FACTORS[:15]), [a_part(rng) for _ in range(2)]
+    factor, parts = rng.choice(work_beside_steps.FACTORS[:15]), [a_part(rng) for _ in range(4)]
     read = []
     for part in parts:
         waits = work_beside_steps.entry_seconds(part, COSTS, num_groups, factor)
@@ -41,6 +41,11 @@ def test_the_factor_is_found_by_the_moments_at_which_requests_are_read(num_group
         read.append(replace(part, arrivals=arrivals))
     found = work_beside_steps.factor(read, COSTS, num_groups)
     assert abs(math.log(found / factor)) <= math.log(1.05) * 1.01
+    noisy = [
+        replace(part, arrivals=[(a, a + (b - a) * rng.lognormvariate(0, 1.0)) for a, b in part.arrivals])
+        for part in read
+    ]
+    assert work_beside_steps.factor(noisy, COSTS, num_groups) <= 1.1 * factor  # it is rather too small than too large
     assert work_beside_steps.factor([], COSTS) == 1.0
 
 
