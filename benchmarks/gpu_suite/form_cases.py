@@ -267,9 +267,9 @@ NORM_ROUTES = {
 
 
 def routers(tokens: int, many: int, hidden: int) -> Iterator[KernelCase]:
-    """Of few tokens and of many."""
+    """Of few tokens, in two launches and in one, and of many."""
     for name, spec in ROUTERS.items():
-        for count in (tokens, many):
+        for count in (tokens, FEW_ROWS + tokens, many):
             yield _router(name, spec, count, hidden)
     for name in AHEAD:
         yield _router(name, ROUTERS[name], tokens, hidden, ahead=True)
