@@ -257,6 +257,12 @@ def _alone(spec: RouterSpec) -> RouterSpec:
     return replace(spec, num_shared=0, shared_gate=False)
 
 
+IN_ONE_LAUNCH = {
+    **ROUTERS,
+    "v4-scores": RouterSpec(256, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5),
+    "longcat": RouterSpec(768, 12, "softmax", True, scale=6.0),
+    "qwen3-next-ep8": _alone(ROUTERS["qwen3-next"]),
+}
 NORM_ROUTES = {
     **{name: (ROUTERS[name], False) for name in ("v2", "kimi-k2", "gpt-oss", "qwen3-next", "llama-4")},
     **{name: (ROUTERS[name], True) for name in ("v3", "glm-4.6")}, "ling": (_LING, False),
@@ -269,8 +275,10 @@ NORM_ROUTES = {
 def routers(tokens: int, many: int, hidden: int) -> Iterator[KernelCase]:
     """Of few tokens, in two launches and in one, and of many."""
     for name, spec in ROUTERS.items():
-        for count in (tokens, FEW_ROWS + tokens, many):
+        for count in (tokens, many):
             yield _router(name, spec, count, hidden)
+    for name, spec in IN_ONE_LAUNCH.items():
+        yield _router(name, spec, FEW_ROWS + tokens, hidden)
     for name in AHEAD:
         yield _router(name, ROUTERS[name], tokens, hidden, ahead=True)
     for name, (spec, quantizes) in NORM_ROUTES.items():
@@ -293,7 +301,7 @@ def _route(ops: Any, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterS
 def _router(name: str, spec: RouterSpec, tokens: int, hidden: int, ahead: bool = False) -> KernelCase:
     def make(device: str) -> Run:
         x, (gate, bias) = normal(tokens, hidden, device=device), _gate(spec, hidden, device)
-        given = torch.randint(spec.num_experts, (tokens, spec.top_k), dtype=torch.int32, device=device)
+        given = torch.rand(tokens, spec.num_experts, device=device).topk(spec.top_k).indices.int()
         more, wanted = (None, given) if name in GIVEN else (), normal(hidden, hidden, device=device)
 
         def run(ops: Any) -> Routed:
