@@ -130,16 +130,15 @@ def select(
     refusals = {row.name: failed.get(row.name) or _refusal(family, row, device, need) for row in rows}
     if asked == "auto":
         best, reason, refused = _preferred(family, rows, refusals, device, need, captured)
-        if device.has_libraries and (here := _refusal(family, best, replace(device, has_libraries=False), need)):
-            reason += f"; not on this machine: {here}"
+        here = _refusal(family, best, replace(device, has_libraries=False), need) if device.has_libraries else None
     else:
         here = refusals.get(asked)
         if here and device.elsewhere:
             named = next(row for row in rows if row.name == asked)
             refusals[asked] = _refusal(family, named, device.for_named_row, need)
         best, reason, refused = _asked_for(family, rows, refusals, asked)
-        if here:
-            reason = f"{reason}; not on this machine: {here}"
+    if here:
+        reason += f"; not on this machine: {here}"
     options: dict[str, Any] = {name: getattr(need, name) for name in best.takes}
     others = [row for row in rows if row is not best]
     if best.lacks_expanded:  # the expanded form reads keys in the activation dtype whatever the cache holds

@@ -63,5 +63,5 @@ class TransferLink:
         adapter = None
         if request.lora_id != NO_LORA:  # files that could not be read are those of no other server
             adapter = request.lora_key or secrets.token_hex(8)
-        told = repr((request.extra_key, adapter, request.prompt_ids))
-        return self.weights.encode()[:MAX_NAME] + blake2b(told.encode(), digest_size=PROMPT_BYTES).digest()
+        prompt = repr((request.extra_key, adapter, request.prompt_ids))
+        return self.weights.encode()[:MAX_NAME] + blake2b(prompt.encode(), digest_size=PROMPT_BYTES).digest()

@@ -32,11 +32,12 @@ def factor(parts: Sequence[Part], costs: CostFile, num_groups: int = 1) -> float
         return 1.0
     errors = [[_error(part, costs, num_groups, value) for part in parts] for value in FACTORS]
     best = min(errors, key=mean)
-    for value, found in zip(FACTORS, errors):
+
+    def is_as_good(found: list[float]) -> bool:
         more = [one - other for one, other in zip(found, best)]
-        if mean(more) <= std(more) / math.sqrt(len(parts)):
-            return value
-    raise AssertionError("the best factor is as good as itself")
+        return mean(more) <= std(more) / math.sqrt(len(parts))
+
+    return next(value for value, found in zip(FACTORS, errors) if is_as_good(found))
 
 
 def _error(part: Part, costs: CostFile, num_groups: int, value: float) -> float:
@@ -59,8 +60,8 @@ def entry_seconds(part: Part, costs: CostFile, num_groups: int = 1, value: float
     upcoming = iter(steps)
 
     def read_until(moment: float) -> None:
-        while front.next_read <= moment:
-            reads.append(front.next_read)
+        while (at := front.next_read) <= moment and at < math.inf:
+            reads.append(at)
             front.read()
 
     step = next(upcoming, None)
@@ -69,11 +70,8 @@ def entry_seconds(part: Part, costs: CostFile, num_groups: int = 1, value: float
             read_until(step[1])
             front.tokens(step[1], step[2])
             step = next(upcoming, None)
+        read_until(called)
         if called < math.inf:
-            read_until(called)
             runs = step is not None and step[0] <= called
             front.add(Arrival(called, [], 0), costs.way_seconds + costs.busy_seconds * runs)
-    while len(reads) < len(calls):
-        reads.append(front.next_read)
-        front.read()
     return [at - called for called, at in zip(calls, reads)]

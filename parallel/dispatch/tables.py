@@ -187,14 +187,15 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
         if not able:
             raise ValueError("no dispatch backend is available: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
         row, reason = able[0], f"most preferred of {len(able)} available"
-        if place.has_libraries and (lacking := row.why_not(replace(place, has_libraries=False))):
-            reason += f"; not on this machine: {lacking}"
+        here = row.why_not(replace(place, has_libraries=False)) if place.has_libraries else None
     elif asked not in by_name:
         raise ValueError(f"unknown dispatch backend {asked!r}; known: {', '.join(by_name)}")
     elif refusals[asked]:
         raise ValueError(f"dispatch backend {asked!r} is unavailable: {refusals[asked]}")
     else:
-        row, reason = by_name[asked], f"{NAMED}; not on this machine: {here}" if here else NAMED
+        row, reason = by_name[asked], NAMED
+    if here:
+        reason += f"; not on this machine: {here}"
     left_over = f"the flag names {asked}" if asked != "auto" else f"less preferred than {row.name}"
     others = {name: why or left_over for name, why in refusals.items() if name != row.name}
     sizes = row.fixed_sizes(place)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.examples import examples
 from tests.models import stepper
 from tests.models.checkpoints import KINDS, LLAMA3_ROPE, MORE_KINDS, YARN, join_experts, make_checkpoint
 from tests.models.stepper import Chunk
@@ -551,6 +552,36 @@ def run_draws(
                 print(f"--seed {seed}: {type(error).__name__}: {error}\n    {shape}", flush=True)
     print(f"{asked.count} shapes, {refused} refused by transformers, {failed} differ")
     raise SystemExit(failed > 0)
+
+
+def check_draws(
+    folder: Path,
+    attempts: int,
+    draw: Callable[[random.Random], Any],
+    check: Callable[[Any, Path, random.Random], object],
+) -> None:
+    """A test that checks a random draw, several with `MOE_TEST_EXAMPLES`. A refused one is drawn again.
+
+    Args:
+        folder: of the test; each draw has a folder in it.
+        draw: None: draw again.
+    """
+    for number in range(examples(1)):
+        for attempt in range(attempts):
+            rng = random.Random(random.getrandbits(32))
+            drawn = draw(rng)
+            if drawn is None:
+                continue
+            (own := folder / f"{number}-{attempt}").mkdir()
+            try:
+                check(drawn, own, rng)
+                break
+            except Refused:
+                continue
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {drawn}") from error
+        else:
+            raise AssertionError(f"{attempts} draws were refused")
 
 
 def within_tolerance(check: Callable[[Any, Path, int], float]) -> Callable[[Any, Path, random.Random, int], str]:

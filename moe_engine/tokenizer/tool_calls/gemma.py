@@ -90,7 +90,7 @@ def _value(reader: CallReader, schema: Any, depth: int) -> Wait[bool]:
     found = yield from reader.peek()
     if found == '"':
         return (yield from json_text.value(reader, reader.arguments))
-    if found in ("{", "[") and found and depth < _MAX_DEPTH:
+    if found in ("{", "[") and depth < _MAX_DEPTH:
         reader.skip()
         return (yield from _members(reader, "}" if found == "{" else "]", schema, depth + 1))
     parts: list[str] = []

@@ -29,6 +29,7 @@ from moe_engine.media.images import Images, Picture
 from moe_engine.media.settings import ImageSource
 from moe_engine.types.image_tokens import image_key
 from tests.distributed.engine.rank_events import EVENTS, REPLACING, Event
+from tests.examples import FACTOR
 from tests.fork_server import ENGINE_SERVER, ForkServer
 
 ORDINARY = 250
@@ -530,6 +531,13 @@ def run_apart(module: str, case: Case, path: Path, folder: Path) -> tuple[dict[s
     if "refused" in found:
         raise Refused(found["refused"])
     return found, errors
+
+
+def can_compare(case: Case) -> bool:
+    """Whether a test checks a case. Roundings that depend on the order of sums may choose other experts; training a
+    head and starting grammars take longer than the case."""
+    takes_long = case.head is not None or "skip_tokenizer_init" in case.common
+    return case.tolerance <= TOLERANCE and not (FACTOR == 1 and takes_long)
 
 
 def kinds() -> list[str]:

@@ -5,29 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.distributed.engine.random_ranks import TOLERANCE, check, draw_form, kinds
-from tests.examples import FACTOR, examples
-from tests.models.random_shapes import Refused
+from tests.distributed.engine.random_ranks import Case, can_compare, check, draw_form, kinds
+from tests.models.random_shapes import check_draws
 
 ATTEMPTS = 30
 
 
 def test_answers_are_those_of_one_rank(tmp_path: Path) -> None:
-    for number in range(examples(1)):
-        for attempt in range(ATTEMPTS):
-            rng = random.Random(random.getrandbits(32))
-            case = draw_form(rng.choice(kinds()), "cpu", 2, rng)
-            if case.tolerance > TOLERANCE:  # roundings that depend on the order of sums may choose other experts
-                continue
-            if FACTOR == 1 and (case.head is not None or "skip_tokenizer_init" in case.common):
-                continue  # training a head and starting grammars take longer than the case
-            (folder := tmp_path / f"{number}-{attempt}").mkdir()
-            try:
-                check(case, folder, rng)
-                break
-            except Refused:
-                continue
-            except AssertionError as error:
-                raise AssertionError(f"{error}: {case}") from error
-        else:
-            raise AssertionError(f"{ATTEMPTS} forms were refused")
+    def draw(rng: random.Random) -> Case | None:
+        case = draw_form(rng.choice(kinds()), "cpu", 2, rng)
+        return case if can_compare(case) else None
+
+    check_draws(tmp_path, ATTEMPTS, draw, check)
