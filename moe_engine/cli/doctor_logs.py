@@ -23,8 +23,8 @@ from moe_engine.tuning.doctor.launch import Launch
 from moe_engine.tuning.doctor.live import LiveServer, launch_of, sample
 from moe_engine.tuning.doctor.log_reader import LogReader, progress_lines
 from moe_engine.tuning.doctor.memory_costs import ReportedCosts
-from moe_engine.tuning.doctor.report import Report, make_report, text_of
-from moe_engine.tuning.doctor.window import Window
+from moe_engine.tuning.doctor.report import MAX_LINE, Report, make_report, text_of
+from moe_engine.tuning.doctor.window import Window, printable
 
 WINDOW_SECONDS = 300.0
 SAMPLE_SECONDS = 15.0
@@ -100,15 +100,20 @@ def _report(path: str, reader: LogReader) -> Report:
         num_batches=reader.num_batches,
         num_broken=reader.num_broken,
     )
-    if not reader.num_batches and not report.findings and reader.foreign:
+    if reader.foreign and not reader.num_batches and not reader.launch.flags:
         raise ConfigError(
             f"--log {path}: a log of {reader.foreign}, in a format that is not known; give one of SGLang or this engine"
         )
     if not reader.num_batches and not report.findings:
         broken = f" ({reader.num_broken} are cut off)" if reader.num_broken else ""
+        error = ""
+        if reader.last_error is not None:
+            number, text = reader.last_error
+            error = f"; the last error is in line {number}, and no rule is about it: {printable(text)[:MAX_LINE]}"
         raise ConfigError(
             f"--log {path}: {reader.num_lines} lines, and no 'Decode batch' or 'Prefill batch' line among them{broken};"
             " give the output of the server itself (SGLang's or this engine's), at --log-level info, with some requests"
+            f"{error}"
         )
     return report
 

@@ -70,6 +70,25 @@ def kv_cache(dtype: str = "bfloat16", tokens: int = 665690, size: float = 40.0) 
     return f"{stamp(0, 'TP0')} KV Cache is allocated. dtype: torch.{dtype}, #tokens: {tokens}, KV size: {size:.2f} GB"
 
 
+def pools(second: float, full: float, *, swa: float | None = None, mamba: float | None = None, queue: int = 9) -> str:
+    """A decode line of SGLang 0.5.23 for a model whose windows or states have a pool of their own."""
+    windows = "" if swa is None else f"#swa token: 900, swa token usage: {swa:.2f}, "
+    states = "" if mamba is None else f"mamba num: 9, mamba usage: {mamba:.2f}, "
+    return (
+        f"{stamp(second, 'TP0')} Decode batch, #running-req: 30, #full token: 5000, full token usage: {full:.2f}, "
+        f"{windows}{states}cuda graph: True, gen throughput (token/s): 99.50, #queue-req: {queue}"
+    )
+
+
+def decode_server(second: float, *, usage: float = 0.97, prealloc: int = 21, queue: int = 0) -> str:
+    """A decode line of SGLang 0.5.23 with --disaggregation-mode decode."""
+    return (
+        f"{stamp(second, 'TP0')} Decode batch, #running-req: 3, #token: 29088, token usage: {usage:.2f}, pre-allocated "
+        f"usage: 0.70, #prealloc-req: {prealloc}, #transfer-req: 12, #retracted-req: 0, cuda graph: True, gen "
+        f"throughput (token/s): 33.00, #queue-req: {queue}"
+    )
+
+
 def retraction(second: float) -> str:
     return (
         f"{stamp(second)} KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 812, "

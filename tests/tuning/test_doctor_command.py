@@ -128,6 +128,20 @@ def test_a_log_of_another_engine(engine, line, log, capsys):
     assert main(["doctor", "--log", log(["INFO hello", line])]) == 2
     error = capsys.readouterr().err
     assert f"a log of {engine}, in a format that is not known" in error and error.count("\n") == 1
+    assert main(["doctor", "--log", log([line, "torch.OutOfMemoryError: CUDA out of memory."])]) == 2
+    assert f"a log of {engine}, in a format" in capsys.readouterr().err
+
+
+def test_an_error_without_a_rule_is_shown(log, capsys):
+    lines = [
+        "INFO hello",
+        "Traceback (most recent call last):",
+        "ValueError: Not enough host memory. \x1b[0mReduce it.",
+    ]
+    assert main(["doctor", "--log", log(lines)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("in line 3, and no rule is about it: ValueError: Not enough host memory. Reduce it.\n")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

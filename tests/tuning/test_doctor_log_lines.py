@@ -48,7 +48,10 @@ NEW_PREFILL = (
         (OLD, {"running": 5, "usage": 0.24, "queue": 3, "throughput": 80.12}),
         (SEEDS, {"running": 233, "tokens": 370959, "usage": 0.82, "cuda_graph": 1, "queue": 317}),
         (PD, {"running": 7, "accept_len": 2.4, "accept_rate": 0.47, "cuda_graph": 0, "retracted": 2}),
-        (NEW, {"running": 8, "usage": 0.8, "tokens": 100, "queue": 2}),
+        (NEW, {"running": 8, "usage": 0.8, "kv_usage": 0.3, "swa_usage": 0.8, "tokens": 100, "queue": 2}),
+        (NEW.replace("cuda graph: True", "musa graph: False"), {"cuda_graph": 0}),
+        (logs.pools(0, 0.3, mamba=0.9), {"usage": 0.9, "kv_usage": 0.3, "mamba_usage": 0.9, "queue": 9}),
+        (logs.decode_server(0), {"usage": 0.97, "preallocated": 0.7, "prealloc": 21, "queue": 0}),
         (HISPARSE, {"running": 8, "usage": 0.81, "tokens": 50, "cuda_graph": 1, "queue": 2}),
         (NEW_PREFILL, {"new_token": 300, "usage": 0.7, "pending_token": 99, "cuda_graph": 0, "queue": 7}),
         (logs.prefill(0, new=71, cached=9, seqs=2), {"new_token": 71, "cached_token": 9, "new_seq": 2}),
@@ -218,11 +221,14 @@ LINES = [
         lambda line: json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2025-08-11T17:17:09.1Z"}),
         lambda line: json.dumps({"level": "INFO", "message": line}, separators=(",", ":")) + "\r\n",
         lambda line: "2025-08-11T17:17:09.1Z stdout F " + json.dumps({"msg": line}),
+        lambda line: json.dumps({"pod": {"name": "a"}, "jsonPayload": {"message": line}}),
+        lambda line: json.dumps({"log": json.dumps({"message": line}) + "\n"}),
+        lambda line: "\rCapturing batches: 100%|" + "#" * 250 + f"| 52/52 [00:04<00:00, 10.83it/s]{line}",
         lambda line: f"\x1b[32m{line}\x1b[0m\n",
         lambda line: line.replace("batch", "\x1b[1;36mbatch\x1b[0m").replace("=", "\x1b[2m=\x1b[0m"),
         lambda line: f"\x1b[36m(Engine pid=41, ip=10.0.0.3)\x1b[0m {line} [repeated 7x across cluster]",
     ],
-    ids=["docker", "json", "json-in-kubernetes", "color", "colors", "ray"],
+    ids=["docker", "json", "json-in-kubernetes", "nested", "json-in-docker", "bar", "color", "colors", "ray"],
 )
 def test_lines_that_others_wrapped(wrap):
     for line in LINES:
@@ -231,9 +237,21 @@ def test_lines_that_others_wrapped(wrap):
 
 
 def test_the_time_of_the_wrapper():
-    for name in ("time", "@timestamp"):
-        line = log_lines.unwrapped(json.dumps({name: "2025-08-11T17:17:03Z", "message": OLD}))
-        assert time.gmtime(parse(line).time)[:6] == (2025, 8, 11, 17, 17, 3)
+    for name in ("time", "@timestamp", "asctime", "ts"):
+        for value in ("2025-08-11T17:17:03Z", logs.BEGAN, logs.BEGAN * 1000, logs.BEGAN * 10**9):
+            line = log_lines.unwrapped(json.dumps({name: value, "message": OLD}))
+            assert time.gmtime(parse(line).time)[:6] == (2025, 8, 11, 17, 17, 3)
+    assert parse(log_lines.unwrapped(json.dumps({"ts": -1, "message": OLD}))).time is None
+
+
+@pytest.mark.parametrize("quote", ['"{}"', '2025-08-11T17:17:03Z,"{}"', '    "textPayload": "{}",', "`{}`", '"{}\\n",'])
+def test_exports_with_quotation_marks(quote):
+    """The last value of new releases ends the line, without a comma."""
+    for line in (NEW, NEW_PREFILL, f"{logs.stamp(3, 'TP0')} {NEW}"):
+        assert parse(quote.format(line)).values == parse(line).values
+
+
+def test_other_objects_stay_as_they_are():
     for line in ('{"message": 3}', '{"a": "b"}', '{"message": "cut', "no object"):
         assert log_lines.unwrapped(line) == line
 

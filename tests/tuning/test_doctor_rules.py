@@ -73,6 +73,10 @@ CASES: dict[str, Case] = {
         [*decodes(), f"{logs.stamp(30)} Decode out of memory. Try to lower your batch size."],
         [*decodes(), f"{logs.stamp(30)} Prefill out of memory. Try to lower your batch size."],
     ),
+    "hang": (
+        [*decodes(), f"{logs.stamp(30, 'TP1')} Scheduler watchdog timeout (self.watchdog_timeout=300)"],
+        [*decodes(), "    _watchdog_thread (utils/watchdog.py:125)", "watchdog_timeout=300"],
+    ),
     "no_cuda_graph": (
         [*decodes(10, graph=False), *decodes(10)],
         [*decodes(9, graph=False), *decodes(11)],
@@ -97,6 +101,10 @@ CASES: dict[str, Case] = {
     "kv_dtype": (
         [kv_cache(), *decodes(usage=0.91, queue=1)],
         [kv_cache(), *decodes(usage=0.90, queue=1)],
+    ),
+    "pool_ratio": (
+        [logs.pools(second, 0.4, swa=0.91) for second in range(6)],
+        [logs.pools(second, 0.4, swa=0.90) for second in range(6)],
     ),
     "expert_imbalance": (balance(0.699), balance(0.7)),
     "late_ranks": (
@@ -169,6 +177,10 @@ def test_a_finding_is_complete(rule):
         ([flags(disable_cuda_graph=True), *decodes(graph=False)], "no_cuda_graph", "--disable-cuda-graph", None),
         ([flags(enable_mixed_chunk=True), *CASES["stalled_decodes"][0]], "stalled_decodes", "--chunked-prefill-size",
          4096),
+        (CASES["pool_ratio"][0], "pool_ratio", "--swa-full-tokens-ratio", 1.0),
+        ([flags(swa_full_tokens_ratio=0.2), *CASES["pool_ratio"][0]], "pool_ratio", "--swa-full-tokens-ratio", 0.4),
+        ([logs.pools(second, 0.66, mamba=0.99) for second in range(6)], "pool_ratio", "--mamba-full-memory-ratio",
+         1.35),
         ([flags(enable_eplb=True), *balance(0.5)], "expert_imbalance", "--ep-num-redundant-experts", 32),
         (CASES["drafts_do_not_pay"][0], "drafts_do_not_pay", "--speculative-algorithm", None),
         ([f"{logs.stamp(0)} Memory ledger: 1 GB", *decodes(accept=1.1)], "drafts_do_not_pay",
@@ -265,6 +277,63 @@ def test_tracebacks_with_prefixes(prefix):
     for last, place in (("oom_prefill", EXTEND), ("oom_decode", DECODE)):
         lines = [*decodes(), prefill(30), "Traceback:", place, "    return self.model.forward(", OOM]
         assert last in findings([prefix + line for line in lines])
+
+
+def test_the_advice_of_a_pool_is_about_that_pool():
+    """FP8 halves the KV cache: it gives no state of a delta net and no window more room."""
+    full = [logs.pools(second, 0.95, mamba=0.99) for second in range(6)]
+    assert "kv_dtype" in findings([kv_cache(), *full]) and "pool_ratio" not in findings([kv_cache(), *full])
+    states = [logs.pools(second, 0.35, mamba=0.99) for second in range(6)]
+    assert "kv_dtype" not in findings([kv_cache(), *states])
+    idle = [logs.pools(second, 0.35, mamba=0.99, queue=0) for second in range(6)]
+    largest = [flags(swa_full_tokens_ratio=1.0), *CASES["pool_ratio"][0]]
+    assert "pool_ratio" not in findings(idle) and "pool_ratio" not in findings(largest)
+
+
+def test_the_queue_of_a_decode_server():
+    """Requests wait there for memory before their KV is transferred; no reserve of the scheduler holds them back."""
+    waiting = findings([kv_cache(), *[logs.decode_server(second) for second in range(6)]])
+    assert waiting["kv_dtype"].evidence.startswith("token usage 0.97, #queue-req 21")
+    for prealloc, queue in ((21, 0), (0, 9)):
+        lines = [logs.decode_server(second, usage=0.3, prealloc=prealloc, queue=queue) for second in range(6)]
+        assert not {"queue_empty", "too_conservative"} & findings([startup(), *lines]).keys()
+    idle = [logs.decode_server(second, usage=0.3, prealloc=0) for second in range(6)]
+    assert "queue_empty" in findings([startup(), *idle])
+
+
+def test_no_advice_that_changes_nothing():
+    """The flag already has the advised value, the backend prescribes it, or another flag limits the cache."""
+    prompts = CASES["page_size"][0]
+    assert "page_size" not in findings([flags(page_size=64, attention_backend="nsa"), *prompts[1:]])
+    assert "dp_imbalance" not in findings([flags(load_balance_method="total_tokens"), *of_ranks(76, 24)])
+    assert "memory_unused" not in findings([flags(max_total_tokens=100000), startup(20.0), *decodes()])
+
+
+def test_a_drafter_is_not_the_model():
+    lines = [flags(tp_size=4, dp_size=1), *weights(60.0), *weights(2.0, 19.0), *decodes(queue=1)]
+    assert logs.read(lines).launch.weights_gb == 60.0 and "tp_or_dp" not in findings(lines)
+
+
+def test_fewer_requests_than_ran():
+    """Also in a log with few lines: the advice is below the requests that ran."""
+    finding = findings([decode(1, running=100), "RuntimeError: Decode out of memory. Try to lower your batch size."])
+    assert finding["oom_decode"].value == 75
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Receive: obj=GenerateReqInput(rid='a', text='Why CUDA out of memory in Decode batch?', sampling_params={})",
+        "Finish: obj=GenerateReqInput(rid='a', text='x'), out={'text': 'torch.OutOfMemoryError: raise the fraction'}",
+        '{"timestamp": "2026-07-01T10:00:00", "event": "request.received", "obj": {"text": "CUDA out of memory"}}',
+        "Memory cgroup out of memory: Killed process 4711 (sglang::schedul) total-vm:131072kB",
+        "Decode out of memory happened. #retract",
+    ],
+)
+def test_other_words_about_memory(line):
+    """Texts of requests, the kernel's messages and lines that are cut off: no failure of the GPU's memory."""
+    for lines in ([*decodes(), f"{logs.stamp(30)} {line}"], [*decodes(), line]):
+        assert not {"oom_start", "oom_prefill", "oom_decode"} & findings(lines).keys()
 
 
 def test_windows():

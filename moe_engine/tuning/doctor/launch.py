@@ -55,7 +55,7 @@ class Launch:
             self.engine = "moe-engine" if "attn_dp_size" in values else "sglang"
         elif event.kind == "weights":
             self.total_gb = max(self.total_gb or 0.0, values["available"])
-            self.weights_gb = values["used"] or self.weights_gb
+            self.weights_gb = max(values["used"] or 0.0, self.weights_gb or 0.0) or None  # a drafter has fewer
             self.has_loaded = self.weights_gb is not None
         elif event.kind == "kv_cache":
             self.has_loaded = True

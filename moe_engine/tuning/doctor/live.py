@@ -23,7 +23,11 @@ INFO_PATHS = ("/server_info", "/get_server_info")
 METRICS = {
     "num_running_reqs": "running",
     "num_queue_reqs": "queue",
+    "num_decode_prealloc_queue_reqs": "prealloc",
     "token_usage": "usage",
+    "full_token_usage": "kv_usage",
+    "swa_token_usage": "swa_usage",
+    "mamba_usage": "mamba_usage",
     "gen_throughput": "throughput",
     "is_cuda_graph": "cuda_graph",
     "spec_accept_length": "accept_len",

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal[
     "prefill", "decode", "retraction", "startup", "server_args", "weights", "kv_cache", "balance", "late", "jit",
-    "out_of_memory", "no_room_for_kv", "ready", "ledger",
+    "out_of_memory", "no_room_for_kv", "hang", "ready", "ledger",
 ]  # fmt: skip
 
 
@@ -41,16 +41,17 @@ VALUES = {
     "#token": "tokens",
     "#full token": "tokens",
     "token usage": "usage",
-    "full token usage": "usage",
-    "swa token usage": "usage",
-    "mamba usage": "usage",
+    "full token usage": "kv_usage",
+    "swa token usage": "swa_usage",
+    "mamba usage": "mamba_usage",
     "#gpu token": "tokens",
-    "gpu token usage": "usage",
+    "gpu token usage": "kv_usage",
     "accept len": "accept_len",
     "accept rate": "accept_rate",
     "cuda graph": "cuda_graph",
     "cpu graph": "cuda_graph",
     "npu graph": "cuda_graph",
+    "musa graph": "cuda_graph",
     "gen throughput (token/s)": "throughput",
     "input throughput (token/s)": "input_throughput",
     "#queue-req": "queue",
@@ -59,8 +60,12 @@ VALUES = {
     "#cached-token": "cached_token",
     "#retracted-req": "retracted",
     "#pending-token": "pending_token",
+    "pre-allocated usage": "preallocated",
+    "#prealloc-req": "prealloc",
 }
-"""Value of a batch line by its name in the log. If kinds of layers have pools of their own, the fullest pool counts."""
+"""Value of a batch line by its name in the log."""
+POOLS = ("usage", "kv_usage", "swa_usage", "mamba_usage")
+"""If kinds of layers have pools of their own, `usage` is that of the fullest."""
 WORDS = {"True": 1.0, "False": 0.0}
 REQUIRED = {
     "decode": frozenset(("running", "usage", "queue")),
@@ -77,9 +82,11 @@ _SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(\d{
 _PREFIX_CHARS = 200
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """Colors of a terminal."""
+_BAR = re.compile(r".*(?:it/s|s/it)\]", re.S)
+"""A progress bar, which has no line break of its own."""
 _TEXT_FIELDS = ("log", "message", "msg", "MESSAGE", "textPayload", "line")
-_TIME_FIELDS = ("time", "timestamp", "@timestamp", "ts")
-"""Names in the JSON lines of Docker, journald, fluentd and logging libraries."""
+_TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
+"""Names in the JSON lines of Docker, journald, fluentd, clouds and logging libraries."""
 _MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -96,7 +103,8 @@ _USUAL_PREFILL = re.compile(
 """Nearly all lines of a log, in one match: several times as fast as reading name by name."""
 _PREFILL_SERVER = "#unbootstrapped-req: "
 """In the lines of a prefill server of SGLang 0.4.7 to 0.5.3, which have no ``#running-req``."""
-_PAIR = re.compile(r"([#A-Za-z][\w# -]*?(?: \([\w/ ]+\))?): ([^\s,]+)")
+_PAIR = re.compile(r"([#A-Za-z][\w# -]*?(?: \([\w/ ]+\))?): ([^\s,\"'`\\]+)")
+"""A value ends at a quotation mark too: exports write lines as quoted fields."""
 _BATCH = re.compile(r"(Decode|Prefill) batch")
 _CUT_OFF = re.compile(r"[.,]?\s*(?:\[\d*\]?,?\s*)?(?:#.*)?\s*", re.S)
 _RETRACT = re.compile(
@@ -112,6 +120,14 @@ _LATE = re.compile(r"(\S.*?) is late: (.*)")
 _WHOLE_NUMBER = re.compile(r"-?\d+")
 _JIT = ("after READY:", "DeepGEMM JIT", "Entering DeepGEMM JIT", "DeepGEMM warmup")
 _OOM = ("out of memory", "OutOfMemoryError", "CUDA OOM")
+_NOT_OF_THE_GPU = ("Killed process", "cgroup out of memory")
+"""The kernel's words for a lack of host memory."""
+_HANGS = (
+    "atchdog timeout (self.watchdog_timeout", "Watchdog caught collective operation timeout", "stalled: step ",
+    "stalled: no heartbeat",
+)  # fmt: skip
+_REQUESTS = ("Receive: obj=", "Finish: obj=", '"event": "request.')
+"""Lines of --log-requests: prompts and answers may contain any text."""
 _NO_ROOM = "Not enough memory. Please try to increase --mem-fraction-static"
 START_WORDS = (
     "Capture cuda graph failed",
@@ -121,8 +137,15 @@ START_WORDS = (
     "init_memory_pool",
 )
 """Texts of errors at the start, after the weights were loaded."""
-FOREIGN = {"Avg generation throughput: ": "vLLM", "num_scheduled_requests: ": "TensorRT-LLM"}
-"""Words of other engines' lines about batches."""
+FOREIGN = {
+    "Avg generation throughput: ": "vLLM",
+    "(EngineCore": "vLLM",
+    "vLLM API server version": "vLLM",
+    "[TRT-LLM]": "TensorRT-LLM",
+    "text_generation_launcher": "TGI",
+    "llama_model_loader: ": "llama.cpp",
+}
+"""Words of other engines' lines."""
 PREFILL_WORDS = ("prefill", "Prefill", "forward_extend", "alloc_for_extend", "alloc_token_slots")
 DECODE_WORDS = ("decode", "Decode", "alloc_for_decode")
 
@@ -141,6 +164,8 @@ def parse(line: str) -> LogEvent | None:
         return _batch(line, found)
     if found is not None and _CUT_OFF.fullmatch(line, found.end()):
         raise BrokenLine("values are missing")
+    if any(words in line for words in _REQUESTS):
+        return None
     try:
         return _other(line)
     except ValueError as error:
@@ -148,20 +173,35 @@ def parse(line: str) -> LogEvent | None:
 
 
 def unwrapped(line: str) -> str:
-    """The server's line, without colors and without the JSON object around it; a line without these as it is."""
+    """The server's line, without colors, a progress bar before it and the JSON object around it; a line without these
+    as it is."""
     if "\x1b" in line:
         line = ESCAPES.sub("", line)
+    if "it/s]" in line or "s/it]" in line:
+        line = _BAR.sub("", line)
     if (start := line.find('{"')) < 0:
         return line
     try:
         found, _ = json.JSONDecoder().raw_decode(line, start)
     except (ValueError, RecursionError):
         return line
+    inner = (part for part in found.values() if isinstance(part, dict))
+    found = {**{name: value for part in inner for name, value in part.items()}, **found}
     text = next((found[name] for name in _TEXT_FIELDS if isinstance(found.get(name), str)), None)
     if text is None:
         return line
-    moment = next((found[name] for name in _TIME_FIELDS if isinstance(found.get(name), str)), "")
+    text = unwrapped(text)
+    moment = next((_date(found[name]) for name in _TIME_FIELDS if isinstance(found.get(name), str | float | int)), "")
     return text if _prefix(text)[0] is not None else f"{moment} {text}"
+
+
+def _date(value: str | float) -> str:
+    """A time of a JSON line as a date; numbers are seconds since 1970, or thousandths, millionths or billionths."""
+    if isinstance(value, str):
+        return value
+    while value >= 1e11:
+        value /= 1000
+    return datetime.fromtimestamp(value, UTC).isoformat() if value >= 0 else ""
 
 
 def split_glued(line: str) -> list[str]:
@@ -203,7 +243,9 @@ def _batch(line: str, found: re.Match[str]) -> LogEvent:
             raise BrokenLine(f"{name}: {text}") from None
         if not 0.0 <= value < math.inf:
             raise BrokenLine(f"{name}: {text}")
-        values[key] = max(value, values[key]) if key == "usage" and key in values else value
+        values[key] = max(value, values.get(key, 0.0))
+    if pools := [values[name] for name in POOLS if name in values]:
+        values["usage"] = max(pools)
     if _PREFILL_SERVER in line:
         values.setdefault("running", 0.0)
     if not REQUIRED[kind] <= values.keys():
@@ -233,7 +275,11 @@ def _other(line: str) -> LogEvent | None:
         kind, values = "late", {"rank": found[1], "where": found[2].strip()}
     elif _NO_ROOM in line:
         kind, values = "no_room_for_kv", {}
-    elif any(word in line for word in _OOM):
+    elif any(words in line for words in _HANGS):
+        kind, values = "hang", {}
+    elif "Decode out of memory happened" in line:
+        raise BrokenLine("values are missing")
+    elif any(word in line for word in _OOM) and not any(words in line for words in _NOT_OF_THE_GPU):
         kind, values = "out_of_memory", {"phase": phase_of(line)}
     elif "fired up and ready to roll" in line:
         kind, values = "ready", {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ REMEMBERED = 60
 """Lines before an out-of-memory error that are searched for its phase: a traceback names the functions."""
 MAX_LINE = 65536
 """Characters of a line that are read; a server_args line has some thousands."""
+_ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception): \S")
 
 
 @dataclass
@@ -34,7 +36,8 @@ class LogReader:
 
     Attributes:
         num_lines, num_broken, num_batches: lines read; known lines that were cut off or damaged; batch lines.
-        foreign: engine whose batch lines were found, in a format that is not read.
+        foreign: engine whose lines were found, in a format that is not read.
+        last_error: the last line that ends a traceback, with its number.
     """
 
     diagnosis: Diagnosis
@@ -44,6 +47,7 @@ class LogReader:
     num_broken: int = 0
     num_batches: int = 0
     foreign: str | None = None
+    last_error: tuple[int, str] | None = None
     _window: Window = field(init=False)
     _before: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _last_phase: str | None = None
@@ -74,8 +78,11 @@ class LogReader:
                 continue
             if event is not None:
                 self._event(event, part)
-            elif self.foreign is None:
+                continue
+            if self.foreign is None:
                 self.foreign = next((engine for words, engine in FOREIGN.items() if words in part), None)
+            if ("Error" in part or "Exception" in part) and _ERROR.match(part):
+                self.last_error = self.num_lines, part.strip()
         self._before.append(line)
 
     def end_window(self) -> None:

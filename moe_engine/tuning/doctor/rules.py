@@ -27,6 +27,9 @@ MIN_FREE_GB, MAX_FREE_GB = 5.0, 8.0
 FREE_GOAL_GB = 6.5
 CONSERVATIVE, LESS_CONSERVATIVE = 1.3, 0.3
 FULL = 0.95
+IDLE_USAGE = 0.5
+IDLE_REQUESTS = 0.5
+"""Share of the running requests allowed below which the server has room for more."""
 SHARED_PREFIXES = 0.1
 """Hit rate above which the requests are regarded as sharing prefixes."""
 GOOD_HIT_RATE = 0.8
@@ -39,6 +42,12 @@ LONG_RUN = 4
 STALLS = 0.2
 """Share of prefill lines above which chunks during running requests are not an exception."""
 LARGEST_CHUNK = 16384
+PAGED_BACKENDS = (
+    "nsa", "dsa", "flashmla", "cutlass_mla", "trtllm_mla", "tokenspeed_mla", "trtllm_mha", "fa4", "ascend",
+)  # fmt: skip
+"""SGLang's attention backends that prescribe the page size."""
+POOL_RATIOS = {"swa_usage": ("swa_full_tokens_ratio", 0.8, 1.0), "mamba_usage": ("mamba_full_memory_ratio", 0.9, 8.0)}
+"""SGLang's size of a pool relative to that of full attention, by the pool: flag, default, largest value."""
 LARGEST_FRACTION = 0.95
 POOR_BALANCE = 0.7
 POOR_DRAFTS = 1.3
@@ -111,6 +120,11 @@ def _at_limit(s: Any) -> bool:
 
 def _is_retracting(s: Statistics) -> bool:
     return (s.retractions_a_minute or 0.0) > FEW_RETRACTIONS
+
+
+def _is_decode_server(s: Statistics) -> bool:
+    """SGLang's decode servers reserve --num-reserved-decode-tokens, whatever the conservativeness is."""
+    return s.preallocated is not None or (not s.launch.is_ours and s.launch.flag("disaggregation_mode") == "decode")
 
 
 def _waits(s: Any) -> bool:
@@ -206,6 +220,33 @@ def _least_accept_len(s: Any) -> float:
     return max(POOR_DRAFTS, 1 + DRAFT_COST * int(steps)) if str(steps).isdigit() else POOR_DRAFTS
 
 
+def _full_pool(s: Any) -> str | None:
+    """The pool of windows or states that is fuller than that of full attention; None: neither, or at its largest."""
+    names = [name for name in POOL_RATIOS if (getattr(s, name) or 0.0) > max(ROOM, s.kv_usage)]
+    return next((name for name in names if _pool_ratio(s, name) > _ratio(s, name)), None)
+
+
+def _ratio(s: Statistics, pool: str) -> float:
+    flag, default, _ = POOL_RATIOS[pool]
+    return s.launch.flag(flag) or default
+
+
+def _pool_ratio(s: Any, pool: str) -> float:
+    """The ratio at which both pools fill at once, at most twice the current one."""
+    factor = min(2.0, getattr(s, pool) / max(s.kv_usage, 0.01))
+    return round(min(POOL_RATIOS[pool][2], factor * _ratio(s, pool)), 2)
+
+
+def _larger_pool(s: Statistics) -> Change:
+    pool = _full_pool(s) or "swa_usage"
+    return Change(f"--{POOL_RATIOS[pool][0].replace('_', '-')}", _pool_ratio(s, pool))
+
+
+def _is_paged(s: Statistics) -> bool:
+    backends = (s.launch.flag(f"{phase}attention_backend") for phase in ("", "decode_", "prefill_"))
+    return any(name in PAGED_BACKENDS for name in backends)
+
+
 def _mixed(s: Statistics) -> Change:
     return _smaller_chunk(s) if s.launch.flag("enable_mixed_chunk") else Change("--enable-mixed-chunk", True)
 
@@ -214,7 +255,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "queue_empty", "#queue-req is nearly always 0, few requests run and the KV cache is half empty",
         ("queue_empty", "usage", "running"),
-        lambda s: s.queue_empty >= 0.95 and s.usage < 0.5 and s.running < 0.5 * _limit(s),
+        lambda s: s.queue_empty >= FULL and s.usage < IDLE_USAGE and s.running < IDLE_REQUESTS * _limit(s),
         "#queue-req was 0 in {queue_empty:.0%} of {num_decode} decode lines, {running:g} requests ran, token usage "
         "{usage:.2f}",
         "decode", lambda s: Change(""),
@@ -232,10 +273,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "too_conservative", f"token usage below {ROOM} while requests wait, and not for lack of running requests",
         ("room_but_waiting", "running", "usage", "queue"),
-        lambda s: s.room_but_waiting > OFTEN and _waits(s) and not _at_limit(s)
+        lambda s: s.room_but_waiting > OFTEN and _waits(s) and not _at_limit(s) and not _is_decode_server(s)
         and not _is_retracting(s) and not s.launch.flag("autopilot"),
-        "in {room_but_waiting:.0%} of {num_decode} decode lines requests waited with token usage below 0.9 (median "
-        "{usage:.2f}, #queue-req {queue:g})",
+        f"in {{room_but_waiting:.0%}} of {{num_decode}} decode lines requests waited with token usage below {ROOM} "
+        "(median {usage:.2f}, #queue-req {queue:g})",
         "room",
         lambda s: Change(
             "--schedule-conservativeness",
@@ -261,7 +302,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "memory_unused", f"available_gpu_mem above {MAX_FREE_GB:g} GB", ("launch.available_gb",),
-        lambda s: _free(s) > MAX_FREE_GB,
+        lambda s: _free(s) > MAX_FREE_GB and not s.launch.flag("max_total_tokens"),
         "available_gpu_mem={launch.available_gb:.2f} GB at the start", "",
         _fraction, "the KV cache gets the memory that is left over", GUIDE,
     ),
@@ -294,9 +335,16 @@ RULES: tuple[Rule, ...] = (
         _fewer_requests, "fewer concurrent requests: less memory for a step", GUIDE, "error",
     ),
     Rule(
+        "hang", "a watchdog has ended a step or a collective operation", ("hang",), lambda s: s.hang > 0,
+        "{hang} reports of watchdogs", "hang", lambda s: Change(""),
+        "look for the first error in the logs of all ranks: the others wait for the rank that failed; a step that is "
+        "only slow, as one that compiles kernels, needs a larger --watchdog-timeout", OURS, "error",
+    ),
+    Rule(
         "no_cuda_graph", f"cuda graph: False in batches of up to {MAX_SMALL_BATCH} requests", ("graph_off",),
         lambda s: s.launch.on_gpu and s.graph_off >= OFTEN,
-        "cuda graph: False in {graph_off:.0%} of the decode lines with at most 512 requests (up to {max_running:g})",
+        f"cuda graph: False in {{graph_off:.0%}} of the decode lines with at most {MAX_SMALL_BATCH} requests (up to "
+        "{max_running:g})",
         "graph", _graphs, "steps are replayed: the host no longer launches every kernel", GUIDE,
     ),
     Rule(
@@ -310,7 +358,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "page_size", "pages are larger than the part of a prompt that is not cached", ("new_per_seq", "hit_rate"),
-        lambda s: (s.launch.flag("page_size") or 1) > max(1.0, s.new_per_seq) and s.hit_rate >= SHARED_PREFIXES,
+        lambda s: (s.launch.flag("page_size") or 1) > max(1.0, s.new_per_seq) and s.hit_rate >= SHARED_PREFIXES
+        and not _is_paged(s),
         "{new_per_seq:.0f} prompt tokens were computed for each sequence, hit rate {hit_rate:.0%}", "prefill",
         lambda s: Change("--page-size", 1),
         "prefixes are shared to the token, not to the page", OURS,
@@ -340,11 +389,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "kv_dtype", f"token usage above {ROOM} with 16-bit KV, while requests wait or are retracted",
-        ("usage", "queue"),
-        lambda s: s.usage > ROOM and (s.queue >= 1 or s.retractions > 0) and bool(s.launch.has_16_bit_kv),
-        "token usage {usage:.2f}, #queue-req {queue:g}, {retractions} retractions, KV cache in 16 bits", "queue",
+        ("kv_usage", "queue"),
+        lambda s: s.kv_usage > ROOM and (s.queue >= 1 or s.retractions > 0) and bool(s.launch.has_16_bit_kv),
+        "token usage {kv_usage:.2f}, #queue-req {queue:g}, {retractions} retractions, KV cache in 16 bits", "queue",
         lambda s: Change("--kv-cache-dtype", "fp8_e4m3"),
         "nearly twice the tokens in the same memory; check the answers' quality at long contexts", GUIDE,
+    ),
+    Rule(
+        "pool_ratio", f"usage of the pool of windows or of states above {ROOM}, and below it in full attention, while "
+        "requests wait or are retracted", ("kv_usage", "queue"),
+        lambda s: _full_pool(s) is not None and s.kv_usage < ROOM and (s.queue >= 1 or s.retractions > 0),
+        "full token usage {kv_usage:.2f}, usage of the fullest pool {usage:.2f}, #queue-req {queue:g}, {retractions} "
+        "retractions", "queue", _larger_pool,
+        "the full pool gets memory of the other one, so that more requests fit", OURS,
     ),
     Rule(
         "expert_imbalance", f"balancedness of the experts below {POOR_BALANCE}", ("balancedness",),
@@ -366,7 +423,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dp_imbalance", f"the busiest DP rank has more than {UNBALANCED:g} times the mean",
-        ("rank_imbalance", "busiest_rank"), lambda s: s.rank_imbalance > UNBALANCED,
+        ("rank_imbalance", "busiest_rank"),
+        lambda s: s.rank_imbalance > UNBALANCED and s.launch.flag("load_balance_method") != "total_tokens",
         "DP{busiest_rank} runs {rank_imbalance:.1f} times the mean of the ranks", "decode",
         lambda s: Change("--load-balance-method", "total_tokens"),
         "new requests go to the rank with the fewest tokens; ranks with attention groups wait for the fullest", OURS,

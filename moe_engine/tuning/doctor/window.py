@@ -18,8 +18,10 @@ MAX_SMALL_BATCH = 512
 """Requests of a decode step up to which a CUDA graph is worth its memory (guide: 512 to 768)."""
 LEAST_LINES = 5
 """Min batch lines of a kind for shares and medians to be meaningful."""
-FAILURES = ("oom_start", "no_room_for_kv", "oom_prefill", "oom_decode")
-MEDIANS = ("queue", "running", "usage", "throughput", "accept_len")
+FAILURES = ("oom_start", "no_room_for_kv", "oom_prefill", "oom_decode", "hang")
+MEDIANS = (
+    "queue", "running", "usage", "kv_usage", "swa_usage", "mamba_usage", "preallocated", "throughput", "accept_len",
+)  # fmt: skip
 _DP = re.compile(r"DP(\d+)")
 
 
@@ -29,8 +31,10 @@ class Statistics:
 
     Attributes:
         minutes: length; None: lines without times.
-        queue, running, usage, throughput, accept_len: medians of decode lines (sums over DP ranks are not formed: a
-            line is one rank's).
+        queue, running, usage, kv_usage, swa_usage, mamba_usage, preallocated, throughput, accept_len: medians of
+            decode lines (sums over DP ranks are not formed: a line is one rank's). `queue` includes the requests of a
+            decode server that wait for memory; `usage` is that of the fullest pool, `kv_usage` that of all positions
+            of full attention; `preallocated`: of decode servers only.
         queue_empty, room_but_waiting, graph_off: shares of decode lines: empty queue; token usage below `ROOM` with a
             queue; a small batch without a CUDA graph (of those up to `MAX_SMALL_BATCH`).
         hit_rate: prompt tokens from the prefix cache / all prompt tokens.
@@ -51,6 +55,10 @@ class Statistics:
     running: float | None = None
     max_running: float | None = None
     usage: float | None = None
+    kv_usage: float | None = None
+    swa_usage: float | None = None
+    mamba_usage: float | None = None
+    preallocated: float | None = None
     room_but_waiting: float | None = None
     graph_off: float | None = None
     throughput: float | None = None
@@ -74,6 +82,7 @@ class Statistics:
     no_room_for_kv: int | None = None
     oom_prefill: int | None = None
     oom_decode: int | None = None
+    hang: int | None = None
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
     """A line of the log for each kind of evidence: (number, text)."""
 
@@ -141,24 +150,25 @@ class Window:
             key = f"oom_{values['phase'] or 'prefill'}"
             self.counts[key] += 1
             self.lines[key] = line
-        elif event.kind == "no_room_for_kv":
-            self.counts["no_room_for_kv"] += 1
-            self.lines["no_room_for_kv"] = line
+        elif event.kind in ("no_room_for_kv", "hang"):
+            self.counts[event.kind] += 1
+            self.lines.setdefault(event.kind, line)  # other ranks follow the first
         elif event.kind == "jit" and self.launch.ready:
             self.counts["jit"] += 1
             self.lines["jit"] = line
 
     def _decode(self, values: dict[str, Any], rank: str, line: tuple[int, str]) -> None:
         self.num_decode += 1
+        running, queue = values["running"], values["queue"] + values.get("prealloc", 0.0)
+        values = {"kv_usage": values["usage"], **values, "queue": queue}
         for name, kept in self.decode.items():
             if name in values:
                 kept.append(values[name])
-        running, queue = values["running"], values["queue"]
         self.queue_empty += queue == 0
         self.lines["decode"] = line
         if queue:
             self.lines["queue"] = line
-            if values["usage"] < ROOM:
+            if queue > values.get("prealloc", 0.0) and values["usage"] < ROOM:
                 self.waiting_with_room += 1
                 self.lines["room"] = line
         if "cuda_graph" in values and 0 < running <= MAX_SMALL_BATCH:
@@ -212,7 +222,7 @@ class Window:
             num_prefill=self.num_prefill,
             minutes=minutes,
             **medians,
-            max_running=max(self.decode["running"]) if self.num_decode >= LEAST_LINES else None,
+            max_running=max(self.decode["running"], default=None),
             queue_empty=_share(self.queue_empty, self.num_decode),
             room_but_waiting=_share(self.waiting_with_room, self.num_decode),
             graph_off=_share(self.small_without_graph, self.small),
@@ -226,7 +236,7 @@ class Window:
             late_rank=self.late.most_common(1)[0][0] if self.late else None,
             jit=self.counts["jit"],
             **failures,
-            lines={key: (number, _printable(text)) for key, (number, text) in self.lines.items()},
+            lines={key: (number, printable(text)) for key, (number, text) in self.lines.items()},
         )
 
     def _of_prefills(self) -> dict[str, Any]:
@@ -260,7 +270,7 @@ def _share(count: int, lines: int) -> float | None:
     return count / lines if lines >= LEAST_LINES else None
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Without colors and other control sequences, which a terminal would obey."""
     return "".join(filter(str.isprintable, ESCAPES.sub("", text))).strip()
 
