@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 import warnings
@@ -241,7 +242,8 @@ def test_the_time_of_the_wrapper():
         for value in ("2025-08-11T17:17:03Z", logs.BEGAN, logs.BEGAN * 1000, logs.BEGAN * 10**9):
             line = log_lines.unwrapped(json.dumps({name: value, "message": OLD}))
             assert time.gmtime(parse(line).time)[:6] == (2025, 8, 11, 17, 17, 3)
-    assert parse(log_lines.unwrapped(json.dumps({"ts": -1, "message": OLD}))).time is None
+    for value in (-1, math.inf, math.nan, 10**400):
+        assert parse(log_lines.unwrapped(json.dumps({"ts": value, "message": OLD}))).time is None
 
 
 @pytest.mark.parametrize("quote", ['"{}"', '2025-08-11T17:17:03Z,"{}"', '    "textPayload": "{}",', "`{}`", '"{}\\n",'])

@@ -87,6 +87,8 @@ _BAR = re.compile(r".*(?:it/s|s/it)\]", re.S)
 _TEXT_FIELDS = ("log", "message", "msg", "MESSAGE", "textPayload", "line")
 _TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
 """Names in the JSON lines of Docker, journald, fluentd, clouds and logging libraries."""
+LAST_TIME = 1e20
+"""Billionths of a second, in the year 5138: a larger number in a JSON line is no time."""
 _MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -199,9 +201,11 @@ def _date(value: str | float) -> str:
     """A time of a JSON line as a date; numbers are seconds since 1970, or thousandths, millionths or billionths."""
     if isinstance(value, str):
         return value
+    if not 0 <= value <= LAST_TIME:
+        return ""
     while value >= 1e11:
         value /= 1000
-    return datetime.fromtimestamp(value, UTC).isoformat() if value >= 0 else ""
+    return datetime.fromtimestamp(value, UTC).isoformat()
 
 
 def split_glued(line: str) -> list[str]:
