@@ -53,19 +53,13 @@ def render_prompt(
     form = state.flags.tool_call_parser
     if form is not None and TOOL_FORMATS[form].counts_ids:
         messages = with_counted_ids(messages)
-    prefix = ""
     arguments = state.template_arguments(kwargs) | (options.chat_template_kwargs or {})
+    offered = [_with_parameters(tool) for tool in tools or ()]
     if options.continue_final_message:
-        last = messages[-1]
-        if last["role"] != "assistant" or not isinstance(last.get("content"), str):
+        if messages[-1]["role"] != "assistant" or not isinstance(messages[-1].get("content"), str):
             raise InputError.at("continue_final_message", "the last message must be the assistant's, with text")
-        messages, prefix = messages[:-1], state.chat_template.begun(last, arguments)
-        if not messages:
+        if len(messages) == 1:
             raise InputError.at("messages", "there is no message before the one to be continued")
-    rendered = state.chat_template.render(
-        messages,
-        tools=[_with_parameters(tool) for tool in tools or ()],
-        add_generation_prompt=options.add_generation_prompt is not False or bool(prefix),
-        kwargs=arguments,
-    )
-    return rendered + prefix
+        return state.chat_template.render_continued(messages, tools=offered, kwargs=arguments)
+    asks = options.add_generation_prompt is not False
+    return state.chat_template.render(messages, tools=offered, add_generation_prompt=asks, kwargs=arguments)

@@ -44,8 +44,21 @@ class ChatEncoder(Protocol):
             InputError: the conversation is refused, or a template argument that the server sets.
         """
 
+    def render_continued(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation whose last message, an assistant's with text, is continued. Arguments as of
+        `render`. Raises InputError: the conversation is refused."""
+        return self.render(messages[:-1], tools=tools, kwargs=kwargs) + self.begun(messages[-1], kwargs)
+
     def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
-        """The text of an unfinished answer, an assistant's message with text, after the prompt that opens it."""
+        """The text of an unfinished answer, after the prompt that opens it."""
+        text: str = message["content"]
+        return text
 
 
 def refuse_reserved(kwargs: Mapping[str, Any] | None) -> None:

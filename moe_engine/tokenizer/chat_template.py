@@ -28,7 +28,6 @@ from moe_engine.tokenizer.chat_messages import (
     GME_QWEN2_VL,
     KIMI_K3,
     ChatEncoder,
-    map_arguments,
     prepare_message,
     refuse_reserved,
 )
@@ -36,6 +35,7 @@ from moe_engine.tokenizer.deepseek_v4 import load_deepseek_v4
 from moe_engine.tokenizer.deepseek_v32 import load_deepseek_v32
 from moe_engine.tokenizer.deepseek_v41 import load_deepseek_v41
 from moe_engine.tokenizer.kimi_k3 import load_kimi_k3
+from moe_engine.tokenizer.message_forms import continued_fields, message_forms
 from moe_engine.tokenizer.template_formats import reasoning_format, tool_format
 
 _LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s([^%]*?(\.content|\[['\"]content['\"]\])|content\s*-?%)")
@@ -52,6 +52,8 @@ _ENCODER_OF = {
     "kimi_k3": KIMI_K3,
 }
 """Loaders by `model_type`."""
+_CONTINUED = "<|moe-engine-continues-here|> "
+"""Marks the place at which a message is continued. The space shows whether the template trims the message."""
 
 
 RENDER_SECONDS, MESSAGE_SECONDS = 2.0, 1e-4
@@ -124,21 +126,22 @@ class ChatTemplate(ChatEncoder):
             **self._special_tokens,
             **(kwargs or {}),
             "tools": list(tools) if tools else None,
+            "documents": (kwargs or {}).get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
         if not self._knows_developer[name]:
             messages = [_as_system(m) for m in messages]
         prepared = [prepare_message(m, keep_parts=self._wants_parts[name]) for m in messages]
-        template = self._templates[name]
+        template, failure = self._templates[name], None
         _DEADLINE.set(time.thread_time() + RENDER_SECONDS + MESSAGE_SECONDS * len(prepared))
         try:
-            try:
-                return template.render(messages=prepared, **context)
-            except TypeError:
-                if not any(m.get("tool_calls") for m in prepared):
-                    raise
-                # templates that concatenate arguments, such as DeepSeek's, need them as text, as OpenAI sends them
-                return template.render(messages=[_arguments_as_text(m) for m in prepared], **context)
+            for form in message_forms(prepared):
+                try:
+                    return template.render(messages=form, **context)
+                except (jinja2.TemplateError, TypeError) as exc:
+                    failure = failure or exc
+            assert failure is not None
+            raise failure
         except jinja2.TemplateError as exc:
             raise InputError.at("messages", f"the chat template refuses them: {exc}") from exc
         except (
@@ -148,10 +151,25 @@ class ChatTemplate(ChatEncoder):
                 "messages", f"the chat template cannot render them ({type(exc).__name__}: {exc})"
             ) from exc
 
-    def begun(self, message: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None) -> str:
-        """The content alone: how a template writes reasoning is unknown."""
-        text: str = message["content"]
-        return text
+    def render_continued(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """As transformers: the rendered conversation up to the end of the last message's text. If the template leaves
+        that text out, it follows the prompt of the messages before."""
+        *before, last = messages
+        marked = {name: f"{last[name]}{_CONTINUED}" for name in continued_fields(last)}
+        try:
+            found = self.render([*before, {**last, **marked}], tools=tools, add_generation_prompt=False, kwargs=kwargs)
+        except InputError:
+            found = ""
+        whole, mark, after = found.rpartition(_CONTINUED.rstrip())
+        if not mark:
+            return super().render_continued(messages, tools=tools, kwargs=kwargs)
+        return whole if after.startswith(" ") else whole.rstrip()
 
 
 @lru_cache(8)
@@ -224,16 +242,6 @@ def _model_type(folder: Path) -> str:
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """OpenAI's "developer" role becomes "system": templates without this role would silently drop the message."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
-
-
-def _arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [map_arguments(call, _arguments_text) for call in message["tool_calls"]]}
-
-
-def _arguments_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 class _Namespace(jinja2.utils.Namespace):

@@ -180,9 +180,13 @@ class ReasoningParser:
         while text.startswith(self._start_tag):
             self._held = text = text[len(self._start_tag) :].lstrip()
             self._inside = True
-        calls = self._calls.lstrip() if self._inside else ""
-        if not text or any(tag != text and tag.startswith(text) for tag in (self._start_tag, calls)):
+        if not self._inside and text.startswith(self._end_tag):  # an answer without reasoning (MiniMax-M3)
+            self._held, self._state = text[len(self._end_tag) :], "gap"
             return
+        other = self._calls.lstrip() if self._inside else self._end_tag
+        if not text or any(tag != text and tag.startswith(text) for tag in (self._start_tag, other)):
+            return
+        calls = self._calls.lstrip() if self._inside else ""
         if self._inside and self._keeps:
             self._held, self._state = self._start_tag + text, "content"
         elif self._inside:

@@ -39,6 +39,9 @@ def reason(text, size, **options):
         (False, "<think>t</think>x", ("t", "x")),
         (False, "<thin", ("", "<thin")),
         (False, "a <think> b", ("", "a <think> b")),
+        (False, "</think>x", ("", "x")),
+        (False, "</thin", ("", "</thin")),
+        (False, "a </think> b", ("", "a </think> b")),
     ],
 )
 def test_reasoning(size, inside, text, want):

@@ -135,6 +135,8 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "<arg_key>e</arg_key>\n<arg_value>1</arg_value>\n"
      "<arg_key>a</arg_key>\n<arg_value>2.5</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>", "",
      [("f", {"s": "12", "e": "1", "a": 2.5}), ("g", {})]),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>\"5\"</arg_value>\n</tool_call><tool_call>f\n"
+     "<arg_key>a</arg_key>\n<arg_value>'x'</arg_value>\n</tool_call>", "", [("f", {"a": '"5"'}), ("f", {"a": "'x'"})]),
     ("glm47", "<tool_call>g<arg_key>x</arg_key><arg_value>word</arg_value></tool_call>b", "b", [("g", {"x": "word"})]),
     ("poolside_v1", "a<tool_call>f<arg_key>n</arg_key><arg_value>5</arg_value></tool_call>\n<tool_call>g</tool_call>",
      "a", [("f", {"n": 5}), ("g", {})]),

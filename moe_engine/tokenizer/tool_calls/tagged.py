@@ -244,11 +244,12 @@ def _type_of(value: Any) -> str:
 
 
 def json_of(text: str, types: frozenset[str] | None) -> str:
-    """A value as JSON. It is a string if it is no other value that the schema allows."""
+    """A value as JSON. It is a string if it is no other value that the schema allows; templates write strings without
+    quotation marks, so that those in the text belong to it."""
     value = _read(text.strip())
     if value is not None:
         kind = _type_of(json.loads(value))
-        fits = types is None or kind in types or (kind == "integer" and "number" in types)
+        fits = types is None or kind in types - {"string"} or (kind == "integer" and "number" in types)
         if fits or "string" not in (types or ()):
             return value
     return json.dumps(text, ensure_ascii=False)
