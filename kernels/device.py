@@ -32,6 +32,11 @@ class Device:
         return replace(self, has_libraries=self.elsewhere)
 
     @property
+    def with_own_libraries(self) -> Device:
+        """The device with the libraries that are installed here."""
+        return replace(self, has_libraries=False)
+
+    @property
     def no_cuda(self) -> str | None:
         """The refusal reason of rows for CUDA devices; None on one."""
         return None if self.kind == "cuda" else f"needs a CUDA device, this one is {self.kind}"

@@ -130,7 +130,7 @@ def select(
     refusals = {row.name: failed.get(row.name) or _refusal(family, row, device, need) for row in rows}
     if asked == "auto":
         best, reason, refused = _preferred(family, rows, refusals, device, need, captured)
-        here = _refusal(family, best, replace(device, has_libraries=False), need) if device.has_libraries else None
+        here = _refusal(family, best, device.with_own_libraries, need) if device.has_libraries else None
     else:
         here = refusals.get(asked)
         if here and device.elsewhere:

@@ -89,13 +89,13 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
 def _machine(setting: Setting) -> Machine:
     """Probed in a separate process: the compilers are forked, which is not possible after using a GPU."""
     if setting.kind == "cpu":
-        from moe_engine.planning.inputs.hardware import GPUS
+        from moe_engine.tuning.hardware.table import find_gpu
 
-        return GPUS["h200"].machine()
+        return find_gpu("h200").machine()
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(probe_machine, (setting.kind,))
 
 
 def _arch(machine: Machine) -> int:
     """Triton's number of the architecture, if the tables have kernels for it."""
-    return 100 if machine.capability is not None and machine.capability >= (10, 0) else 90
+    return 100 if machine.device.capability is not None and machine.device.capability >= (10, 0) else 90

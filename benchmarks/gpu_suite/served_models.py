@@ -14,9 +14,9 @@ from moe_engine.cli.compile_kernels.other_rows import build_triton
 from moe_engine.config.args import EngineArgs
 from moe_engine.kernels.warmup_sizes import StepSize
 from moe_engine.models.config_file import load_model_config
-from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.tuning.hardware.table import find_gpu
 from tests.models import published
 
 
@@ -80,7 +80,7 @@ def launch_of(folder: Path, model: str, form: str) -> ResolvedConfig:
         model_path=str(write_model(folder / "model", fields)), load_format="dummy", device="cuda",
         max_running_requests=REQUESTS, chunked_prefill_size=CHUNK, context_length=longest, **FORMS[form],
     )  # fmt: skip
-    return prepare(args, replace(GPUS["h200"], memory_bytes=ENOUGH_BYTES).machine())
+    return prepare(args, replace(find_gpu("h200"), memory_bytes=ENOUGH_BYTES).machine())
 
 
 def run_steps(config: ResolvedConfig) -> None:

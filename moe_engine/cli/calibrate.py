@@ -198,7 +198,7 @@ def _launch(config: ResolvedConfig) -> dict[str, Any]:
 
 def _machine(config: ResolvedConfig) -> dict[str, Any]:
     machine = config.machine
-    return {"device": machine.device_name, "cores": machine.cores}
+    return {"device": machine.device.name, "cores": machine.cores}
 
 
 def _summary(costs: CostFile) -> str:

@@ -85,12 +85,12 @@ def _parser(prog: str) -> Parser:
 def examine() -> dict[str, Any]:
     """All findings as JSON-compatible values. `problems`: sentences with the fix."""
     machine = probe_machine()
-    host = machine if machine.device == "cpu" else probe_machine("cpu")
+    host = machine if machine.on_cpu else probe_machine("cpu")
     cpu = cpu_device()
-    libraries = doctor_libraries.libraries(machine.device)
+    libraries = doctor_libraries.libraries(machine.device.kind)
     node = check_node()
     return {
-        "device": {"kind": machine.device, "name": machine.device_name, "reason": machine.device_reason},
+        "device": {"kind": machine.device.kind, "name": machine.device.name, "reason": machine.device_reason},
         "memory": {
             "total_bytes": host.total_bytes,
             "available_bytes": host.available_bytes,
@@ -107,7 +107,7 @@ def examine() -> dict[str, Any]:
         "compiler": {"path": cpu.compiler, "version": _compiler_version(cpu.compiler)},
         "system": {"os": platform.platform(), "python": platform.python_version()},
         "packages": {name: _version(name) for name in PACKAGES},
-        "kernels": _kernels(_device(machine.device, cpu)),
+        "kernels": _kernels(_device(machine.device.kind, cpu)),
         "libraries": libraries,
         "cuda_compiler": doctor_libraries.cuda_compiler(),
         "node": [{"name": check.name, "status": check.status, "text": check.text} for check in node],

@@ -96,7 +96,7 @@ def _machine(values: dict[str, Any]) -> Machine | None:
     if values.setdefault("device", "cuda") != "cuda":
         raise ConfigError(f"--hardware {text} is for GPUs, but --device is {values['device']}; drop one of them")
     cluster = parse_cluster(text)
-    return cluster.gpu.machine(cluster.num_gpus if text.strip()[0].isdigit() else None)
+    return cluster.gpu.machine(cluster.num_gpus if text.strip()[0].isdigit() else None, has_libraries=True)
 
 
 def _explain(args: EngineArgs, as_json: bool, machine: Machine | None = None) -> int:

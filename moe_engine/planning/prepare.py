@@ -93,7 +93,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         place=place,
         dump_directory=recorder_directory(os.environ),
     )
-    resolved = resolve_profile(args, model, found.device, resolve_once)
+    resolved = resolve_profile(args, model, found.device.kind, resolve_once)
     resolved = dataclasses.replace(_with_secret(resolved), storage=storage_settings(resolved.args, os.environ))
     if files is not None:
         uses_mtp = resolved.speculation is not None and resolved.speculation.uses_own_layers
@@ -108,7 +108,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     on_cpu = resolved.device == "cpu"
     if machine is None:  # else a plan for another machine
         check_address_space(resolved.ledger.total_bytes)
-    if on_cpu and resolved.compiled.max_tokens and found.compiler is None:
+    if on_cpu and resolved.compiled.max_tokens and found.device.compiler is None:
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
     more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)
     return dataclasses.replace(resolved, notes=(*resolved.notes, *remarks, *unread_variables(os.environ), *more))

@@ -72,8 +72,8 @@ def resolve(
     validate.check(args)
     args = with_stated_kv_dtype(with_loader_threads(args, record := Record()), model, record)
     args = with_storage_page(resolve_pooling(_with_transfers(args), model, record), fits_sizes, record)
-    path = model_path or args.model.model_path or ""
-    device = machine.device if args.model.device else record.note("device", machine.device, machine.device_reason)
+    path, kind = model_path or args.model.model_path or "", machine.device.kind
+    device = kind if args.model.device else record.note("device", kind, machine.device_reason)
     parallel = resolve_parallel(args, model, machine, place, record)
     args = with_states(args, model, None if draft is None else draft.config, record)
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_engine.kernels.device import Device
 from moe_engine.kernels.symm_mem import all_reduce_layout
 from moe_engine.parallel.dispatch import symm_mem
 from moe_engine.parallel.topology import Topology
@@ -28,7 +29,7 @@ class AllReduceChoice:
 NONE = AllReduceChoice(NCCL, "a model on one rank has no all-reduce")
 
 
-def why_not(device: str, topology: Topology, hidden: int, unlinked: str | None) -> str | None:
+def why_not(device: Device, topology: Topology, hidden: int, unlinked: str | None) -> str | None:
     """The reason why the custom all-reduce cannot serve these ranks, or None.
 
     Args:
@@ -46,7 +47,7 @@ def why_not(device: str, topology: Topology, hidden: int, unlinked: str | None) 
 
 
 def choose(
-    device: str, topology: Topology, hidden: int, unlinked: str | None = None, disabled: bool = False
+    device: Device, topology: Topology, hidden: int, unlinked: str | None = None, disabled: bool = False
 ) -> AllReduceChoice:
     """The most preferred all-reduce that can run. `disabled`: --disable-custom-all-reduce."""
     reason = why_not(device, topology, hidden, unlinked)

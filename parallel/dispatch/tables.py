@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
+from moe_engine.kernels.device import Device
 from moe_engine.kernels.registry import NAMED
 from moe_engine.kernels.vendors.limits import MEGA_RANKS
 from moe_engine.kernels.vendors.probe import MEGA_MOE
@@ -28,16 +29,15 @@ class Place:
     """Inputs of the selection.
 
     Attributes:
-        device_kind: ``cpu`` or ``cuda``.
+        device: of each rank.
         num_ranks: of the expert-parallel group.
         num_nodes: hosts; ranks are numbered host by host.
         deepep_version: of DeepEP, see `deepep.generation.VERSIONS`.
         top_k, hidden, num_experts: experts of a token, channels of its rows, routed experts; 0 if unknown.
         unlinked: why the GPUs of this host cannot access each other's memory, according to the driver; else None.
-        elsewhere, has_libraries: as in `kernels.device.Device`.
     """
 
-    device_kind: str
+    device: Device
     num_ranks: int
     num_nodes: int = 1
     unlinked: str | None = None
@@ -45,8 +45,6 @@ class Place:
     top_k: int = 0
     hidden: int = 0
     num_experts: int = 0
-    elsewhere: bool = False
-    has_libraries: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,15 +104,15 @@ def _many(place: Place) -> str | None:
 
 
 def _shared_memory(place: Place) -> str | None:
-    if place.device_kind != "cpu":
-        return f"needs host memory; the device is {place.device_kind}"
+    if place.device.kind != "cpu":
+        return f"needs host memory; the device is {place.device.kind}"
     if place.num_nodes > 1:
         return f"works inside one host; there are {place.num_nodes} nodes"
     return _many(place) or host_support.why_not()
 
 
 def _deepep(place: Place) -> str | None:
-    reason = _many(place) or deepep.why_not(place.device_kind, place.deepep_version, place.has_libraries)
+    reason = _many(place) or deepep.why_not(place.device, place.deepep_version)
     return reason or deepep.why_not_hidden(place.deepep_version, place.hidden)
 
 
@@ -129,21 +127,21 @@ def _deepep_low_latency(place: Place) -> str | None:
 
 
 def _symm_mem(place: Place) -> str | None:
-    reason = _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes, place.elsewhere) or place.unlinked
+    reason = _many(place) or symm_mem.why_not(place.device, place.num_nodes) or place.unlinked
     return reason or symm_mem.why_not_width(place.hidden)
 
 
 def _nvshmem(place: Place) -> str | None:
-    if place.has_libraries:
+    if place.device.has_libraries:
         return _many(place)
-    return _many(place) or symm_mem.why_not_nvshmem(place.device_kind, place.num_ranks, place.num_experts)
+    return _many(place) or symm_mem.why_not_nvshmem(place.device.kind, place.num_ranks, place.num_experts)
 
 
 def _megamoe(place: Place) -> str | None:
-    reason = _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes, place.elsewhere) or place.unlinked
+    reason = _many(place) or symm_mem.why_not(place.device, place.num_nodes) or place.unlinked
     if reason is None and place.num_ranks > MEGA_RANKS:
         return f"MegaMoE supports at most {MEGA_RANKS} ranks; there are {place.num_ranks}"
-    if reason is None and not place.has_libraries and MEGA_MOE.installed() is None:
+    if reason is None and not place.device.has_libraries and MEGA_MOE.installed() is None:
         return f"DeepGEMM is not installed ({MEGA_MOE.install})"
     return reason
 
@@ -176,18 +174,18 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
     Raises:
         ValueError: the requested backend or mode is unknown or unavailable; with the reason.
     """
-    by_name = {row.name: row for row in ROWS}
+    by_name, device = {row.name: row for row in ROWS}, place.device
     refusals = {row.name: row.why_not(place) or _lacks(row, place, mode) for row in ROWS}
     here = refusals.get(asked)
-    if here and place.elsewhere:
-        there = replace(place, has_libraries=True)
+    if here and device.elsewhere:
+        there = replace(place, device=device.for_named_row)
         refusals[asked] = by_name[asked].why_not(there) or _lacks(by_name[asked], there, mode)
     if asked == "auto":
         able = sorted((row for row in ROWS if refusals[row.name] is None), key=lambda row: -row.preference)
         if not able:
             raise ValueError("no dispatch backend is available: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
         row, reason = able[0], f"most preferred of {len(able)} available"
-        here = row.why_not(replace(place, has_libraries=False)) if place.has_libraries else None
+        here = row.why_not(replace(place, device=device.with_own_libraries)) if device.has_libraries else None
     elif asked not in by_name:
         raise ValueError(f"unknown dispatch backend {asked!r}; known: {', '.join(by_name)}")
     elif refusals[asked]:

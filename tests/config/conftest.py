@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from collections.abc import Callable
@@ -43,12 +44,9 @@ SMALL: dict[str, Any] = {
 SMALL.pop("quantization_config")
 
 
-def machine(available_gb: float = 20.0, total_gb: float = 24.0, device: str = "cpu") -> Machine:
-    cpu = cpu_device()
-    return Machine(
-        device, "test", int(total_gb * GB), int(available_gb * GB), 4, "a test", "given",
-        cpu_flags=cpu.cpu_flags, compiler=cpu.compiler,
-    )  # fmt: skip
+def machine(available_gb: float = 20.0, total_gb: float = 24.0, device: str = "cpu", **of_device: Any) -> Machine:
+    own = dataclasses.replace(cpu_device(), kind=device, name="test", **of_device)
+    return Machine(own, int(total_gb * GB), int(available_gb * GB), 4, "a test", "given")
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.models.config_file import load_model_config
-from moe_engine.planning.inputs.hardware import parse_hardware
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.tuning.hardware.table import find_gpu
 from tests.models.published import LLAMA, V2_LITE
 from tests.models.published import YARN_V3 as V3
 
@@ -71,7 +71,7 @@ def launches() -> Iterator[tuple[str, str, ResolvedConfig]]:
             file.write_text(json.dumps(config))
             args = EngineArgs.from_kwargs(load_format="dummy", **flags)
             model = load_model_config(Path(folder))
-            yield name, ranks, resolve(args, model, parse_hardware("h200"), model_path=folder)
+            yield name, ranks, resolve(args, model, find_gpu("h200").machine(), model_path=folder)
 
 
 def rows() -> Iterator[str]:

@@ -38,7 +38,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
 
     def make(config: dict[str, Any] = V3, capability: tuple[int, int] = (9, 0), **flags: Any) -> ResolvedConfig:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        gpu = dataclasses.replace(machine(1000, 1000, "cuda"), capability=capability)
+        gpu = machine(1000, 1000, "cuda", capability=capability)
         args = EngineArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
         return prepare(args, gpu)
 
@@ -79,7 +79,7 @@ def test_a_draft_model_has_a_workspace_of_its_own(
         speculative_algorithm="STANDALONE", speculative_draft_model_path=str(drafter), max_running_requests=300,
         speculative_num_steps=3, speculative_eagle_topk=topk, speculative_num_draft_tokens=4,
     )  # fmt: skip
-    gpu = dataclasses.replace(machine(1000, 1000, "cuda"), capability=(9, 0))
+    gpu = machine(1000, 1000, "cuda", capability=(9, 0))
     draft = DraftModel(str(drafter), load_model_config(drafter))
     config = resolve(args, load_model_config(folder), gpu, model_path=str(folder), draft=draft)
     (row,) = (row for row in config.ledger.rows if row.name == "draft attention workspace")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 from moe_engine.config.args import PARTS
@@ -13,7 +12,7 @@ from tests.config.conftest import machine
 
 
 def test_text(resolved):
-    bare = dataclasses.replace(machine(), compiler=None)
+    bare = machine(compiler=None)
     config = resolved(on=bare, page_size=16, api_key="hidden-key", max_total_tokens=1000)
     text = explain_text(config)
     for part in PARTS.values():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from moe_engine.config.args import EngineArgs, build_parser
@@ -26,12 +24,8 @@ def on_gpu(tmp_path):
         import json
 
         (tmp_path / "config.json").write_text(json.dumps(config))
-        total = int(gb * 2**30)
-        gpu = dataclasses.replace(
-            machine(), device="cuda", device_name="a GPU", total_bytes=total, available_bytes=total
-        )
         args = EngineArgs.from_kwargs(model_path=str(tmp_path), **flags)
-        return resolve(args, load_model_config(tmp_path), gpu, model_path=str(tmp_path))
+        return resolve(args, load_model_config(tmp_path), machine(gb, gb, "cuda"), model_path=str(tmp_path))
 
     return make
 

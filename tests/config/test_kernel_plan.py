@@ -23,10 +23,9 @@ from moe_engine.kernels.triton import availability as triton
 from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.weight_forms import FP8_BLOCKS
 from moe_engine.parallel.dispatch import tables as dispatch_tables
-from moe_engine.planning.inputs.hardware import parse_hardware
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.tuning.hardware.table import parse_cluster
+from moe_engine.tuning.hardware.table import find_gpu
 from moe_engine.worker.startup.kernel_choice import build_backends
 from tests.models.published import V3
 
@@ -41,11 +40,11 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Res
     monkeypatch.setattr(triton, "installed", lambda: True)
     monkeypatch.setattr(triton, "version", lambda: triton.OLDEST_WITH_BLACKWELL_MLA)
 
-    def make(*installed: str, hardware: str = "8xh200", **flags: Any) -> ResolvedConfig:
+    def make(*installed: str, gpu: str = "h200", **flags: Any) -> ResolvedConfig:
         monkeypatch.setattr(probe, "_found", lambda name: name in installed)
         (tmp_path / "config.json").write_text(json.dumps(V3))
         args = EngineArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", tp=8, **flags)
-        return prepare(args, parse_hardware(hardware))
+        return prepare(args, find_gpu(gpu).machine(8))
 
     return make
 
@@ -89,9 +88,9 @@ def test_fp8_is_multiplied_by_rows_that_keep_it(
 
 def test_fused_experts_serve_local_block_fp8_on_blackwell(launch: Callable[..., ResolvedConfig]) -> None:
     """Each of 8 ranks of V3 holds an eighth of every expert; 4 of them share an expert with EP2."""
-    named = {"hardware": "8xb200", "moe_runner_backend": "flashinfer_trtllm"}
+    named = {"gpu": "b200", "moe_runner_backend": "flashinfer_trtllm"}
     for flags, width, count in (({}, 256, 257), ({"ep": 2}, 512, 129)):
-        config = launch(*LIBRARIES, hardware="8xb200", **flags)
+        config = launch(*LIBRARIES, gpu="b200", **flags)
         assert config.kernels.model.row("experts").name == "flashinfer_trtllm"
         widths = config.kernels.model.need.experts
         assert widths is not None and (widths.width, widths.form, widths.dispatched) == (width, FP8_BLOCKS, False)
@@ -117,7 +116,7 @@ def test_megamoe_serves_v3_on_hopper(launch: Callable[..., ResolvedConfig], monk
     for more, text in (
         ({"enable_two_batch_overlap": True}, "one buffer holds the tokens of one batch"),
         ({"moe_dispatch_dtype": "bf16"}, "sends FP8"),
-        ({"hardware": "8xb200"}, "MegaMoE has kernels for sm_90"),
+        ({"gpu": "b200"}, "MegaMoE has kernels for sm_90"),
         ({"moe_runner_backend": "triton"}, "does not run with --moe-a2a-backend megamoe"),
         ({"chunked_prefill_size": 1 << 19}, "dispatch buffers 4.* GB.* it fits with --chunked-prefill-size"),
     ):
@@ -136,7 +135,8 @@ def test_a_named_row_counts_as_installed_on_other_hardware(launch: Callable[...,
     assert attention(launch()) == "triton"
     with pytest.raises(ConfigError, match="has kernels for sm_100"):  # nothing else is taken for granted
         launch(attention_backend="trtllm_mla")
-    here = replace(parse_hardware("8xh200"), elsewhere=False)
+    here = find_gpu("h200").machine(8)
+    here = replace(here, device=replace(here.device, elsewhere=False))
     with pytest.raises(ConfigError, match=r"cannot run here: .* is not installed"):
         prepare(config.args.replace(moe_a2a_backend="none"), here)
 
@@ -147,7 +147,7 @@ def test_a_plan_is_the_launch_of_a_machine_with_the_libraries(launch: Callable[.
     flags: dict[str, Any] = {"enable_dp_attention": True, "dp_size": 8, "ep": 8}
     there = launch(*modules, **flags)
     laptop = launch(**flags)
-    planned = prepare(laptop.args, parse_cluster("8xh200").gpu.machine())
+    planned = prepare(laptop.args, find_gpu("h200").machine(has_libraries=True))
     rows = {choice.family: choice.row.name for choice in planned.kernels.model.choices}
     assert rows == {choice.family: choice.row.name for choice in there.kernels.model.choices}
     assert planned.ledger == there.ledger and planned.max_total_num_tokens == there.max_total_num_tokens
@@ -156,12 +156,12 @@ def test_a_plan_is_the_launch_of_a_machine_with_the_libraries(launch: Callable[.
     assert "not on this machine: deep_gemm is not installed" in reasons["linear"]
 
 
-@pytest.mark.parametrize("hardware", ["8xh200", "8xb200"])
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
 def test_triton_counts_as_installed_on_other_hardware(
-    launch: Callable[..., ResolvedConfig], monkeypatch: pytest.MonkeyPatch, hardware: str
+    launch: Callable[..., ResolvedConfig], monkeypatch: pytest.MonkeyPatch, gpu: str
 ) -> None:
     """torch for CUDA brings it; without it V3's FP8 weights counted as bf16, which no GPU holds."""
-    flags = {"hardware": hardware, "enable_dp_attention": True, "dp_size": 8, "ep": 8, "moe_a2a_backend": "auto"}
+    flags = {"gpu": gpu, "enable_dp_attention": True, "dp_size": 8, "ep": 8, "moe_a2a_backend": "auto"}
     expected = launch(**flags)
     monkeypatch.setattr(triton, "installed", lambda: False)
     monkeypatch.setattr(triton, "version", lambda: (0, 0))
@@ -169,6 +169,7 @@ def test_triton_counts_as_installed_on_other_hardware(
     found = launch(**flags)
     assert found.kernels == expected.kernels and found.ledger == expected.ledger
     assert found.parallel.dispatch.row.name == "symm_mem"
+    assert launch(gpu=gpu).parallel.all_reduce.is_custom
 
 
 def test_auto_takes_the_page_size_of_the_best_row(launch: Callable[..., ResolvedConfig]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ SGL, TRTLLM, FLASHMLA = ("sgl_kernel.flash_mla", "flashinfer"), ("flashinfer",),
 def launch(folder: Path, major: int, config: dict[str, Any] = V3, **flags: Any) -> ResolvedConfig:
     """A launch on a GPU of that generation."""
     (folder / "config.json").write_text(json.dumps(config))
-    gpu = dataclasses.replace(machine(1000, 1000, "cuda"), capability=(major, 0))
+    gpu = machine(1000, 1000, "cuda", capability=(major, 0))
     return prepare(EngineArgs.from_kwargs(model_path=str(folder), load_format="dummy", **flags), gpu)
 
 

@@ -84,7 +84,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 MACHINES = {
     "cpu": machine(40, 48),
-    "gpu": dataclasses.replace(machine(140, 141), device="cuda", device_name="a GPU", capability=(9, 0)),
+    "gpu": machine(140, 141, "cuda", capability=(9, 0)),
 }
 
 

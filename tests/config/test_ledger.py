@@ -57,7 +57,7 @@ def test_v3_weights_are_counted_as_loaded(resolved):
 
 def test_gpu_rows_without_fp8_hold_dequantized_weights(resolved):
     """Each kernel family by its own row."""
-    gpu = dataclasses.replace(machine(140, 141, "cuda"), capability=(9, 0))
+    gpu = machine(140, 141, "cuda", capability=(9, 0))
     fp8 = SMALL | {"quantization_config": V3["quantization_config"]}
 
     def counted(model, linear, experts):
@@ -253,7 +253,7 @@ def test_the_connector_of_the_host_tier_has_a_name(resolved):
 
 
 def test_the_host_tier_beside_a_gpu_fits_into_host_memory(resolved):
-    roomy = dataclasses.replace(machine(140, 141, "cuda"), capability=(9, 0), host_bytes=1 << 50)
+    roomy = dataclasses.replace(machine(140, 141, "cuda", capability=(9, 0)), host_bytes=1 << 50)
     small = dataclasses.replace(roomy, host_bytes=40 * GB)
     tier = {"enable_hierarchical_cache": True, "linear_backend": "torch", "moe_runner_backend": "torch"}
     tier |= {"attention_backend": "torch"}

@@ -55,7 +55,7 @@ def test_cpu_quota(tmp_path):
 
 def test_this_machine():
     machine = probe_machine("cpu")
-    assert 0 < machine.available_bytes <= machine.total_bytes and machine.cores >= 1 and machine.device_name
+    assert 0 < machine.available_bytes <= machine.total_bytes and machine.cores >= 1 and machine.device.name
 
 
 class Gpus:

@@ -21,6 +21,7 @@ from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.executor.messages import Hello
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.executor.sharded_worker import fingerprint, rank_group_options
+from moe_engine.kernels.device import Device
 from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
@@ -65,7 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
 
 
 def machine_with(device: str, **more: Any) -> Machine:
-    return Machine(device, device, 0, 0, 1, **more)
+    return Machine(Device(device, device), 0, 0, 1, **more)
 
 
 def plan_of(model: ModelConfig, place: ClusterPlace | None = None, device: str = "cpu", **flags: Any) -> ParallelPlan:

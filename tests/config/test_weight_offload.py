@@ -16,14 +16,14 @@ from tests.config.conftest import SMALL, machine
 from tests.models.published import V3
 
 ON_GPU = {"linear_backend": "torch", "moe_runner_backend": "torch", "attention_backend": "torch"}
-GPU = dataclasses.replace(machine(140, 141, "cuda"), num_devices=8)
+GPU = dataclasses.replace(machine(140, 141, "cuda", capability=(9, 0)), num_devices=8)
 LAYERS = SMALL | {"num_hidden_layers": 12}
 
 
 def test_v3_serves_from_fewer_gpus(resolved):
     """DeepSeek-V3 in FP8 on four GPUs of 141 GB: without the flag its weights do not fit."""
     flags = {"tp_size": 4, "linear_backend": "triton", "moe_runner_backend": "triton", "attention_backend": "triton"}
-    gpu = dataclasses.replace(GPU, capability=(9, 0), host_bytes=500 * GB)
+    gpu = dataclasses.replace(GPU, host_bytes=500 * GB)
     with pytest.raises(ConfigError, match="weights 15"):
         resolved(V3, on=gpu, **flags)
     found = resolved(V3, on=gpu, cpu_offload_gb=60, **flags)

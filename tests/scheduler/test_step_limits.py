@@ -34,7 +34,7 @@ from tests.examples import examples
 from tests.scheduler.drafting_worker import DraftingWorker
 from tests.scheduler.simulator import Simulation, make_request
 
-CPU, GPU = machine(), dataclasses.replace(machine(138, 141, "cuda"), capability=(9, 0))
+CPU, GPU = machine(), machine(138, 141, "cuda", capability=(9, 0))
 LAYERS = (1, 3)
 """MTP layers of the models."""
 

@@ -18,7 +18,6 @@ from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.models import MODELS
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.tensors import EMBEDDING, model_tensors
-from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.tuning.costs.all_to_all import LOW_LATENCY_TOKENS, AllToAll
 from moe_engine.tuning.costs.attention import Attention
 from moe_engine.tuning.costs.collectives import Collectives
@@ -29,7 +28,7 @@ from moe_engine.tuning.costs.model_facts import MLP, ROUTED, AttentionFacts, mod
 from moe_engine.tuning.costs.overheads import quantizing_kernels
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepShape
-from moe_engine.tuning.hardware.table import gpu_names, parse_cluster
+from moe_engine.tuning.hardware.table import find_gpu, gpu_names, parse_cluster
 from tests.models.checkpoints import make_checkpoint
 from tests.models.published import V3
 from tests.models.v4_checkpoints import FIELDS as V4_FIELDS
@@ -243,16 +242,11 @@ def test_imbalance_is_that_of_drawn_popularities(ranks: int, redundant: int):
     assert expected_skew(256, replace(form, redundant=32)) < expected_skew(256, form)
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_the_tables_of_gpus_agree(name: str):
-    """`moe-engine compile` has a separate table, and the launch simulation has constants. A plan counts the libraries
-    of GPU machines as installed; compilation uses those of this environment."""
-    assert parse_cluster(f"8x{name}").gpu.machine(8) == replace(GPUS[name].machine(8), has_libraries=True)
-    if name == "h200":
-        simulated, gpu = Hardware.named("H200"), parse_cluster("8xh200").gpu
-        assert simulated["peak_bytes_per_s"] == gpu.peak_bytes_per_s
-        assert {dtype: simulated["peak_flops"][dtype] for dtype in gpu.flops} == gpu.flops
-        assert simulated["memory_bytes"] == gpu.memory_bytes
+def test_the_launch_simulation_has_the_constants_of_the_table() -> None:
+    simulated, gpu = Hardware.named("H200"), find_gpu("h200")
+    assert simulated["peak_bytes_per_s"] == gpu.peak_bytes_per_s
+    assert {dtype: simulated["peak_flops"][dtype] for dtype in gpu.flops} == gpu.flops
+    assert simulated["memory_bytes"] == gpu.memory_bytes
 
 
 @pytest.mark.parametrize(

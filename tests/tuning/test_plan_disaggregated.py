@@ -115,7 +115,7 @@ def test_launches_are_those_of_serve(folder: str):
     for side, room in zip(setup.sides, rooms):
         args = EngineArgs.from_cli([*shlex.split(serve_command(room.flags))[2:], "--device", "cuda"])
         assert args.disaggregation.disaggregation_mode == side.mode and args.parallel.dp_size == 1
-        launch = prepare(args.replace(load_format="dummy"), parse_cluster(HARDWARE).gpu.machine())
+        launch = prepare(args.replace(load_format="dummy"), parse_cluster(HARDWARE).machine)
         assert room.ledger is not None and launch.ledger.lines() == room.ledger.lines()
     found = Found((Plan(setup, prediction, rooms),), ((setup, prediction),), {}, 1)
     text, values = text_of(found, predictor.cluster), json_of(found, predictor.cluster)["plans"][0]

@@ -54,7 +54,7 @@ def test_the_ledger_is_that_of_serve(folder: str, found: Found):
     for plan in found.plans:
         argv = shlex.split(serve_command(plan.rooms[0].flags))[2:]
         args = EngineArgs.from_cli([*argv, "--device", "cuda", "--load-format", "dummy"])
-        launch = prepare(args, parse_cluster("16xH200").gpu.machine())
+        launch = prepare(args, parse_cluster("16xH200").machine)
         assert plan.rooms[0].ledger is not None
         assert launch.ledger.lines() == plan.rooms[0].ledger.lines()
         assert launch.max_running_requests >= plan.setup.decode.rows

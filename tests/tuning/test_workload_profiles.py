@@ -14,12 +14,12 @@ from moe_engine.config.field import fields_of
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.demo import CHECKPOINT_DIR
-from moe_engine.planning.inputs.hardware import parse_hardware
 from moe_engine.planning.output.explain import explain_json
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.workload_profiles import PROFILES
+from moe_engine.tuning.hardware.table import find_gpu
 
-H200 = parse_hardware("h200")
+H200 = find_gpu("h200").machine()
 
 
 def planned(profile=None, machine=None, **flags):

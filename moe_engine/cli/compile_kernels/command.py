@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.triton.availability import installed
-from moe_engine.planning.inputs.hardware import GPU, GPUS
+from moe_engine.tuning.hardware.table import GpuFacts, find_gpu
 
 if TYPE_CHECKING:
     from moe_engine.kernels.triton.aot import AotReport
@@ -26,6 +26,8 @@ Use the flags of `serve`: step sizes, ranks and dtypes determine the set of kern
 valid on machines with the same versions of this package and of Triton. Needs no GPU."""
 
 INDEX = "moe-engine-kernels.json"
+GPUS = ("b200", "h100", "h100-pcie", "h200")
+"""Those of the table whose limits `kernels.triton.aot` knows."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -42,7 +44,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         usage=f"{prog} --output DIR [--gpu NAME] [serve's flags]",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", help="output folder; existing kernels are kept")
-    parser.add_argument("--gpu", choices=sorted(GPUS), help="target GPU (default: h200)")
+    parser.add_argument("--gpu", choices=GPUS, help="target GPU (default: h200)")
     values = parse_flags(parser, argv)
     output, gpu = values.pop("output", None), values.pop("gpu", None) or "h200"
     if output is None:
@@ -51,10 +53,10 @@ def main(argv: Sequence[str], prog: str) -> int:
         raise ConfigError("compile needs triton, which is not installed: pip install 'triton>=3.6'")
     values["device"] = "cuda"
     args = EngineArgs.from_kwargs(**values)
-    return _compile(args, GPUS[gpu], Path(output))
+    return _compile(args, find_gpu(gpu), Path(output))
 
 
-def _compile(args: Any, target: GPU, output: Path) -> int:
+def _compile(args: Any, target: GpuFacts, output: Path) -> int:
     from moe_engine.planning.prepare import prepare
 
     config = prepare(args, target.machine())
@@ -100,7 +102,7 @@ def _progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _write_index(file: Path, config: ResolvedConfig, target: GPU, reports: list[AotReport]) -> None:
+def _write_index(file: Path, config: ResolvedConfig, target: GpuFacts, reports: list[AotReport]) -> None:
     """Writes the index: target, model, versions and kernels of the folder."""
     from dataclasses import asdict
     from importlib.metadata import version

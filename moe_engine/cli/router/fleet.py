@@ -147,7 +147,7 @@ def _share_of(args: EngineArgs, index: int, num_workers: int) -> list[str]:
     from moe_engine.planning.inputs.machine import probe_machine
 
     machine, parallel = probe_machine(args.model.device), args.parallel
-    if machine.device != "cpu":
+    if not machine.on_cpu:
         ranks = parallel.tp_size * (1 if parallel.enable_dp_attention else parallel.dp_size)
         if machine.num_devices is not None and num_workers * ranks > machine.num_devices - parallel.base_gpu_id:
             raise ConfigError(

@@ -19,34 +19,23 @@ class Machine:
     """Memory of the device that holds weights and KV, in bytes; `source` is the origin of the figures.
 
     `available_bytes` is free memory. On a CPU both respect a container's limit. `unlinked`: GPUs that cannot access
-    each other's memory; None if all can. `capability` of a GPU is (major, minor), `num_devices` the number of GPUs
-    that torch sees; None if unknown. `host_bytes`: available host memory with a GPU, None if unknown. `cpu_flags` and
-    `compiler`, `elsewhere`, `has_libraries`: as in `kernels.device.Device`.
+    each other's memory; None if all can. `num_devices`: the number of GPUs that torch sees; None if unknown.
+    `host_bytes`: available host memory with a GPU, None if unknown.
     """
 
-    device: str
-    device_name: str
+    device: Device
     total_bytes: int
     available_bytes: int
     cores: int
     source: str = ""
     device_reason: str = ""
     unlinked: str | None = None
-    capability: tuple[int, int] | None = None
     num_devices: int | None = None
-    cpu_flags: frozenset[str] = frozenset()
-    compiler: str | None = None
     host_bytes: int | None = None
-    elsewhere: bool = False
-    has_libraries: bool = False
 
     @property
-    def kernel_device(self) -> Device:
-        """The device for kernel rows."""
-        return Device(
-            self.device, self.device_name, self.capability, self.cpu_flags, self.compiler, self.elsewhere,
-            self.has_libraries,
-        )  # fmt: skip
+    def on_cpu(self) -> bool:
+        return self.device.kind == "cpu"
 
 
 def probe_machine(device: str | None = None) -> Machine:
@@ -62,11 +51,7 @@ def probe_machine(device: str | None = None) -> Machine:
     if device == "cuda":
         return _probe_cuda(cores, reason)
     memory = host_memory()
-    cpu = cpu_device()
-    return Machine(
-        "cpu", cpu.name, memory.total_bytes, memory.available_bytes, cores, memory.source, reason,
-        cpu_flags=cpu.cpu_flags, compiler=cpu.compiler,
-    )  # fmt: skip
+    return Machine(cpu_device(), memory.total_bytes, memory.available_bytes, cores, memory.source, reason)
 
 
 def _choose_device() -> tuple[str, str]:
@@ -92,11 +77,10 @@ def _probe_cuda(cores: int, reason: str) -> Machine:
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or check the driver")
     free, total = torch.cuda.mem_get_info(0)
-    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    device = Device("cuda", torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))
     unlinked, count = _unlinked(torch.cuda), torch.cuda.device_count()
-    host = host_memory().available_bytes
     return Machine(
-        "cuda", name, total, free, cores, "CUDA driver", reason, unlinked, capability, count, host_bytes=host
+        device, total, free, cores, "CUDA driver", reason, unlinked, count, host_memory().available_bytes
     )  # fmt: skip
 
 

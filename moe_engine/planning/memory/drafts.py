@@ -36,7 +36,7 @@ def draft_rows(given: SizingInput) -> list[LedgerRow]:
         kept = LedgerRow("draft states", num_bytes, f"{states} states of running requests")
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
     if given.uses_ngrams:
-        if given.machine.device == "cpu":
+        if given.machine.on_cpu:
             texts, width = given.limits.running, given.limits.context_len
             num_bytes = width * (texts * step_memory.NGRAM_INDEX_BYTES + step_memory.NGRAM_HOST_BYTES)
             return [LedgerRow("n-gram search", num_bytes, f"{texts} texts x {width} positions, sorted by token")]

@@ -49,7 +49,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         LedgerRow("weights", weights, detail),
         *given.offload.rows,
         *draft_rows(given),
-        *lora_rows(given.lora, model, topology, size, given.machine.device),
+        *lora_rows(given.lora, model, topology, size, given.machine.device.kind),
         LedgerRow("activations", step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
         _logits_row(given),
         _table_row(given),
@@ -72,7 +72,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         ),
         *_expert_rows(given),
     ]
-    if given.machine.device == "cpu":
+    if given.machine.on_cpu:
         rows.append(LedgerRow("processes", PROCESS_BYTES, "frontend and engine core with their libraries"))
     return tuple(rows)
 
@@ -80,7 +80,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
 def _logits_row(given: SizingInput) -> LedgerRow:
     """The row of logits. A step with more rows computes and samples them in several passes."""
     count, vocab, most = given.logits_rows, given.model.vocab_size, given.limits.num_logits
-    scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
+    scratch = HOST_SCRATCH_BYTES if given.machine.on_cpu else DEVICE_SCRATCH_BYTES
     detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
     num_bytes = step_memory.sampling_bytes(vocab, count, scratch, given.limits.context_len)
     return LedgerRow("logits and sampling", num_bytes, detail)
@@ -101,7 +101,7 @@ def _prefix_rows(given: SizingInput) -> list[LedgerRow]:
     """The expanded prefix of decodes on a CPU, at its largest."""
     kernels = given.kernels.model
     several = given.parallel.topology != sizes.ONE_RANK  # whole decode steps are one call on a single rank only
-    if several or kernels.need.deterministic or given.machine.device != "cpu" or kernels.row("attention").name != "cpu":
+    if several or kernels.need.deterministic or not given.machine.on_cpu or kernels.row("attention").name != "cpu":
         return []
     tokens, each = step_memory.expanded_prefix(given.local_model, given.dtype_bytes)
     step = step_memory.EXPANDED_PREFIX_STEP
@@ -147,7 +147,7 @@ def _table_row(given: SizingInput) -> LedgerRow:
 
 def _exchange_rows(given: SizingInput) -> list[LedgerRow]:
     """Draft layers with another number of experts have a dispatcher of their own."""
-    model, more = given.model, (given.dtype_bytes, given.machine.device, given.limits)
+    model, more = given.model, (given.dtype_bytes, given.machine.device.kind, given.limits)
     rows, own = exchange_rows(given.parallel, model, *more), model.moe_of(model.num_layers)
     if given.uses_mtp and own != model.moe:
         drafts = dispatch_rows(given.parallel, replace(model, moe=own), *more)

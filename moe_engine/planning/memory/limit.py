@@ -26,7 +26,7 @@ def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, 
             return machine.available_bytes, f"available memory, {machine.source}"
         share = f"--mem-fraction-static {given.mem_fraction:g} of {gb(machine.total_bytes)} for weights and KV"
         return static + others, share + ", plus the other rows"
-    if machine.device == "cpu":
+    if machine.on_cpu:
         available = gb(machine.available_bytes)
         return int(CPU_SHARE * machine.available_bytes), f"{CPU_SHARE:.0%} of {available} available, {machine.source}"
     reserve = max(GPU_RESERVE_BYTES, int(GPU_RESERVE_SHARE * machine.total_bytes))

@@ -37,7 +37,7 @@ def refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_r
             f"{gb(limit)} ({limit_reason}); use --max-total-tokens {fits}{_or(_fixes(given))}"
         )
     kv = f" + KV of {given.min_tokens} tokens {gb(ledger.kv_bytes)}"
-    on_cpu = given.machine.device == "cpu"
+    on_cpu = given.machine.on_cpu
     place = "this machine" if on_cpu else "a GPU"
     message = (
         f"{given.model.source}: {ledger.sum_text()}{kv} = {gb(ledger.total_bytes)}, but {place} offers "

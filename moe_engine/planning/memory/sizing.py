@@ -91,9 +91,9 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
         most = INDEXED_WINDOWS * given.num_window_slots or useful
         return min(useful, most, fits), "all layers have windows or states: numbers without KV"
     modest = max(CPU_KV_BYTES, int(CPU_KV_SHARE * given.machine.available_bytes))
-    if given.machine.device == "cpu" and useful <= fits and useful * given.bytes_per_token <= modest:
+    if given.machine.on_cpu and useful <= fits and useful * given.bytes_per_token <= modest:
         return useful, f"{given.limits.running} requests of {given.limits.context_len} tokens cannot use more"
-    if given.machine.device == "cpu" and given.mem_fraction is None:
+    if given.machine.on_cpu and given.mem_fraction is None:
         one_request = -(-given.limits.context_len // page) * page
         left = modest - sum(row.num_bytes for row in window_rows(given))
         enough = max(tokens_that_fit(left, given.bytes_per_token, page), one_request)
@@ -112,7 +112,7 @@ def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
         return most, f"{tokens} KV tokens, at least {each} for each"
     if given.limits.running_reason:
         return running, given.limits.running_reason
-    if given.machine.device == "cpu":
+    if given.machine.on_cpu:
         reason = "SGLang's rule gives 2048 or more; on a CPU a step's time grows with every request"
     else:
         reason = "the minimum of SGLang's rule; more would take memory from the KV cache"

@@ -79,7 +79,7 @@ class SizingInput:
         """KV bytes of a token on one rank, without those of windowed layers that have a pool of their own."""
         drafted = self.draft.kv_bytes_per_token(self.kv_dtype) if self.draft is not None else 0
         windowed = self.window_bytes_per_token if self.num_window_slots else 0
-        experts = 2 * self.returned_numbers if self.experts.returned and self.machine.device == "cpu" else 0
+        experts = 2 * self.returned_numbers if self.experts.returned and self.machine.on_cpu else 0
         return self.model_bytes_per_token + drafted - windowed + experts
 
     @property

@@ -75,7 +75,7 @@ def tier_reserve(given: SizingInput) -> tuple[int, float]:
     if not (given.tier_bytes or given.tier_ratio):
         return 0, 0.0
     of_state = _state_bytes(given)
-    if given.machine.device != "cpu":
+    if not given.machine.on_cpu:
         return COPY_ROWS_BYTES + COPIED_STATES * of_state, 0.0
     pieces = _transfer_bytes(given)
     if given.tier_bytes:
@@ -93,14 +93,14 @@ def _transfer_bytes(given: SizingInput) -> int:
 
 def tier_host_rows(given: SizingInput, size: TierSize) -> tuple[LedgerRow, ...]:
     """The tier's memory of the host in addition to that of a GPU."""
-    return tuple(_host_rows(given, size)) if size.tokens and given.machine.device != "cpu" else ()
+    return tuple(_host_rows(given, size)) if size.tokens and not given.machine.on_cpu else ()
 
 
 def tier_rows(given: SizingInput, size: TierSize) -> list[LedgerRow]:
     """The tier's rows of the ledger, if there is a tier."""
     if not size.tokens:
         return []
-    if given.machine.device != "cpu":
+    if not given.machine.on_cpu:
         of_state = _state_bytes(given)
         states = f" and {size.states} states" if size.states else ""
         detail = f"from and to a host tier of {size.tokens} tokens{states}"

@@ -143,7 +143,7 @@ def _saves(each: list[int], layers: tuple[int, ...]) -> bool:
 
 
 def _obstacles(args: EngineArgs, machine: Machine, experts: ExpertSettings) -> Iterator[str]:
-    if machine.device == "cpu":
+    if machine.on_cpu:
         yield "on a CPU: the weights are in host memory already; leave it out"
     if args.parallel.enable_two_batch_overlap:
         yield "with --enable-two-batch-overlap: the halves of a step are at different layers; drop one"

@@ -21,10 +21,10 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 def resolve_dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:
     _note_quantization(args, model, record)
     asked = args.model.dtype
-    dtype = activation_dtype(model, asked, machine.device)
+    dtype = activation_dtype(model, asked, machine.device.kind)
     if asked != "auto":
         return dtype
-    if dtype == "float16" and machine.device == "cpu":
+    if dtype == "float16" and machine.on_cpu:
         return record.note("dtype", "bfloat16", "the checkpoint is float16, and CPU kernels compute in bfloat16")
     if stored := model.weight_format.name:
         return record.note("dtype", dtype, f"compute type of {stored} weights")

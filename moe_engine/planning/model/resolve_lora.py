@@ -92,7 +92,7 @@ def resolve_lora(
         )
     backend = "torch" if flags.lora_backend == "torch_native" else flags.lora_backend or "auto"
     try:
-        choice = choose_lora(machine.kernel_device, dtype, backend)
+        choice = choose_lora(machine.device, dtype, backend)
     except ValueError as error:
         raise ConfigError(f"--lora-backend {flags.lora_backend}: {error}") from None
     if backend == "auto":

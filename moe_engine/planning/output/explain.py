@@ -8,6 +8,7 @@ from typing import Any
 from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
 from moe_engine.config.flags import GROUPS
+from moe_engine.planning.inputs.machine import Machine
 from moe_engine.planning.memory.ledger import gb
 from moe_engine.planning.resolved_config import ResolvedConfig
 
@@ -38,7 +39,7 @@ def values_of(config: ResolvedConfig) -> dict[str, list[Value]]:
 
 def explain_text(config: ResolvedConfig) -> str:
     """The explanation as aligned text."""
-    lines = [f"{config.served_model_name} ({config.model.architecture}) on {config.machine.device_name}", ""]
+    lines = [f"{config.served_model_name} ({config.model.architecture}) on {config.machine.device.name}", ""]
     groups = values_of(config)
     names = max(len(value.name) for group in groups.values() for value in group)
     for group, values in groups.items():
@@ -95,12 +96,18 @@ def _choices(config: ResolvedConfig) -> list[tuple[str, str, str, dict[str, str]
     return found
 
 
+def _machine_json(machine: Machine) -> dict[str, Any]:
+    device = vars(machine.device)
+    more = {name: device[name] for name in ("capability", "compiler", "elsewhere", "has_libraries")}
+    return vars(machine) | {"device": device["kind"], "device_name": device["name"]} | more
+
+
 def explain_json(config: ResolvedConfig) -> dict[str, Any]:
     """The explanation as JSON. Sizes are bytes."""
     ledger = config.ledger
     return {
         "model": {"path": config.model_path, "architecture": config.model.architecture},
-        "machine": {name: value for name, value in vars(config.machine).items() if name != "cpu_flags"},
+        "machine": _machine_json(config.machine),
         "values": {
             value.name: {"value": value.value, "origin": value.origin, "reason": value.reason}
             for values in values_of(config).values()

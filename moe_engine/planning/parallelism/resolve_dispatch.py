@@ -40,8 +40,7 @@ def resolve_dispatch(
         assert moe is not None
         place = Place(
             machine.device, topology.tp_size, topology.num_nodes, machine.unlinked, flags.deepep_version, moe.top_k,
-            model.routed_size, moe.num_experts, machine.elsewhere,
-            machine.has_libraries,
+            model.routed_size, moe.num_experts,
         )  # fmt: skip
         dispatch = _choose(topology, place, flags, record)
     _check_overlap(flags, dispatch is not None)

@@ -95,7 +95,7 @@ def resolve_parallel(
     Raises:
         ConfigError: sizes that do not fit each other or the model, with sizes that fit.
     """
-    flags, device, unlinked = args.parallel, machine.device, machine.unlinked
+    flags, device = args.parallel, machine.device.kind
     attn_dp, replicas = data_parallel(args, record)
     num_nodes, node_rank, leader = resolve_place(args, place, record)
     backend = dispatch_backend(args)
@@ -119,7 +119,7 @@ def resolve_parallel(
         coverage=resolve_elastic(args, model, topology, dispatch, device, record),
         start_seconds=float(flags.dist_timeout or START_SECONDS),
         local_rank=place.local_rank if place is not None else 0,
-        all_reduce=_all_reduce(flags, topology, device, model, unlinked, record),
+        all_reduce=_all_reduce(flags, topology, machine, model, record),
     )
     _check_devices(flags, plan, machine.num_devices)
     _remark_all_reduce(flags, plan, device, record)
@@ -202,11 +202,12 @@ def _check_enough_ranks(flags: ParallelArgs, attn_dp: int, ep_size: int, nodes: 
 
 
 def _all_reduce(
-    flags: ParallelArgs, topology: Topology, device: str, model: ModelConfig, unlinked: str | None, record: Record
+    flags: ParallelArgs, topology: Topology, machine: Machine, model: ModelConfig, record: Record
 ) -> AllReduceChoice:
     """The all-reduce of GPU ranks."""
-    choice = all_reduce.choose(device, topology, model.hidden_size, unlinked, disabled=flags.disable_custom_all_reduce)
-    if device != "cpu" and topology.tp_size > 1 and not flags.disable_custom_all_reduce:
+    disabled = flags.disable_custom_all_reduce
+    choice = all_reduce.choose(machine.device, topology, model.hidden_size, machine.unlinked, disabled)
+    if not machine.on_cpu and topology.tp_size > 1 and not disabled:
         record.note("disable_custom_all_reduce", not choice.is_custom, choice.reason)
     return choice
 

@@ -55,9 +55,9 @@ def resolve_graphs(
             )
     if why is not None:
         wanted = sorted(args.given & set(vars(flags)))
-        if machine.device == "cpu" and wanted:
+        if machine.on_cpu and wanted:
             record.remark(f"{', '.join(map(option_of, wanted))}: no effect ({NO_LAUNCHES})")
-        elif machine.device != "cpu" and why != BY_FLAG:
+        elif not machine.on_cpu and why != BY_FLAG:
             record.remark(f"no CUDA graphs: {why}")
         record.note("cuda_graph_backend_decode", "disabled", why)
         return GraphSettings()
@@ -120,7 +120,7 @@ def why_not_captured(
     """Why decodes are not captured whatever their kernels are, or None."""
     if args.graphs.disable_cuda_graph or args.graphs.cuda_graph_backend_decode == "disabled":
         return BY_FLAG
-    if machine.device != "cuda":
+    if machine.on_cpu:
         return NO_LAUNCHES
     if parallel.dispatch is not None and parallel.dispatch.modes["decode"] != "low_latency":
         return (

@@ -136,7 +136,7 @@ def _plan(
     kv_dtypes: tuple[str, ...] = (),
 ) -> KernelPlan:  # fmt: skip
     try:
-        return plan_kernels(machine.kernel_device, need, asked, pages=pages, kv_dtypes=kv_dtypes, captured=captured)
+        return plan_kernels(machine.device, need, asked, pages=pages, kv_dtypes=kv_dtypes, captured=captured)
     except ValueError as error:
         flags = ", ".join(f"{option_of(FLAGS[family])} {name}" for family, name in asked.items() if name != "auto")
         raise ConfigError(f"{flags or 'kernels'}: {error}") from None

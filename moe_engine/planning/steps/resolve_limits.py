@@ -71,7 +71,7 @@ class _Launch:
 
     def buffers(self, limits: StepLimits) -> int:
         """Bytes of the dispatch buffers."""
-        return dispatch_bytes(self.parallel, self.model, self.dtype_bytes, self.machine.device, limits)
+        return dispatch_bytes(self.parallel, self.model, self.dtype_bytes, self.machine.device.kind, limits)
 
 
 def resolve_limits(
@@ -131,8 +131,8 @@ def _running(launch: _Launch, limits: StepLimits, groups: int) -> _Size:
     memory, machine, page_size = launch.args.memory, launch.machine, launch.page_size
     if memory.max_running_requests:
         return _Size(max(1, memory.max_running_requests // groups), asked=True)
-    cap, reason = max(1, (CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING) // groups), ""
-    if machine.device != "cpu":
+    cap, reason = max(1, (CPU_MAX_RUNNING if machine.on_cpu else GPU_MAX_RUNNING) // groups), ""
+    if not machine.on_cpu:
         windows = bool(launch.model.windowed_layers) and not memory.disable_hybrid_swa_memory
         row = len(slot_tables(windows, limits.drafts)) * slot_table_bytes(1, limits.row_width)
         if (most := max(1, int(SLOT_TABLE_SHARE * machine.total_bytes) // row)) < cap:
@@ -151,7 +151,7 @@ def _chunk(args: EngineArgs, machine: Machine, page_size: int, groups: int) -> _
     if asked is not None:
         size, reason = asked // groups, f"{asked} shared by {groups} attention groups"
         return _Size(max(page_size, size - size % page_size), reason, asked=True)
-    if machine.device == "cpu":
+    if machine.on_cpu:
         size, reason = CPU_CHUNK, "the default on a CPU"
     else:
         total_gib = machine.total_bytes / (1 << 30)
@@ -201,7 +201,7 @@ def _with_capacity(launch: _Launch, limits: StepLimits, chunk: _Size, running: _
 def _useful_capacity(launch: _Launch, limits: StepLimits) -> int:
     """Tokens of a rank of the largest step that is faster in low-latency mode. Devices send and compute whole buffers,
     used or not: there these are the steps that can be captured as CUDA graphs."""
-    if limits.low_latency == "always" or launch.machine.device == "cpu":
+    if limits.low_latency == "always" or launch.machine.on_cpu:
         return limits.low_latency_tokens
     captured = largest_size(launch.args, launch.machine, launch.parallel)
     return replace(limits, running=min(limits.running, captured)).low_latency_tokens
@@ -279,7 +279,7 @@ def _note_capacity(launch: _Launch, limits: StepLimits, record: Record) -> None:
     """Logs the chosen capacity, with a remark if larger decode steps use normal mode."""
     found, each = limits.low_latency_tokens, limits.tokens_each
     requests = limits.running
-    if limits.low_latency == "decode" and launch.machine.device != "cpu":
+    if limits.low_latency == "decode" and not launch.machine.on_cpu:
         requests = min(requests, largest_size(launch.args, launch.machine, launch.parallel))
     decodes = limits.of_a_rank(requests * each)
     if launch.asked_capacity is None:
@@ -295,7 +295,7 @@ def _note_capacity(launch: _Launch, limits: StepLimits, record: Record) -> None:
         elif found < decodes:
             reason += f" would need {decodes}; buffers take at most {gb(_affordable(launch))} by default"
         record.note("max_dispatch_tokens_per_rank", found, reason)
-    if limits.low_latency == "decode" and found < decodes and launch.machine.device != "cpu":
+    if limits.low_latency == "decode" and found < decodes and not launch.machine.on_cpu:
         record.remark(
             f"decode steps of more than {found * limits.ranks} tokens in an attention group use the normal mode of "
             f"{launch.row.name}, where the host waits and no CUDA graph is replayed (--max-dispatch-tokens-per-rank "

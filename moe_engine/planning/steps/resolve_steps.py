@@ -80,7 +80,7 @@ def resolve_steps(
         ConfigError: a kernel row that cannot run, or too little memory (with flags that fit).
     """
     parallel, experts, speculation, draft = launch.parallel, launch.experts, launch.speculation, launch.draft
-    asked = asked_backends(args) | compiled_rows(args, model, parallel, part.device, record)
+    asked = asked_backends(args) | compiled_rows(args, model, parallel, part.device.kind, record)
     local = local_heads(model, parallel.topology.attn_tp_size)
     why = why_not_captured(args, part, parallel, experts, model)
     local_draft = None if draft is None else draft.local(parallel.topology.attn_tp_size)
@@ -111,7 +111,7 @@ def own_part(machine: Machine, parallel: ParallelPlan) -> Machine:
     """One rank's share of the machine. Each rank has its own GPU; ranks share a host's memory and cores."""
     ranks = parallel.ranks_per_node
     cores = max(1, machine.cores // ranks)
-    if machine.device != "cpu" or ranks == 1:
+    if not machine.on_cpu or ranks == 1:
         return dataclasses.replace(machine, cores=cores)
     return dataclasses.replace(
         machine,

@@ -20,6 +20,7 @@ from moe_engine.tuning.doctor.diagnosis import Cost
 from moe_engine.tuning.doctor.launch import SHARED, Launch
 from moe_engine.tuning.doctor.rules import Change
 from moe_engine.tuning.doctor.window import Statistics
+from moe_engine.tuning.hardware.table import find_gpu
 
 GIB = 2**30
 OF_THE_LEDGER = (
@@ -156,14 +157,8 @@ def ledger_args(launch: Launch) -> EngineArgs | None:
 
 def machine_of(launch: Launch) -> Machine | None:
     """A machine with the reported GPU memory; None: this one, for a server on a CPU."""
-    from moe_engine.planning.inputs.hardware import parse_hardware
-
     if launch.flag("device") == "cpu" or not launch.total_gb:
         return None
     size = int(launch.total_gb * GIB)
-    return dataclasses.replace(
-        parse_hardware(f"{launch.flag('tp_size') or 1}xh200"),
-        device_name="the GPU of the log",
-        total_bytes=size,
-        available_bytes=size,
-    )
+    gpu = dataclasses.replace(find_gpu("h200"), name="the GPU of the log", memory_bytes=size)
+    return gpu.machine(int(launch.flag("tp_size") or 1))

@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from moe_engine.errors import ConfigError
-from moe_engine.planning.inputs.hardware import GPU
-from moe_engine.planning.inputs.machine import Machine
+from moe_engine.kernels.device import Device
+from moe_engine.planning.inputs.machine import Machine, usable_cores
 
 FOLDER = Path(__file__).parent
 T = TypeVar("T")
@@ -63,10 +63,27 @@ class GpuFacts:
         wider = order[order.index(dtype) :] if dtype in order else ("bf16",)
         return self.relative_flops * next(self.flops[each] for each in wider if each in self.flops)
 
-    def machine(self, count: int | None = None) -> Machine:
-        """A host with `count` of these GPUs and the libraries of `pip install -e '.[gpu]'`, for `resolve`."""
-        gpu = GPU(self.name, self.capability, self.memory_bytes, self.nvlink)
-        return replace(gpu.machine(count), has_libraries=True)
+    @property
+    def arch(self) -> int:
+        """The architecture number that Triton uses."""
+        return 10 * self.capability[0] + self.capability[1]
+
+    def machine(self, count: int | None = None, *, has_libraries: bool = False) -> Machine:
+        """A host for `resolve` with `count` of these GPUs (None: as many as the flags need), with free memory.
+
+        Args:
+            has_libraries: the libraries of all kernel rows are installed there, not those of this machine.
+        """
+        return Machine(
+            Device("cuda", self.name, self.capability, elsewhere=True, has_libraries=has_libraries),
+            self.memory_bytes,
+            self.memory_bytes,
+            usable_cores(),
+            "its data sheet",
+            "that of the given GPU",
+            unlinked=None if self.nvlink else f"{self.name} has no NVLink",
+            num_devices=count,
+        )
 
 
 @dataclass(frozen=True)
@@ -97,12 +114,17 @@ class Cluster:
 
     @cached_property
     def machine(self) -> Machine:
-        """A host with these GPUs, for `resolve`."""
-        return self.gpu.machine()
+        """A host with these GPUs and the libraries of `pip install -e '.[gpu]'`, for `resolve`."""
+        return self.gpu.machine(has_libraries=True)
 
 
 def gpu_names() -> list[str]:
     return sorted(path.stem for path in (FOLDER / "gpus").glob("*.toml"))
+
+
+def find_gpu(name: str) -> GpuFacts:
+    """One of `gpu_names`."""
+    return _built_in("gpus", name, GpuFacts)
 
 
 def link_names() -> list[str]:
@@ -126,7 +148,7 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
         gpu = _read(Path(name), GpuFacts, "--hardware")
     elif known:
         name = known[0]
-        gpu = _built_in("gpus", name, GpuFacts)
+        gpu = find_gpu(name)
     else:
         if turned := re.fullmatch(r"(\S+?)\s*[x*]\s*([0-9]+)", name):
             raise ConfigError(f"--hardware {hardware}: write the number first, {turned[2]}x{turned[1]}")

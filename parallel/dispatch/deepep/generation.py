@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+from moe_engine.kernels.device import Device
+
 Generation = Literal["ElasticBuffer", "Buffer"]
 OF_VERSION: dict[str, Generation] = {"2": "ElasticBuffer", "1": "Buffer"}  # the newest first
 VERSIONS = ("auto", *OF_VERSION)
@@ -35,12 +37,12 @@ def generation_of(deep_ep: ModuleType, version: str = "auto") -> Generation:
     raise ValueError(f"{deep_ep.__name__} has none of the known classes: {', '.join(wanted)}")
 
 
-def why_not(device_kind: str, version: str = "auto", counts_as_installed: bool = False) -> str | None:
+def why_not(device: Device, version: str = "auto") -> str | None:
     """The reason why DeepEP is unavailable, or None; does not import it."""
-    if device_kind != "cuda":
-        return f"DeepEP needs GPU memory; the device is {device_kind}"
+    if device.kind != "cuda":
+        return f"DeepEP needs GPU memory; the device is {device.kind}"
     if importlib.util.find_spec("deep_ep") is None:
-        if counts_as_installed:
+        if device.has_libraries:
             return None
         return "deep_ep is not installed (pip install 'sgl-deep-ep>=0.1.2.post1')"
     if version == "2" and not _has_second_generation():

@@ -8,6 +8,7 @@ from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 
+from moe_engine.kernels.device import Device
 from moe_engine.kernels.triton.availability import installed as triton_installed
 
 MAX_NVSHMEM_RANKS = 16  # its kernel has 16 warps, one per rank
@@ -23,14 +24,13 @@ def without_multicast(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault(MULTICAST, "1")
 
 
-def why_not(device_kind: str, num_nodes: int, elsewhere: bool = False) -> str | None:
-    """The reason why ranks cannot write to each other's memory over plain pointers, or None. `elsewhere`: of another
-    machine."""
-    if device_kind != "cuda":
-        return f"symmetric memory is for GPUs; the device is {device_kind}"
+def why_not(device: Device, num_nodes: int) -> str | None:
+    """The reason why ranks cannot write to each other's memory over plain pointers, or None."""
+    if device.kind != "cuda":
+        return f"symmetric memory is for GPUs; the device is {device.kind}"
     if num_nodes > 1:
         return f"plain pointers work inside one NVLink domain; there are {num_nodes} nodes (use nvshmem)"
-    if elsewhere:
+    if device.elsewhere:
         return None
     if not triton_installed():
         return "needs triton, which is not installed (pip install triton)"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_engine.kernels.device import Device
 from moe_engine.parallel import host_support
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch.build import Groups, build
@@ -21,13 +22,15 @@ from moe_engine.parallel.dispatch.protocol import DispatchShape
 from moe_engine.parallel.dispatch.tables import MODES, ROWS, FixedSizes, Place, choose
 from tests.distributed.dispatch import deepep_emulator as emulator
 
+CPU, GPU = Device("cpu", "a CPU"), Device("cuda", "an H200", (9, 0))
+
 
 def test_auto_takes_what_the_place_offers() -> None:
     taken = {
         place: choose(place).row.name
         for place in (
-            Place("cpu", 1), Place("cpu", 4), Place("cpu", 4, 2), Place("cpu", 4, 4), Place("cuda", 8),
-            Place("cuda", 16, 2), Place("cuda", 8, unlinked="no NVLink"), Place("cuda", 8, hidden=7172),
+            Place(CPU, 1), Place(CPU, 4), Place(CPU, 4, 2), Place(CPU, 4, 4), Place(GPU, 8),
+            Place(GPU, 16, 2), Place(GPU, 8, unlinked="no NVLink"), Place(GPU, 8, hidden=7172),
         )
     }  # fmt: skip
     shared = "all_to_all" if host_support.why_not() else "shared_memory"
@@ -45,15 +48,15 @@ def test_ranks_without_each_others_memory_run_the_next_row(caplog: pytest.LogCap
 
     memory: Any = Apart()
     shape, groups = replace(GOOD, num_ranks=1, fp8=False), Groups(SingleRank(), symm_mem=memory, on_host=False)
-    chosen = choose(Place("cuda", 8, hidden=shape.hidden))
+    chosen = choose(Place(GPU, 8, hidden=shape.hidden))
     made = build(chosen, shape, 8, groups)._by_phase
     assert all(isinstance(made[phase], ExchangedDispatcher) for phase in ("prefill", "decode"))
     assert "using all_to_all instead of symm_mem: rank 0: the ranks' GPUs" in caplog.text
     with pytest.raises(ValueError, match="cannot access each other's memory"):
-        build(choose(Place("cuda", 8), "symm_mem"), shape, 8, groups)
+        build(choose(Place(GPU, 8), "symm_mem"), shape, 8, groups)
 
 
-@pytest.mark.parametrize("place", [Place("cpu", 1), Place("cpu", 4), Place("cuda", 16, 2), Place("cpu", 5, 2)])
+@pytest.mark.parametrize("place", [Place(CPU, 1), Place(CPU, 4), Place(GPU, 16, 2), Place(CPU, 5, 2)])
 def test_every_other_row_is_refused_with_a_reason(place: Place) -> None:
     choice = choose(place)
     assert set(choice.refused) == {row.name for row in ROWS} - {choice.row.name}
@@ -61,23 +64,23 @@ def test_every_other_row_is_refused_with_a_reason(place: Place) -> None:
 
 
 def test_phases_get_their_modes() -> None:
-    place = Place("cuda", 4)
+    place = Place(GPU, 4)
     assert choose(place, "all_to_all").modes == {"prefill": "normal", "decode": "low_latency"}
     assert choose(place, "all_to_all", "normal").modes == {"prefill": "normal", "decode": "normal"}
     assert choose(place, "all_to_all", "low_latency").modes == {"prefill": "low_latency", "decode": "low_latency"}
-    assert choose(Place("cpu", 1)).modes == {"prefill": "normal", "decode": "normal"}
+    assert choose(Place(CPU, 1)).modes == {"prefill": "normal", "decode": "normal"}
 
 
 @pytest.mark.parametrize(
     ("place", "asked", "mode", "reason"),
     [
-        (Place("cpu", 4), "deepep", "auto", "needs GPU memory; the device is cpu"),
-        (Place("cpu", 4), "local", "auto", "4 ranks"),
-        (Place("cpu", 1), "local", "low_latency", "has no low_latency mode"),
-        (Place("cpu", 4, 2), "shared_memory", "auto", "2 nodes"),
-        (Place("cpu", 4), "two_hop", "auto", "one node"),
-        (Place("cpu", 4), "nvlink", "auto", "unknown dispatch backend 'nvlink'; known: local,"),
-        (Place("cpu", 4), "auto", "fast", "unknown dispatch mode 'fast'; known: auto, normal, low_latency"),
+        (Place(CPU, 4), "deepep", "auto", "needs GPU memory; the device is cpu"),
+        (Place(CPU, 4), "local", "auto", "4 ranks"),
+        (Place(CPU, 1), "local", "low_latency", "has no low_latency mode"),
+        (Place(CPU, 4, 2), "shared_memory", "auto", "2 nodes"),
+        (Place(CPU, 4), "two_hop", "auto", "one node"),
+        (Place(CPU, 4), "nvlink", "auto", "unknown dispatch backend 'nvlink'; known: local,"),
+        (Place(CPU, 4), "auto", "fast", "unknown dispatch mode 'fast'; known: auto, normal, low_latency"),
     ],
 )
 def test_what_cannot_serve_is_an_error_with_the_reason(place: Place, asked: str, mode: str, reason: str) -> None:
@@ -86,7 +89,7 @@ def test_what_cannot_serve_is_an_error_with_the_reason(place: Place, asked: str,
 
 
 def test_choosing_imports_no_vendor() -> None:
-    choose(Place("cuda", 8))
+    choose(Place(GPU, 8))
     assert "deep_ep" not in sys.modules
 
 
@@ -136,7 +139,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_choices_that_the_first_deepep_takes(installed: Path) -> None:
     """LongCat's top-12 is refused in low latency, before the start, and `auto` takes another backend."""
-    allowed, many = Place("cuda", 8, top_k=LOW_LATENCY_TOP_K), Place("cuda", 8, top_k=LOW_LATENCY_TOP_K + 1)
+    allowed, many = Place(GPU, 8, top_k=LOW_LATENCY_TOP_K), Place(GPU, 8, top_k=LOW_LATENCY_TOP_K + 1)
     assert legacy.why_not_low_latency(replace(GOOD, top_k=allowed.top_k)) is None
     assert [choose(place, mode=mode).row.name for place in (allowed, many) for mode in ("auto", *MODES)] == [
         "deepep", "deepep", "deepep", "symm_mem", "deepep", "symm_mem",
@@ -154,25 +157,25 @@ def test_choices_that_the_first_deepep_takes(installed: Path) -> None:
 def test_hidden_sizes_that_deepep_takes(installed: Path) -> None:
     """Those of the adapters. gpt-oss has 2880 channels, Kimi Linear 2304."""
     for hidden, first, second in ((2880, False, False), (2304, False, True), (7168, True, True), (1536, False, True)):
-        place, shape = Place("cuda", 8, deepep_version="1", hidden=hidden), replace(GOOD, hidden=hidden, fp8=False)
+        place, shape = Place(GPU, 8, deepep_version="1", hidden=hidden), replace(GOOD, hidden=hidden, fp8=False)
         assert (choose(place).row.name == "deepep") == (legacy.why_not_low_latency(shape) is None) == first
         assert choose(place, "deepep", "normal").row.name == "deepep" and legacy.why_not_normal(shape) is None
         (installed / "buffers").mkdir(exist_ok=True)
         newer = choose(replace(place, deepep_version="2"))
         assert (newer.row.name == "deepep") == (expanded.why_not(shape) is None) == second
     with pytest.raises(ValueError, match="not 2880; use --moe-a2a-backend all_to_all"):
-        choose(Place("cuda", 8, hidden=2880), "deepep")
+        choose(Place(GPU, 8, hidden=2880), "deepep")
     with pytest.raises(ValueError, match="not 2880; use --deepep-mode normal or"):
-        choose(Place("cuda", 8, deepep_version="1", hidden=2880), "deepep")
+        choose(Place(GPU, 8, deepep_version="1", hidden=2880), "deepep")
     with pytest.raises(ValueError, match="not 2304; use --deepep-version 2, --deepep-mode normal or"):
-        choose(Place("cuda", 8, deepep_version="1", hidden=2304), "deepep")
+        choose(Place(GPU, 8, deepep_version="1", hidden=2304), "deepep")
 
 
 def test_sizes_that_the_first_deepep_takes(installed: Path) -> None:
     """The same refusals as the adapter's, before the start."""
     row = next(row for row in ROWS if row.name == "deepep")
     for ranks in (1, 2, 3, 4, 8):
-        sizes = row.fixed_sizes(Place("cuda", ranks))
+        sizes = row.fixed_sizes(Place(GPU, ranks))
         for tokens in (sizes.multiple, 8 * sizes.multiple, sizes.most or 0):
             whole = tokens - tokens % sizes.multiple
             shape = DispatchShape(8 * ranks, ranks, 8, 7168, whole, torch.bfloat16)
@@ -181,5 +184,5 @@ def test_sizes_that_the_first_deepep_takes(installed: Path) -> None:
         more = DispatchShape(8 * ranks, ranks, 8, 7168, sizes.most + sizes.multiple, torch.bfloat16)
         assert legacy.why_not_low_latency(more) is not None
     (installed / "buffers").mkdir()
-    assert row.fixed_sizes(Place("cuda", 2)) == FixedSizes()
-    assert row.fixed_sizes(Place("cuda", 2, deepep_version="1")).multiple == 2
+    assert row.fixed_sizes(Place(GPU, 2)) == FixedSizes()
+    assert row.fixed_sizes(Place(GPU, 2, deepep_version="1")).multiple == 2

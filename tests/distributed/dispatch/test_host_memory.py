@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.device import cpu_device
 from moe_engine.kernels.permutation_choice import permutation
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch import host_memory
@@ -92,7 +93,7 @@ def test_buffers_of_shared_memory() -> None:
 
 
 def test_every_backend_of_cpus_is_counted() -> None:
-    able = {row.name for nodes in (1, 2) for row in ROWS if row.why_not(Place("cpu", 4, nodes)) is None}
+    able = {row.name for nodes in (1, 2) for row in ROWS if row.why_not(Place(cpu_device(), 4, nodes)) is None}
     assert {"all_to_all", "two_hop"} <= able <= set(host_memory.OF_BACKEND)
 
 

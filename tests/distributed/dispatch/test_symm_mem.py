@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moe_engine.kernels.device import Device, cpu_device
 from moe_engine.kernels.symm_mem.regions import ALIGNMENT, Regions
 from moe_engine.parallel.dispatch import symm_mem
 from moe_engine.parallel.dispatch.protocol import DispatchShape
@@ -29,6 +30,8 @@ from tests.examples import examples
 from tests.waiting import until
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"), pytest.mark.drawn(15)]
+
+GPU = Device("cuda", "an H200", (9, 0))
 
 # more than a tile of numbers, not a power of two; FP8 in whole blocks
 PLAIN = Setup("symm_mem", "low_latency", "float32", hidden=1040)
@@ -184,24 +187,24 @@ def test_regions_are_aligned_and_apart(num_ranks: int, fp8: bool) -> None:
 
 
 def test_why_not_on_other_devices_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "the device is cpu" in (symm_mem.why_not("cpu", 1) or "")
-    assert "2 nodes (use nvshmem)" in (symm_mem.why_not("cuda", 2) or "")
-    assert symm_mem.why_not("cuda", 1) is None
+    assert "the device is cpu" in (symm_mem.why_not(cpu_device(), 1) or "")
+    assert "2 nodes (use nvshmem)" in (symm_mem.why_not(GPU, 2) or "")
+    assert symm_mem.why_not(GPU, 1) is None
     with pytest.raises(ValueError, match="there is only one rank"):
-        choose(Place("cuda", 1), "symm_mem")
+        choose(Place(GPU, 1), "symm_mem")
     with pytest.raises(ValueError, match="GPUs 0 and 1 are not linked"):
-        choose(Place("cuda", 8, unlinked="GPUs 0 and 1 are not linked"), "symm_mem")
-    assert choose(Place("cuda", 8)).row.name == choose(Place("cuda", 8), "symm_mem").row.name == "symm_mem"
-    assert choose(Place("cuda", 8, unlinked="they are not")).row.name == "all_to_all"
+        choose(Place(GPU, 8, unlinked="GPUs 0 and 1 are not linked"), "symm_mem")
+    assert choose(Place(GPU, 8)).row.name == choose(Place(GPU, 8), "symm_mem").row.name == "symm_mem"
+    assert choose(Place(GPU, 8, unlinked="they are not")).row.name == "all_to_all"
     monkeypatch.setattr(symm_mem.availability, "_torch_folder", Path)
-    assert "no symmetric memory" in (symm_mem.why_not("cuda", 1) or "")
+    assert "no symmetric memory" in (symm_mem.why_not(GPU, 1) or "")
 
 
 def test_why_not_nvshmem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "the device is cpu" in (symm_mem.why_not_nvshmem("cpu", 4) or "")
     monkeypatch.setattr(symm_mem.availability, "find_spec", lambda name: None)
     assert "at most 16 ranks; there are 17" in (symm_mem.why_not_nvshmem("cuda", 17) or "")
-    few, many = Place("cuda", 16, 2, num_experts=256), Place("cuda", 16, 2, num_experts=512)  # LongCat-Flash: 512
+    few, many = Place(GPU, 16, 2, num_experts=256), Place(GPU, 16, 2, num_experts=512)  # LongCat-Flash: 512
     monkeypatch.setattr(symm_mem.availability, "_torch_folder", lambda: tmp_path)
     assert "built without NVSHMEM" in choose(few).refused["nvshmem"]
     assert "at most 16 experts per rank; there are 512 on 16 ranks" in choose(many).refused["nvshmem"]

@@ -9,6 +9,7 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.device import Device
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.inputs.machine import Machine
@@ -38,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
 def plan_of(model: ModelConfig, device: str = "cpu", **flags: Any) -> tuple[ParallelPlan, Record]:
     record = Record()
     flags = {name: value for name, value in flags.items() if value is not None}
-    machine = Machine(device, device, 0, 0, 1)
+    machine = Machine(Device(device, device), 0, 0, 1)
     return resolve_parallel(EngineArgs.from_kwargs(**flags), model, machine, None, record), record
 
 

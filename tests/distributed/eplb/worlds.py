@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_engine.kernels.device import cpu_device
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import LoadOptions, load_model, load_mtp
 from moe_engine.models.sharding import dispatch_shape, local_config
@@ -65,7 +66,7 @@ def load(case: Case, parallel: ParallelContext) -> Loaded:
     config = load_model_config(case.path)
     parallel = with_experts(parallel, config, case.settings, "cpu")
     if parallel.topology.travels:
-        choice = choose(Place("cpu", parallel.ep_size), parallel.topology.moe_a2a_backend)
+        choice = choose(Place(cpu_device(), parallel.ep_size), parallel.topology.moe_a2a_backend)
         shape = dispatch_shape(config, parallel, torch.float32, MAX_TOKENS)
         parallel = with_dispatcher(parallel, choice, shape, DECODE_TOKENS)
     backends = make_backends(config, case.row)

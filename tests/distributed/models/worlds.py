@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.device import cpu_device
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import ActivationFormat
@@ -73,7 +74,9 @@ def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelC
     if case.norms_sum:
         parallel = replace(parallel, all_reduce=cast(Any, HostSums(parallel.world)))
     if parallel.topology.travels and config.is_moe:
-        choice = choose(Place("cpu", parallel.ep_size, parallel.topology.num_nodes), parallel.topology.moe_a2a_backend)
+        choice = choose(
+            Place(cpu_device(), parallel.ep_size, parallel.topology.num_nodes), parallel.topology.moe_a2a_backend
+        )
         shape = dispatch_shape(config, parallel, torch.float32, MAX_TOKENS)
         parallel = with_dispatcher(parallel, choice, shape, DECODE_TOKENS)
     backends = make_backends(config, case.row, page_size=case.page_size)

@@ -41,8 +41,8 @@ from moe_engine.kernels.triton.absent_device import absent_device, listed
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.kernels.warmup_sizes import StepSize
-from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.planning.prepare import prepare
+from moe_engine.tuning.hardware.table import find_gpu
 from tests.examples import FACTOR
 from tests.kernels.triton.cache_keys import difference, there
 
@@ -159,7 +159,7 @@ def reachable(cache: str) -> Any:
         folder = Path(cache, name)
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
-        target = GPUS["h200"]
+        target = find_gpu("h200")
         args = EngineArgs.from_kwargs(
             model_path=str(folder), load_format="dummy", device="cuda", max_running_requests=200, context_length=4096,
             chunked_prefill_size=1500, **flags,

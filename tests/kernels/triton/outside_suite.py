@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.gpu_suite.launches import of_suite
 from benchmarks.gpu_suite.setting import Setting
 from moe_engine.kernels.triton.absent_device import listed
-from moe_engine.planning.inputs.hardware import GPUS
+from moe_engine.tuning.hardware.table import find_gpu
 
 ARCH = 90
 
@@ -22,7 +22,9 @@ def main() -> None:
     dry, folder = sys.argv[1], Path(sys.argv[2])
     names = set()
     with listed(ARCH) as needed:
-        for name, launch in of_suite(folder, GPUS["h200"].machine(), Setting.of(None if dry == "none" else dry, 60)):
+        for name, launch in of_suite(
+            folder, find_gpu("h200").machine(), Setting.of(None if dry == "none" else dry, 60)
+        ):
             before = len(needed)
             launch()
             names |= {name} if len(needed) > before else set()

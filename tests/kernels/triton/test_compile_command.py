@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu_suite.launched import recorded
 from benchmarks.step_costs.models import MODELS, shortened
 from moe_engine.cli.compile_kernels.absent_deep_gemm import note
+from moe_engine.cli.compile_kernels.command import GPUS
 from moe_engine.cli.compile_kernels.exercise import exercise, one_layer_of_each
 from moe_engine.cli.compile_kernels.other_rows import NoExperts, build_triton
 from moe_engine.cli.main import main
@@ -24,8 +25,8 @@ from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.warmup_sizes import StepSize, ladder, step_sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
-from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.planning.prepare import prepare
+from moe_engine.tuning.hardware.table import find_gpu
 from moe_engine.types.row_sizes import row_width
 
 GridExecutor = pytest.importorskip("triton.runtime.interpreter", reason="needs triton").GridExecutor
@@ -36,7 +37,7 @@ def test_rows_in_plain_torch_need_no_compilation():
     flags = {"max_running_requests": 2, "chunked_prefill_size": 4, "context_length": 32}
     families = ("attention", "linear", "moe_runner", "ops", "sampling")
     rows = {f"{family}_backend": "torch" for family in families}
-    config = prepare(EngineArgs.from_kwargs(device="cuda", **flags, **rows), GPUS["h200"].machine())
+    config = prepare(EngineArgs.from_kwargs(device="cuda", **flags, **rows), find_gpu("h200").machine())
     sizes = [StepSize(2, 1, 8), StepSize(0, 1, 0, 4, 8), StepSize(1, 1, 8, 3)]
     assert list(exercise(config, build_triton(config.kernels.model.choices), sizes)) == sizes
 
@@ -96,7 +97,7 @@ def test_one_expert_is_prepared_for_all(tmp_path: Path, monkeypatch: pytest.Monk
         return linear(self, prefix, *rest, **more)
 
     monkeypatch.setattr(DummyReader, "linear", noted)
-    config = prepare(args, GPUS["h200"].machine())
+    config = prepare(args, find_gpu("h200").machine())
     with recorded():
         assert list(exercise(config, build_triton(config.kernels.model.choices), [StepSize(2, 1, 8)]))
     routed = [name for name in read if ".experts." in name]
@@ -106,7 +107,7 @@ def test_one_expert_is_prepared_for_all(tmp_path: Path, monkeypatch: pytest.Monk
 def test_slot_tables_are_as_wide_as_the_workers() -> None:
     """Kernels are other ones if a table's rows are no multiple of 16 long."""
     flags = {"max_running_requests": 2, "chunked_prefill_size": 4, "context_length": 37}
-    config = prepare(EngineArgs.from_kwargs(device="cuda", **flags), GPUS["h200"].machine())
+    config = prepare(EngineArgs.from_kwargs(device="cuda", **flags), find_gpu("h200").machine())
     with recorded() as launches:
         assert list(exercise(config, build_triton(config.kernels.model.choices), [StepSize(2, 1, 8)]))
     strides = {launch.arguments.table_stride for launch in launches if launch.kernel == "latent_kernel"}
@@ -116,7 +117,7 @@ def test_slot_tables_are_as_wide_as_the_workers() -> None:
 def test_targets_have_shared_memory_limits():
     from moe_engine.kernels.triton.aot import SHARED_LIMIT
 
-    assert {target.arch for target in GPUS.values()} <= set(SHARED_LIMIT)
+    assert {find_gpu(name).arch for name in GPUS} <= set(SHARED_LIMIT)
 
 
 @pytest.mark.parametrize("row", ["torch", "triton"])
@@ -148,12 +149,12 @@ def test_rows_of_deep_gemm_launch_the_kernels_around_them(
         model_path=str(path), load_format="dummy", device="cuda", max_running_requests=2, chunked_prefill_size=512,
         context_length=512, **rows,
     )  # fmt: skip
-    config = prepare(args, GPUS[gpu].machine())
+    config = prepare(args, find_gpu(gpu).machine())
     choices = config.kernels.model.choices
     assert [choice.family for choice in choices if choice.row.name == "deep_gemm"] == ["linear", "experts"]
     sizes = [StepSize(2, 1, 8), StepSize(0, 1, 0, 512, 0)]
     launched: set[str] = set()
     monkeypatch.setattr(GridExecutor, "__call__", lambda self, *args, **more: launched.add(self.fn.__name__))
-    backends = build_triton(choices, GPUS[gpu].capability, takes_ends)
+    backends = build_triton(choices, find_gpu(gpu).capability, takes_ends)
     assert list(exercise(config, backends, sizes)) == sizes
     assert "DG_JIT_CACHE_DIR" in note(["linear"]) and launched

@@ -14,9 +14,9 @@ from moe_engine.cli.compile_kernels.exercise import exercise
 from moe_engine.cli.compile_kernels.other_rows import build_triton
 from moe_engine.config.args import EngineArgs
 from moe_engine.kernels.warmup_sizes import StepSize
-from moe_engine.planning.inputs.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.tuning.hardware.table import find_gpu
 from tests.models.checkpoints import make_checkpoint
 from tests.models.v4_dspark import make_dspark
 from tests.speculation.block_heads import BlockForm, ReferenceBlockHead
@@ -79,7 +79,7 @@ def check(path: Path, **flags: Any) -> list[Launch]:
     args = EngineArgs.from_kwargs(
         model_path=str(path), device="cuda", dtype="bfloat16", max_running_requests=4, **flags
     )
-    config = prepare(args, GPUS["h200"].machine())
+    config = prepare(args, find_gpu("h200").machine())
     assert config.speculation is not None
     of_model, both = launched(replace(config, speculation=None)), launched(config)
     attention = [sum(launch.kernel in ATTENTION for launch in found) for found in (of_model, both)]

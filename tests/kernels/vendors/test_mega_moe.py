@@ -49,7 +49,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dispatcher(library: Any, world: World, rank: int) -> PhasedDispatcher:
     groups = Groups(cast(Group, None), process_group=world.group(rank), deep_gemm=library)
-    return build(choose(Place("cuda", 2), "megamoe"), SHAPE, 4, groups)
+    return build(choose(Place(H200, 2), "megamoe"), SHAPE, 4, groups)
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
