@@ -39,8 +39,9 @@ def write_dump(directory: Path, content: dict[str, Any], rank: int | None) -> Pa
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+    except (OSError, RuntimeError) as error:
+        failed = error if isinstance(error, OSError) else error.__context__  # torch's RuntimeError after a failed write
+        reason = getattr(failed, "strerror", None) or str(error).splitlines()[0]
         raise RecordingError(
             f"{path}: cannot be written ({reason}); no data were lost: free disk space and dump again, or start the "
             f"server with {DIRECTORY_VARIABLE} set to another directory"

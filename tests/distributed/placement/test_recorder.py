@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier, Thread
@@ -21,7 +22,7 @@ from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
 from moe_engine.parallel.placement.sources import from_any
 from moe_engine.parallel.recording.config import MODES, RecorderConfig, recorder_directory
-from moe_engine.parallel.recording.dump_file import RecordingError
+from moe_engine.parallel.recording.dump_file import RecordingError, write_dump
 from moe_engine.parallel.recording.joined_replies import sum_snapshots
 from moe_engine.parallel.recording.merge import sum_parts, write_parts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
@@ -460,6 +461,20 @@ def test_a_rank_that_cannot_write_keeps_its_records(tmp_path):
     paths = write_parts(tmp_path, [recorder.dump_part() for recorder in recorders])
     lost, written = (load(path)["records"] for path in paths)
     assert lost[0]["global_physical_count"].tolist() == counted(choices).tolist() and written == []
+
+
+@pytest.mark.parametrize("room", [0, 700, 100_000, 800_300])
+def test_the_reason_of_a_failed_write_is_named(tmp_path, room):
+    """torch hides it behind an error of its own if the file ends within a tensor. The limit of file sizes stands for
+    the end of the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(RecordingError, match=r"recorder_.*\.pt: cannot be written \(File too large\); no data"):
+            write_dump(tmp_path, {"counts": torch.zeros(200_000, dtype=torch.int32)}, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
