@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from moe_engine.errors import EngineDeadError
+from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.processes.watched_thread import start_watched
 
@@ -105,6 +105,15 @@ def describe_exit(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def ended_at_start(name: str, code: int) -> InputError | GenerationError:
+    """The error for clients of two processes that ended before they were ready, the last one with `code`. A signal is
+    worth another try."""
+    message = f"{name} {describe_exit(code)} before it was ready"
+    if code < 0:
+        return InputError(f"{message}, and so did a second one; try again", status=503)
+    return GenerationError(f"{message}; see the server's log")
 
 
 def read_spec() -> Any:

@@ -16,7 +16,7 @@ from typing import IO, Generic, TypeVar
 import psutil
 
 from moe_engine.errors import GenerationError, InputError
-from moe_engine.processes.child import describe_exit
+from moe_engine.processes.child import ended_at_start
 from moe_engine.processes.pipe_frames import LENGTH_BYTES, frame
 from moe_engine.processes.stopped import HELD_SECONDS, LOOK_SECONDS, StoppedProcessDetector
 
@@ -90,14 +90,11 @@ class FrameChild:
         self._popen.wait()
 
     def ended_at_start(self) -> InputError | GenerationError:
-        """The error for clients of a process whose `begin` has raised EOFError. A signal is worth another try."""
+        """The error for clients of a process whose `begin` has raised EOFError."""
         with suppress(subprocess.TimeoutExpired):  # its pipes are closed before it has ended
             self._popen.wait(EXIT_SECONDS)
         self.kill()
-        message = f"{self.name} {describe_exit(self._popen.returncode)} before it was ready"
-        if self._popen.returncode < 0:
-            return InputError(f"{message}, and so did a second one; try again", status=503)
-        return GenerationError(f"{message}; see the server's log")
+        return ended_at_start(self.name, self._popen.returncode)
 
     def exchange(self, data: bytes, seconds: float) -> bytes | None:
         """The answer to a frame; None if it is late (`_Limit`). Raises EOFError: the process has ended, or a signal has

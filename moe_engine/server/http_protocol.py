@@ -61,6 +61,12 @@ CYCLE = frozenset(
 """Attributes of its `cycle` used here; of its `flow`: `write_paused`, `resume_reading`."""
 
 HTTP2 = "HTTP/2 is not available; set the client or the proxy to HTTP/1.1"
+TLS = "a TLS handshake on a port without TLS: use http://, or start the server with --ssl-certfile and --ssl-keyfile"
+TLS_HANDSHAKE = b"\x16\x03"
+"""The first bytes of a TLS connection (RFC 8446, 5.1)."""
+HALF_CLOSED = (
+    "The client closed its side of the connection before the response: keep it open until the response has come."
+)
 HEAD_END = b"\r\n\r\n"
 _FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -212,6 +218,32 @@ class Connection(HttpToolsProtocol):
         for callback in tuple(waiting):
             callback()
 
+    def eof_received(self) -> None:
+        """Ends the connection and its requests. A client that closed only its sending side reads why."""
+        self._answer_waiting(InputError(HALF_CLOSED, status=400))
+
+    def end(self, error: Exception) -> None:
+        """Closes the connection without the rest of its responses: its requests end as if the client had left. A client
+        that waits for a response gets the error instead."""
+        if self._answer_waiting(error):
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def _answer_waiting(self, error: Exception) -> bool:
+        """Sends the error to a client that waits for a response, or has sent a part of a head. False: there is none."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            waits = bool(self._head_bytes)
+        else:
+            waits = not cycle.response_started and not self.pipeline
+        if waits and not self.transport.is_closing():
+            self._send_error(error)
+            if cycle is not None:
+                cycle.disconnected = True  # its task sends nothing behind the error
+            return True
+        return False
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._await_reader()
@@ -318,6 +350,8 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(_head_again(self.headers))
             except httptools.HttpParserError as exc:
                 problem = str(exc.__context__ or exc)
+                if data.startswith(TLS_HANDSHAKE):
+                    problem = TLS
                 message = HTTP2 if "PRI" in problem else f"Invalid HTTP request: {problem}"
                 self.logger.warning("%s", message)
                 self._refuse(400, message)
@@ -341,13 +375,16 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         reads_body = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
         if cycle is None or cycle.response_complete or reads_body:
-            path = self.url.partition(b"?")[0].decode("latin-1")
-            response = error_response(problem_of(InputError(message, status=status)), error_format_of(path))
-            response.headers["connection"] = "close"
-            head = b"".join([b"%b: %b\r\n" % header for header in response.raw_headers])
-            phrase = HTTPStatus(status).phrase.encode()
-            self.transport.write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, phrase, head, bytes(response.body)))
+            self._send_error(InputError(message, status=status))
         self.transport.close()
+
+    def _send_error(self, error: Exception) -> None:
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        response = error_response(problem_of(error), error_format_of(path))
+        response.headers["connection"] = "close"
+        head = b"".join([b"%b: %b\r\n" % header for header in response.raw_headers])
+        phrase = HTTPStatus(response.status_code).phrase.encode()
+        self.transport.write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (response.status_code, phrase, head, bytes(response.body)))
 
 
 def _head_again(headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.frontend.core_process import FAILED_CORE_SECONDS, CoreProcess
 from moe_engine.frontend.delete_checkpoint import delete_checkpoint
 from moe_engine.frontend.start import frontend_settings, kill_cores, open_tokenizer, start_cores, stop_cores, wait_ready
@@ -156,7 +156,8 @@ async def _serve(
 
     def replica_died(cause: str) -> None:
         if client.cause_of_death() is not None:
-            switch.stop_after(DEAD_ENGINE_GRACE_SECONDS, DEAD_ENGINE_DRAIN_SECONDS)
+            error = EngineDeadError(cause)
+            switch.stop_after(DEAD_ENGINE_GRACE_SECONDS, DEAD_ENGINE_DRAIN_SECONDS, error)
         elif not client.closing:
             alive = ", ".join(str(rank) for rank, health in enumerate(client.healths()) if health.alive)
             logger.error("Serving continues with data-parallel rank %s; restart the server to have all again", alive)

@@ -67,10 +67,10 @@ class GracefulServer(uvicorn.Server):
             self.force_exit = True
         self.should_exit = True
 
-    def disconnect_clients(self) -> None:
-        """Closes all connections without their responses; their requests end as if the clients had left."""
+    def disconnect_clients(self, error: Exception) -> None:
+        """Closes all connections without the rest of their responses (`Connection.end`)."""
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.end(error)  # type: ignore[union-attr]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

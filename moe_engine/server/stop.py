@@ -22,18 +22,18 @@ class StopSwitch:
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] = lambda: None
-        self._disconnect: Callable[[], None] = lambda: None
+        self._disconnect: Callable[[Exception], None] = lambda error: None
 
-    def connect(self, stop: Callable[[], None], disconnect: Callable[[], None]) -> None:
-        """Called by the server with its functions to drain, and to close all connections."""
+    def connect(self, stop: Callable[[], None], disconnect: Callable[[Exception], None]) -> None:
+        """Called by the server with its functions to drain, and to close all connections because of an error."""
         self._stop, self._disconnect = stop, disconnect
 
-    def stop_after(self, seconds: float, drain_seconds: float) -> None:
+    def stop_after(self, seconds: float, drain_seconds: float, error: Exception) -> None:
         """Stops the server like SIGTERM, after a delay to respond to clients. The drain has a limit, which ends it for
-        clients that read or send too slowly."""
+        clients that read or send too slowly, and for large bodies: those without a response get the error."""
         loop = asyncio.get_running_loop()
         loop.call_later(seconds, lambda: self._stop())
-        loop.call_later(seconds + drain_seconds, lambda: self._disconnect())
+        loop.call_later(seconds + drain_seconds, lambda: self._disconnect(error))
 
 
 class SecondSignal:

@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import resource
+import select
 import socket
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.processes.background import yield_to_steps, yielding
 from moe_engine.processes.stop_signals import ignore_stop_signals
+from moe_engine.processes.watched_thread import start_watched
 from moe_engine.server.bodies import Plan, Work
 from moe_engine.server.body_work import body_work
 from moe_engine.server.errors import Problem, problem_of
@@ -35,7 +37,9 @@ PROMPTS_PER_FRAME = 64
 def main() -> None:
     ignore_stop_signals()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    server = Server(socket.socket(fileno=os.dup(0)))
+    connection = socket.socket(fileno=os.dup(0))
+    start_watched("server watch", lambda: _exit_with_server(connection), lambda message: os._exit(1))
+    server = Server(connection)
     spec: TextSpec = pickle.loads(server.receive()[1])
     logs.setup_logging(spec.settings.args.logging.log_level)
     work = body_work(_state(spec))
@@ -45,6 +49,14 @@ def main() -> None:
         gc.collect()
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > KEPT_MEMORY_BYTES:
             break
+
+
+def _exit_with_server(connection: socket.socket) -> None:
+    """Ends this process, also while it computes, when the server closes its side or dies."""
+    poller = select.poll()
+    poller.register(connection, select.POLLRDHUP)
+    poller.poll()
+    os._exit(1)
 
 
 class _NoEngine(NamedTuple):

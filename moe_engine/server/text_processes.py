@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from moe_engine.errors import GenerationError, InputError
+from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
-from moe_engine.processes.child import describe_exit
+from moe_engine.processes.child import describe_exit, ended_at_start
 from moe_engine.processes.stopped import HELD_SECONDS, LOOK_SECONDS, StoppedProcessDetector
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.server.settings import ServerSettings
@@ -68,12 +68,15 @@ class TextProcesses:
             if await process.begin(name):
                 return process
             process.kill()  # it has exited after idling, or was stopped by a signal
-        process = await TextProcess.start(self._spec)
-        if not await process.begin(name):
-            end = await process.end_of_process()
+        for _ in range(2):  # the kernel may have killed the first one for other processes' memory
+            process = await TextProcess.start(self._spec)
+            if await process.begin(name):
+                return process
+            code = await process.exit_code()
             process.kill()
-            raise GenerationError(f"the process for large bodies {end} before it was ready; see the server's log")
-        return process
+            pid, end = process.pid, describe_exit(code)
+            logger.error("the process for large bodies (pid %d) %s before it was ready", pid, end)
+        raise ended_at_start("the process for large bodies", code)
 
     def close(self) -> None:
         for process in (*self._idle, *self._busy):
@@ -157,12 +160,16 @@ class TextProcess:
         kind, length = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         return kind, await self._reader.readexactly(length)
 
-    async def end_of_process(self) -> str:
-        """How the process has ended, in words."""
-        return describe_exit(await asyncio.to_thread(self._popen.wait))
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    async def exit_code(self) -> int:
+        """Waits for the end of the process."""
+        return await asyncio.to_thread(self._popen.wait)
 
     async def _death(self) -> InputError:
-        end = await self.end_of_process()
+        end = describe_exit(await self.exit_code())
         if self._stopped_for:
             return InputError(f"the process for this large body {end}: {self._stopped_for}; try again", status=503)
         return InputError(f"the process for this large body {end}; send smaller requests", status=413)

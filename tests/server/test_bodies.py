@@ -9,7 +9,10 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from array import array
 from contextlib import suppress
 from typing import Any
@@ -327,22 +330,48 @@ def test_a_process_stopped_by_a_signal_is_named_and_replaced(monkeypatch, idle):
         assert process not in children()
 
 
-def test_a_process_that_ends_at_its_start_is_explained(monkeypatch):
-    start = text_processes.TextProcess.start
+@pytest.mark.parametrize("num_killed", [1, 2])
+def test_a_process_that_is_killed_at_its_start_is_replaced_once(monkeypatch, caplog, num_killed):
+    start, killed_ones = text_processes.TextProcess.start, []
 
     async def killed(spec):
         process = await start(spec)
-        os.kill(process._popen.pid, signal.SIGKILL)
+        if len(killed_ones) < num_killed:
+            killed_ones.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
         return process
 
     text = padded({"prompt": "Hello"}, PROCESS_BYTES)
     with real_server(FakeClient()) as address:
         monkeypatch.setattr(text_processes.TextProcess, "start", killed)
-        answer = httpx.post(address + "/tokenize", content=text)
-        assert answer.status_code == 500
-        assert "was killed by SIGKILL before it was ready" in answer.json()["error"]["message"]
-        monkeypatch.setattr(text_processes.TextProcess, "start", start)
-        assert httpx.post(address + "/tokenize", content=text).json()["count"] == 2
+        answer = httpx.post(address + "/tokenize", content=text, timeout=60)
+        if num_killed == 2:
+            assert answer.status_code == 503
+            message = answer.json()["error"]["message"]
+            assert "was killed by SIGKILL before it was ready, and so did a second one; try again" in message
+            answer = httpx.post(address + "/tokenize", content=text, timeout=60)
+        assert answer.json()["count"] == 2
+    assert all(f"(pid {pid}) was killed by SIGKILL before it was ready" in caplog.text for pid in killed_ones)
+
+
+class Busy:
+    """Loading it takes longer than a test."""
+
+    def __reduce__(self):
+        return time.sleep, (3600,)
+
+
+def test_a_busy_process_ends_with_its_server():
+    """It ended with its body only, which may take minutes."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-m", "moe_engine.server.text_process"], stdin=theirs.fileno())
+    try:
+        ours.sendall(frame(Kind.SPEC, pickle.dumps(Busy())))
+        ours.close()
+        assert process.wait(180) == 1
+    finally:
+        process.kill()
 
 
 def test_out_of_memory_is_an_error_response():

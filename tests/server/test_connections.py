@@ -294,7 +294,7 @@ CHUNKS = b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     ("sent", "kind", "words"),
     [
         (b"GET /health HTTP/9.9\r\n\r\n", "object", "Invalid HTTP version"),
-        (b"\x16\x03\x01 this is no HTTP\r\n\r\n", "object", "Invalid method encountered"),
+        (b"\x16\x03\x01 this is no HTTP\r\n\r\n", "object", "a TLS handshake on a port without TLS: use http"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "object", "set the client or the proxy to HTTP/1.1"),
         (b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n", "object", "invalid url"),
         (b"POST /v1/completions HTTP/1.1\r\nHo st: x\r\n\r\n", "object", "Invalid header token"),

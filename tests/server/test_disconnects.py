@@ -112,3 +112,43 @@ def test_a_request_without_a_client_does_not_start(monkeypatch):
             start()
         connections[2].close()
     assert len(started) == 1
+
+
+WHOLE = request(b'{"text": "x"}')
+STREAM = request(b'{"text": "x", "stream": true, "sampling_params": {"max_new_tokens": 4}}')
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("sent", "cut"),
+    [(WHOLE, 0), (STREAM, 0), (WHOLE, 3), (WHOLE, len(WHOLE) - 10)],
+    ids=["whole", "stream", "within the body", "within the head"],
+)
+def test_a_client_that_closes_only_its_sending_side_reads_why(sent, cut):
+    client = FakeClient()
+    client.mute = True
+    with real_server(client) as address, connected(address) as connection:
+        connection.sendall(sent[: len(sent) - cut])
+        if not cut:
+            until(lambda: client.running)
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+        until(lambda: not client.running, "the request still runs")
+    assert received.startswith(b"HTTP/1.1 400 ") and received.count(b"HTTP/1.1") == 1
+    assert "keep it open until the response has come" in json.loads(received.partition(b"\r\n\r\n")[2])["message"]
+
+
+def test_a_client_that_closes_its_sending_side_during_a_stream_gets_no_error_in_it():
+    client = FakeClient()
+    client.delay = 0.05
+    body = b'{"text": "x", "stream": true, "sampling_params": {"max_new_tokens": 60}}'
+    with real_server(client) as address, connected(address) as connection:
+        connection.sendall(request(body))
+        received = connection.recv(65536)
+        connection.shutdown(socket.SHUT_WR)
+        while data := connection.recv(65536):
+            received += data
+        until(lambda: not client.running, "the request still runs")
+    assert received.startswith(b"HTTP/1.1 200") and b"keep it open" not in received

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.planning.prepare import prepare
 from moe_engine.server import launch, stop
 from moe_engine.server.listen import bind, listen
@@ -226,8 +226,11 @@ def test_a_slow_client_does_not_hold_up_the_exit_of_a_dead_engine(sent, capfd):
         writer.write(sent)
         if sent is MODELS:
             assert await reader.readuntil(b"\r\n\r\n")
-        switch.stop_after(0.2, 0.3)
+        switch.stop_after(0.2, 0.3, EngineDeadError("engine core (pid 7) was killed by SIGKILL"))
         await asyncio.wait_for(served, 60)
+        if sent is HALF:
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"not running: engine core (pid 7) was killed" in answer
         writer.close()
 
     asyncio.run(main(bind("127.0.0.1", 0)))
