@@ -29,6 +29,7 @@ from benchmarks.gguf_export import export
 from benchmarks.server_process import ServerProcess
 from benchmarks.workloads import WORKLOADS, Workload
 from moe_engine.processes.addresses import free_port
+from moe_engine.processes.child import end_with_parent
 from moe_engine.tuning.stats import median
 
 START_SECONDS = 120
@@ -106,7 +107,9 @@ class LlamaServer(HttpSide):
             *binary.split(), "--model", str(path), "--port", str(port), "--host", "127.0.0.1",
             "--threads", str(threads), "--parallel", str(num_streams), "--ctx-size", str(num_streams * stream_tokens),
         ]  # fmt: skip
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
+        )
         limit = time.monotonic() + START_SECONDS
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > limit:

@@ -16,6 +16,7 @@ from types import TracebackType
 import psutil
 
 from moe_engine.processes.addresses import free_port
+from moe_engine.processes.child import end_with_parent
 
 READY_LINE = "The server is fired up and ready to roll!"
 KEPT_LINES = 2000
@@ -35,7 +36,9 @@ class ServerProcess:
         self.ready_seconds: float | None = None
         command = [sys.executable, "-m", "moe_engine.cli.main", "serve", "--port", str(self.port), *flags]
         self._began = time.perf_counter()
-        self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._popen = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=end_with_parent
+        )
         self._reader = threading.Thread(target=self._read, name="server output", daemon=True)
         self._reader.start()
 

@@ -24,6 +24,7 @@ from benchmarks.gpu_suite.floors import decode_bytes
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.targets import check_engine
 from moe_engine.models.config_file import load_model_config
+from moe_engine.processes.child import end_with_parent
 
 if TYPE_CHECKING:
     from moe_engine import Engine
@@ -118,7 +119,7 @@ def decode_points(
     ]  # fmt: skip
     points: list[dict[str, Any]] = []
     with (folder / "one_batch.log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, preexec_fn=end_with_parent)
         code = None
         while code is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
