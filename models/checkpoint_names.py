@@ -128,6 +128,7 @@ _STEPS: tuple[tuple[Callable[[Collection[str]], bool], Callable[[str], str]], ..
     (_has_no_head, _with_model),
     (_always, _part_of_layer),
     (ling_names.has_names, ling_names.inner_name),
+    (ling_names.is_grouped, ling_names.grouped_name),
     (granite_names.has_experts, granite_names.with_experts),
     (granite_names.has_mlps, granite_names.with_mlps),
     (gemma_names.has_factors, gemma_names.factor_name),

@@ -1,20 +1,30 @@
-"""config.json of Ling 3.0 and of Ling 2.6 and Ring 2.5 (all `bailing_hybrid`) -> ModelConfig. Imports no torch.
+"""config.json of Ling 3.0, of Ling 2.6 and Ring 2.5 (all `bailing_hybrid`), and of Ling and Ring 2.0 -> ModelConfig.
+Imports no torch.
 
 Published files and those that transformers saves name fields differently: both are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.checkpoint_names import renamed_modules
 from moe_engine.models.config import MLAConfig, ModelConfig
-from moe_engine.models.config_families import layer_limits, parse_deepseek, rotary_width
+from moe_engine.models.config_families import (
+    check_joined,
+    deepseek_moe_layers,
+    layer_limits,
+    parse_deepseek,
+    parse_deepseek_moe,
+    parse_gqa,
+    rotary_width,
+)
 from moe_engine.models.config_fields import Fields, parse_rope
 from moe_engine.models.config_kimi_linear import FULL, LINEAR, PUBLISHED, checked_kinds, decay_bound, renamed
-from moe_engine.models.ling_names import inner_name
+from moe_engine.models.ling_names import grouped_name, inner_name
+from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.state_config import DeltaConfig
 
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
@@ -34,6 +44,29 @@ _SERVED_V2_5 = _SCORES | {
 _V2_5 = "BailingMoeV2_5ForCausalLM"
 
 
+_SERVED_V2 = _SCORES | {
+    "use_qk_norm": True, "use_bias": False, "norm_topk_prob": True, "use_sliding_window": False,
+    "topk_method": "noaux_tc", "moe_router_enable_expert_bias": True,
+}  # fmt: skip
+
+
+def parse_bailing_v2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Ling 2.0 and Ring 2.0: GLM-4.5's layers with DeepSeek V3's groups of experts, q, k and v joined in the files."""
+    fields.check_served(_SERVED_V2)
+    check_joined(fields)
+    read = bailing_v2_fields(fields)
+    moe = parse_deepseek_moe(read)
+    layers, bias = deepseek_moe_layers(read, moe), read.flag("use_qkv_bias")
+    config = parse_gqa(read, generation, moe, layers, qk_norm="head", qkv_bias=bias, o_bias=False)
+    return replace(config, moe=_with_own_shared(read, moe), raw=fields.raw)
+
+
+def bailing_v2_fields(fields: Fields) -> Fields:
+    """The fields under DeepSeek's names."""
+    raw = renamed(fields, PUBLISHED) | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return Fields(_with_own_widths(fields, raw, grouped_name), fields.source)
+
+
 def bailing_fields(fields: Fields) -> Fields:
     """The fields under the names of DeepSeek and of Qwen3-Next, with the kind of each layer."""
     names = PUBLISHED | {"num_mtp_layers": "num_nextn_predict_layers", "score_function": "scoring_func"}
@@ -50,11 +83,16 @@ def bailing_fields(fields: Fields) -> Fields:
         raw["linear_conv_kernel_dim"] = taps or fields.integer("linear_conv_kernel_dim", 4, minimum=2)
         raw = {"no_kda_lora": True, "gated_attention_proj_granularity_type": _HEAD_WISE} | raw
     raw["layer_types"] = _kinds(fields, fields.integer("num_hidden_layers"))
+    return Fields(_with_own_widths(fields, raw, inner_name), fields.source)
+
+
+def _with_own_widths(fields: Fields, raw: dict[str, Any], module_name: Callable[[str], str]) -> dict[str, Any]:
+    """The fields with the width of all shared experts, and with the model's names of modules."""
     if (stored := fields.section("quantization_config")) is not None:
-        raw["quantization_config"] = renamed_modules(stored.raw, inner_name)
+        raw["quantization_config"] = renamed_modules(stored.raw, module_name)
     if own := fields.integer("moe_shared_expert_intermediate_size", None):
         raw["shared_expert_intermediate_size"] = own * Fields(raw, fields.source).integer("n_shared_experts", 1)
-    return Fields(raw, fields.source)
+    return raw
 
 
 def parse_bailing_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -101,10 +139,13 @@ def _latent(read: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """The model with MLA in all layers."""
     raw = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | dict(read.raw)
     config = parse_deepseek(Fields(raw, read.source), generation)
-    if config.moe is None:
-        return config
-    shared = read.integer("shared_expert_intermediate_size", config.moe.shared_width, minimum=0)
-    return replace(config, moe=replace(config.moe, shared_width=shared))
+    return replace(config, moe=_with_own_shared(read, config.moe))
+
+
+def _with_own_shared(read: Fields, moe: MoEConfig | None) -> MoEConfig | None:
+    if moe is None:
+        return None
+    return replace(moe, shared_width=read.integer("shared_expert_intermediate_size", moe.shared_width, minimum=0))
 
 
 def _with_states(config: ModelConfig, delta: DeltaConfig, read: Fields) -> ModelConfig:

@@ -32,15 +32,15 @@ _VISUAL: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {"rope_theta": 5e5}, "qwen3_vl_moe": {"rope_theta": 5e5, "num_experts_per_tok": 4},
 }  # fmt: skip
 _POSITIONS: Mapping[int, str] = {
-    2048: "llama deepseek_v2 dots1 exaone4 granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense "
-    "hunyuan_v1_moe olmo2 olmo3",
-    4096: "deepseek_v3 nemotron_h phi3 olmoe",
+    2048: "llama deepseek_v2 dots1 exaone4 exaone_moe granite granitemoe granitemoehybrid granitemoeshared "
+    "hunyuan_v1_dense hunyuan_v1_moe olmo2 olmo3",
+    4096: "deepseek_v3 nemotron_h phi3 olmoe flex_olmo",
     32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
     "smollm3",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
     131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe "
-    "hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text",
-    163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3",
+    "hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum",
+    163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3 flint",
     524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
 """`max_position_embeddings` by default, and the values of `model_type`."""
@@ -104,6 +104,16 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
     "exaone4": {**_EPS, "sliding_window": 4096},
+    "exaone_moe": {
+        **_EPS, "sliding_window": 4096, "first_k_dense_replace": 1, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_shared_experts": 1, "routed_scaling_factor": 2.5,
+    },
+    "flex_olmo": {"rope_theta": 500000.0, "num_experts_per_tok": 5, "num_experts": 7},
+    "flint": {
+        "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 513, "num_experts": 256, "num_experts_per_tok": 6,
+        "shared_expert_intermediate_size": 1024,
+    },
+    "mellum": {"head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "num_experts_per_tok": 8},
     "olmo2": _EPS,
     "olmo3": {**_EPS, "rope_theta": 500000.0, "sliding_window": 4096},
     "smollm3": {"rope_theta": 2000000.0, "tie_word_embeddings": True, "num_key_value_heads": 4},

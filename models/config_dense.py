@@ -11,13 +11,13 @@ from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers, Result
 from moe_engine.models.config_families import FULL, WINDOWED, parse_gqa, with_other_windows, with_window_layers
 from moe_engine.models.config_fields import Fields
 
-_AFTER = ResultNorms(before_attention="", before_feed_forward="", of_feed_forward="post_feedforward_layernorm")
+AFTER = ResultNorms(before_attention="", before_feed_forward="", of_feed_forward="post_feedforward_layernorm")
 """Results are normed, and the residual is not."""
 
 
 def parse_olmo2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """OLMo 2: norms of results instead of norms of the residual, norms of q and k over the whole projection."""
-    return replace(parse_gqa(fields, generation, None, (), qk_norm="projection"), result_norms=_AFTER)
+    return replace(parse_gqa(fields, generation, None, (), qk_norm="projection"), result_norms=AFTER)
 
 
 def parse_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -45,7 +45,7 @@ def parse_exaone4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     four layers, whose other layers have no positions, or without windows (1.2B)."""
     read = exaone4_fields(fields)
     config = parse_gqa(read, generation, None, (), qk_norm="head", qkv_bias=False, o_bias=False)
-    config = replace(config, result_norms=_AFTER, raw=fields.raw)
+    config = replace(config, result_norms=AFTER, raw=fields.raw)
     if not read.has("sliding_window"):
         return config
     return without_positions(config, (i for i, kind in enumerate(read.raw["layer_types"]) if kind == FULL))

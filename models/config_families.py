@@ -164,7 +164,7 @@ def parse_seed_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
 def parse_glm(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """GLM-4: half of each head rotated, in pairs (2j, 2j+1), biases of q, k and v, joined matrices of gate and up; the
     models of 0414 (`glm4`) norm results."""
-    _check_joined(fields)
+    check_joined(fields)
     bias = fields.flag("attention_bias", True)
     config = parse_gqa(
         fields, generation, None, (), partial_rotary=0.5, interleaved=True, qkv_bias=bias, o_bias=False
@@ -175,7 +175,7 @@ def parse_glm(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     return dataclasses.replace(config, result_norms=norms)
 
 
-def _check_joined(fields: Fields) -> None:
+def check_joined(fields: Fields) -> None:
     """Raises ConfigError for quantized matrices that `joined_rows` does not cut."""
     quantized = fields.section("quantization_config")
     served = *ROWS_FIRST, *COLUMNS_FIRST
@@ -186,7 +186,7 @@ def _check_joined(fields: Fields) -> None:
 def parse_phi3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Phi-3 and Phi-4: Llama's layers, whose files have joined matrices (`joined_rows`)."""
     fields.check_served({"attention_bias": False})
-    _check_joined(fields)
+    check_joined(fields)
     section = rope_section(fields)
     if section is not None and "su" in (section.raw.get("type"), section.raw.get("rope_type")):  # an older name
         fields = Fields({**fields.raw, "rope_scaling": {**section.raw, "rope_type": "longrope"}}, fields.source)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_dense import AFTER
 from moe_engine.models.config_families import (
     check_moe,
     deepseek_moe_layers,
@@ -51,6 +52,11 @@ def parse_olmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     fields.check_served({"clip_qkv": None})
     moe = plain_experts(fields, "num_experts", "intermediate_size", renormalize=fields.flag("norm_topk_prob"))
     return parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"), qk_norm="projection")
+
+
+def parse_flex_olmo(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """FlexOlmo: OLMoE with norms of results instead of norms of the residual."""
+    return replace(parse_olmoe(fields, generation), result_norms=AFTER)
 
 
 def parse_phi_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

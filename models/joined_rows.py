@@ -1,5 +1,5 @@
-"""Matrices whose rows are joined in a checkpoint: q, k and v; gate and up (Phi-3, Phi-4; gate and up alone: GLM-4,
-Granite's shared expert). Imports no torch.
+"""Matrices whose rows are joined in a checkpoint: q, k and v; gate and up (Phi-3, Phi-4; q, k and v alone: Ling 2.0;
+gate and up alone: GLM-4, Granite's shared expert). Imports no torch.
 
 Rows are consecutive bytes, so each matrix is a tensor of its own at its place in the file. Of quantized matrices that
 holds for numbers and scales whose first dimension is the rows'; the others (one scale of a matrix, its shape) belong
@@ -16,7 +16,7 @@ from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightF
 
 JOINED = (
     "Phi3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM",
-    "GraniteMoeHybridForCausalLM",
+    "GraniteMoeHybridForCausalLM", "BailingMoeV2ForCausalLM",
 )  # fmt: skip
 """Architectures with such files; Granite's experts are joined in common tensors."""
 ROWS_FIRST = ("compressed-tensors", "fp8", "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "modelopt", "mxfp8")

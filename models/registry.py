@@ -31,6 +31,7 @@ _FAMILIES = "moe_engine.models.config_families"
 _OTHER_DENSE = "moe_engine.models.config_dense"
 _GRANITE = "moe_engine.models.config_granite"
 _MIXTURES = "moe_engine.models.config_mixtures"
+_WINDOWED = "moe_engine.models.config_windowed"
 _DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
 _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
@@ -111,6 +112,7 @@ for _name, _target, _parser in (
     ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
     ("KimiLinearForCausalLM", _KIMI_LINEAR, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
     ("KimiK3ForConditionalGeneration", _KIMI_K3, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
+    ("BailingMoeV2ForCausalLM", _DENSE, "moe_engine.models.config_bailing:parse_bailing_v2"),
     ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("BailingMoeV2_5ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_v2_5"),
@@ -132,6 +134,11 @@ for _name, _target, _parser in (
     ("GlmForCausalLM", _DENSE, "parse_glm"),
     ("Glm4ForCausalLM", _DENSE, "parse_glm"),
     ("OlmoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_olmoe"),
+    ("FlexOlmoForCausalLM", _DENSE, f"{_MIXTURES}:parse_flex_olmo"),
+    ("ExaoneMoEForCausalLM", _DENSE, f"{_WINDOWED}:parse_exaone_moe"),
+    ("ExaoneMoeForCausalLM", _DENSE, f"{_WINDOWED}:parse_exaone_moe"),
+    ("FlintForCausalLM", _DENSE, f"{_WINDOWED}:parse_flint"),
+    ("MellumForCausalLM", _DENSE, f"{_WINDOWED}:parse_mellum"),
     ("SeedOssForCausalLM", _DENSE, "parse_seed_oss"),
     ("Gemma4ForCausalLM", _DENSE, "moe_engine.models.config_gemma:parse_gemma4"),
     ("Gemma4ForConditionalGeneration", _DENSE, "moe_engine.models.config_gemma:parse_gemma4"),
@@ -198,6 +205,7 @@ _BUILT_IN = dict(_architectures)
 
 _BY_MODEL_TYPE = {
     "bailing_hybrid": "BailingHybridForCausalLM",
+    "bailing_moe_v2": "BailingMoeV2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
@@ -219,6 +227,10 @@ _BY_MODEL_TYPE = {
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "flex_olmo": "FlexOlmoForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "flint": "FlintForCausalLM",
+    "mellum": "MellumForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",

@@ -45,16 +45,18 @@ QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
 GRANITE_MOE = tuple(f"GraniteMoe{kind}ForCausalLM" for kind in ("", "Shared", "Hybrid"))
 GEMMA4 = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM")
+EXAONE_MOE = ("ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
 LLAMA4 = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
 STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
-    "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM", "NemotronHForCausalLM",
-    "Qwen3NextForCausalLM", *QWEN3_5, *QWEN4_EXP, *MINIMAX_M3, *STEP,
+    "BailingMoeV2ForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM",
+    "NemotronHForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5, *QWEN4_EXP, *MINIMAX_M3, *STEP,
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, MiniMax-M3 and Qwen)."""
 KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
+    **dict.fromkeys((*EXAONE_MOE, "MellumForCausalLM"), ("mtp.",)),
     "Glm5NextForConditionalGeneration": (),
     "MiMoV2FlashForCausalLM": ("model.mtp.",),
     "MistralLarge4ForConditionalGeneration": ("mtp_dspark.",),
@@ -110,6 +112,7 @@ class ExpertNames:
 
 
 _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias")
+_GATED = ExpertNames(shared="shared_expert")
 _EXPERT_NAMES = {
     **dict.fromkeys(("MixtralForCausalLM", "MiniMaxM2ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"), _W),
     **dict.fromkeys((*MINIMAX_TEXT, *MINIMAX_M3), _W),
@@ -122,8 +125,9 @@ _EXPERT_NAMES = {
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp"),
     "HYV3ForCausalLM": ExpertNames(router="router.gate.weight", router_bias="expert_bias", shared="shared_mlp"),
     **dict.fromkeys(GRANITE_MOE, ExpertNames("block_sparse_moe", router="router.weight", shared="shared_mlp")),
-    "Qwen2MoeForCausalLM": ExpertNames(shared="shared_expert"),
-    **dict.fromkeys(("Qwen3NextForCausalLM", *QWEN3_5_MOE, *QWEN4_EXP), ExpertNames(shared="shared_expert")),
+    **dict.fromkeys(EXAONE_MOE, ExpertNames(router_bias="e_score_correction_bias")),
+    **dict.fromkeys(("FlintForCausalLM", "Qwen2MoeForCausalLM", "Qwen3NextForCausalLM"), _GATED),
+    **dict.fromkeys((*QWEN3_5_MOE, *QWEN4_EXP), _GATED),
     **dict.fromkeys(LLAMA4, ExpertNames("feed_forward", router="router.weight", shared="shared_expert")),
     "LongcatFlashForCausalLM": ExpertNames(
         "moe", router="router.classifier.weight", router_bias="router.e_score_correction_bias"
@@ -134,7 +138,7 @@ ROUTERS = tuple(sorted({f".{names.router}" for names in (ExpertNames(), *_EXPERT
 """Ends of the names of the routers' weights."""
 
 
-_SINKS = {"MiMoV2FlashForCausalLM": "attention_sink_bias"}
+_SINKS = {"MiMoV2FlashForCausalLM": "attention_sink_bias", "FlintForCausalLM": "softmax_offset"}
 
 
 def sinks_name(config: ModelConfig) -> str:

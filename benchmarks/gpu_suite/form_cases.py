@@ -241,6 +241,8 @@ ROUTERS = {
     "gpt-oss": RouterSpec(128, 4, "softmax", True, renormalize=True, bias_on_logits=True),
     "qwen3-next": RouterSpec(512, 10, "softmax", renormalize=True, num_shared=1, shared_gate=True),
     "llama-4": RouterSpec(16, 1, "sigmoid"),
+    "flint": RouterSpec(256, 6, "sigmoid", renormalize=True, num_shared=2),
+    "flint-ep8": RouterSpec(256, 6, "sigmoid", renormalize=True),
     "v4": RouterSpec(256, 6, "sqrtsoftplus", renormalize=True, scale=1.5),
     "phi-3.5": RouterSpec(16, 2, "sparsemixer", jitter=0.1),
 }
@@ -264,7 +266,8 @@ IN_ONE_LAUNCH = {
     "qwen3-next-ep8": _alone(ROUTERS["qwen3-next"]),
 }
 NORM_ROUTES = {
-    **{name: (ROUTERS[name], False) for name in ("v2", "kimi-k2", "gpt-oss", "qwen3-next", "llama-4")},
+    **{name: (ROUTERS[name], False) for name in (
+        "v2", "kimi-k2", "gpt-oss", "qwen3-next", "llama-4", "flint", "flint-ep8")},
     **{name: (ROUTERS[name], True) for name in ("v3", "glm-4.6")}, "ling": (_LING, False),
     **{f"{name}-ep8": (_alone(ROUTERS[name]), quantizes) for name, quantizes in (
         ("v3", True), ("glm-4.6", True), ("qwen3-next", False))}, "ling-ep8": (_alone(_LING), False),

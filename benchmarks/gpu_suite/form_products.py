@@ -103,11 +103,12 @@ class Paged(NamedTuple):
 PAGED = {
     "window": Paged(ChunkWindow(64)), "window.sinks": Paged(64, True), "wide": Paged(wide=True),
     "wide.window": Paged(ChunkWindow(64), wide=True), "wide.sinks": Paged(sinks=True, wide=True),
-    "wide.tree": Paged(wide=True, tree=True), "fp8.window.sinks": Paged(64, True, fp8=True),
+    "wide.tree": Paged(wide=True, tree=True), "fp8.window": Paged(64, fp8=True),
+    "fp8.window.sinks": Paged(64, True, fp8=True),
     "wide.fp8": Paged(wide=True, fp8=True), "wide.fp8.window": Paged(ChunkWindow(64), wide=True, fp8=True),
     "wide.fp8.sinks": Paged(sinks=True, wide=True, fp8=True),
 }  # fmt: skip
-"""Of Llama 4 and gpt-oss, and of every model with a large cache."""
+"""Of Llama 4, gpt-oss and K-EXAONE, and of every model with a large cache."""
 
 
 @kernel_case("gqa", "paged.{name}.{heads}x{width}.q{count}.r{requests}.s{context}")

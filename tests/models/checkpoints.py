@@ -55,6 +55,9 @@ MORE_KINDS = (
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "flint",
     "granite",
     "granitemoe",
     "granitemoehybrid",
@@ -69,6 +72,7 @@ MORE_KINDS = (
     "gemma4",
     "laguna",
     "llama4",
+    "mellum",
     "ministral",
     "ministral3",
     "mistral4",
@@ -156,6 +160,7 @@ _GQA: dict[str, Any] = {
     "intermediate_size": 96,
     "rope_theta": 10000.0,
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
 _GRANITE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "embedding_multiplier": 12.0,
@@ -285,6 +290,10 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "Olmoe",
         {**_GQA, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "norm_topk_prob": False}
         | {"rms_norm_eps": 1e-5},
+    ),
+    "flex_olmo": (
+        "FlexOlmo",
+        {**_GQA, "num_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 32, "norm_topk_prob": False},
     ),
     "seed_oss": ("SeedOss", {**_GQA, "head_dim": 24, "attention_bias": True, "attention_out_bias": True}),
     "qwen2_moe": (
@@ -416,6 +425,31 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4",
         {**_GQA, "head_dim": 24, "rms_norm_eps": 1e-5, "rope_scaling": LLAMA3_ROPE, "sliding_window": 20}
         | {"sliding_window_pattern": 2},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {**_GQA, **_EXPERTS, "head_dim": 24, "rms_norm_eps": 1e-5, "rope_scaling": LLAMA3_ROPE, "sliding_window": 20}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": True},
+    ),
+    "flint": (
+        "Flint",
+        {**_GQA, **_EXPERTS, "head_dim": 24, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 20}
+        | {"norm_topk_prob": True},
+    ),
+    "mellum": (
+        "Mellum",
+        {**_GQA, **_EXPERTS, "head_dim": 24, "sliding_window": 20, "norm_topk_prob": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_type": "yarn", "rope_theta": 500000.0, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
     ),
     "granite": ("Granite", {**_GQA, **_GRANITE}),
     "granitemoe": ("GraniteMoe", {**_GRANITE_MOE, "attention_bias": True}),

@@ -22,6 +22,7 @@ from tests.models import (
     deepseek_v41,
     kimi_checkpoints,
     kimi_k3,
+    ling_v2,
     ling_v2_5,
     llama4_images,
     minimax_m3_images,
@@ -110,6 +111,12 @@ def text_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
             return model(torch.tensor([ids])).logits[0]
 
     return Family(path, logits, text_prompts, model.get_input_embeddings().weight)
+
+
+def ling_v2_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
+    """Of GLM-4.5 with the same tensors."""
+    found = text_family(ling_v2.LIKE, ling_v2.like(path), seed, use_qk_norm=True, num_mtp_layers=1, n_group=4)
+    return replace(found, path=ling_v2.as_ling_v2(found.path, path))
 
 
 def qwen_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
@@ -319,6 +326,7 @@ OWN_FAMILIES: dict[str, Callable[..., Family]] = {
     "kimi_k25": kimi_family, "llama4": llama4_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "mistral_large3": mistral_large3_family, LARGE4: mistral_large4_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family, "ling_v2_5": ling_family,
+    "ling_v2": ling_v2_family,
     "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
     "glm5_next": pooled_family, "qwen4_exp": qwen4_family,
 }  # fmt: skip

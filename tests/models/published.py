@@ -40,6 +40,32 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 131072, "eos_token_id": [128001, 128008, 128009], "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
 }  # fmt: skip
+K_EXAONE: dict[str, Any] = {
+    "architectures": ["ExaoneMoEForCausalLM"], "model_type": "exaone_moe", "hidden_size": 6144, "head_dim": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 48, "vocab_size": 153600,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1, "num_shared_experts": 1, "sliding_window": 128, "sliding_window_pattern": "LLLG",
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 12, "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_theta": 1000000, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262144, "eos_token_id": 53, "torch_dtype": "bfloat16",
+}  # fmt: skip
+FLINT: dict[str, Any] = {
+    "architectures": ["FlintForCausalLM"], "model_type": "flint", "hidden_size": 2048, "intermediate_size": 6144,
+    "num_hidden_layers": 49, "num_attention_heads": 32, "moe_intermediate_size": 512, "vocab_size": 150144,
+    "max_position_embeddings": 262144, "eos_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LING_MINI: dict[str, Any] = {
+    "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "hidden_size": 2048, "head_dim": 128,
+    "intermediate_size": 5120, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "use_qkv_bias": False, "use_qk_norm": True, "use_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 600000,
+    "max_position_embeddings": 32768, "partial_rotary_factor": 0.5, "num_experts": 256, "num_experts_per_tok": 8,
+    "num_shared_experts": 1, "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 512,
+    "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "router_dtype": "fp32", "vocab_size": 157184,
+    "eos_token_id": 156892, "num_nextn_predict_layers": 0, "rope_scaling": None, "torch_dtype": "bfloat16",
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Ling-mini-2.0."""
 QWEN3_NEXT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
     "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,

@@ -32,7 +32,8 @@ EXPERTS = {
     "deepseek_v2": "n_routed_experts", "deepseek_v2_lite": "n_routed_experts", "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts", "glm4_moe_lite": "n_routed_experts", "mistral4": "n_routed_experts",
     "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
-    "qwen2_moe": "num_experts", "olmoe": "num_experts", "gemma4": "num_experts",
+    "qwen2_moe": "num_experts", "olmoe": "num_experts", "gemma4": "num_experts", "flex_olmo": "num_experts",
+    "exaone_moe": "num_experts", "flint": "num_experts", "mellum": "num_experts",
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
@@ -48,7 +49,8 @@ CHOSEN = {
 }  # fmt: skip
 GRANITE_MOE = ("granitemoe", "granitemoehybrid", "granitemoeshared")
 WIDTHS = dict.fromkeys(
-    ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax", "olmoe", *GRANITE_MOE),
+    ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax", "olmoe", "flex_olmo")
+    + GRANITE_MOE,
     "intermediate_size",
 )
 WIDTHS |= {"longcat_flash": "expert_ffn_hidden_size"}
@@ -68,6 +70,7 @@ GROUPED = (
     "mimo_v2_flash",
     "bailing_hybrid",
     "nemotron_h",
+    "exaone_moe",
 )
 """Routers that choose groups of experts."""
 NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "afmoe", "nemotron_h",
@@ -76,14 +79,14 @@ FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 OF_THREE_LAYERS = ("glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mimo_v2_flash")
 NO_HEAD_DIM = ("olmoe", "qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
-NO_HEAD_DIM += ("granite", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
+NO_HEAD_DIM += ("flex_olmo", "granite", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
-    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4", "gemma3", "gemma4", "olmo3",
+    "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4", "gemma3", "gemma4", "olmo3", "mellum",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
-NO_BIAS += ("exaone4", "ministral", "glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
+NO_BIAS += ("exaone4", "exaone_moe", "ministral", "glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
 PARTIAL = ("glm", "glm4", "glm4_moe")
 """Families that rotate a part of each head."""
 FACTORS = ("full_attn", "linear_attn", "mlp")
@@ -149,7 +152,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
         _draw_phi3(rng, fields)
     if kind == "phimoe":
         _draw_phimoe(rng, fields)
-    if kind in ("olmo3", "exaone4", "smollm3", "granite", *GRANITE_MOE):
+    if kind in ("olmo3", "exaone4", "smollm3", "granite", "exaone_moe", "flint", "mellum", *GRANITE_MOE):
         _draw_dense(kind, rng, fields)
     if kind == "minimax":
         known = ("full_attention", "linear_attention")
@@ -205,6 +208,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
     if fields.get("tie_word_embeddings", False) != kind.startswith(("ernie", "gemma", "smollm3")):
         shaping.append("tie_word_embeddings")
+    if kind == "flint":
+        shaping.append("mlp_only_layers")
     if kind == "laguna":  # heads are those of a kind of layer
         shaping.append("layer_types")
     dropped = [name for name in DROPPED if rng.random() < 0.1 and name not in shaping]
@@ -338,11 +343,15 @@ def _draw_dense(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
     else:
         kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
         fields |= {"sliding_window": rng.choice((7, 20)), "layer_types": rng.choice((None, kinds))}
-    if kind == "exaone4":
+    if kind == "mellum":
+        fields["mlp_layer_types"] = [rng.choice(("dense", "sparse")) for _ in range(layers)]
+    if kind == "flint":
+        fields["mlp_only_layers"] = [i for i in range(layers) if rng.random() < 0.4]
+    if kind in ("exaone4", "exaone_moe"):
         fields |= {"sliding_window_pattern": rng.choice((1, 2, 3, 4))}
         if rng.random() < 0.3:
             fields |= {"sliding_window": None, "layer_types": ["full_attention"] * layers}
-    if kind == "olmo3":
+    if kind in ("olmo3", "mellum"):
         scaled = rng.choice(({"rope_type": "default"}, YARN | {"attention_factor": 1.3}))
         ropes = {"full_attention": scaled, "sliding_attention": {"rope_type": "default"}}
         fields["rope_parameters"] = {name: {"rope_theta": 5e5, **rope} for name, rope in ropes.items()}
@@ -425,14 +434,14 @@ def _draw_experts(kind: str, rng: random.Random, fields: dict[str, Any]) -> None
         fields |= {"n_group": groups, "topk_group": kept}
         fields |= {"routed_scaling_factor": rng.choice((1.0, 2.5))}
         fields["norm_topk_prob"] = rng.random() < 0.7 and kind != "deepseek_v2"  # which transformers does not follow
-        shared = "num_shared_experts" if kind == "bailing_hybrid" else "n_shared_experts"
+        shared = "num_shared_experts" if kind in ("bailing_hybrid", "exaone_moe") else "n_shared_experts"
         fields[shared] = rng.choice((1, 2)) if kind not in ("mimo_v2_flash", "nemotron_h") else None
         if kind == "nemotron_h":
             fields |= {shared: 1, "moe_shared_expert_intermediate_size": rng.choice((12, 33, 64))}
             fields["moe_latent_size"] = rng.choice((None, 8, 22))
-    if kind == "qwen2_moe":
+    if kind in ("flint", "qwen2_moe"):
         fields["shared_expert_intermediate_size"] = rng.choice((12, 33, 64))
-    if kind in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"):
+    if kind in ("flex_olmo", "flint", "mellum", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"):
         fields["norm_topk_prob"] = rng.random() < 0.5
     if kind == "deepseek_v2":
         fields["topk_method"] = rng.choice(("greedy", "group_limited_greedy"))

@@ -27,7 +27,18 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models.checkpoints import KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
 from tests.models.parameters import num_active_parameters
-from tests.models.published import KIMI_LINEAR, LING_FLASH, LLAMA, LONGCAT_FLASH, NEMOTRON_3_NANO, QWEN3_NEXT, V2_LITE
+from tests.models.published import (
+    FLINT,
+    K_EXAONE,
+    KIMI_LINEAR,
+    LING_FLASH,
+    LING_MINI,
+    LLAMA,
+    LONGCAT_FLASH,
+    NEMOTRON_3_NANO,
+    QWEN3_NEXT,
+    V2_LITE,
+)
 from tests.models.published import YARN_V3 as V3
 
 
@@ -468,6 +479,21 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         | {"num_hidden_layers": 16, "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}
         | {"vocab_size": 50304, "norm_topk_prob": False},
         6.9e9, 1.3e9,
+    ),
+    (
+        {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo", "hidden_size": 4096}
+        | {"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_experts": 7}
+        | {"num_experts_per_tok": 5, "vocab_size": 100352},
+        33.3e9, 24.2e9,
+    ),
+    (K_EXAONE, 236.0e9, 22.9e9),
+    (FLINT, 40.0e9, 2.5e9),
+    (LING_MINI, 16.3e9, 1.11e9),  # 789 million without embedding and head
+    (
+        {"architectures": ["MellumForCausalLM"], "model_type": "mellum", "hidden_size": 2304, "num_hidden_layers": 28}
+        | {"intermediate_size": 7168, "num_attention_heads": 32, "moe_intermediate_size": 896, "vocab_size": 98304}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 7, "num_local_experts": 64},
+        12.1e9, 2.5e9,
     ),
     (
         {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "hidden_size": 5120}

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_afmoe import afmoe_fields
-from moe_engine.models.config_bailing import bailing_fields
+from moe_engine.models.config_bailing import bailing_fields, bailing_v2_fields
 from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_dense import exaone4_fields, olmo3_fields
@@ -34,6 +34,7 @@ from moe_engine.models.config_nemotron_h import ATTENTION, EXPERTS, STATE, nemot
 from moe_engine.models.config_nemotron_h import MLP as LONE_MLP
 from moe_engine.models.config_qwen4_exp import qwen4_exp_fields
 from moe_engine.models.config_step import step_fields
+from moe_engine.models.config_windowed import exaone_moe_fields, flint_fields, mellum_fields
 from moe_engine.tuning.costs.form import KV_BYTES
 
 
@@ -59,12 +60,14 @@ def _nemotron_fields(fields: Fields) -> Fields:
 
 _COMPLETED = {
     "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), bailing_v2_fields),
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
     "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
     "llama4_text": llama4_facts, "gemma3_text": gemma_fields, "gemma4_text": gemma4_fields,
-    "olmo3": olmo3_fields, "exaone4": exaone4_fields,
+    "olmo3": olmo3_fields, "exaone4": exaone4_fields, "exaone_moe": exaone_moe_fields,
+    "flint": flint_fields, "mellum": mellum_fields,
     **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), granite_facts),
     **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), minimax_text_fields),
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,

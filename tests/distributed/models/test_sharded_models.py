@@ -29,6 +29,7 @@ from tests.examples import examples
 from tests.models.checkpoints import make_checkpoint
 from tests.models.deepseek_v41 import make_v41
 from tests.models.kimi_k3 import make_k3
+from tests.models.ling_v2 import make_ling_v2
 from tests.models.ling_v2_5 import make_ling
 from tests.models.mistral_native import make_mistral_large3_text
 from tests.models.mxfp4 import mxfp4_copy
@@ -82,6 +83,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 1,
         "expert_swiglu_limit_list": [0, 0.3],
     },  # gates, grouped experts, one layer's bounded
+    "ling_v2": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # q, k and v joined in the files
     # lightning attention: norms of groups of heads on several ranks, and of whole groups on each
     "ling_v2_5": {"num_attention_heads": 12, "num_kv_heads_for_linear_attn": 12, "num_mtp_layers": 1},
     "ling_v2_5-groups": {"num_attention_heads": 8, "num_kv_heads_for_linear_attn": 8, "group_norm_size": 4},
@@ -109,6 +111,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral_large3": {"num_hidden_layers": 2},  # names of its own files, without a tower
     "hy_v3": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # a shared MLP, an MTP layer with names of its own
     "olmoe": {"num_hidden_layers": 2},  # norms over the heads of all ranks
+    "flex_olmo": {"num_hidden_layers": 2},  # experts whose result is normed, and whose input is not
+    "exaone_moe": {},  # layers without positions beside windows, grouped experts
+    "flint": {},  # sinks and norms of heads in layers without positions
+    "mellum": {},  # windows with a rotary embedding of their own
     "seed_oss": {"num_hidden_layers": 2},  # a bias of o_proj, which counts once
     "glm4": {"num_hidden_layers": 2},  # norms of results, gate and up joined in the files
     "gemma4": {},  # norms of experts and MLP, values that are keys, other heads in layers with a window
@@ -134,6 +140,7 @@ OWN: dict[str, Callable[..., Path]] = {
     "deepseek_v4": make_v4,
     "deepseek_v41": lambda path, seed, tokenizer: make_v41(path, seed),
     "kimi_k3": make_k3,
+    "ling_v2": make_ling_v2,
     "ling_v2_5": make_ling,
     "mistral_large3": make_mistral_large3_text,
 }
