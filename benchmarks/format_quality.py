@@ -24,12 +24,12 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from benchmarks.gguf_blocks import BLOCK
 from benchmarks.gguf_export import export
 from moe_engine import Engine
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.demo.training.checkpoint import dequantize, read_tensors
 from moe_engine.demo.training.corpus import Example, held_out
+from moe_engine.models.tensor_header import BLOCK_TYPES
 
 BATCH = 256
 
@@ -50,7 +50,7 @@ def plain_copy(source: Path, folder: Path) -> Path:
 
 def engine_flags(path: Path, name: str) -> dict[str, Any]:
     """Serves the checkpoint in a format; writes a GGUF file beside it for a block type."""
-    if name in BLOCK:
+    if name in BLOCK_TYPES:
         return {"model_path": str(export(path, path / f"{name}.gguf", name))}
     return {"model_path": str(path)} | ({} if name == "none" else {"quantization": name})
 

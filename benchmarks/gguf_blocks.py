@@ -9,13 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from moe_engine.kernels.quantization.codes import FP4_VALUES, IQ4_VALUES
+from moe_engine.models.tensor_header import BLOCK_TYPES
 
-BLOCK = {
-    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84),
-    "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136), "MXFP4": (32, 17),
-}  # fmt: skip
-"""Numbers and bytes of a block."""
 SMALL_BLOCKS = {
     "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
 }  # fmt: skip
@@ -29,7 +24,7 @@ def half(values: np.ndarray) -> np.ndarray:
 
 def blocks_of(kind: str, weight: np.ndarray) -> np.ndarray:
     """float32 [N, K] -> blocks uint8 [N, bytes]."""
-    made: np.ndarray = _MAKERS[kind](weight.reshape(-1, BLOCK[kind][0]).astype(np.float32))
+    made: np.ndarray = _MAKERS[kind](weight.reshape(-1, BLOCK_TYPES[kind][0]).astype(np.float32))
     return made.reshape(len(weight), -1)
 
 
@@ -37,9 +32,9 @@ def type_for(kind: str, columns: int) -> str:
     """The type of a matrix in a file of type `kind`; BF16 has no blocks."""
     if kind == "BF16":
         return kind
-    if columns % BLOCK[kind][0]:
+    if columns % BLOCK_TYPES[kind][0]:
         kind = SMALL_BLOCKS.get(kind, kind)
-    return "F16" if columns % BLOCK[kind][0] else kind
+    return "F16" if columns % BLOCK_TYPES[kind][0] else kind
 
 
 def _q4_0(x: np.ndarray) -> np.ndarray:

@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.gguf_blocks import BLOCK, blocks_of, type_for
+from benchmarks.gguf_blocks import blocks_of, type_for
 from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.tensor_header import BLOCK_TYPES
 
 Stored = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 """Name in the GGUF file -> type, shape in torch's order, data."""
@@ -215,7 +216,7 @@ def export(source: Path, path: Path, kind: str) -> Path:
         array = tensor.float().numpy()
         if plain == "BF16":
             data = tensor.bfloat16().view(torch.int16).numpy().tobytes()
-        elif plain in BLOCK:
+        elif plain in BLOCK_TYPES:
             data = blocks_of(plain, array.reshape(-1, array.shape[-1])).tobytes()
         else:
             data = array.astype("<f2" if plain == "F16" else "<f4").tobytes()
@@ -229,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-engine bench gguf_export", description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="checkpoint in hub layout, unquantized")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--type", choices=("BF16", *BLOCK), default="Q4_0")
+    parser.add_argument("--type", choices=("BF16", *BLOCK_TYPES), default="Q4_0")
     own = parser.parse_args(argv)
     print(export(own.source, own.output, own.type))
     return 0

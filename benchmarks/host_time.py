@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     rest = values["step_without_overlap"]["median_ms"] - sum(part["median_ms"] for part in values["parts"].values())
     print(f"Python time of a decode step, {args.num_requests} running requests, with a stub model (ms)")
     rows = [[name, *(f"{part[key]:.3f}" for key in ("median_ms", "p90_ms", "p99_ms"))] for name, part in names]
-    rows.append(["  rest: events, status board, thread switches", f"{rest:.3f}", "", ""])
+    rows.append(["  rest: events, shared status, thread switches", f"{rest:.3f}", "", ""])
     print(report.table(["", "median", "p90", "p99"], rows))
     verdict = "pass" if values["passed"] else "short"
     print(f"target: median under {TARGET_MS:.0f} ms: {verdict}; {port.num_bytes} bytes per step to the frontend")

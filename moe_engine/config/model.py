@@ -10,7 +10,7 @@ from moe_engine.config.values import parse_count, parse_json_object
 OTHER_FORMATS = "other checkpoint formats"
 CHECKPOINTS = (
     "compressed-tensors", "awq", "gptq", "moe_wna16", "mxfp4", "w8a8_int8", "w8a8_fp8", "fbgemm_fp8", "modelopt",
-    "mxfp8", "bitsandbytes", "gguf",
+    "mxfp8", "bitsandbytes", "gguf", "auto-round",
 )  # fmt: skip
 """Formats of checkpoints other than fp8; moe_wna16: awq or gptq."""
 TORCHAO = ("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo", "int8dq", "fp8wo")
@@ -102,7 +102,7 @@ class ModelArgs:
         },
         unsupported=dict.fromkeys(
             ("marlin", "modelopt_mixed",
-             "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "auto-round", "qoq",
+             "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "qoq",
              "petit_nvfp4", "auto-round-int8", "modelslim", "mxfp_w4a8", "quark_int4fp8_moe", "mlx_q4", "mlx_q8",
              "humming"),
             OTHER_QUANTIZATION,

@@ -41,7 +41,7 @@ def snapshot(
     speculation: SpecStats | None = None,
     prefill_delayer: dict[str, Any] | None = None,
 ) -> SchedulerStats:
-    """Statistics of this scheduler, in constant time: the status board is updated many times a second."""
+    """Statistics of this scheduler, in constant time: the shared status is updated many times a second."""
     kv_cache, queue = table.kv_cache, table.queue
     connector = kv_cache.connector
     used = kv_cache.num_used

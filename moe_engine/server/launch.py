@@ -145,6 +145,7 @@ async def _serve(
     from moe_engine.frontend.pausing import Pausing
     from moe_engine.frontend.watchdog import watch
     from moe_engine.server.app import create_app
+    from moe_engine.server.serve import http_config
     from moe_engine.server.serve import serve as serve_http
     from moe_engine.server.stop import SecondSignal, StopSwitch
 
@@ -176,20 +177,16 @@ async def _serve(
         logger.info("%s", logs.READY_LINE)
         _announce(app.state.server, host, port, time.monotonic() - began)
 
-    await serve_http(
+    http = http_config(
         app,
-        sock,
         log_level=config.logging.log_level,
         log_level_http=config.logging.log_level_http,
-        on_ready=ready,
-        on_stop=Pausing(frontend).end,
         keep_alive_seconds=config.server.timeout_keep_alive,
         drain_seconds=config.server.timeout_graceful_shutdown,
         quiet_paths=tuple(config.logging.uvicorn_access_log_exclude_prefixes.split()),
         certificate=Certificate.of(config.server),
-        stop=switch,
-        second=second,
     )
+    await serve_http(http, sock, on_ready=ready, on_stop=Pausing(frontend).end, stop=switch, second=second)
     watchdog.cancel()
     samples.cancel()
     await app.state.server.close()

@@ -93,40 +93,26 @@ async def _call(hook: Hook, *args: Any) -> None:
         await result
 
 
-async def serve(
+def http_config(
     app: Any,
-    sock: socket.socket,
     *,
     log_level: str = "info",
     log_level_http: str | None = None,
-    on_ready: Hook | None = None,
-    on_stop: Hook | None = None,
     keep_alive_seconds: int = 60,
     drain_seconds: int | None = None,
     quiet_paths: tuple[str, ...] = (),
     certificate: Certificate | None = None,
-    stop: StopSwitch | None = None,
-    second: SecondSignal | None = None,
-) -> None:
-    """Serves until SIGTERM, SIGINT or SIGHUP, then stops accepting, drains running requests, and returns.
-
+) -> uvicorn.Config:
+    """
     Args:
-        sock: from `bind`.
-        on_ready: called with (host, port) once the server accepts requests; may be async.
-        on_stop: called when the drain begins; may be async.
         keep_alive_seconds: time for which a connection without a request stays open (`--timeout-keep-alive`).
         drain_seconds: max wait for running requests; None: no limit (`--timeout-graceful-shutdown`). A second
             signal, other than SIGHUP, ends the wait.
         quiet_paths: path prefixes excluded from the access log.
         certificate: for HTTPS.
-        stop: stops the server from inside the process.
-        second: gets the signals after the first one, from then on until the process ends.
-
-    Raises:
-        ConfigError: another process has started to listen there since the socket was bound.
     """
     http_level = logging.getLevelNamesMapping().get((log_level_http or log_level).upper(), logging.INFO)
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         log_config=logs.uvicorn_config(log_level, log_level_http, quiet_paths),
         log_level=http_level,
@@ -142,6 +128,30 @@ async def serve(
         ssl_keyfile=certificate.keyfile if certificate is not None else None,
         ssl_keyfile_password=certificate.password if certificate is not None else None,
     )
+
+
+async def serve(
+    config: uvicorn.Config,
+    sock: socket.socket,
+    *,
+    on_ready: Hook | None = None,
+    on_stop: Hook | None = None,
+    stop: StopSwitch | None = None,
+    second: SecondSignal | None = None,
+) -> None:
+    """Serves until SIGTERM, SIGINT or SIGHUP, then stops accepting, drains running requests, and returns.
+
+    Args:
+        config: from `http_config`.
+        sock: from `bind`.
+        on_ready: called with (host, port) once the server accepts requests; may be async.
+        on_stop: called when the drain begins; may be async.
+        stop: stops the server from inside the process.
+        second: gets the signals after the first one, from then on until the process ends.
+
+    Raises:
+        ConfigError: another process has started to listen there since the socket was bound.
+    """
     try:
         listen(sock, BACKLOG)
     except OSError as exc:  # another program listens already

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.integrations.gguf import dequant
 
-from benchmarks.gguf_blocks import BLOCK, blocks_of
+from benchmarks.gguf_blocks import blocks_of
 from benchmarks.gguf_export import (
     ARCHITECTURES,
     NUMBERS,
@@ -27,6 +27,7 @@ from benchmarks.gguf_export import (
     tokenizer_metadata,
     write_container,
 )
+from moe_engine.models.tensor_header import BLOCK_TYPES
 
 UNKNOWN_THERE = ("Q5_0", "Q5_1", "MXFP4")
 """Types that transformers does not read."""
@@ -39,7 +40,7 @@ quantize = blocks_of
 
 def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
     """uint8 [N, bytes] -> float32 [N, K], number by number by ggml's definitions."""
-    count = BLOCK[kind][1]
+    count = BLOCK_TYPES[kind][1]
     one = {
         "Q4_0": _of_q4_0, "Q4_1": _of_q4_1, "Q5_0": _of_q5_0, "Q5_1": _of_q5_1, "Q8_0": _of_q8_0, "Q2_K": _of_q2_k,
         "Q3_K": _of_q3_k, "Q4_K": _of_q4_k, "Q5_K": _of_q5_k, "Q6_K": _of_q6_k, "IQ4_NL": _of_iq4_nl,
@@ -210,10 +211,10 @@ def write_gguf(
 
 def store(stored: dict[str, Any], name: str, tensor: Tensor, type_of: Callable[[str], str]) -> Tensor:
     kind = "F32" if tensor.dim() == 1 or "gate_inp" in name else type_of(name)
-    if kind in BLOCK and tensor.shape[-1] % BLOCK[kind][0]:
+    if kind in BLOCK_TYPES and tensor.shape[-1] % BLOCK_TYPES[kind][0]:
         kind = "F16"
     array = tensor.float().numpy()
-    if kind in BLOCK:
+    if kind in BLOCK_TYPES:
         flat = array.reshape(-1, array.shape[-1])
         blocks = quantize(kind, flat)
         stored[name] = (kind, tuple(tensor.shape), blocks.tobytes())

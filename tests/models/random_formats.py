@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.gguf_blocks import BLOCK
 from moe_engine.errors import MoeEngineError
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.tensor_header import BLOCK_TYPES
 from tests.models import random_shapes, random_sparse_shapes, stepper
 from tests.models.checkpoints import GATED_STREAMS, KINDS, MORE_KINDS, dequantized_copy, make_checkpoint, write_tensors
 from tests.models.format_checks import write_pair
@@ -61,7 +61,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
     elif shape.format == "gguf":  # which has neither
         fields |= {name: False for name in ("attention_bias", "mlp_bias", "use_sliding_window") if name in fields}
         fields |= {"sliding_window": None} if "sliding_window" in fields else {}
-        shape.options = {"types": rng.sample(sorted(BLOCK), 3)}
+        shape.options = {"types": rng.sample(sorted(BLOCK_TYPES), 3)}
     elif shape.format not in FLOATS:
         bits = 8 if shape.format == "int-quantized" else rng.choice((4, 8)) if shape.format != "awq" else 4
         group = 0 if shape.format == "int-quantized" else rng.choice(GROUPS)

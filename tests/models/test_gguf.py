@@ -21,11 +21,11 @@ from moe_engine.models.formats.gguf import Blocks
 from moe_engine.models.formats.gguf_blocks import values_of, wide_codes_into
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
+from moe_engine.models.tensor_header import BLOCK_TYPES
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.format_checks import ledger_fits, loaded, logits_of
 from tests.models.gguf import (
-    BLOCK,
     NUMBERS,
     UNKNOWN_THERE,
     dequantize,
@@ -56,16 +56,16 @@ def write_both(
     return path, plain
 
 
-@pytest.mark.parametrize("type", BLOCK)
+@pytest.mark.parametrize("type", BLOCK_TYPES)
 def test_values_are_those_of_the_definition(type: str) -> None:
     weight = torch.randn(6, 512).numpy()
     blocks = quantize(type, weight)
     wanted = dequantize(type, blocks)
     # MXFP4 cuts values of a block with a maximum below 4 at 3
     assert np.abs(wanted - weight).max() <= {"Q8_0": 0.03, "Q2_K": 1.5, "Q3_K": 1.5, "MXFP4": 1.0}.get(type, 0.6)
-    found = values_of(type, torch.from_numpy(blocks).unflatten(1, (-1, BLOCK[type][1])))
+    found = values_of(type, torch.from_numpy(blocks).unflatten(1, (-1, BLOCK_TYPES[type][1])))
     assert np.abs(found.numpy() - wanted).max() <= 1e-6 * np.abs(wanted).max()
-    raw = torch.randint(0, 256, (4, BLOCK[type][1]), dtype=torch.uint8)
+    raw = torch.randint(0, 256, (4, BLOCK_TYPES[type][1]), dtype=torch.uint8)
     for place in SCALES.get(type, (0,)):
         raw[:, place + 1] &= 0x3F  # a finite scale
     wanted = dequantize(type, raw.numpy())
@@ -73,7 +73,7 @@ def test_values_are_those_of_the_definition(type: str) -> None:
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-6 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("type", [type for type in BLOCK if type not in UNKNOWN_THERE])
+@pytest.mark.parametrize("type", [type for type in BLOCK_TYPES if type not in UNKNOWN_THERE])
 def test_values_are_those_of_transformers(type: str) -> None:
     from transformers.integrations.gguf import dequant
 
@@ -83,7 +83,7 @@ def test_values_are_those_of_transformers(type: str) -> None:
     np.testing.assert_allclose(theirs.view(4, 512).numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("type", BLOCK)
+@pytest.mark.parametrize("type", BLOCK_TYPES)
 def test_values_are_those_of_the_gguf_package(type: str) -> None:
     gguf = pytest.importorskip("gguf", reason="pip install gguf compares with llama.cpp's own package")
     blocks = quantize(type, torch.randn(4, 512).numpy())
@@ -135,9 +135,9 @@ def test_stacks_without_a_common_form_are_dequantized_in_the_ledger_too(
     assert ledger_fits(loaded(path, "cpu")) < 1
 
 
-@pytest.mark.parametrize("type", [type for type in BLOCK if type != "MXFP4"])
+@pytest.mark.parametrize("type", [type for type in BLOCK_TYPES if type != "MXFP4"])
 def test_the_form_of_stacks_of_several_types_has_the_same_values(type: str) -> None:
-    raw = torch.from_numpy(quantize(type, torch.randn(5, 512).numpy())).unflatten(1, (-1, BLOCK[type][1]))
+    raw = torch.from_numpy(quantize(type, torch.randn(5, 512).numpy())).unflatten(1, (-1, BLOCK_TYPES[type][1]))
     form = Blocks(type, wide=True).kernel_format()
     assert form is not None
     out = form.empty(5, 512, "cpu")
@@ -168,7 +168,7 @@ def test_kernels_multiply_the_blocks_and_the_ledger_counts_them(
     tmp_path: Path, kind: str, type: str, most: float
 ) -> None:
     small = {"hidden_size": 128, "intermediate_size": 128}
-    wide = WIDE | {"moe_intermediate_size": 256} if BLOCK[type][0] == 256 else small
+    wide = WIDE | {"moe_intermediate_size": 256} if BLOCK_TYPES[type][0] == 256 else small
     path, plain = write_both(tmp_path, kind, lambda name: type, **wide)
     want = logits_of(plain, "cpu")
     torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))

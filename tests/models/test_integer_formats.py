@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.formats.table import parse_format
+from moe_engine.models.formats.table import FORMATS, parse_format
 from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import check_slices, ledger_fits, loaded, logits_of, write_pair
@@ -151,6 +152,12 @@ def test_autoround(tmp_path: Path, layout: str, symmetric: bool) -> None:
     path, plain = write_pair(path, stored, values, {"torch_dtype": "float16", "quantization_config": section})
     check_headers(path, read_checkpoint(path), load_model_config(path))
     torch.testing.assert_close(logits_of(path), logits_of(plain), rtol=1e-5, atol=1e-5)
+
+
+def test_the_formats_of_checkpoints_are_values_of_the_flag() -> None:
+    """A launch of SGLang may name the format that config.json declares."""
+    for method in FORMATS:
+        assert EngineArgs.from_cli(["--quantization", method]).model.quantization is not None, method
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.frontend.frontend import Frontend, FrontendSettings
 from moe_engine.server.app import create_app
 from moe_engine.server.listen import bind
-from moe_engine.server.serve import serve
+from moe_engine.server.serve import http_config, serve
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.tls import Certificate
 from tests.server.fake_engine import FakeClient
@@ -110,12 +110,9 @@ def real_server(client: FakeClient, certificate: Certificate | None = None, **se
     async def main() -> None:
         task = asyncio.create_task(
             serve(
-                app,
+                http_config(app, log_level="warning", drain_seconds=1, certificate=certificate),
                 sock,
-                log_level="warning",
                 on_ready=lambda host, port: ready.set(),
-                drain_seconds=1,
-                certificate=certificate,
             )
         )
         while not stop.is_set() and not task.done():

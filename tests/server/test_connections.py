@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from moe_engine.errors import ConfigError
 from moe_engine.server import http_protocol
 from moe_engine.server.listen import bind, url_host
-from moe_engine.server.serve import serve
+from moe_engine.server.serve import http_config, serve
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import TEXT, get, make_app, post, real_server, talk
 from tests.waiting import until
@@ -225,7 +225,7 @@ async def test_paths_left_out_of_the_access_log(capfd, prefixes, shown):
         await asyncio.to_thread(lambda: [httpx.get(f"http://{host}:{port}{p}") for p in PATHS])
         done.set()
 
-    task = asyncio.create_task(serve(make_app(FakeClient()), sock, on_ready=ready, quiet_paths=prefixes))
+    task = asyncio.create_task(serve(http_config(make_app(FakeClient()), quiet_paths=prefixes), sock, on_ready=ready))
     await done.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -19,7 +19,7 @@ from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.planning.prepare import prepare
 from moe_engine.server import launch, stop
 from moe_engine.server.listen import bind, listen
-from moe_engine.server.serve import GracefulServer, serve
+from moe_engine.server.serve import GracefulServer, http_config, serve
 from tests.server.fake_engine import POOLING, FakeClient
 from tests.server.harness import make_app, post
 from tests.waiting import until
@@ -29,11 +29,12 @@ import asyncio, sys
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import make_app
 from moe_engine.server.listen import bind
-from moe_engine.server.serve import serve
+from moe_engine.server.serve import http_config, serve
 client = FakeClient()
 client.delay = float(sys.argv[1])
 drain = float(sys.argv[2]) if len(sys.argv) > 2 else None
-asyncio.run(serve(make_app(client), bind("127.0.0.1", 0), log_level="warning", drain_seconds=drain,
+config = http_config(make_app(client), log_level="warning", drain_seconds=drain)
+asyncio.run(serve(config, bind("127.0.0.1", 0),
                   on_ready=lambda host, port: print("READY", port, flush=True)))
 print("BYE", len(client.running), flush=True)
 """
@@ -175,13 +176,14 @@ def test_taken_port(listens):
 def test_flags_reach_the_http_server(monkeypatch):
     given: dict[str, Any] = {}
 
-    async def serve_http(app, sock, **options):
-        given.update(options)
+    async def serve_http(config, sock, **hooks):
+        pass
 
     fake = FakeClient()
     fake.cause_of_death = lambda: None
     monkeypatch.setattr("moe_engine.frontend.client.CoreClient", lambda *_, **__: fake)
     monkeypatch.setattr("moe_engine.server.serve.serve", serve_http)
+    monkeypatch.setattr("moe_engine.server.serve.http_config", lambda app, **options: given.update(options))
     flags = ["--timeout-keep-alive", "7", "--timeout-graceful-shutdown", "3"]
     flags += ["--uvicorn-access-log-exclude-prefixes", "/health", "/metrics"]
     config = prepare(EngineArgs.from_cli(flags))
@@ -219,7 +221,7 @@ def test_a_slow_client_does_not_hold_up_the_exit_of_a_dead_engine(sent, capfd):
     async def main(sock):
         ready, switch = asyncio.Event(), stop.StopSwitch()
         app = make_app(FakeClient(served_model_name=LONG_NAME))
-        serving = serve(app, sock, log_level="warning", stop=switch, on_ready=lambda *_: ready.set())
+        serving = serve(http_config(app, log_level="warning"), sock, stop=switch, on_ready=lambda *_: ready.set())
         served = asyncio.create_task(serving)
         await ready.wait()
         reader, writer = await asyncio.open_connection(*sock.getsockname()[:2], limit=1024)
