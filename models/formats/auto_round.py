@@ -11,11 +11,13 @@ from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.awq import AWQ
 from moe_engine.models.formats.gptq import GPTQ
 from moe_engine.models.formats.integers import parse_bits, parse_group
-from moe_engine.models.formats.module_rules import Modules
+from moe_engine.models.formats.module_rules import Modules, check_patterns
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
 _PLAIN_BITS = 16
+_PATTERN = "*+?^$()[]{}|\\"
+"""Characters that make a name of `extra_config` a regular expression, which is searched in the names of modules."""
 
 
 def parse_auto_round(section: Fields) -> SchemeFormat:
@@ -28,10 +30,12 @@ def parse_auto_round(section: Fields) -> SchemeFormat:
     rules, plain = [], ["lm_head"]
     for name, settings in own.items():
         fields = Fields({**section.raw, **settings}, section.source, f"quantization_config.extra_config.{name}.")
+        target = name if set(name).isdisjoint(_PATTERN) else f"re:(.*)({name})"
+        check_patterns(section, "extra_config", (target,))
         if fields.integer("bits") >= _PLAIN_BITS:
-            plain.append(name)
+            plain.append(target)
         else:
-            rules.append((Modules((name,)), _scheme(fields, form)))
+            rules.append((Modules((target,)), _scheme(fields, form)))
     return SchemeFormat("auto-round", (*rules, *every_linear(_scheme(section, form))), Modules(tuple(plain)))
 
 

@@ -76,7 +76,7 @@ class BlockFP8Format:
             return PLAIN.tensors(prefix, shape, names)
         grid = tuple(-(-size // block) for size, block in zip(shape, self.block))
         weight = StoredTensor(f"{prefix}.weight", shape, (*FP8, *FLOATS))
-        return weight, StoredTensor(scale, grid, SCALES, ((), (1,), (1, 1)))
+        return weight, StoredTensor(scale, grid, SCALES, ((), (1,), (1, 1), (grid[0], 1, grid[1], 1)))
 
     def is_scale(self, name: str) -> bool:
         return name.endswith(("_scale_inv", ".scale", "_scale"))
@@ -118,8 +118,10 @@ class BlockFP8Format:
             return
         with source.open(scales[0]) as raw:
             grid = scale_values(raw)
-        if grid.numel() == 1:  # of the whole matrix
-            grid = grid.reshape(1, 1).repeat(scales[0].shape)
+        whole = grid.numel() == 1
+        grid = (
+            grid.reshape(1, 1).repeat(scales[0].shape) if whole else grid.reshape(scales[0].shape)
+        )  # ModelOpt: 4 axes
         if isinstance(out, BlockWeight):
             out.scales.copy_(cut.in_blocks(self.block).of(grid))
             source.read_into(weight, cut, out.data)

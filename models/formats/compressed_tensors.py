@@ -5,12 +5,14 @@ Source: compressed-tensors, quantization/quant_config; llm-compressor and Kimi K
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.compressed_ints import ByteInts, PackedInts
 from moe_engine.models.formats.float8 import Float8, MatrixFloat8
+from moe_engine.models.formats.float8_blocks import MX_BLOCK, MXFP8, BlockFloat8
 from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, NVFP4_COMPRESSED
 from moe_engine.models.formats.integers import parse_bits, parse_group
 from moe_engine.models.formats.module_rules import Modules, check_patterns, name_list
@@ -21,6 +23,7 @@ from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 _PACKED = ("pack-quantized",)
 _BYTES = ("int-quantized", "naive-quantized")
 _FP4 = {"nvfp4-pack-quantized": NVFP4_COMPRESSED, "mxfp4-pack-quantized": MXFP4_COMPRESSED}
+_MX8 = "mxfp8-quantized"
 _FLOATS = ("float-quantized", "naive-quantized")
 
 
@@ -34,36 +37,31 @@ def parse_compressed_tensors(section: Fields) -> WeightFormat:
     sparsity = section.section("sparsity_config")
     if sparsity is not None and sparsity.text("format", "dense") != "dense":
         section.fail("sparsity_config.format", f"{sparsity.text('format')!r} is not supported; served is dense")
-    rules, blocks = [], []
+    _check_transforms(section)
+    rules: list[tuple[Modules, Scheme]] = []
     for name, group in groups.items():
         if not isinstance(group, dict):
             section.fail(f"config_groups.{name}", f"must be an object, found {group!r}")
         fields = Fields(group, section.source, f"quantization_config.config_groups.{name}.")
         targets = name_list(fields, "targets")
         check_patterns(fields, "targets", targets)
-        if (block := _block(section, fields)) is not None:
-            blocks.append(block)
-        else:
-            rules.append((Modules(targets), _scheme(section, fields)))
+        rules.append((Modules(targets), _scheme(section, fields)))
     ignored = name_list(section, "ignore")
     check_patterns(section, "ignore", ignored)
-    if blocks and (rules or len({block.block for block in blocks}) > 1):
-        section.fail("config_groups", "has FP8 blocks and other schemes, which is not supported")
-    if blocks:
-        return blocks[0]
+    first = rules[0][1]
+    if isinstance(first, BlockFloat8) and all(scheme == first for _, scheme in rules):
+        return replace(first.blocks, plain=Modules(ignored))
     return SchemeFormat("compressed-tensors", tuple(rules), Modules(ignored))
 
 
-def _block(section: Fields, group: Fields) -> BlockFP8Format | None:
-    """The format of a group with strategy ``block``: matrices with a grid of scales each."""
-    weights = group.section("weights")
-    if weights is None or weights.text("strategy", None) != "block":
-        return None
-    form = group.text("format", None) or section.text("format", "dense")
-    if weights.text("type", "int") != "float" or form not in _FLOATS or weights.integer("num_bits") != 8:
-        weights.fail("strategy", "'block' is supported for FP8 in float-quantized only")
-    size = Fields({"weight_block_size": weights.raw.get("block_structure")}, section.source)
-    return BlockFP8Format.parse(size)
+def _check_transforms(section: Fields) -> None:
+    """Raises ConfigError for rotations of activations; those of weights are part of the stored weights."""
+    transforms = section.section("transform_config")
+    groups: Any = (transforms.raw.get("config_groups") if transforms is not None else None) or {}
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        places = [each.get("location") for each in group.get("apply") or () if isinstance(each, dict)]
+        if any(not str(place).startswith("weight_") for place in places):
+            section.fail(f"transform_config.config_groups.{name}", "rotates activations, which is not supported")
 
 
 def _scheme(section: Fields, group: Fields) -> Scheme:
@@ -74,6 +72,12 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
     kind, strategy = weights.text("type", "int"), weights.text("strategy", None)
     if strategy is None:
         strategy = "group" if weights.has("group_size") else "tensor"
+    if kind == "float" and form == _MX8 and weights.integer("num_bits") == 8:
+        if weights.integer("group_size", MX_BLOCK[1]) != MX_BLOCK[1]:
+            weights.fail("group_size", f"must be {MX_BLOCK[1]} in {_MX8}")
+        return BlockFloat8(MXFP8)
+    if strategy == "block":
+        return _block(form, weights, section)
     if kind == "float" and form in _FLOATS and weights.integer("num_bits") == 8:
         if strategy not in ("tensor", "channel"):
             weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor, channel and block")
@@ -96,10 +100,18 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
     return ByteInts(8, size, symmetric)
 
 
+def _block(form: str, weights: Fields, section: Fields) -> BlockFloat8:
+    """Matrices with a grid of scales each."""
+    if weights.text("type", "int") != "float" or form not in _FLOATS or weights.integer("num_bits") != 8:
+        weights.fail("strategy", "'block' is supported for FP8 in float-quantized only")
+    size = Fields({"weight_block_size": weights.raw.get("block_structure")}, section.source)
+    return BlockFloat8(BlockFP8Format.parse(size))
+
+
 def _served() -> str:
     return (
-        "int weights in pack-quantized or int-quantized, float weights of 8 bits in float-quantized and of "
-        "4 bits in nvfp4-pack-quantized or mxfp4-pack-quantized"
+        "int weights in pack-quantized or int-quantized, float weights of 8 bits in float-quantized or "
+        "mxfp8-quantized and of 4 bits in nvfp4-pack-quantized or mxfp4-pack-quantized"
     )
 
 

@@ -5,59 +5,29 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.cut import Cut
-from moe_engine.models.formats.block_fp8 import SCALE_ENDS, BlockFP8Format
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.float8 import Float8, MatrixFloat8
+from moe_engine.models.formats.float8_blocks import MX_BLOCK, MXFP8, BlockFloat8
 from moe_engine.models.formats.fp4 import NVFP4
 from moe_engine.models.formats.module_rules import Modules, name_list, named_modules
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
+from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from moe_engine.kernels.quantization.protocol import QuantizedWeight
-
-MX_BLOCK = (1, 32)
-"""Rows and columns of a scale in MXFP8."""
-
-
-_MXFP8 = BlockFP8Format(MX_BLOCK, "ue8m0")
-
-
-@dataclass(frozen=True)
-class MXFloat8(Scheme):
-    """MXFP8 as one of several schemes of a checkpoint; dequantized while loading."""
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        return SCALE_ENDS
-
-    def stored(self, prefix: str, names: Collection[str]) -> bool:
-        return any(prefix + end in names for end in SCALE_ENDS)
-
-    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
-        return _MXFP8.tensors(prefix, shape, names)
-
-    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
-        _MXFP8.load(source, prefix, shape, cut, out)
-
 
 _SCHEMES: dict[str, Scheme] = {
     "FP8": MatrixFloat8(),
     "FP8_PER_CHANNEL_PER_TOKEN": Float8(),
     "NVFP4": NVFP4,
     "W4A16_NVFP4": NVFP4,
-    "MXFP8": MXFloat8(),
+    "MXFP8": BlockFloat8(MXFP8),
+    "FP8_PB_WO": BlockFloat8(),
 }
-"""By ModelOpt's names; activations are not quantized to static scales."""
+"""By ModelOpt's names; FP8_PB_WO has blocks of 128 x 128. Activations are not quantized to static scales."""
 
 
 def parse_fp8(section: Fields) -> WeightFormat:
@@ -89,7 +59,7 @@ def parse_modelopt(section: Fields) -> WeightFormat:
         return PLAIN  # only the KV cache was calibrated
     algorithm = section.text("quant_algo")
     if algorithm == "MXFP8":
-        return replace(_MXFP8, plain=_left_out(section))
+        return replace(MXFP8, plain=_left_out(section))
     if algorithm == "MIXED_PRECISION":
         return _mixed(section)
     return SchemeFormat("modelopt", every_linear(_scheme(section, algorithm)), _left_out(section))

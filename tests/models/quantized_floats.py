@@ -6,6 +6,7 @@ Each writer returns a matrix's tensors by the end of their names, and its values
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,15 @@ def blocks_fp8(weight: Tensor) -> Written:
     return {".weight": data, ".weight_scale": scale.to(torch.float32)}, values
 
 
+def modelopt_blocks(weight: Tensor) -> Written:
+    """The same with either of ModelOpt's layouts of the scales."""
+    parts, values = blocks_fp8(weight)
+    scale = parts.pop(".weight_scale")
+    if random.random() < 0.5:
+        return parts | {".weight_scale_inv": scale}, values
+    return parts | {".weight_scale": scale[:, None, :, None]}, values
+
+
 def _compressed(form: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False, **more}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
@@ -197,6 +207,11 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
         | {"scale_fmt": "ue8m0", "ignored_layers": ["lm_head"]},
     ),
     "modelopt mxfp8": (modelopt_mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}),
+    "modelopt blocks": (
+        modelopt_blocks,
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]},
+    ),
+    "compressed mxfp8": (modelopt_mxfp8, _compressed("mxfp8-quantized", 8, "group", group_size=32)),
     "compressed fp8, rows": (rows_fp8, _compressed("float-quantized", 8, "channel")),
     "compressed fp8, matrix": (matrix_fp8, _compressed("float-quantized", 8, "tensor")),
     "compressed fp8, blocks": (blocks_fp8, _compressed("float-quantized", 8, "block", block_structure=[128, 128])),

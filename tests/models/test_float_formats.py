@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import check_slices, ledger_fits, loaded, logits_of, step_logits, write_pair
 from tests.models.fp8 import is_quantized
-from tests.models.quantized_floats import FLOATS, fused_fp8, matrix_fp8, modelopt_mxfp8, nvfp4, quantize_floats
+from tests.models.quantized_floats import (
+    FLOATS,
+    Written,
+    fused_fp8,
+    matrix_fp8,
+    modelopt_blocks,
+    modelopt_mxfp8,
+    nvfp4,
+    quantize_floats,
+)
 
 WIDE = {"kv_lora_rank": 32, "v_head_dim": 16, "q_lora_rank": 32}
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -77,7 +87,9 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
 
 
 STACKED = re.compile("(q|k|v|gate|up|q_a)_proj$|kv_a_proj_with_mqa$")
-MIXED = {"FP8": matrix_fp8, "NVFP4": nvfp4, "W4A16_NVFP4": nvfp4, "MXFP8": modelopt_mxfp8}
+MIXED = {
+    "FP8": matrix_fp8, "NVFP4": nvfp4, "W4A16_NVFP4": nvfp4, "MXFP8": modelopt_mxfp8, "FP8_PB_WO": modelopt_blocks,
+}  # fmt: skip
 
 
 def write_mixed(folder: Path, kind: str, outer: str = "model.") -> tuple[Path, Path]:
@@ -89,7 +101,7 @@ def write_mixed(folder: Path, kind: str, outer: str = "model.") -> tuple[Path, P
     for key, tensor in load_file(path / "model.safetensors").items():
         module, experts, _ = key.removesuffix(".weight").partition(".experts.")
         module = module + ".experts" if experts else STACKED.sub("joined", module)
-        kinds = ["FP8", "NVFP4", "W4A16_NVFP4", *([""] if experts else ["MXFP8", ""])]
+        kinds = ["FP8", "NVFP4", "W4A16_NVFP4", "FP8_PB_WO", *([""] if experts else ["MXFP8", ""])]
         matrix = "vision" not in key and (is_quantized(key) or bool(experts) or key == "lm_head.weight")
         name = drawn.setdefault(module, random.choice(kinds)) if matrix else ""
         name = name if tensor.shape[-1] % 16 == 0 else ""
@@ -118,6 +130,54 @@ def test_a_format_for_each_module(tmp_path: Path, kind: str) -> None:
     served = loaded(path, "cpu")
     assert (step_logits(served) - want).norm() / want.norm() < 1e-4
     ledger_fits(served)
+
+
+GROUPS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
+    name: (write, {"format": config["format"], "weights": config["config_groups"]["group_0"]["weights"]})
+    for name, (write, config) in FLOATS.items()
+    if config["quant_method"] == "compressed-tensors"
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_groups_of_several_formats(tmp_path: Path, kind: str) -> None:
+    """compressed-tensors' ``mixed-precision``: experts in one form and attention in another, as RedHat publishes
+    GLM-5.3-Flash; layers of the same module may differ."""
+    path = make_checkpoint(kind, tmp_path / "q", random.randrange(2**31), tokenizer=False, **WIDTHS[kind])
+    dense = r"re:.*layers\.(?:0|2)\.mlp\.(gate|up|down)_proj$"
+    patterns = [r"re:.*self_attn\..*_proj$", r"re:.*\.mlp\.experts\..*", dense]
+    chosen = dict(zip(patterns, random.sample(sorted(GROUPS), 3)))
+    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
+    for key, tensor in load_file(path / "model.safetensors").items():
+        module = key.removesuffix(".weight")
+        name = next((name for target, name in chosen.items() if re.match(target[3:], module)), None)
+        if name is None or not is_quantized(key):
+            stored[key] = plain[key] = tensor
+            continue
+        parts, plain[key] = GROUPS[name][0](tensor.float())
+        stored |= {module + end: part.clone() for end, part in parts.items()}
+    groups = {f"group_{i}": {"targets": [target], **GROUPS[name][1]} for i, (target, name) in enumerate(chosen.items())}
+    section = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    path, other = write_pair(path, stored, plain, {"quantization_config": {**section, "ignore": ["lm_head"]}})
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    want = logits_of(other)
+    torch.testing.assert_close(logits_of(path), want, rtol=1e-4, atol=1e-4)
+    if kind == "qwen3_moe":  # the other has kv_b_proj
+        ledger_fits(loaded(path, "cpu"))
+
+
+@pytest.mark.parametrize("place", ["input", "weight_output"])
+def test_rotations_of_activations_are_refused(place: str) -> None:
+    """llm-compressor's transforms; those of weights alone are in the stored weights."""
+    apply = [{"targets": ["re:.*down_proj$"], "location": place}]
+    transforms = {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}
+    section = {**FLOATS["compressed nvfp4"][1], "transform_config": transforms}
+    fields = Fields({"quantization_config": section}, "config.json")
+    if place == "weight_output":
+        parse_format(fields)
+        return
+    with pytest.raises(ConfigError, match=r"transform_config\.config_groups\.R4 rotates activations"):
+        parse_format(fields)
 
 
 @pytest.mark.parametrize(

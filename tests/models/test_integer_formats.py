@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,10 @@ def test_autoround(tmp_path: Path, layout: str, symmetric: bool) -> None:
     def chosen(name: str) -> bool:
         return is_quantized(name) and not name.startswith((plain_part, *bits))
 
+    def spelled(name: str) -> str:
+        """A regular expression, searched in the names, is possible too."""
+        return random.choice((name, re.escape(name), rf"layers\.{name.split('.')[2]}\..*{name.rpartition('.')[2]}"))
+
     path = make_checkpoint("llama", tmp_path / "quantized", seed=4, tokenizer=False)
     tensors = load_file(path / "model.safetensors")
     stored, values = quantize(tensors, chosen=chosen, **made(4))
@@ -147,7 +153,10 @@ def test_autoround(tmp_path: Path, layout: str, symmetric: bool) -> None:
     section = {
         "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": symmetric, "data_type": "int",
         "packing_format": f"auto_round:auto_{layout}", "block_name_to_quantize": "model.layers",
-        "extra_config": {plain_part: {"bits": 16, "data_type": "float"}} | {k: {"bits": v} for k, v in bits.items()},
+        "extra_config": {
+            spelled(name): {"bits": width, "data_type": "float" if width == 16 else "int"}
+            for name, width in ({plain_part: 16} | bits).items()
+        },
     }  # fmt: skip
     path, plain = write_pair(path, stored, values, {"torch_dtype": "float16", "quantization_config": section})
     check_headers(path, read_checkpoint(path), load_model_config(path))
