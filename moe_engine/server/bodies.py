@@ -5,7 +5,8 @@ The cost grows with the body, so it is placed where it does not block other requ
 - up to `THREAD_CHARS` bytes: on the event loop, which is fastest;
 - up to `PROCESS_BYTES`: in a small thread pool;
 - beyond: in a small process pool (`text_processes`). Otherwise a single call of the JSON decoder, or the garbage
-  collector with millions of objects, would hold the GIL for seconds.
+  collector with millions of objects, would hold the GIL for seconds. A body takes a process once it has arrived, so
+  that slow clients do not hold up others.
 
 The work of an endpoint is one function of the body and of facts that are constant while the server runs. It
 returns a `Plan` for endpoints that generate, or the response's JSON in pieces.
@@ -34,11 +35,9 @@ from moe_engine.server.trace_context import mark_body_read
 
 PROCESS_BYTES = 2**19
 """Larger bodies are sent to a process. Decoding this many bytes holds the GIL for at most 15 ms."""
-BODY_SECONDS = 300.0
-"""Time limit for receiving a large body, which occupies a process meanwhile."""
 THREADS = 4
-MAX_WAITING = 64
-"""Max large bodies that wait for a process; further ones are refused with 503."""
+MAX_WAITING, MAX_WAITING_BYTES = 64, 2**29
+"""Max large bodies, and their bytes, that arrive or wait for a process; further ones are refused with 503."""
 DP_RANK = "X-Data-Parallel-Rank"
 """Header of SGLang, vLLM and their routers; prevails over the body's routed_dp_rank."""
 
@@ -68,7 +67,7 @@ class Bodies:
         self._max_bytes = max_bytes
         self._processes = processes
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="request bodies")
-        self._waiting = 0
+        self._waiting = self._waiting_bytes = 0
 
     async def plan(self, request: Request, name: str) -> Plan:
         """Raises InputError: the body is too large, not a JSON object, or invalid for the endpoint."""
@@ -109,32 +108,38 @@ class Bodies:
 
     async def _run_large(self, request: Request, body: Body, begun: bytes, name: str) -> Plan | Response:
         if self._waiting >= MAX_WAITING:
-            raise InputError(
-                f"{self._waiting} requests with large bodies are already queued; try again later", status=503
-            )
-        frames = self._frames(body, begun, name)
+            raise self._queue_is_full()
+        parts, size = [begun], 0
         self._waiting += 1
         try:
-            await anext(frames)  # the whole body has been forwarded
+            async for part in body.rest():
+                parts.append(part)
+                size += len(part)
+                self._waiting_bytes += len(part)
+                if self._waiting_bytes > MAX_WAITING_BYTES:
+                    raise self._queue_is_full()
+            frames = self._frames(parts, name)
+            await cancel_on_disconnect(request, anext(frames))  # the whole body has been forwarded
         finally:
             self._waiting -= 1
+            self._waiting_bytes -= size
         kind, payload = await cancel_on_disconnect(request, anext(frames))
         if kind == Kind.HEAD:
             return await cancel_on_disconnect(request, _gather(pickle.loads(payload), frames))
         return PartsResponse(_parts(payload, frames))
 
-    async def _frames(self, body: Body, begun: bytes, name: str) -> AsyncGenerator[tuple[int, bytes]]:
+    def _queue_is_full(self) -> InputError:
+        held = f"{self._waiting} requests with large bodies ({self._waiting_bytes >> 20} MiB)"
+        return InputError(f"{held} are already queued; try again later", status=503)
+
+    async def _frames(self, parts: list[bytes], name: str) -> AsyncGenerator[tuple[int, bytes]]:
         """First an empty frame, once the process has the whole body; then the frames of the process."""
         assert self._processes is not None
         async with self._processes.session(name) as process:
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    await process.send(begun)
-                    async for part in body.rest():
-                        await process.send(part)
-                    await process.end()
-            except TimeoutError:
-                raise InputError(f"the request body did not arrive within {BODY_SECONDS:g} s", status=408) from None
+            for part in parts:
+                await process.send(part)
+            parts.clear()
+            await process.end()
             yield Kind.PART, b""
             while (frame := await process.receive())[0] != Kind.END:
                 if frame[0] == Kind.PROBLEM:

@@ -281,6 +281,7 @@ def test_a_process_ends_if_the_server_ends_during_its_start(monkeypatch):
     monkeypatch.setattr(text_processes.TextProcess, "start", noted)
     with real_server(FakeClient()) as address:
         connection = half_sent(address, PROCESS_BYTES + 2**18)
+        connection.sendall(b" " * (PROCESS_BYTES + 2**18))
         until(lambda: bool(started))
     until(lambda: all(process._popen.poll() is not None for process in started))
     connection.close()
@@ -411,7 +412,7 @@ def test_queue_of_large_bodies_is_bounded(monkeypatch):
             return bool(answers) and answers[-1].status_code == 503
 
         until(refused)
-        assert "3 requests with large bodies are already queued" in answers[-1].json()["error"]["message"]
+        assert "3 requests with large bodies (0 MiB) are already queued" in answers[-1].json()["error"]["message"]
         assert httpx.post(address + "/tokenize", json={"prompt": "Hello"}).json()["count"] == 2
         assert httpx.post(address + "/tokenize", json={"prompt": "Hello" * 2000}).status_code == 200
         until(lambda: len(children()) <= 2)  # one that was killed ends when it gets a core
@@ -420,16 +421,49 @@ def test_queue_of_large_bodies_is_bounded(monkeypatch):
         until(lambda: httpx.post(address + "/tokenize", content=padded({"prompt": "x"}, PROCESS_BYTES)).is_success)
 
 
+def test_clients_that_send_slowly_or_leave_hold_up_no_other_body(monkeypatch):
+    """Two of them had both processes for up to 300 s."""
+    started, start = [], text_processes.TextProcess.start
+
+    async def noted(spec):
+        started.append(await start(spec))
+        return started[-1]
+
+    monkeypatch.setattr(text_processes.TextProcess, "start", noted)
+    size = PROCESS_BYTES + 2**18
+    with real_server(FakeClient()) as address:
+        slow = [half_sent(address, size) for _ in range(2 * text_processes.MAX_PROCESSES)]
+        for connection in slow[text_processes.MAX_PROCESSES :]:
+            connection.close()
+        body = padded({"prompt": "Hello"}, PROCESS_BYTES)
+        assert httpx.post(address + "/tokenize", content=body, timeout=60).json()["count"] == 2
+        assert len(started) == 1
+        slow[0].sendall(b" " * size)
+        assert slow[0].recv(4096).startswith(b"HTTP/1.1 400 ") and len(started) == 1
+        slow[1].close()
+
+
+def test_the_bytes_of_waiting_bodies_are_bounded(monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_WAITING_BYTES", 3 * 2**20)
+    with real_server(FakeClient()) as address:
+        with half_sent(address, PROCESS_BYTES + 2**21):
+            body = padded({"prompt": "Hello"}, PROCESS_BYTES + 2**21)
+            until(lambda: httpx.post(address + "/tokenize", content=body, timeout=60).status_code == 503)
+            message = httpx.post(address + "/tokenize", content=body, timeout=60).json()["error"]["message"]
+            assert message.startswith("2 requests with large bodies (3 MiB) are already queued")
+        until(lambda: httpx.post(address + "/tokenize", content=body, timeout=60).is_success)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [
         ("BODY_PAUSE_SECONDS", 100, "no data of the request body for 0.2 s"),
         ("BODY_PAUSE_SECONDS", PROCESS_BYTES + 2**18, "no data of the request body for 0.2 s"),
-        ("BODY_SECONDS", PROCESS_BYTES + 2**18, "the request body did not arrive within 0.2 s"),
+        ("SLOW_BODY_SECONDS", PROCESS_BYTES + 2**18, "the request body did not arrive within 0.2 s"),
     ],
 )
 def test_stalled_body_is_refused(monkeypatch, name, size, words):
-    monkeypatch.setattr(http_io if name == "BODY_PAUSE_SECONDS" else bodies, name, 0.2)
+    monkeypatch.setattr(http_io, name, 0.2)
     with real_server(FakeClient()) as address, half_sent(address, size) as connection:
         answer = b""
         while data := connection.recv(65536):  # until the server closes
