@@ -13,11 +13,11 @@ from moe_engine.class_path import class_at
 from moe_engine.errors import ConfigError
 
 SIDES = {
-    "prefill": "moe_engine.scheduler.prefill_tier:PrefillTier",
-    "decode": "moe_engine.scheduler.decode_tier:DecodeTier",
+    "prefill": "moe_engine.scheduler.tiers.prefill_tier:PrefillTier",
+    "decode": "moe_engine.scheduler.tiers.decode_tier:DecodeTier",
 }
 """The connectors of `--disaggregation-mode`."""
-CONNECTORS = {"host": "moe_engine.scheduler.host_tier:HostTier"}
+CONNECTORS = {"host": "moe_engine.scheduler.tiers.host_tier:HostTier"}
 """Name -> path of the class. Other classes are named by their path, ``package.module:Class``."""
 
 METHODS = (

@@ -17,8 +17,8 @@ from moe_engine.scheduler.kv_events import KVEventLog
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
-from moe_engine.scheduler.storage_tier import StorageTier
-from moe_engine.scheduler.transfer_tier import TransferTier
+from moe_engine.scheduler.tiers.storage_tier import StorageTier
+from moe_engine.scheduler.tiers.transfer_tier import TransferTier
 from moe_engine.scheduler.window_room import WindowRoom
 from moe_engine.types import KVReport, Request, RowWrite, StateOps
 

@@ -21,8 +21,8 @@ from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.state_snapshots import NONE, SnapshotTree, snapshot_of
-from moe_engine.scheduler.state_tier import StateHostTier
-from moe_engine.scheduler.state_transfers import StateDecodeTier, StatePrefillTier
+from moe_engine.scheduler.tiers.state_tier import StateHostTier
+from moe_engine.scheduler.tiers.state_transfers import StateDecodeTier, StatePrefillTier
 from moe_engine.types import Request, RowWrite, StateOps
 
 TIERS = {"host": StateHostTier, "prefill": StatePrefillTier, "decode": StateDecodeTier}

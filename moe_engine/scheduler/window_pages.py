@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.scheduler.host_windows import HostWindows
 from moe_engine.scheduler.slot_allocator import DeferredFreePool
+from moe_engine.scheduler.tiers.host_windows import HostWindows
 
 
 class WindowPages:

@@ -72,11 +72,12 @@ class KVOps:
     fetches: list[KVFetch] = field(default_factory=list)
     backups: list[KVBackup] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
-    """Operations of the storage below the connector's memory (`scheduler.storage_tier`), run after the stores; `stops`
-    are fetches and backups that end with their current page. A number repeated after a failed step is begun once."""
+    """Operations of the storage below the connector's memory (`scheduler.tiers.storage_tier`), run after the stores;
+    `stops` are fetches and backups that end with their current page. A number repeated after a failed step is begun
+    once."""
     serial: int = 0
-    """Number of the stores, if a transfer between servers waits for some of them (`scheduler.prefill_tier`,
-    `scheduler.decode_tier`); 0: no transfer waits."""
+    """Number of the stores, if a transfer between servers waits for some of them (`scheduler.tiers.prefill_tier`,
+    `scheduler.tiers.decode_tier`); 0: no transfer waits."""
     state_stores: list[tuple[int, int]] = field(default_factory=list)
     """Copies of snapshots to entries of the connector, (snapshot, entry) each, before the step's own `StateOps`."""
     window_stores: list[tuple[int, int]] = field(default_factory=list)

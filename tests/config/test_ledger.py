@@ -235,8 +235,8 @@ def test_flags_of_the_host_tier(resolved):
     [
         ("lmcache", "--kv-connector 'lmcache': unknown; use host, or the path of a class as package.module:Class"),
         ("no_such_package.tier:Tier", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_package'"),
-        ("moe_engine.scheduler.host_tier:Tier", "cannot be loaded: AttributeError"),
-        ("moe_engine.scheduler.host_tier:MIN_LOAD", "not a class"),
+        ("moe_engine.scheduler.tiers.host_tier:Tier", "cannot be loaded: AttributeError"),
+        ("moe_engine.scheduler.tiers.host_tier:MIN_LOAD", "not a class"),
         ("collections:OrderedDict", "OrderedDict has no method get_num_new_matched_tokens, start_load"),
         ("moe_engine.scheduler.kv_connector:KVConnector", "KVConnector has no attribute copies"),
     ],

@@ -21,7 +21,7 @@ from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.errors import ConfigError
 from moe_engine.processes.dist_secret import DistSecret
 from moe_engine.processes.zmq_sockets import job_keys
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.tiers.transfer_link import TransferLink
 from moe_engine.types.row_sizes import TRANSFER_SLOTS
 from tests.disaggregation.faulty import Cable
 from tests.waiting import until

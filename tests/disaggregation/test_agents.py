@@ -13,7 +13,7 @@ from moe_engine.core.kv_transfer.decode_agent import CLOSED
 from moe_engine.core.kv_transfer.open import with_transfers
 from moe_engine.errors import EngineDeadError
 from moe_engine.processes.dist_secret import DistSecret
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.tiers.transfer_link import TransferLink
 from tests.disaggregation.agents import AgentPair, nothing_is_held
 from tests.disaggregation.transport_names import each_transport
 from tests.waiting import until

@@ -24,7 +24,7 @@ from moe_engine.core.kv_transfer.joint import JointTransfers
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts, sources_of
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.transports.table import open_transport
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.tiers.transfer_link import TransferLink
 from tests.disaggregation.agents import SCHEMA, Rows, Side
 from tests.examples import examples
 from tests.waiting import until

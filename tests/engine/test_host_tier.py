@@ -15,7 +15,7 @@ import torch
 from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import MoeEngineError
-from moe_engine.scheduler.host_tier import HostTier
+from moe_engine.scheduler.tiers.host_tier import HostTier
 from moe_engine.types import KVLoad, KVOps
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_copies import KVCopies

@@ -15,7 +15,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.scheduler.eviction_policy import POLICIES, eviction_policy
 from moe_engine.scheduler.integrity import check_tree
 from moe_engine.scheduler.radix_cache import Node, RadixCache
-from moe_engine.scheduler.tiered_cache import TieredCache
+from moe_engine.scheduler.tiers.tiered_cache import TieredCache
 from tests.examples import examples
 
 TLRU = {"threshold": 6, "next_prompt_estimate": 2}

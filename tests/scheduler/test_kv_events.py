@@ -18,7 +18,7 @@ from moe_engine.planning.flags.validate import check
 from moe_engine.scheduler.kv_events import KVEventLog
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import Node, RadixCache
-from moe_engine.scheduler.tiered_cache import TieredCache
+from moe_engine.scheduler.tiers.tiered_cache import TieredCache
 from tests.examples import examples
 from tests.scheduler.kv_subscriber import BlockIndex, decode
 

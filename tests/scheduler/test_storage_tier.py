@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_engine.scheduler import SchedulerConfig
-from moe_engine.scheduler.page_keys import page_keys, root_key
+from moe_engine.scheduler.tiers.page_keys import page_keys, root_key
 from moe_engine.types import KVBackup, KVFetch, KVOps, KVReport, Request, SpeculationConfig, StepPlan
 from moe_engine.types.step_settings import StorageSettings
 from tests.examples import examples

@@ -10,8 +10,8 @@ import copy
 from collections import deque
 from dataclasses import dataclass, field
 
-from moe_engine.scheduler import transfer_state
-from moe_engine.scheduler.transfer_state import Message, Receiving, Sending, State
+from moe_engine.scheduler.tiers import transfer_state
+from moe_engine.scheduler.tiers.transfer_state import Message, Receiving, Sending, State
 
 TOKENS = 4
 PIECE = 2

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_engine.scheduler import SchedulerConfig
-from moe_engine.scheduler.decode_tier import DecodeTier
-from moe_engine.scheduler.prefill_tier import PrefillTier
-from moe_engine.scheduler.transfer_state import Message, Receiving, Sending, State
+from moe_engine.scheduler.tiers.decode_tier import DecodeTier
+from moe_engine.scheduler.tiers.prefill_tier import PrefillTier
+from moe_engine.scheduler.tiers.transfer_state import Message, Receiving, Sending, State
 from moe_engine.types import StepPlan
 from tests.scheduler.drafting_worker import RUBBISH
 from tests.scheduler.tier_simulator import CopyingStateWorker, CopyingWorker, TierSimulation

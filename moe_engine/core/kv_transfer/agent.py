@@ -16,8 +16,8 @@ from moe_engine.core.kv_transfer.layout import Layout
 from moe_engine.core.kv_transfer.thread import TransferThread
 from moe_engine.core.kv_transfer.transports.protocol import Send, Transport
 from moe_engine.processes.zmq_sockets import JobKeys
-from moe_engine.scheduler.transfer_link import TransferLink
-from moe_engine.scheduler.transfer_state import Message
+from moe_engine.scheduler.tiers.transfer_link import TransferLink
+from moe_engine.scheduler.tiers.transfer_state import Message
 
 if TYPE_CHECKING:
     from moe_engine.worker.kv_cache.transfer_copies import TransferCopies

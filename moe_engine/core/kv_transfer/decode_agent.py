@@ -24,7 +24,7 @@ from moe_engine.core.kv_transfer.layout import Layout, parts, sources_of
 from moe_engine.core.kv_transfer.transports.protocol import TransportError
 from moe_engine.processes import open_files
 from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT
-from moe_engine.scheduler.transfer_state import Message, Receiving, State
+from moe_engine.scheduler.tiers.transfer_state import Message, Receiving, State
 from moe_engine.types.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 
 CONNECT_SECONDS = 5.0

@@ -15,7 +15,7 @@ from moe_engine.core.kv_transfer.rows import RowPart
 from moe_engine.core.kv_transfer.transports.protocol import Memory
 from moe_engine.processes import open_files
 from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, JobKeys, connect
-from moe_engine.scheduler.transfer_state import Receiving, State
+from moe_engine.scheduler.tiers.transfer_state import Receiving, State
 
 SOCKETS_OF_PEER = 3
 """The connection, and both ends of its monitor."""

@@ -17,7 +17,7 @@ from moe_engine.core.kv_transfer.joint import JointTransfers
 from moe_engine.core.kv_transfer.layout import Layout
 from moe_engine.core.kv_transfer.thread import TransferThread
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
-from moe_engine.scheduler.transfer_link import Command, TransferLink
+from moe_engine.scheduler.tiers.transfer_link import Command, TransferLink
 
 JOIN_SECONDS = 120.0
 LOST_SECONDS = 5.0

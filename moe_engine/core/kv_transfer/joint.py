@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of
-from moe_engine.scheduler.transfer_link import Command
+from moe_engine.scheduler.tiers.transfer_link import Command
 
 Forward = tuple[int, Command]
 """(rank, command)."""

@@ -25,8 +25,8 @@ from moe_engine.processes.rendezvous_address import host_of
 from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import job_keys
 from moe_engine.scheduler.scheduler import Scheduler
-from moe_engine.scheduler.transfer_link import TransferLink
-from moe_engine.scheduler.transfer_tier import TransferTier
+from moe_engine.scheduler.tiers.transfer_link import TransferLink
+from moe_engine.scheduler.tiers.transfer_tier import TransferTier
 
 if TYPE_CHECKING:
     from moe_engine.worker.kv_cache.transfer_copies import TransferCopies

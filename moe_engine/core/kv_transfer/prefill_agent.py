@@ -22,7 +22,7 @@ from moe_engine.core.kv_transfer.schema import difference
 from moe_engine.core.kv_transfer.transports.protocol import TransportError
 from moe_engine.core.kv_transfer.windows import SendWindow
 from moe_engine.processes.zmq_sockets import bind, connect
-from moe_engine.scheduler.transfer_state import Message, State
+from moe_engine.scheduler.tiers.transfer_state import Message, State
 from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS
 from moe_engine.types.row_sizes import TRANSFER_SLOTS as NUM_SLOTS
 

@@ -10,7 +10,7 @@ from moe_engine.core.kv_transfer.layout import Layout
 from moe_engine.core.kv_transfer.rows import RowPart
 from moe_engine.core.kv_transfer.transports.protocol import Write
 from moe_engine.core.kv_transfer.windows import SendWindow
-from moe_engine.scheduler.transfer_state import WINDOW, Sending
+from moe_engine.scheduler.tiers.transfer_state import WINDOW, Sending
 
 
 @dataclass

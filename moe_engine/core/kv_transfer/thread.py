@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 from moe_engine.processes.watched_thread import start_watched
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.tiers.transfer_link import TransferLink
 
 POLL_MS = 200
 BUSY_POLL_MS = 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_engine.scheduler.page_keys import page_keys
-from moe_engine.scheduler.tiered_cache import TierNode
+from moe_engine.scheduler.tiers.page_keys import page_keys
+from moe_engine.scheduler.tiers.tiered_cache import TierNode
 
 
 class KeyChain:

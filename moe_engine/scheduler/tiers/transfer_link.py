@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from moe_engine.scheduler.transfer_state import PROMPT_BYTES
+from moe_engine.scheduler.tiers.transfer_state import PROMPT_BYTES
 from moe_engine.types import NO_LORA, Request
 
 Command = tuple[Any, ...]

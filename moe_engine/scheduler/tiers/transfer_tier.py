@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from moe_engine.scheduler.host_tier import HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
-from moe_engine.scheduler.transfer_link import TransferLink
+from moe_engine.scheduler.tiers.host_tier import HostTier
+from moe_engine.scheduler.tiers.transfer_link import TransferLink
 from moe_engine.types import Request
 from moe_engine.types.step_settings import StorageSettings
 

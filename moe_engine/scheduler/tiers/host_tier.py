@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.slot_allocator import SlotAllocator
-from moe_engine.scheduler.storage_tier import StorageTier
-from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
+from moe_engine.scheduler.tiers.storage_tier import StorageTier
+from moe_engine.scheduler.tiers.tiered_cache import TieredCache, TierNode
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import KVLoad, KVOps, Request, Status
 from moe_engine.types.step_settings import StorageSettings

@@ -8,12 +8,12 @@ and counts as failed. Both servers have the same ranks and page size (`core.kv_t
 
 from __future__ import annotations
 
-from moe_engine.scheduler.decode_tier import DecodeTier, Incoming
-from moe_engine.scheduler.prefill_tier import Outgoing, PrefillTier
 from moe_engine.scheduler.radix_cache import RadixCache
 from moe_engine.scheduler.state_snapshots import NONE
-from moe_engine.scheduler.state_tier import StateHostTier
-from moe_engine.scheduler.tiered_snapshots import TierStateNode
+from moe_engine.scheduler.tiers.decode_tier import DecodeTier, Incoming
+from moe_engine.scheduler.tiers.prefill_tier import Outgoing, PrefillTier
+from moe_engine.scheduler.tiers.state_tier import StateHostTier
+from moe_engine.scheduler.tiers.tiered_snapshots import TierStateNode
 from moe_engine.types import Request, Status
 from moe_engine.types.kv_ops import KVOps
 from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS

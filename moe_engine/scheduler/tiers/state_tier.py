@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_engine.scheduler.host_tier import HostTier, Load
 from moe_engine.scheduler.slot_allocator import SlotAllocator
 from moe_engine.scheduler.state_snapshots import NONE
-from moe_engine.scheduler.state_storage_tier import StateStorageTier
-from moe_engine.scheduler.tiered_cache import TierNode
-from moe_engine.scheduler.tiered_snapshots import TieredSnapshots, TierStateNode
+from moe_engine.scheduler.tiers.host_tier import HostTier, Load
+from moe_engine.scheduler.tiers.state_storage_tier import StateStorageTier
+from moe_engine.scheduler.tiers.tiered_cache import TierNode
+from moe_engine.scheduler.tiers.tiered_snapshots import TieredSnapshots, TierStateNode
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types.kv_ops import KVLoad, KVOps
 from moe_engine.types.step_settings import StorageSettings

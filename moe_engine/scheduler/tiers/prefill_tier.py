@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_engine.scheduler.radix_cache import Node
-from moe_engine.scheduler.transfer_tier import TransferTier
+from moe_engine.scheduler.tiers.transfer_tier import TransferTier
 from moe_engine.types import Request, Status
 from moe_engine.types.kv_ops import KVOps
 from moe_engine.types.row_sizes import TRANSFER_PIECE_TOKENS as PIECE_TOKENS

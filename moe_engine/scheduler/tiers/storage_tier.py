@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from moe_engine.scheduler.key_chain import KeyChain
-from moe_engine.scheduler.page_keys import page_keys, root_key
 from moe_engine.scheduler.radix_cache import Node
-from moe_engine.scheduler.storage_pause import StoragePause
-from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
+from moe_engine.scheduler.tiers.key_chain import KeyChain
+from moe_engine.scheduler.tiers.page_keys import page_keys, root_key
+from moe_engine.scheduler.tiers.storage_pause import StoragePause
+from moe_engine.scheduler.tiers.tiered_cache import TieredCache, TierNode
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import NO_LORA, KVBackup, KVFetch, KVOps, KVReport
 from moe_engine.types.kv_ops import NO_STATE

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
 from moe_engine.scheduler.state_snapshots import NONE, SnapshotNode, SnapshotTree, usefulness
-from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
+from moe_engine.scheduler.tiers.tiered_cache import TieredCache, TierNode
 
 STATES_AT_ONCE = 4
 """Max states that write-through stores in a step."""
