@@ -37,6 +37,8 @@ class Graph:
         self._stream: Any = None
         self._pool: Any = None
         self._touched: dict[tuple[Block, int, int, bool], str] = {}
+        self._replayed: tuple[Any, int] = (None, 0)
+        """Stream and tick of the last replay."""
         self.accesses: dict[Block, list[order.Access]] = {}
         """Streams of the graph's launches, to order launches of several streams."""
         self.streams: list[Any] = []
@@ -73,14 +75,25 @@ class Graph:
         block.pooled = True
         self._blocks.append(block)
 
-    def touches(self, tensor: Tensor, writes: bool, stream: Any, tick: int, what: str) -> None:
-        """Records that a launch reads or writes a tensor in every replay."""
-        block, extent = MEMORY.block(tensor), order.extent(tensor)
-        access = order.Access(*extent, stream, tick, writes, what)
+    def touches(
+        self, block: Block, part: order.Extent, writes: bool, stream: Any, tick: int, what: str,
+        rows: Callable[[], order.Extent] | None = None,
+    ) -> None:  # fmt: skip
+        """Records that a launch reads or writes bytes of a block in every replay. rows: bytes of it by the values that
+        an index has then."""
+        access = order.Access(part, stream, tick, writes, what)
         self.accesses[block] = order.behind(self.accesses.get(block, []), access)
         if writes:
             self.keep(block)
-        self._touched.setdefault((block, *extent, writes), what)
+        if rows is None:
+            self._touched.setdefault((block, part.begin, part.end, writes), what)
+        else:
+            self.add(lambda: self._touch(block, rows(), writes, what))
+
+    def _touch(self, block: Block, part: order.Extent, writes: bool, what: str) -> None:
+        if block.managed is None and not block.pooled:
+            raise HazardError(f"a replayed {what} {'writes to' if writes else 'reads'} memory that was given back")
+        order.touch(block, part, writes, *self._replayed, what)
 
     def keep(self, block: Block) -> None:
         """Saves a block before a launch writes to it."""
@@ -104,16 +117,14 @@ class Graph:
         for graph in _pools[self._pool]:
             graph.poison()
         stream = current()
-        tick = stream.launch()
+        self._replayed = stream, stream.launch()
         failures.raise_broken()
         profiler.launches.update(self.names)
         self.num_replays += 1
         if observer.observer is not None:
             observer.observer.replayed(self)
         for (block, begin, end, writes), what in self._touched.items():
-            if block.managed is None and not block.pooled:
-                raise HazardError(f"a replayed {what} {'writes to' if writes else 'reads'} memory that was given back")
-            order.touch_bytes(block, begin, end, writes, stream, tick, what)
+            self._touch(block, order.Extent(begin, end), writes, what)
         with torch.inference_mode():
             for launch in self._launches:
                 launch()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulated_cuda import any_order, failures, observer, order, profiler
+from tests.simulated_cuda import any_order, failures, index_rows, observer, order, profiler
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.streams import HazardError, Stream, current, deliver, note_wait, under_way
 
@@ -38,6 +38,10 @@ BYTES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, tor
 SETS = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor)
 
 
+Rows = Callable[[], order.Extent] | None
+"""The bytes that a launch uses of a tensor, by the values of an index; None: all."""
+
+
 class Launch:
     """One launch on a device's current stream: its reads and writes are checked, and it is recorded during capture."""
 
@@ -53,17 +57,19 @@ class Launch:
         else:
             self.graph.names.append(what)
 
-    def input_format(self, tensor: Tensor) -> None:
-        self._touches(tensor, False)
+    def input_format(self, tensor: Tensor, rows: Rows = None) -> None:
+        self._touches(tensor, False, rows)
 
-    def writes(self, tensor: Tensor) -> None:
-        self._touches(tensor, True)
+    def writes(self, tensor: Tensor, rows: Rows = None) -> None:
+        self._touches(tensor, True, rows)
 
-    def _touches(self, tensor: Tensor, writes: bool) -> None:
+    def _touches(self, tensor: Tensor, writes: bool, rows: Rows) -> None:
+        block = MEMORY.block(tensor)
         if self.graph is not None:
-            self.graph.touches(tensor, writes, self.stream, self.tick, self.what)
+            self.graph.touches(block, order.extent(tensor), writes, self.stream, self.tick, self.what, rows)
         else:
-            order.touch(tensor, writes, self.stream, self.tick, self.what)
+            part = order.extent(tensor) if rows is None else rows()
+            order.touch(block, part, writes, self.stream, self.tick, self.what)
 
 
 def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,12 +252,14 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{op} is not implemented on CUDA for {lacking.pop()}")
     launch = Launch(_schema(op).name, index)
     written = _written(op, args, kwargs)
+    indexed = None if observer.observer is not None else index_rows.rows_of(op, args, kwargs)
     for tensor in tensors:
         if tensor.is_cuda:
+            rows = indexed[1] if indexed is not None and tensor is indexed[0] else None
             if any(tensor is other for other in written):
-                launch.writes(tensor)
+                launch.writes(tensor, rows)
             else:
-                launch.input_format(tensor)
+                launch.input_format(tensor, rows)
     fresh = [x for x in written if not x.numel() and sum(x is other for other in flat) == 1]  # not read as well
     if fresh and "out" in _schema(op).name:
         return _made(op, args, kwargs, written, launch)

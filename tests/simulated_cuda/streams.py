@@ -231,6 +231,11 @@ class AnyEvent(Event):
         super().__init__(**options)
 
 
+def host_knows(stream: Stream, tick: int) -> bool:
+    """True if the host has waited for a launch: everything launched from now on is ordered after it."""
+    return _host_clock.get(stream.number, 0) >= tick
+
+
 def finish(clock: Clock) -> None:
     """Handles a wait of the host for all launches in a clock."""
     with _lock:

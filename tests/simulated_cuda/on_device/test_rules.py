@@ -294,6 +294,45 @@ def test_streams_must_be_ordered_by_events() -> None:
     torch.cuda.current_stream().wait_stream(side)
 
 
+def by_index(x: torch.Tensor, rows: list[int]) -> list[Callable[[], object]]:
+    """Calls that use these rows of x [n, m] alone: writes, then reads."""
+    places = torch.tensor(rows, device=GPU)
+    values = torch.ones(len(rows), x.shape[1], device=GPU)
+    wide = places[:, None].expand_as(values)
+    return [
+        lambda: x.index_copy_(0, places, values), lambda: x.__setitem__(places, values),
+        lambda: x.scatter_(0, wide, values), lambda: x.index_fill_(0, places, 1.0),
+        lambda: x.t().index_copy_(1, places, values.t()),
+        lambda: x.index_select(0, places), lambda: x[places], lambda: x.gather(0, wide),
+    ]  # fmt: skip
+
+
+NUM_WRITES = 5
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_operators_by_index_use_their_rows(replayed: bool) -> None:
+    """Streams may use other rows of a tensor at the same time; of the same rows one of them at most reads."""
+    for other, overlaps in (([0, 3], False), ([5, 3], True)):
+        for number, _ in enumerate(by_index(torch.zeros(6, 2, device=GPU), [0])):
+            for second in range(NUM_WRITES if number >= NUM_WRITES else 2):
+                x, side = torch.zeros(6, 2, device=GPU), torch.cuda.Stream()
+                own, call = by_index(x, [1, 5])[number], by_index(x, other)[second]
+                graph = torch.cuda.CUDAGraph()
+                if replayed:
+                    with torch.cuda.graph(graph):
+                        own()
+                side.wait_stream(torch.cuda.current_stream())
+                (graph.replay if replayed else own)()
+                with torch.cuda.stream(side):
+                    if overlaps:
+                        with pytest.raises(HazardError, match="nothing puts them in order"):
+                            call()
+                    else:
+                        call()
+                torch.cuda.synchronize()
+
+
 def test_freed_memory_is_reused_behind_its_own_stream_only() -> None:
     side, x = torch.cuda.Stream(), torch.ones(4, device=GPU)
     side.wait_stream(torch.cuda.current_stream())
