@@ -54,8 +54,7 @@ class DispatchedExperts:
         self._kernel = kernel
         self._weights = weights
         read, able = kernel.input_format(weights), kernel.capabilities
-        alignment = 0 if able.row_alignment is None else able.row_alignment(weights)
-        self._arriving = replace(read, column_scales=able.column_scales, row_alignment=max(alignment, 1))
+        self._arriving, self._row_alignment = replace(read, column_scales=able.column_scales), able.row_alignment
         self._sends_rows = {phase: read.rows and takes for phase, takes in dispatcher.takes_rows().items()}
         rows = any(self._sends_rows.values())  # a producer has no phase: it leaves what any of them sends
         plain = not all(self._sends_rows.values())
@@ -77,7 +76,14 @@ class DispatchedExperts:
     def _sent(self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[Any, ...]:
         """Arguments of a dispatch."""
         x = as_format(x, self.input_format if self._sends_rows[phase] else UNQUANTIZED)
-        return x, topk_ids, topk_weights, phase, self._arriving
+        return x, topk_ids, topk_weights, phase, self._arriving_format(topk_ids, phase)
+
+    def _arriving_format(self, topk_ids: Tensor, phase: Phase) -> ActivationFormat:
+        """The format of arriving rows. In a decode every rank has about as many tokens as this one."""
+        if self._row_alignment is None:
+            return self._arriving
+        mean_rows = -(-topk_ids.numel() // self._weights.num_experts) if phase == "decode" else 0
+        return replace(self._arriving, row_alignment=max(self._row_alignment(self._weights, mean_rows), 1))
 
     def norms_sums(self, phase: Phase) -> bool:
         """True if `compute_norm` is supported."""

@@ -44,6 +44,7 @@ class Libraries:
         self._recorder, self._hardware, self._num_nodes = recorder, hardware, num_nodes
         self._target_ranks = target_ranks
         self._blackwell = hardware.facts.capability[0] == 10
+        self._alignment = ALIGNMENT
 
     def install(self, fp8_kv: Path | None = None, elastic: Path | None = None) -> None:
         """DeepGEMM and DeepEP's first generation; FlashAttention 3 on Hopper, FlashInfer on Blackwell. fp8_kv: FlashMLA
@@ -87,7 +88,8 @@ class Libraries:
             transform_sf_into_required_layout=_packed,
             set_pdl=lambda enabled: None,
             fp8_fp4_mqa_logits=None,  # of prompts, which no case with an indexer has
-            get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
+            get_mk_alignment_for_contiguous_layout=lambda: self._alignment,
+            set_mk_alignment_for_contiguous_layout=self._align,
             **vars(MegaMoe(self, self._hardware)),
         )
 
@@ -97,8 +99,11 @@ class Libraries:
 
     def _contiguous(self, a: Any, b: Any, d: Tensor, grouped_layout: Tensor, use_psum_layout: bool = False) -> None:
         self._transpose(a)
-        cost = grouped_cost(a, b, d, self._recorder.setting.routing, ALIGNMENT)
+        cost = grouped_cost(a, b, d, self._recorder.setting.routing, self._alignment)
         self.call("m_grouped_gemm_nt_contiguous", cost, True)
+
+    def _align(self, rows: int) -> None:
+        self._alignment = rows
 
     def _masked(self, a: Any, b: Any, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
         self._transpose(a)

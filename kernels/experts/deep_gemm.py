@@ -112,8 +112,8 @@ class DeepGemmExperts:
             warm_up=self.warm_up,
         )
 
-    def _row_alignment(self, weights: ExpertWeights) -> int:
-        return self._gemm.row_alignment(weights.data.gate_up.data.device)
+    def _row_alignment(self, weights: ExpertWeights, mean_rows: int = 0) -> int:
+        return self._gemm.row_alignment(weights.data.gate_up.data.device, mean_rows)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         if dtype != torch.bfloat16:
@@ -290,7 +290,7 @@ class DeepGemmExperts:
         """[M, D]; rows outside the groups are neither read nor written."""
 
         def multiply(a: Operand | Tensor, b: Operand | Tensor, out: Tensor) -> None:
-            self._gemm.grouped_by_ends(a, b, out, ends)
+            self._gemm.grouped_by_ends(a, b, out, ends, batch.alignment)
 
         return self._in_place(batch, RowGroups(ends, batch.alignment), weights, multiply)
 

@@ -51,8 +51,9 @@ class ExpertsCapabilities:
     """The whole layer on one rank in one call, router and shared expert included; None if these weights are not
     supported."""
 
-    row_alignment: Callable[[ExpertWeights], int] | None = None
-    """The alignment of `aligned` batches that `run` takes with these weights; 0: not supported."""
+    row_alignment: Callable[[ExpertWeights, int], int] | None = None
+    """The alignment of `aligned` batches that `run` takes with these weights if about so many rows of an expert are
+    expected (0: not known); 0: not supported."""
 
     column_scales: bool = False
     """Scales of dispatched rows are read column-major; other strides are copied."""

@@ -34,6 +34,10 @@ RECIPE = (1, BLOCK, BLOCK)
 """Scale blocks: 1 x 128 for activations, 128 x 128 for weights."""
 
 N_MULTIPLE = 64
+SMALL_ROWS = 64
+"""Rows of the smaller tile of Hopper's grouped products, and the alignment of groups that are mostly within one."""
+MARGIN = 1.2
+"""Rows of a group for which a tile is chosen, per expected row (tests/test_fp8_fp4.py of the library)."""
 
 Operand = tuple[Tensor, Tensor]
 """e4m3 data and their scales in the library's layout."""
@@ -111,6 +115,7 @@ class DeepGemm:
             if self.exponents:  # packing would trap at scales of rows between groups, which are uninitialized
                 raise ImportError(f"{self._lib.__name__} takes no group ends: too old ({DEEP_GEMM.install})")
             self._ends = False
+        self._aligns = not self.exponents and hasattr(self._lib, "set_mk_alignment_for_contiguous_layout")
         if hasattr(self._lib, "set_pdl"):
             # programmatic dependent launch: a kernel starts before the one ahead ends, and waits (griddepcontrol)
             # before its first read of global memory, whatever ran ahead
@@ -218,9 +223,13 @@ class DeepGemm:
         """Row alignment of group starts."""
         return int(self._lib.get_mk_alignment_for_contiguous_layout())
 
-    def row_alignment(self, device: torch.device) -> int:
-        """Alignment of groups whose ends alone describe them (`grouped_by_ends`) on this device; 0: not supported."""
-        return self.alignment if self._needs_ends(device) else 0
+    def row_alignment(self, device: torch.device, mean_rows: int = 0) -> int:
+        """Alignment of groups whose ends alone describe them (`grouped_by_ends`) on this device; 0: not supported.
+        mean_rows: expected rows of a group; 0: not known. On Hopper it is the number of rows of a tile, which are all
+        read and written."""
+        if not self._needs_ends(device):
+            return 0
+        return SMALL_ROWS if self._aligns and 0 < MARGIN * mean_rows <= SMALL_ROWS else self.alignment
 
     def groups(self, offsets: Tensor, num_rows: int) -> Groups:
         """The aligned positions of rows sorted by group; offsets [G+1] int32 on the device."""
@@ -272,9 +281,19 @@ class DeepGemm:
         run = self._lib.m_grouped_fp8_gemm_nt_contiguous if fp8 else self._lib.m_grouped_bf16_gemm_nt_contiguous
         run(a, b, out, groups.layout, **({"use_psum_layout": True} if groups.ends else {}))
 
-    def grouped_by_ends(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, ends: Tensor) -> None:
-        """`grouped` for groups with these ends, int32 [G]; each starts at the next multiple of `row_alignment`."""
-        self.grouped(a, b, out, Groups(ends, len(out), ends, True))
+    def grouped_by_ends(
+        self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, ends: Tensor, alignment: int
+    ) -> None:
+        """`grouped` for groups with these ends, int32 [G]; each starts at the next multiple of `alignment`, one of
+        `row_alignment`."""
+        usual = self.alignment
+        if alignment != usual:  # a setting of the library that its next call reads
+            self._lib.set_mk_alignment_for_contiguous_layout(alignment)
+        try:
+            self.grouped(a, b, out, Groups(ends, len(out), ends, True))
+        finally:
+            if alignment != usual:
+                self._lib.set_mk_alignment_for_contiguous_layout(usual)
 
     def masked(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, counts: Tensor, expected: int) -> None:
         """out [G, M, N] = a [G, M, K] @ b [G, N, K], for the first counts[g] rows; `expected` rows select the tiles."""

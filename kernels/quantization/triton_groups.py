@@ -190,7 +190,7 @@ def _constants(
 
 def aot_cases() -> list[AotCase]:
     """DeepSeek V3's experts (hidden 7168, width 2048) in FP8, V2-Lite's (width 1408) in bf16, and weighted results."""
-    padded, aligned, grouped = (RowGroups(torch.empty(0), alignment) for alignment in (0, 128, 1))
+    padded, aligned, small, grouped = (RowGroups(torch.empty(0), alignment) for alignment in (0, 128, 64, 1))
     strides = {"scale_column": "i32", "scale_skip": "i32"}
     found = []
     for name, groups, width, options in (
@@ -199,6 +199,7 @@ def aot_cases() -> list[AotCase]:
         ("silu_mul_padded_2048_exponents", padded, 2048, {"gated": True, "power_of_two": True}),
         ("silu_mul_aligned_2048", aligned, 2048, {"gated": True, "power_of_two": True}),
         ("silu_mul_weighted_2048", aligned, 2048, {"gated": True, "power_of_two": True, "weighted": True}),
+        ("silu_mul_weighted_2048_align64", small, 2048, {"gated": True, "weighted": True}),
         ("silu_mul_clamped_2048", padded, 2048, {"gated": True, "power_of_two": True, "clamp": True}),
         ("silu_mul_bf16_1408", padded, 1408, {"gated": True, "quantize": False}),
         ("weighted_7168", grouped, 7168, {"quantize": False, "weighted": True}),

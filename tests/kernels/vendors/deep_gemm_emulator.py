@@ -35,6 +35,7 @@ class DeepGemmEmulator:
         arch: 9 or 10. takes_ends: True if this build supports the psum layout.
 
     Attributes:
+        alignment: of contiguous groups, in rows.
         transposed: number of transpositions of activation scales into the kernel's layout.
         pdl: True if programmatic dependent launch is on; builds without group ends cannot set it.
         compiled: keys of the kernels compiled so far; `sealed` forbids more.
@@ -43,6 +44,7 @@ class DeepGemmEmulator:
     def __init__(self, arch: int = 9, takes_ends: bool = True) -> None:
         self.arch = arch
         self.transposed = self.packed = 0  # scales of activations, in calls
+        self.alignment = ALIGNMENT
         self.compiled: set[tuple[Any, ...]] = set()
         self.sealed = self.pdl = False
         contiguous = self.contiguous_with_ends if takes_ends else self.contiguous
@@ -55,16 +57,24 @@ class DeepGemmEmulator:
             m_grouped_bf16_gemm_nt_contiguous=bf16,
             m_grouped_bf16_gemm_nt_masked=self.bf16_masked,
             transform_sf_into_required_layout=self.transform_sf_into_required_layout,
-            get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
+            get_mk_alignment_for_contiguous_layout=lambda: self.alignment,
             fp8_fp4_mqa_logits=self.mqa_logits if takes_ends else self.mqa_logits_or_clean,
         )
         if takes_ends:
             self.module.set_pdl = self.set_pdl
+            self.module.set_mk_alignment_for_contiguous_layout = self.set_alignment
 
     # entry points
 
     def set_pdl(self, enable: bool) -> None:
         self.pdl = enable
+
+    def set_alignment(self, rows: int) -> None:
+        """csrc/jit_kernels/heuristics/sm90.hpp: it is the tile's number of rows in contiguous products, and sm90's
+        kernels have tiles of 64, 128 or 256 rows, or fewer in whole lines of eight."""
+        must(isinstance(rows, int) and rows > 0, f"alignment {rows}")
+        must(self.arch == 10 or rows in (64, 128, 256) or (rows < 64 and rows % 8 == 0), f"no tile of {rows} rows")
+        self.alignment = rows
 
     def mqa_logits(self, q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k, schedule_meta=None):
         """sgl-deep-gemm 0.2.5: compressed logits [S, max_seqlen_k] of float32, rows of 1024 n bytes, by the asserts of
@@ -121,7 +131,7 @@ class DeepGemmEmulator:
         (m, k), (g, n, k2) = self._values(a[0], 2), self._values(b[0], 3)
         must(k == k2, f"K {k} and {k2}")
         self._output(d, (m, n))
-        spans = _ends(grouped_layout, g, m) if use_psum_layout else _indices(grouped_layout, g, m)
+        spans = (_ends if use_psum_layout else _indices)(grouped_layout, g, m, self.alignment)
         if m == 0:
             return
         read = torch.zeros(m, dtype=torch.bool)
@@ -130,7 +140,7 @@ class DeepGemmEmulator:
         if use_psum_layout and self.arch == 10 and a[1].dtype == torch.float32:
             must(a[1].is_contiguous(), "packing of scales over groups with ends reads contiguous scales")
         sa, sb = self._scale_pair(a[1], b[1], m, n, k, None, g, read, skips_gaps=use_psum_layout)
-        self._compile("contiguous", n, k, g, self._tile(m, n)[1:])
+        self._compile("contiguous", n, k, g, (self.alignment, *self._tile(m, n)[1:]))
         out = poison(m, n, dtype=torch.bfloat16)
         for start, stop, group in spans:
             out[start:stop] = _product(a[0][start:stop], sa[start:stop], b[0][group], sb[group])
@@ -165,8 +175,8 @@ class DeepGemmEmulator:
         (m, k), (g, n, k2) = _bf16(a, 2), _bf16(b, 3)
         must(k == k2, f"K {k} and {k2}")
         self._output(d, (m, n))
-        spans = _ends(grouped_layout, g, m) if use_psum_layout else _indices(grouped_layout, g, m)
-        self._compile("bf16 contiguous", n, k, g, self._tile(max(m, 1), n)[1:])
+        spans = (_ends if use_psum_layout else _indices)(grouped_layout, g, m, self.alignment)
+        self._compile("bf16 contiguous", n, k, g, (self.alignment, *self._tile(max(m, 1), n)[1:]))
         out = poison(m, n, dtype=torch.bfloat16)
         for start, stop, group in spans:
             out[start:stop] = (a[start:stop].double() @ b[group].double().T).to(torch.bfloat16)
@@ -307,7 +317,7 @@ def _check_counts(masked_m: Tensor, groups: int, m: int, expected_m: int) -> Non
     must(bool(((masked_m >= 0) & (masked_m <= m)).all()), "counts exceed the rows")
 
 
-def _ends(layout: Tensor, groups: int, m: int) -> list[tuple[int, int, int]]:
+def _ends(layout: Tensor, groups: int, m: int, alignment: int) -> list[tuple[int, int, int]]:
     """(first row, end, group) where each group starts at the aligned end of the previous group."""
     must(layout.dtype == torch.int32 and layout.is_contiguous(), "layout must be contiguous int32")
     check_shape(layout, (groups,), "layout of ends")
@@ -315,17 +325,17 @@ def _ends(layout: Tensor, groups: int, m: int) -> list[tuple[int, int, int]]:
     for group, end in enumerate(layout.tolist()):
         must(start <= end <= m, f"group {group} ends at {end}, starts at {start}, of {m} rows")
         spans.append((start, end, group))
-        start = align(end, ALIGNMENT)
+        start = align(end, alignment)
     return spans
 
 
-def _indices(layout: Tensor, groups: int, m: int) -> list[tuple[int, int, int]]:
+def _indices(layout: Tensor, groups: int, m: int, alignment: int) -> list[tuple[int, int, int]]:
     """(first row, end, group) of each tile; the group of its first row decides, -1 skips it."""
     must(layout.dtype == torch.int32 and layout.is_contiguous(), "layout must be contiguous int32")
     check_shape(layout, (m,), "layout of rows")
     spans = []
-    for start in range(0, m, ALIGNMENT):
-        tile = layout[start : start + ALIGNMENT].tolist()
+    for start in range(0, m, alignment):
+        tile = layout[start : start + alignment].tolist()
         group, count = tile[0], sum(index >= 0 for index in tile)
         must(-1 <= group < groups, f"group {group} of {groups}")
         must(tile == [group] * count + [-1] * (len(tile) - count), f"rows of several groups in the tile at {start}")

@@ -283,22 +283,23 @@ def aligned(counts: list[int], hidden: int, alignment: int) -> tuple[ExpertBatch
     return ExpertBatch("aligned", x, ends=torch.tensor(ends).int(), alignment=alignment), spans
 
 
-def row_alignment(kernel: DeepGemmExperts, weights: ExpertWeights) -> int:
+def row_alignment(kernel: DeepGemmExperts, weights: ExpertWeights, mean_rows: int = 0) -> int:
     ask = kernel.capabilities.row_alignment
     assert ask is not None
-    return ask(weights)
+    return ask(weights, mean_rows)
 
 
-@pytest.mark.parametrize("arch", [9, 10])
-@pytest.mark.parametrize("counts", [[3, 0, 41, 1], [0, 300, 0]])
-def test_groups_with_ends_are_multiplied_where_they_are(arch, counts, monkeypatch):
-    """No rows are copied to aligned positions and back."""
+@pytest.mark.parametrize("arch,mean_rows,alignment", [(9, 0, ALIGNMENT), (9, 53, 64), (10, 53, ALIGNMENT)])
+@pytest.mark.parametrize("counts", [[3, 0, 41, 1], [0, 300, 0], [63, 65, 64]])
+def test_groups_with_ends_are_multiplied_where_they_are(arch, mean_rows, alignment, counts, monkeypatch):
+    """No rows are copied to aligned positions and back. Groups of few rows are aligned to the smaller tile."""
     emulator, gemm = library(arch)
     kernel = DeepGemmExperts(gemm)
     weights, parts = fp8_experts(kernel, len(counts), 256, 128)
+    assert row_alignment(kernel, weights, mean_rows) == alignment and row_alignment(kernel, weights, 54) == ALIGNMENT
     assert row_alignment(kernel, weights) == ALIGNMENT and kernel.capabilities.column_scales == (arch == 9)
     assert arch == 10 or row_alignment(DeepGemmExperts(library(9, takes_ends=False)[1]), weights) == 0
-    batch, spans = aligned(counts, 256, ALIGNMENT)
+    batch, spans = aligned(counts, 256, alignment)
     monkeypatch.setattr(gemm, "spread", None)
     monkeypatch.setattr(gemm.permutation, "permute", None)
     rows = fp8.quantize_rows(batch.x.nan_to_num(), arch == 10)
@@ -317,7 +318,7 @@ def test_groups_with_ends_are_multiplied_where_they_are(arch, counts, monkeypatc
     plain = [[normal(*shape, dtype=BF16) for shape in ((48, 64), (48, 64), (64, 48))] for _ in counts]
     for expert, part in enumerate(plain):
         kernel.load_expert(weights, expert, *part)
-    batch, spans = aligned(counts, 64, ALIGNMENT)
+    batch, spans = aligned(counts, 64, alignment)
     got, factors = kernel.run(batch, weights), torch.rand(len(batch.x)) + 0.1
     weighted = kernel.run(replace(batch, row_weights=factors), weights)
     for expert, span in enumerate(spans):
@@ -325,6 +326,7 @@ def test_groups_with_ends_are_multiplied_where_they_are(arch, counts, monkeypatc
             want = gated(batch.x[span], *plain[expert])
             close(got[span], want, scale=3)
             close(weighted[span], want * factors[span, None], scale=3)
+    assert emulator.alignment == ALIGNMENT  # as other products of the process expect
 
 
 @pytest.mark.parametrize("takes_ends", [True, False])

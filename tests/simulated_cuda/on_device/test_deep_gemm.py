@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
-from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
+from moe_engine.kernels.linear.deep_gemm_products import SMALL_ROWS, DeepGemm
 from moe_engine.kernels.quantization import reference as fp8
 from tests.kernels.cpu.formulas import normal
 from tests.kernels.vendors.deep_gemm_emulator import ALIGNMENT, DeepGemmEmulator
@@ -59,13 +59,13 @@ def test_experts_in_every_layout(takes_ends: bool) -> None:
         place[: len(part)] = part
     spans = [slice(50 * expert, 50 * expert + count) for expert, count in enumerate(counts)]
     batches.append((ExpertBatch("padded", padded.cuda(), counts=torch.tensor(counts, **sizes)), spans))
-    if takes_ends:
-        spans = [slice(0, 3), slice(ALIGNMENT, ALIGNMENT), slice(ALIGNMENT, ALIGNMENT + 41)]
-        x = torch.zeros(2 * ALIGNMENT, HIDDEN, dtype=BF16)
+    for alignment in (ALIGNMENT, SMALL_ROWS) if takes_ends else ():
+        spans = [slice(0, 3), slice(alignment, alignment), slice(alignment, alignment + 41)]
+        x = torch.zeros(2 * alignment, HIDDEN, dtype=BF16)
         for span, part in zip(spans, rows):
             x[span] = part
         ends = torch.tensor([span.stop for span in spans], **sizes)
-        batches.append((ExpertBatch("aligned", x.cuda(), ends=ends, alignment=ALIGNMENT), spans))
+        batches.append((ExpertBatch("aligned", x.cuda(), ends=ends, alignment=alignment), spans))
     kernel.run(*batches[0][:1], weights)  # the first product asks the library what it takes
     for batch, spans in batches:
         quantized = fp8.quantize_rows(batch.x.cpu().flatten(0, -2))
