@@ -75,15 +75,24 @@ ELSEWHERE = {
 def padded_experts(
     rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = EXPERTS, layout: str = "padded"
 ) -> KernelCase:
-    """The experts of one rank with `rows` tokens each, in the padded or the grouped layout."""
+    """The experts of one rank with `rows` tokens each, in the padded or the grouped layout; aligned: as DeepEP 2 sends
+    them to kernels with a row alignment, to others grouped. The results of these rows."""
 
     def prepare(kernel: Any, device: str) -> Call:
         weights = load_experts(kernel, experts, model, device)
         x = normal(experts, rows, model.hidden, device=device)
-        batch = ExpertBatch(layout, x, counts=torch.full((experts,), rows, dtype=torch.int32, device=device))
-        if layout == "grouped":
+        batch = ExpertBatch("padded", x, counts=torch.full((experts,), rows, dtype=torch.int32, device=device))
+        align = kernel.capabilities.row_alignment if layout == "aligned" else None
+        if align is not None and (alignment := align(weights, rows)):
+            starts = torch.arange(experts, dtype=torch.int32, device=device) * (-(-rows // alignment) * alignment)
+            places = (starts[:, None] + torch.arange(rows, dtype=torch.int32, device=device)).flatten()
+            spread = x.new_zeros(int(starts[-1]) + alignment * -(-rows // alignment), model.hidden)
+            spread.index_copy_(0, places, x.flatten(0, 1))
+            batch = ExpertBatch("aligned", spread, ends=starts + rows, alignment=alignment)
+            return lambda: kernel.run(batch, weights).index_select(0, places)
+        if layout != "padded":
             offsets = torch.arange(experts + 1, dtype=torch.int32, device=device) * rows
-            batch = ExpertBatch(layout, x.flatten(0, 1), offsets=offsets)
+            batch = ExpertBatch("grouped", x.flatten(0, 1), offsets=offsets)
         return lambda: kernel.run(batch, weights)
 
     numbers = 3 * model.hidden * model.width
@@ -172,6 +181,7 @@ def parity_cases() -> list[KernelCase]:
         *(experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, EXPERTS)) for tokens in (5, 300)),
         padded_experts(8, QWEN3_30B_ROWS),
         padded_experts(8),
+        *(padded_experts(rows, layout="aligned") for rows in (40, 200)),
         *(padded_experts(rows, model, FEW_EXPERTS) for model in PADDED for rows in (3, 40, 200)),
         padded_experts(200, QWEN3_30B_ROWS),
         padded_experts(200),
@@ -202,6 +212,7 @@ def parity_cases() -> list[KernelCase]:
 def timed_cases() -> list[KernelCase]:
     """The shapes with targets, and neighboring sizes."""
     experts = [padded_experts(rows) for rows in (8, 32, 64, 128)]
+    experts += [padded_experts(rows, layout="aligned") for rows in (32, 64)]
     hidden = DEEPSEEK_V3.hidden
     experts += [experts_case(ExpertShape(QWEN3_30B_ROWS, tokens, QWEN3_30B_ROWS.num_experts)) for tokens in (32, 4096)]
     experts += [experts_case(ExpertShape(NEMOTRON_3, tokens, NEMOTRON_3.num_experts)) for tokens in (8, 128, 4096)]
@@ -262,7 +273,8 @@ def tiny_cases() -> list[KernelCase]:
     rows += [linear_case(LinearShape("tiny.fp8-rows", 3, 64, 128, True, row_scales=True))]
     rows += [linear_case(LinearShape("tiny.split", 40, 64, 1024, True))]
     rows += [experts_case(ExpertShape(fp8, 5, 4)), padded_experts(4, fp8, 4)]
-    rows += [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
+    rows += [padded_experts(4, model, 4, layout) for layout in ("padded", "aligned")]
+    rows += [quantize(5, 256), norm_quantize(5, 256), permute(5, model)]
     rows += [order(64), order(260)]
     coded = replace(model, name="tiny-mxfp4", hidden=128, width=128, format=MXFP4)
     for form in OTHER_ACTIVATIONS:

@@ -72,6 +72,10 @@ def parser() -> argparse.ArgumentParser:
         choices=("deepep", "deepep2", "symm_mem", "megamoe"),
         help="of expert parallelism; deepep: DeepEP 1, deepep2: DeepEP 2, by the rates of DeepEP 1",
     )
+    made.add_argument(
+        "--flags", nargs="+", default=[], metavar="NAME[=VALUE]",
+        help="further flags of the engine, as slurm/serve.sbatch has: moe-dense-tp-size=1 enable-dp-lm-head",
+    )  # fmt: skip
     made.add_argument("--lines", action="store_true", help="print every launch of the step")
     made.add_argument("--json", type=Path, metavar="FILE", help="also write the values to this file")
     made.add_argument("--all", action="store_true", help="every committed case; writes a result and a table beside it")
@@ -133,7 +137,7 @@ def run_group(options: argparse.Namespace) -> list[dict[str, Any]]:
         options.model, config_of(options.model), FORMS[options.form], _hardware(options),
         max(options.batch), options.context, options.rows == "vendors", options.mtp, options.prefill or None,
         options.dispatch, options.drafter, options.attention, options.topk, options.threshold,
-        options.kv,
+        options.kv, tuple(options.flags),
     )  # fmt: skip
     session = Session(first)
     found = []

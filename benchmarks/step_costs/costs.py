@@ -6,10 +6,13 @@ arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from benchmarks.step_costs.cost import Cost
@@ -68,10 +71,26 @@ class Routing:
         """Expected local experts with a token."""
         return self.local * share_touched(self.tokens, self.top_k, self.num_experts) + self.shared
 
+    def rows_in_tiles(self, tile: int) -> float:
+        """Expected rows of the tiles of `tile` rows that hold the rows of each expert."""
+        each = _tiles(self.tokens, self.top_k / self.num_experts, tile) if self.num_experts else 0.0
+        return tile * (self.local * each + self.shared * -(-self.tokens // tile))
+
     def check_slots(self, slots: int) -> None:
         """Raises ValueError if a launch has other numbers of experts than this routing."""
         if slots != self.local + self.shared:
             raise ValueError(f"a launch has {slots} experts, the case {self.local} and {self.shared} shared ones")
+
+
+@lru_cache
+def _tiles(tokens: int, chance: float, tile: int) -> float:
+    """Expected tiles of an expert that each token chooses with this chance: of a binomial number of rows."""
+    if chance >= 1:
+        return -(-tokens // tile)
+    rows = np.arange(tokens + 1)
+    odds = np.log((tokens - rows[:-1]) / rows[1:]) + math.log(chance / (1 - chance))
+    logs = np.concatenate(([0.0], odds)).cumsum() + tokens * math.log1p(-chance)
+    return float(np.exp(logs) @ -(-rows // tile))
 
 
 CostFunction = Callable[..., Cost]

@@ -24,9 +24,10 @@ from benchmarks.step_costs.mega_moe import MegaMoe
 from benchmarks.step_costs.recorder import Recorder
 
 ALIGNMENT = 128
-"""Alignment of DeepGEMM's groups in rows."""
+"""Alignment of DeepGEMM's groups in rows, if nothing else is asked for."""
 TILE = 64
-"""Rows of its smallest tile."""
+"""Rows of the smaller tile of Hopper's masked products, for at most so many expected rows (sm90.hpp; Blackwell's have
+the alignment)."""
 QUERY_ROWS, MOST_SPLITS = 64, 128
 """FlashAttention 3: rows of a query block, with all heads of a KV head together."""
 FP8 = torch.float8_e4m3fn
@@ -107,7 +108,8 @@ class Libraries:
 
     def _masked(self, a: Any, b: Any, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
         self._transpose(a)
-        cost = grouped_cost(a, b, d, self._recorder.setting.routing, 1)
+        tile = TILE if expected_m <= TILE and not self._blackwell else ALIGNMENT
+        cost = grouped_cost(a, b, d, self._recorder.setting.routing, tile)
         self.call("m_grouped_gemm_nt_masked", cost, True)
 
     def _transpose(self, a: Any) -> None:
@@ -328,17 +330,17 @@ def dense_cost(a: Any, b: Any, d: Tensor) -> Cost:
     return Cost(_operand(a) + _operand(b), size(d), flops, weights=memory_of(_data(b)))
 
 
-def grouped_cost(a: Any, b: Any, d: Tensor, routing: Any, alignment: int) -> Cost:
-    """Weights of experts with a row; rows padded to `alignment` per expert; products of whole tiles."""
+def grouped_cost(a: Any, b: Any, d: Tensor, routing: Any, tile: int) -> Cost:
+    """Weights of experts with a row. Tiles of `tile` rows, and no part of one, are read, multiplied and written
+    (sm90_fp8_gemm_1d2d.cuh: one request of the tensor memory accelerator for each)."""
     x, weight = _data(a), _data(b)
     groups, n, k = weight.shape
     if groups > 1:  # the adapter's test of a build has one group
         routing.check_slots(groups)
-    rows = max(routing.rows, routing.touched * alignment) if alignment > 1 else routing.rows
-    computed = max(rows, routing.touched * TILE)
+    rows = routing.rows_in_tiles(tile)
     per_row = k * x.element_size() + (0 if isinstance(a, Tensor) else 4 * a[1].shape[-1])
     read = routing.touched / groups * _operand(b) + rows * per_row
-    return Cost(read, rows * n * d.element_size(), {_dtype(x): 2.0 * computed * n * k})
+    return Cost(read, rows * n * d.element_size(), {_dtype(x): 2.0 * rows * n * k})
 
 
 def paged_cost(

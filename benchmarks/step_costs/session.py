@@ -32,7 +32,7 @@ class Case:
     drafter: "mtp" as the model has it, "mtp2" with two MTP layers, "ngram", or "standalone" (`models.DRAFT_MODEL`).
     attention: a requested row, or "auto". topk: children of a node of a draft tree, which has 2 * topk nodes; 1:
     chains. threshold: of acceptance. kv: --kv-cache-dtype. prefill: tokens of a prompt; None: a decode step of `batch`
-    requests after `context` tokens.
+    requests after `context` tokens. flags: further flags of the engine, ``name`` or ``name=value``.
     """
 
     model: str
@@ -50,6 +50,7 @@ class Case:
     topk: int = 1
     threshold: float = 1.0
     kv: str = "auto"
+    flags: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -68,6 +69,7 @@ class Case:
         work += f"-C{self.context}" if self.prefill is None and self.context != 2048 else ""
         rows += f"-{self.kv}" if self.kv != "auto" else ""
         rows += f"-{self.hardware.name}" if self.hardware.name != "H200" else ""
+        rows += "".join(f"-{flag}" for flag in self.flags)
         return f"{self.model}-{self.form.name}-{work}{rows}"
 
 
@@ -229,6 +231,7 @@ def _flags(case: Case, folder: Path) -> list[Any]:
         flags += ["--enable-dp-attention", "--dp-size", form.dp]
     if form.travels:
         flags += ["--moe-a2a-backend", "deepep" if case.dispatch == ELASTIC else case.dispatch]
+    flags += [f"--{flag}" for flag in case.flags]
     if (nodes := form.nodes(case.hardware)) > 1:
         flags += ["--nnodes", nodes, "--node-rank", 0, "--dist-init-addr", "127.0.0.1:30999"]
     return flags

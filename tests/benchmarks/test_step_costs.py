@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -292,14 +293,30 @@ def test_few_programs_read_slowly() -> None:
     assert times == pytest.approx([(129280 * 4 + 8) / 112e9 * 1e6, H200["kernel_floor_us"]])
 
 
-def test_grouped_products_read_experts_with_tokens_and_valid_rows() -> None:
+def test_rows_in_tiles_are_those_of_drawn_choices() -> None:
+    """Also of two shared experts, which every token uses."""
+    routing, draws, rng = Routing(300, 4, 16, 8, shared=2), 400, np.random.default_rng(0)
+    for tile in (16, 64, 128):
+        found = []
+        for _ in range(draws):
+            chosen = rng.random((300, 16)).argsort(1)[:, :4]
+            counts = np.append(np.bincount(chosen.flatten(), minlength=16)[:8], [300, 300])
+            found.append((-(-counts // tile) * tile).sum())
+        spread = np.std(found) / draws**0.5
+        assert abs(np.mean(found) - routing.rows_in_tiles(tile)) < 5 * spread + 1e-6 * tile
+    assert Routing(4096, 8, 256, 32).rows_in_tiles(1) == pytest.approx(4096)
+    assert Routing(5, 2, 2, 2).rows_in_tiles(4) == 16
+
+
+def test_grouped_products_read_experts_with_tokens_and_whole_tiles() -> None:
     a, scales = meta(32, 1024, 7168, dtype=torch.float8_e4m3fn), meta(32, 1024, 56, dtype=torch.float32)
     b, b_scales = meta(32, 4096, 7168, dtype=torch.float8_e4m3fn), meta(32, 32, 56, dtype=torch.float32)
-    found = libraries.grouped_cost((a, scales), (b, b_scales), meta(32, 1024, 4096), SETTING.routing, 1)
+    found = libraries.grouped_cost((a, scales), (b, b_scales), meta(32, 1024, 4096), SETTING.routing, 64)
     share = 1 - (248 / 256) ** 128
-    assert found.read == pytest.approx(share * (32 * 4096 * 7168 + 4 * 32 * 32 * 56) + 128 * (7168 + 4 * 56))
-    assert found.written == 128 * 4096 * 2
-    assert found.flops["fp8"] == pytest.approx(2 * 32 * share * 64 * 4096 * 7168)  # a tile of 64 rows each
+    rows = 32 * share * 64  # a tile each: experts have four rows
+    assert found.read == pytest.approx(share * (32 * 4096 * 7168 + 4 * 32 * 32 * 56) + rows * (7168 + 4 * 56))
+    assert found.written == pytest.approx(rows * 4096 * 2)
+    assert found.flops["fp8"] == pytest.approx(2 * rows * 4096 * 7168)
 
 
 def test_quantization_of_a_padded_buffer_reads_all_of_it() -> None:
