@@ -1,7 +1,8 @@
 """Routed experts by DeepGEMM's grouped products, FP8 or bf16: gate and up, SiLU-mul, down.
 
 Local tokens of a decode step are few rows for each expert, and most of DeepGEMM's aligned rows would be padding: the
-Triton kernels run them over the same weights (measured as faster in vLLM's PR 13932).
+Triton kernels run them over the same weights (measured as faster in vLLM's PR 13932). `aligned` batches of few rows
+have the smaller tile's alignment.
 
 Legend: D hidden, I expert width, E experts, M rows.
 """
