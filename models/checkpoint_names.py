@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from moe_engine.models import gemma_names, granite_names, ling_names, llama4_names, step_names
+from moe_engine.models import gemma_names, granite_names, ling_names, llama4_names, mimo_names, step_names
 from moe_engine.models.deepseek_v4_names import has_v4_names, v4_names
 from moe_engine.models.longcat_names import has_longcat_names, longcat_names
 from moe_engine.models.mistral_native import has_native_names, native_names
@@ -44,6 +44,11 @@ _QWEN_PARTS = {
 }  # fmt: skip
 _MINIMAX_MTP = re.compile(r"(?:model\.)?mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
 _MINIMAX_BLOCK = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
+_MIMO_MTP = re.compile(r"model\.mtp_layers\.(\d+)\.([^.]+)\.(.+)")
+_MIMO_PARTS = {
+    "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
+    "final_layernorm": "shared_head.norm",
+}  # fmt: skip
 _LAST_NORM = "model.norm.weight"
 _HY3_NORM = ".final_layernorm.weight"
 _ERNIE_MTP = "model.mtp_"
@@ -129,6 +134,7 @@ _STEPS: tuple[tuple[Callable[[Collection[str]], bool], Callable[[str], str]], ..
     (_always, _part_of_layer),
     (ling_names.has_names, ling_names.inner_name),
     (ling_names.is_grouped, ling_names.grouped_name),
+    (mimo_names.has_groups, mimo_names.group_name),
     (granite_names.has_experts, granite_names.with_experts),
     (granite_names.has_mlps, granite_names.with_mlps),
     (gemma_names.has_factors, gemma_names.factor_name),
@@ -168,11 +174,14 @@ _FAMILIES = (
 
 
 def _mtp_names(names: Collection[str], num_layers: int | None) -> dict[str, str]:
-    """MTP layers with other names (Qwen: ``mtp.``, ERNIE: ``model.mtp_``, MiniMax-M3: ``model.mtp.layers.``, the
-    norm of Hy3's and Ling's), under DeepSeek's names after the last main layer."""
+    """MTP layers with other names (Qwen: ``mtp.``, ERNIE: ``model.mtp_``, MiniMax-M3: ``model.mtp.layers.``, MiMo-7B:
+    ``model.mtp_layers.``, the norm of Hy3's and Ling's), under DeepSeek's names after the last main layer."""
     first = _num_layers(names) if num_layers is None else num_layers
     if any(_MINIMAX_BLOCK.search(name) for name in names):
         return _minimax_names(names, first)
+    if of_mimo := {name: found for name in names if (found := _MIMO_MTP.fullmatch(name)) is not None}:
+        parts = {name: (first + int(found[1]), _MIMO_PARTS.get(found[2], found[2])) for name, found in of_mimo.items()}
+        return {name: f"model.layers.{layer}.{part}.{of_mimo[name][3]}" for name, (layer, part) in parts.items()}
     if any(name.startswith(_ERNIE_MTP) for name in names):
         return _ernie_names(names, first)
     if any(name.startswith(_QWEN_MTP) for name in names):

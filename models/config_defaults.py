@@ -38,8 +38,8 @@ _POSITIONS: Mapping[int, str] = {
     32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
     "smollm3",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
-    131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2_flash solar_open ernie4_5 ernie4_5_moe "
-    "hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum",
+    131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2 mimo_v2_flash solar_open ernie4_5 "
+    "ernie4_5_moe hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3 flint",
     524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
@@ -89,7 +89,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         **_EPS, "rope_theta": 1e7, "moe_topk": 12, "n_routed_experts": 512, "zero_expert_num": 256,
         "routed_scaling_factor": 6.0,
     },
-    "mimo_v2_flash": {"num_experts_per_tok": 8},
+    **{f"mimo_v2{part}": {"num_experts_per_tok": 8} for part in ("", "_flash")},
     **{f"llama4{part}": {"attention_chunk_size": 8192, "rope_theta": 500000.0} for part in ("", "_text")},
     "minimax": {**_EPS, "rope_theta": 1000000.0, "num_experts_per_tok": 2, "num_local_experts": 8},
     "minimax_m2": {"rope_theta": 5000000.0, "num_experts_per_tok": 8},

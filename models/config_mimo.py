@@ -1,11 +1,12 @@
-"""config.json of MiMo-V2-Flash -> ModelConfig. Imports no torch.
+"""config.json of MiMo-V2-Flash and of MiMo-7B -> ModelConfig. Imports no torch.
 
-Layers with a window have more KV heads, sinks, and a rotary base of their own. The published file and transformers'
-name the kinds of layers differently; `mimo_fields` reads both.
+In MiMo-V2-Flash layers with a window have more KV heads, sinks, and a rotary base of their own. The published file and
+transformers' name the kinds of layers differently; `mimo_fields` reads both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.config_families import deepseek_moe_layers, parse_deepseek_moe, parse_gqa, with_other_windows
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.joined_groups import JoinedGroupsFormat
+from moe_engine.models.mtp_config import MTPForm
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 _PUBLISHED = {
@@ -21,13 +25,20 @@ _PUBLISHED = {
 }
 """transformers' field, and the published one with the names of its numbers 0 and 1."""
 _THETAS = {_FULL: ("rope_theta", 5_000_000.0), _WINDOW: ("swa_rope_theta", 10_000.0)}
+_JOINED = "fused_qkv"
 _ALIKE = ("num_attention_heads", "head_dim", "v_head_dim")
 """Fields whose values for layers with a window (``swa_``) must be those of the other layers."""
 
 
+def parse_mimo(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """MiMo-7B: Qwen2's layers, and an MTP layer that reads the residual before the final norm."""
+    config = parse_gqa(fields, generation, None, (), qkv_bias=fields.flag("attention_bias", True), o_bias=False)
+    return replace(config, mtp=MTPForm(reads_residual=True, hidden_first=True))
+
+
 def parse_mimo_v2_flash(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """MiMo-V2-Flash: windows in five of six layers, values narrower than keys and multiplied by a constant, DeepSeek
-    V3's router without shared experts. Its MTP layers are not served."""
+    """MiMo-V2-Flash, and the text of MiMo-V2.5: windows in five of six layers, values narrower than keys and multiplied
+    by a constant, DeepSeek V3's router without shared experts. MTP layers are not served."""
     read = mimo_fields(fields)
     _refuse_other(read)
     moe = parse_deepseek_moe(read)
@@ -45,13 +56,36 @@ def parse_mimo_v2_flash(fields: Fields, generation: Mapping[str, Any]) -> ModelC
     )
     config = replace(config, num_nextn_predict_layers=0, raw=fields.raw)
     if not config.windows:
-        return config
+        return _with_joined(read, config)
     whole = config.attention
     assert isinstance(whole, GQAConfig)
     heads, sinks = read.integer("swa_num_key_value_heads"), read.flag("add_swa_attention_sink_bias", True)
     if whole.num_heads % heads:
         read.fail("swa_num_key_value_heads", f"{heads} does not divide num_attention_heads {whole.num_heads}")
-    return with_other_windows(config, read, _rope(fields, _WINDOW), num_kv_heads=heads, sinks=sinks)
+    config = with_other_windows(config, read, _rope(fields, _WINDOW), num_kv_heads=heads, sinks=sinks)
+    return _with_joined(read, config)
+
+
+def _with_joined(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """The model with the format of its q, k and v (MiMo-V2.5): groups of as many KV heads as layers without a window
+    have."""
+    fields.check_served({"attention_projection_layout": ("split", _JOINED)})
+    if fields.raw.get("attention_projection_layout") != _JOINED:
+        return config
+    format, groups = config.weight_format, fields.integer("num_key_value_heads")
+    if type(format) is not BlockFP8Format:
+        fields.fail(
+            "attention_projection_layout", f"{_JOINED} is supported with quantization_config of method fp8 only"
+        )
+    rows = []
+    for attention in map(config.attention_of, range(config.num_layers)):
+        assert isinstance(attention, GQAConfig)
+        if attention.num_heads % groups or attention.num_kv_heads % groups:
+            fields.fail("num_key_value_heads", f"{groups} groups do not divide the heads of all layers")
+        query, heads = attention.num_heads * attention.head_dim, attention.num_kv_heads
+        rows.append((query, heads * attention.head_dim, heads * attention.value_width))
+    own = {each.name: getattr(format, each.name) for each in dataclasses.fields(format)}
+    return replace(config, weight_format=JoinedGroupsFormat(**own, groups=groups, rows=tuple(rows)))
 
 
 def mimo_fields(fields: Fields) -> Fields:
@@ -111,3 +145,5 @@ def _refuse_other(fields: Fields) -> None:
     if fields.integer("n_shared_experts", 0, minimum=0):
         fields.fail("n_shared_experts", "is not 0: shared experts are not supported for this model")
     fields.check_served({"topk_method": "noaux_tc"})
+    if (stored := fields.section("quantization_config")) is not None:
+        stored.check_served({"store_dtype": "fp8"})

@@ -16,7 +16,7 @@ from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightF
 
 JOINED = (
     "Phi3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM",
-    "GraniteMoeHybridForCausalLM", "BailingMoeV2ForCausalLM",
+    "GraniteMoeHybridForCausalLM", "BailingMoeV2ForCausalLM", "MiMoV2ForCausalLM",
 )  # fmt: skip
 """Architectures with such files; Granite's experts are joined in common tensors."""
 ROWS_FIRST = ("compressed-tensors", "fp8", "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "modelopt", "mxfp8")

@@ -212,7 +212,7 @@ class MTPLayer(JoiningLayer):
         self._project = load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
         self._output_norm = model.make_norm(reader, f"{name}.shared_head.norm")
-        self._passes_residual = form.reads_residual
+        self._passes_residual, self._hidden_first = form.reads_residual, form.hidden_first
         next_norm: Any = ResidualOnly(self._output_norm) if self._passes_residual else self._output_norm
         self._decoder = model.make_layer(layer_index, reader, next_norm)
         self._input_norm.feed(self._decoder.attention.input_format)
@@ -244,7 +244,7 @@ class MTPLayer(JoiningLayer):
     def level(self) -> DraftLevel | None:
         decoder, part = self._decoder, self._decoder.feed_forward
         attention, experts = decoder.attention.fused, part.in_one_call if isinstance(part, MoE) else None
-        if attention is None or experts is None:
+        if attention is None or experts is None or self._hidden_first:
             return None
         return DraftLevel(
             embedding_norm=self._embedding_norm.weight,
@@ -259,5 +259,5 @@ class MTPLayer(JoiningLayer):
         )
 
     def _join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        both = torch.cat((self._embedding_norm(embedding), self._hidden_norm(hidden)), dim=-1)  # [T, 2D]
-        return self._project(both)
+        parts = self._embedding_norm(embedding), self._hidden_norm(hidden)
+        return self._project(torch.cat(parts[::-1] if self._hidden_first else parts, dim=-1))  # of [T, 2D]

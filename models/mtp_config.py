@@ -14,13 +14,15 @@ class MTPForm:
         dense: they have an MLP in a model with experts (ERNIE 4.5, LongCat-Flash, Step 3.5).
         own_heads: each has an LM head of its own (Step 3.5).
         reads_residual: they read the residual before the model's final norm, and pass on their own before theirs
-            (Step 3.5).
+            (Step 3.5, MiMo-7B).
+        hidden_first: their projection reads the normed hidden state before the normed embedding (MiMo-7B).
     """
 
     like: int | None = None
     dense: bool = False
     own_heads: bool = False
     reads_residual: bool = False
+    hidden_first: bool = False
 
 
 DEEPSEEK = MTPForm()

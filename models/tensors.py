@@ -20,7 +20,7 @@ from moe_engine.models.stream_tensors import gate_tensors, ngram_tensors
 from moe_engine.models.tensor_spec import Kind, TensorSpec
 from moe_engine.models.tensor_spec import linear as _linear
 from moe_engine.models.tensor_spec import norm as _norm
-from moe_engine.models.vision_tensors import PREFIX, vision_tensors
+from moe_engine.models.vision_tensors import AUDIO, PREFIX, vision_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
@@ -46,11 +46,12 @@ QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE
 GRANITE_MOE = tuple(f"GraniteMoe{kind}ForCausalLM" for kind in ("", "Shared", "Hybrid"))
 GEMMA4 = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM")
 EXAONE_MOE = ("ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
+MIMO_V2 = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
 LLAMA4 = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
 STEP = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 _MTP_ON_GQA = (
     "BailingMoeV2ForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM", "HYV3ForCausalLM",
-    "NemotronHForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5, *QWEN4_EXP, *MINIMAX_M3, *STEP,
+    "MiMoForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5, *QWEN4_EXP, *MINIMAX_M3, *STEP,
 )  # fmt: skip
 """Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
 renames those of ERNIE, Hy3, MiniMax-M3 and Qwen)."""
@@ -58,7 +59,7 @@ KIMI_LINEAR = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 UNREAD_MTP = {
     **dict.fromkeys((*EXAONE_MOE, "MellumForCausalLM"), ("mtp.",)),
     "Glm5NextForConditionalGeneration": (),
-    "MiMoV2FlashForCausalLM": ("model.mtp.",),
+    **dict.fromkeys(MIMO_V2, ("model.mtp.",)),
     "MistralLarge4ForConditionalGeneration": ("mtp_dspark.",),
 }
 """By architecture: begins of the names of MTP layers that are not served."""
@@ -138,7 +139,7 @@ ROUTERS = tuple(sorted({f".{names.router}" for names in (ExpertNames(), *_EXPERT
 """Ends of the names of the routers' weights."""
 
 
-_SINKS = {"MiMoV2FlashForCausalLM": "attention_sink_bias", "FlintForCausalLM": "softmax_offset"}
+_SINKS = {**dict.fromkeys(MIMO_V2, "attention_sink_bias"), "FlintForCausalLM": "softmax_offset"}
 
 
 def sinks_name(config: ModelConfig) -> str:
@@ -443,16 +444,16 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 
     Rotary frequencies, constant decays; a head that is tied to the embedding, or of a pooled model; MTP layers, which
     have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's
-    count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; scales of
-    the KV cache; scores of the residual's rows before the first layer, where there is one row; projections of zero
-    experts, which transformers saves.
+    count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; audio;
+    scales of the KV cache; scores of the residual's rows before the first layer, where there is one row; projections of
+    zero experts, which transformers saves.
     """
     unread = {i for i in mtp_layers(names) if i >= config.num_layers} | set(
         range(config.num_layers, config.stored_layers)
     )
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
-    unused += (_FIRST_SCORES,) * (config.residual_block > 0)
+    unused += AUDIO + (_FIRST_SCORES,) * (config.residual_block > 0)
     ends = (_ROTARY, *_DECAYS, *TABLES, *KV_SCALES) + (_IMAGE_BIAS,) * (not config.routes_images())
     found = {name for name in names if name.endswith(ends) or name.startswith(unused) or NGRAMS in name}
     if config.moe is not None and config.moe.num_zero:

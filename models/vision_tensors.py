@@ -21,6 +21,8 @@ from moe_engine.models.vision_config import (
 )
 
 PREFIX = "visual."
+AUDIO = "audio_encoder.", "speech_embeddings."
+"""Begins of the names of audio towers, which are not served (MiMo-V2.5)."""
 DELIMITERS = ("image_start", "image_newline", "image_end")
 """Embeddings before an image, after each of its rows and after it (DeepSeek V4.1)."""
 Entry = tuple[str, tuple[int, ...], bool]

@@ -71,7 +71,7 @@ class BlockFP8Format:
         return "fp8"
 
     def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
-        scale = _scale_of(prefix, names)
+        scale = scale_of(prefix, names)
         if scale is None:
             return PLAIN.tensors(prefix, shape, names)
         grid = tuple(-(-size // block) for size, block in zip(shape, self.block))
@@ -105,7 +105,7 @@ class BlockFP8Format:
         return self.block == KERNEL_BLOCK
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
-        if self.block != KERNEL_BLOCK or _scale_of(prefix, source.names) is None:
+        if self.block != KERNEL_BLOCK or scale_of(prefix, source.names) is None:
             return False
         return source.dtype_of(f"{prefix}.weight") == "F8_E4M3" and cut.keeps_whole(shape, self.block)
 
@@ -135,7 +135,7 @@ def has_scales(names: Collection[str]) -> bool:
     return any(name.endswith(SCALE_ENDS[:2]) and f"{name.rpartition('.')[0]}.weight" in names for name in names)
 
 
-def _scale_of(prefix: str, names: Collection[str]) -> str | None:
+def scale_of(prefix: str, names: Collection[str]) -> str | None:
     """Name of a weight's scale grid; None if there is none."""
     return next((prefix + end for end in SCALE_ENDS if prefix + end in names), None)
 

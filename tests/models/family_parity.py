@@ -82,6 +82,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimax": {},
     "minimax_m2": {},
     "minimax_m3": {"num_mtp_layers": 1},
+    "mimo": {"num_mtp_layers": 1},
     "mimo_v2_flash": {},
     "step3p7": {"num_mtp_layers": 3},
     "laguna": {},
@@ -130,7 +131,7 @@ IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
     "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma3",
-    "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite",
+    "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo",
     "pixtral",
 )  # fmt: skip
 """Families without experts."""

@@ -25,6 +25,7 @@ from tests.models import (
     ling_v2,
     ling_v2_5,
     llama4_images,
+    mimo,
     minimax_m3_images,
     mistral3_checkpoints,
     mistral_native,
@@ -117,6 +118,12 @@ def ling_v2_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
     """Of GLM-4.5 with the same tensors."""
     found = text_family(ling_v2.LIKE, ling_v2.like(path), seed, use_qk_norm=True, num_mtp_layers=1, n_group=4)
     return replace(found, path=ling_v2.as_ling_v2(found.path, path))
+
+
+def mimo_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
+    """Of Qwen2 with the same tensors."""
+    found = text_family(mimo.LIKE, mimo.like(path), seed, tie_word_embeddings=False)
+    return replace(found, path=mimo.as_mimo(found.path, path, seed))
 
 
 def qwen_family(kind: str, path: Path, seed: int, **options: Any) -> Family:
@@ -326,7 +333,7 @@ OWN_FAMILIES: dict[str, Callable[..., Family]] = {
     "kimi_k25": kimi_family, "llama4": llama4_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "mistral_large3": mistral_large3_family, LARGE4: mistral_large4_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family, "ling_v2_5": ling_family,
-    "ling_v2": ling_v2_family,
+    "ling_v2": ling_v2_family, "mimo": mimo_family,
     "deepseek_v41": v41_family, "deepseek_v41_fp4": v41_fp4_family,
     "glm5_next": pooled_family, "qwen4_exp": qwen4_family,
 }  # fmt: skip

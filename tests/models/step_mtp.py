@@ -82,7 +82,7 @@ class StepOracle:
     @torch.no_grad()
     def states(self, tokens: list[int]) -> Tensor:
         """The residual [T, D] after the model's last layer."""
-        return _before_norm(self.text, input_ids=torch.tensor([tokens]))[0]
+        return before_norm(self.text, input_ids=torch.tensor([tokens]))[0]
 
     @torch.no_grad()
     def layer(self, index: int, next_ids: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class StepOracle:
         embedded = self.text.embed_tokens(torch.tensor(next_ids))
         both = torch.cat((self._norm(index, "enorm", embedded), self._norm(index, "hnorm", hidden)), -1)
         z = both @ self._weight(index, "eh_proj").T
-        v, read = _before_norm(self._layers[index], inputs_embeds=z[None])
+        v, read = before_norm(self._layers[index], inputs_embeds=z[None])
         return v, read @ self._weight(index, "transformer.shared_head.output").T
 
     def chain(self, states: Tensor, text: list[int], depth: int) -> list[int]:
@@ -113,7 +113,7 @@ class StepOracle:
         return self.tensors[f"model.layers.{self.first + index}.{name}.weight"].float()
 
 
-def _before_norm(model: Any, **given: Any) -> tuple[Tensor, Tensor]:
+def before_norm(model: Any, **given: Any) -> tuple[Tensor, Tensor]:
     """The input and the result [T, D] of the last norm of a text model."""
     found: list[Tensor] = []
     handle = model.norm.register_forward_pre_hook(lambda module, args: found.append(args[0]))

@@ -496,6 +496,12 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         12.1e9, 2.5e9,
     ),
     (
+        {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 4096, "intermediate_size": 11008}
+        | {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "attention_bias": True}
+        | {"vocab_size": 151680, "num_nextn_predict_layers": 1, "use_sliding_window": False, "rope_theta": 640000},
+        7.62e9, 6.99e9,
+    ),
+    (
         {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "hidden_size": 5120}
         | {"intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80, "num_key_value_heads": 8}
         | {"vocab_size": 155136, "rope_theta": 10000000.0, "attention_bias": True},

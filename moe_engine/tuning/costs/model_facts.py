@@ -59,7 +59,7 @@ def _nemotron_fields(fields: Fields) -> Fields:
 
 
 _COMPLETED = {
-    "mimo_v2_flash": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
+    "mimo_v2_flash": mimo_fields, "mimo_v2": mimo_fields, "gpt_oss": gpt_oss_fields, "kimi_linear": kimi_linear_fields,
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), bailing_v2_fields),
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,

@@ -31,6 +31,7 @@ from tests.models.deepseek_v41 import make_v41
 from tests.models.kimi_k3 import make_k3
 from tests.models.ling_v2 import make_ling_v2
 from tests.models.ling_v2_5 import make_ling
+from tests.models.mimo import make_mimo
 from tests.models.mistral_native import make_mistral_large3_text
 from tests.models.mxfp4 import mxfp4_copy
 from tests.models.v4_checkpoints import make_v4
@@ -60,6 +61,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
     "mixtral": {"num_hidden_layers": 2},
     "minimax_m3": {"num_mtp_layers": 1},  # selections of two KV heads, repeated on four ranks
+    "mimo": {"num_hidden_layers": 2, "num_mtp_layers": 1},  # an MTP layer that reads the residual
     "mimo_v2_flash": {
         "num_hidden_layers": 2,
         "layer_types": ["full_attention", "sliding_attention"],
@@ -141,6 +143,7 @@ OWN: dict[str, Callable[..., Path]] = {
     "deepseek_v41": lambda path, seed, tokenizer: make_v41(path, seed),
     "kimi_k3": make_k3,
     "ling_v2": make_ling_v2,
+    "mimo": make_mimo,
     "ling_v2_5": make_ling,
     "mistral_large3": make_mistral_large3_text,
 }
