@@ -25,12 +25,12 @@ _MATRIX = re.compile(r"(model\.layers\.(\d+)\.self_attn\.)([qkv])_proj")
 
 
 class _Part(NamedTuple):
-    """joined: the stored matrix. group: its rows in a group. first, count: those of the part in a group."""
+    """joined: the stored matrix. group: its rows in a group. first, rows: those of the part in a group."""
 
     joined: str
     group: int
     first: int
-    count: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class JoinedGroupsFormat(BlockFP8Format):
         columns = torch.arange(*(cut.cols or slice(None)).indices(shape[1])) // self.block[1]
         height, done = -(-part.group // self.block[0]), 0
         for group in range(self.groups):
-            start, stop = (min(max(row - group * part.count, 0), part.count) for row in (first, last))
+            start, stop = (min(max(row - group * part.rows, 0), part.rows) for row in (first, last))
             if start == stop:
                 continue
             rows = torch.arange(start, stop) + part.first
