@@ -18,7 +18,6 @@ rate is the share of unspoiled tokens; `mtp_agreement` measures it.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import report
 from benchmarks.checkpoints import (
     LOGIT_SPREAD,
     SHAPES,
@@ -119,9 +119,7 @@ def pass_embedding(eh_proj: Tensor) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench agreeing_checkpoint", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = report.command_parser("agreeing_checkpoint", __doc__)
     parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(s for s in SHAPES if "moe" in s))
     parser.add_argument("--agreement", type=float, default=0.8, help="share of correct drafts (default: 0.8)")
     parser.add_argument("--random", action="store_true", help="ordinary random weights instead: no draft is correct")

@@ -14,7 +14,6 @@ nearly evenly, so that a step reads as many of them as the formulas of `step_wor
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -31,6 +30,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks import report
 from moe_engine.kernels.cpu.library import cache_folder
 from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 
@@ -359,7 +359,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="moe-engine bench checkpoints", description=(__doc__ or "").split("\n\n")[0])
+    parser = report.command_parser("checkpoints", __doc__)
     parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(SHAPES))
     parser.add_argument("--directory", help="output folder (default: the cache)")
     parser.add_argument("--seed", type=int, default=0)

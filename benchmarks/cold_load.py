@@ -11,7 +11,6 @@ loads with one reading thread for each matrix, outside the page cache too: the s
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks import report
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from moe_engine.config.args import EngineArgs
 from moe_engine.models import weights
@@ -80,7 +80,7 @@ def measure(config: Any, rounds: int) -> list[tuple[float, float, float, float]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="moe-engine bench cold_load", description=__doc__.splitlines()[0])
+    parser = report.command_parser("cold_load", __doc__)
     parser.add_argument("--shape", default="moe-390m", choices=sorted(SHAPES), help="random checkpoint of this shape")
     parser.add_argument("--model-path", help="a checkpoint instead")
     parser.add_argument("--directory", help="folder of the random checkpoint (default: the benchmarks' cache)")

@@ -11,7 +11,6 @@ first format in points, and the number of different answers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -24,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from benchmarks import report
 from benchmarks.gguf_export import export
 from moe_engine import Engine
 from moe_engine.demo import CHECKPOINT_DIR
@@ -91,7 +91,7 @@ def questions(every: int) -> tuple[list[Example], list[list[int]], list[list[int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="moe-engine bench format_quality", description=__doc__.splitlines()[0])
+    parser = report.command_parser("format_quality", __doc__)
     known = "of --quantization, or block types of GGUF files; none: bf16"
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"], help=known)
     parser.add_argument("--every", type=int, default=1, help="use every n-th question only")

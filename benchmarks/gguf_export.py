@@ -9,7 +9,6 @@ the whole checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import json
 import struct
 import sys
@@ -21,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks import report
 from benchmarks.gguf_blocks import blocks_of, type_for
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.tensor_header import BLOCK_TYPES
@@ -227,7 +227,7 @@ def export(source: Path, path: Path, kind: str) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="moe-engine bench gguf_export", description=__doc__.splitlines()[0])
+    parser = report.command_parser("gguf_export", __doc__)
     parser.add_argument("--source", type=Path, required=True, help="checkpoint in hub layout, unquantized")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--type", choices=("BF16", *BLOCK_TYPES), default="Q4_0")

@@ -7,7 +7,6 @@ of loads. Compute: GFLOP/s of a 4096 x 4096 x 4096 bf16 product, also the best o
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import shutil
@@ -186,7 +185,7 @@ def limits_table(limits: MeasuredLimits) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="moe-engine bench limits", description=(__doc__ or "").split("\n\n")[0])
+    parser = report.command_parser("limits", __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="also write the result to this file")

@@ -8,7 +8,6 @@ per step of speculative decoding.
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from benchmarks import report
 from benchmarks.checkpoints import SPECIAL_TOKENS
 from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import cpu_device
@@ -153,9 +153,7 @@ def _best(layers: Any, hidden: Tensor) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="moe-engine bench mtp_agreement", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = report.command_parser("mtp_agreement", __doc__)
     parser.add_argument("path", help="a checkpoint directory with MTP layers")
     parser.add_argument("--chain", type=int, default=4, help="drafts after each token")
     parser.add_argument("--sequences", type=int, default=16)

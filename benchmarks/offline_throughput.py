@@ -18,7 +18,13 @@ from benchmarks import report
 from moe_engine import Engine
 from moe_engine.cli.output_file import check_writable
 from moe_engine.errors import ConfigError, MoeEngineError
-from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
+from moe_engine.tuning.datasets import (
+    BenchRequest,
+    Vocabulary,
+    add_dataset_arguments,
+    check_dataset_arguments,
+    make_dataset,
+)
 from moe_engine.tuning.serving_report import WIDTH, row
 
 WARMUP_REQUESTS = 16
@@ -33,7 +39,9 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--result-filename", default="", help="jsonl to append to")
     parser.add_argument("--disable-ignore-eos", action="store_true")
     parser.add_argument("--skip-warmup", action="store_true")
-    return report.parse_with_engine_flags(parser, argv)
+    own, flags = report.parse_with_engine_flags(parser, argv)
+    check_dataset_arguments(own)
+    return own, flags
 
 
 def generate(engine: Engine, requests: list[BenchRequest], ignore_eos: bool) -> list[dict[str, Any]]:

@@ -16,10 +16,11 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from benchmarks import report
-from benchmarks.step_driver import BatchDriver, create_worker
+from benchmarks.step_driver import BatchDriver, check_batch, create_worker
 from benchmarks.step_work import MachineLimits, ModelWork
 from moe_engine.cli.output_file import check_writable
 from moe_engine.config.args import EngineArgs
@@ -110,6 +111,8 @@ def limit_fractions(
 
 def latency_test(own: argparse.Namespace, config: ResolvedConfig) -> Iterator[dict[str, Any]]:
     """One result for each combination of batch size, input and output length."""
+    for sizes in product(own.batch_size, own.input_len, own.output_len):
+        check_batch(config, sizes[0], sizes[1] + sizes[2])
     limits = None
     if own.fraction_of_limits:
         from benchmarks.limits import measure_limits

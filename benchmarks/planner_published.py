@@ -7,7 +7,6 @@ Rates are tokens a second of a GPU. Sources are in `SYSTEMS`; assumptions that a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -119,7 +118,7 @@ SYSTEMS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="moe-engine bench planner_published", description=__doc__)
+    parser = report.command_parser("planner_published", __doc__)
     report.add_result_options(parser)
     args = parser.parse_args()
     rows = []

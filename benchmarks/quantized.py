@@ -9,13 +9,13 @@ ratio.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from benchmarks.one_batch import random_prompts
 from benchmarks.step_driver import BatchDriver, create_worker
@@ -66,7 +66,7 @@ def rows(times: Times) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="moe-engine bench quantized", description=__doc__.splitlines()[0])
+    parser = report.command_parser("quantized", __doc__)
     parser.add_argument("--model-path", help="an unquantized checkpoint; default: a random one of --shape")
     parser.add_argument("--shape", default="moe-390m", choices=tuple(SHAPES))
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"])

@@ -53,7 +53,13 @@ from moe_engine.planning.inputs.checkpoint import embedded_model
 from moe_engine.server.listen import url_host
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.answer import Answer
-from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
+from moe_engine.tuning.datasets import (
+    BenchRequest,
+    Vocabulary,
+    add_dataset_arguments,
+    check_dataset_arguments,
+    make_dataset,
+)
 from moe_engine.tuning.frozen_heap import frozen_heap
 from moe_engine.tuning.simulator.agents import add_agent_arguments
 from moe_engine.tuning.simulator.workload import Workload
@@ -134,8 +140,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.gsp_num_turns < 1 or (args.gsp_num_turns > 1 and args.dataset_name != "generated-shared-prefix"):
         parser.error("--gsp-num-turns must be at least 1, and needs --dataset-name generated-shared-prefix")
     try:
+        check_dataset_arguments(args)
         check_trace_arguments(args)
-    except ValueError as error:
+    except (ConfigError, ValueError) as error:
         parser.error(str(error))
     return args
 

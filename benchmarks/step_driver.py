@@ -26,6 +26,20 @@ def create_worker(config: ResolvedConfig) -> Worker:
     return Worker.create(worker_options(config))
 
 
+def check_batch(config: ResolvedConfig, num_requests: int, max_len: int) -> None:
+    """Raises ValueError: requests of so many tokens do not fit into the worker's rows, context or KV pool."""
+    if max_len > config.context_len:
+        raise ValueError(f"{max_len} tokens exceed the context of {config.context_len} (--context-length)")
+    if num_requests > config.max_running_requests:
+        raise ValueError(f"{num_requests} requests, but --max-running-requests is {config.max_running_requests}")
+    num_slots = -(-max_len // config.page_size) * config.page_size * num_requests
+    if num_slots > config.max_total_num_tokens:
+        raise ValueError(
+            f"{num_requests} requests of {max_len} tokens need {num_slots} KV slots; there are "
+            f"{config.max_total_num_tokens} (--max-total-tokens)"
+        )
+
+
 class BatchDriver:
     """One batch, starting with its prompts. `tokens[i]`: tokens sampled so far for request i.
 
@@ -40,21 +54,12 @@ class BatchDriver:
     def __init__(
         self, worker: Worker, config: ResolvedConfig, prompts: Sequence[Sequence[int]], max_len: int, step_tokens: int
     ) -> None:
-        page = config.page_size
-        span = -(-max_len // page) * page
-        if len(prompts) > config.max_running_requests:
-            raise ValueError(f"{len(prompts)} requests, but --max-running-requests is {config.max_running_requests}")
-        if span * len(prompts) > config.max_total_num_tokens:
-            raise ValueError(
-                f"{len(prompts)} requests of {max_len} tokens need {span * len(prompts)} KV slots; there are "
-                f"{config.max_total_num_tokens} (--max-total-tokens)"
-            )
-        if max_len > config.context_len:
-            raise ValueError(f"{max_len} tokens exceed the context of {config.context_len}")
+        check_batch(config, len(prompts), max_len)
+        span = -(-max_len // config.page_size) * config.page_size
         self._worker = worker
         self._prompts = [list(prompt) for prompt in prompts]
         self._step_tokens = step_tokens
-        self._first_slot = [page + row * span for row in range(len(prompts))]  # page 0 is the pool's dummy
+        self._first_slot = [config.page_size + row * span for row in range(len(prompts))]  # page 0 is the pool's dummy
         self._computed = [0] * len(prompts)
         self._number = 0
         self.tokens: list[list[int]] = [[] for _ in prompts]

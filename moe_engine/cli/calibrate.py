@@ -19,6 +19,7 @@ import uvloop
 
 from moe_engine.cli import USAGE_ERROR
 from moe_engine.cli.output_file import check_writable, writing
+from moe_engine.cli.serve import show_embedded
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError, MoeEngineError
@@ -66,6 +67,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     check_writable("--output", own.output)
     if args.parallel.nnodes > 1:
         raise ConfigError("--nnodes: calibrate measures a server on one machine; run it on the first node alone")
+    show_embedded(args)
     config = prepare(args)
     costs = _measure(rest, config)
     costs = replace(costs, launch=_launch(config), machine=_machine(config))

@@ -80,10 +80,15 @@ def plan(argv: Sequence[str], prog: str) -> int:
 
 def _engine_args(values: dict[str, Any]) -> EngineArgs:
     args = EngineArgs.from_kwargs(**values)
+    show_embedded(args)
+    return args
+
+
+def show_embedded(args: EngineArgs) -> None:
+    """A note if the embedded model is used for lack of another one."""
     if args.model.model_path is None:
         with suppress(OSError):  # a full disk below it does not end the start
             print("no --model-path: using the small model embedded in this package", file=sys.stderr)
-    return args
 
 
 def _machine(values: dict[str, Any]) -> Machine | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from moe_engine.cli.experts_report.dumps import read_dumps
 from moe_engine.cli.output_file import writing
+from moe_engine.cli.serve import show_embedded
 from moe_engine.cli.simulate_checks import LARGE_PART, check, check_launch, left_out, num_processes, parsed_goodput
 from moe_engine.cli.simulate_parts import Parts
 from moe_engine.cli.simulated_log import simulated_log
@@ -82,6 +83,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     check(own)
     check_launch(args)
+    show_embedded(args)
     goodput = parsed_goodput(own)
     config, source = source_of(own, args)
     for line in left_out(own, config):

@@ -14,23 +14,18 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.host_memory import host_memory
 from moe_engine.planning.inputs.machine import usable_cores
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.tuning import serving_report
+from moe_engine.tuning import datasets, serving_report
 from moe_engine.tuning.planner.given_form import OURS
 from moe_engine.tuning.simulator.parts import LEAST_PART
 from moe_engine.tuning.simulator.sessions import Recorded
 from moe_engine.tuning.simulator.workload import Workload
 
-MOST_TOKENS = 1 << 24
-"""Max length of a prompt or an answer."""
+MOST = 1e12
 LEAST = {
-    "num_prompts": 1, "gsp_num_groups": 1, "gsp_prompts_per_group": 1, "agent_turns": 1, "agent_groups": 1,
-    "agent_pause": 0, "recovery_seconds": 0, "restart_seconds": 0, "max_concurrency": 1, "expert_skew": 1,
-    "expert_zipf": 0, "processes": 1,
+    "agent_turns": 1, "agent_groups": 1, "agent_pause": 0, "recovery_seconds": 0, "restart_seconds": 0,
+    "max_concurrency": 1, "expert_skew": 1, "expert_zipf": 0, "processes": 1,
 }  # fmt: skip
-LENGTHS = {
-    "random_input_len": 1, "random_output_len": 1, "agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0,
-    "gsp_system_prompt_len": 0, "gsp_question_len": 1, "gsp_output_len": 1, "sharegpt_output_len": 1,
-}  # fmt: skip
+AGENT_LENGTHS = {"agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0}
 LARGE_PART = 2 * LEAST_PART
 """Least requests of a part by default. About a sixth of two such parts is simulated twice."""
 TOKEN_BYTES = 31
@@ -139,12 +134,9 @@ def left_out(own: argparse.Namespace, config: ResolvedConfig) -> list[str]:
 
 
 def _check_numbers(own: argparse.Namespace) -> None:
-    for name, least in (LEAST | LENGTHS).items():
-        value = getattr(own, name)
-        most = MOST_TOKENS if name in LENGTHS else 1e12
-        if value is not None and not least <= value <= most:
-            bound = f"at least {least}" if not value > most else f"at most {most:g}"
-            raise ConfigError(f"{_option(name)} is {value:g}; it must be {bound}")
+    datasets.check_dataset_arguments(own)
+    datasets.check_numbers(own, LEAST, MOST)
+    datasets.check_numbers(own, AGENT_LENGTHS, datasets.MOST_TOKENS)
     for name in ("request_rate", "burstiness", "sample_seconds"):
         value = getattr(own, name)
         if not value > 0 or (math.isinf(value) and name != "request_rate"):

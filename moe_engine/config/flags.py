@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -27,6 +28,13 @@ GROUPS = {
     "LoggingArgs": "logging and metrics",
     "ServerArgs": "server",
 }
+CLEARER = (
+    ("ignored explicit argument", "takes no value; leave out"),
+    (": invalid int value: (.*)", r" \1: expected a whole number"),
+    (": invalid float value: (.*)", r" \1: expected a number"),
+    ("expected (at least )?one argument", "has no value; give one, behind = if it begins with -"),
+)
+"""argparse's words without a fix, as patterns, and the words in their place."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,7 +47,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
-        raise ConfigError(message.replace("ignored explicit argument", "takes no value; leave out"))
+        for words, clear in CLEARER:
+            message = re.sub(words, clear, message)
+        raise ConfigError(message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raises ConfigError for an unknown argument, with the nearest flag."""

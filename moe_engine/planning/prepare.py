@@ -48,6 +48,7 @@ from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_ot
 from moe_engine.processes.runtime_dir import check_temporary
 
 SEED_BITS = 30
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 OTHER_WEIGHTS = (".npz", ".ckpt")
 SUMMING = ("linear", "experts", "attention")
 """Families whose results depend on the order of summation."""
@@ -70,15 +71,21 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
             named backend that cannot run here.
     """
     check_temporary()
-    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
-    model, draft = read_model(args, folder)
     found = machine or probe_machine(args.model.device)
+    folder = locate(
+        args.model.model_path, args.model.revision, args.model.download_dir, weights=not found.device.elsewhere
+    )
+    model, draft = read_model(args, folder)
     folder = find_gguf(folder) or folder
     config_folder = folder if folder.is_dir() or folder.suffix == SUFFIX else folder.parent
     check_deletion(args, config_folder)
     args, remarks = with_template_parsers(args, config_folder)
     remarks = (*remarks, *unread_overrides(args, folder))
-    files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
+    files = None
+    if reads_weights(args, config_folder, elsewhere=found.device.elsewhere):
+        files = read_checkpoint(config_folder, args.model.load_format)
+    elif found.device.elsewhere and args.model.load_format != "dummy":
+        remarks = (*remarks, f"no weight files in {config_folder}: the plan counts the weights by config.json")
     facts = checkpoint_facts(files, model, draft)
     exported = draft is not None and draft.is_nextn
     resolve_once = partial(
@@ -112,6 +119,15 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
     more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)
     return dataclasses.replace(resolved, notes=(*resolved.notes, *remarks, *unread_variables(os.environ), *more))
+
+
+def reads_weights(args: EngineArgs, folder: Path, elsewhere: bool) -> bool:
+    """Whether a launch reads weight files. A plan for another machine (`elsewhere`) takes a bare config.json, or a
+    folder without them."""
+    if args.model.load_format == "dummy":
+        return False
+    has_weights = folder.is_dir() and any(each.suffix in WEIGHT_SUFFIXES for each in folder.iterdir())
+    return has_weights or not elsewhere or folder.suffix == SUFFIX
 
 
 def read_model(args: EngineArgs, folder: Path) -> tuple[ModelConfig, DraftModel | None]:

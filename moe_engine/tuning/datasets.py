@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from moe_engine.errors import ConfigError
 
 DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
 
@@ -70,6 +72,17 @@ class Vocabulary:
         )
 
 
+MOST_REQUESTS = 10**12
+MOST_TOKENS = 1 << 24
+"""Max length of a prompt or an answer."""
+COUNTS = {"num_prompts": 1, "gsp_num_groups": 1, "gsp_prompts_per_group": 1}
+LENGTHS = {
+    "random_input_len": 1, "random_output_len": 1, "gsp_system_prompt_len": 0, "gsp_question_len": 1,
+    "gsp_output_len": 1, "sharegpt_output_len": 1,
+}  # fmt: skip
+"""Options of the request set, and the least value of each."""
+
+
 def add_dataset_arguments(
     parser: argparse.ArgumentParser, *, default_name: str = "sharegpt", more_names: Sequence[str] = ()
 ) -> None:
@@ -107,6 +120,21 @@ def add_dataset_arguments(
     group.add_argument("--gsp-question-len", type=int, default=128, help="tokens of a question (%(default)s)")
     group.add_argument("--gsp-output-len", type=int, default=256, help="tokens of an answer (%(default)s)")
     group.add_argument("--apply-chat-template", action="store_true", help="write text prompts as chat messages")
+
+
+def check_numbers(args: argparse.Namespace, least: Mapping[str, int], most: float) -> None:
+    """Raises ConfigError: an option is below its least value, or above `most`."""
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and not smallest <= value <= most:
+            bound = f"at least {smallest}" if not value > most else f"at most {most:g}"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it must be {bound}")
+
+
+def check_dataset_arguments(args: argparse.Namespace) -> None:
+    """Raises ConfigError: a number or a length of `add_dataset_arguments` is impossible."""
+    check_numbers(args, COUNTS, MOST_REQUESTS)
+    check_numbers(args, LENGTHS, MOST_TOKENS)
 
 
 def make_dataset(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ from moe_engine.planning.inputs.checkpoint import embedded_model
 from moe_engine.planning.prepare import prepare
 from moe_engine.server.app import make_template
 from moe_engine.server.launch import server_settings
+from moe_engine.tuning.costs.measured import VERSION
 from tests.examples import examples
 
 REMARKS = ("no --model-path", "note: ", "[20")
@@ -68,6 +70,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     for name, content in yaml.items():
         (folder / f"{name}.yaml").write_bytes(content)
+    (folder / "binary.toml").write_bytes(b"name = '\xe9'")
+    (folder / "deep.json").write_bytes(b"[" * 3000)
+    curve = {"counts": [1, 2], "seconds": [0.1, 0.2]}
+    costs = {"version": VERSION, "decode": {"0": curve}, "prefill": curve}
+    for name, change in {
+        "old": {"version": VERSION - 1}, "curves": {"decode": {"0": {**curve, "seconds": [0.1]}}},
+        "null": {"token_seconds": None}, "nan": {"context_base": float("nan")}, "conditions": {"conditions": [1]},
+        "no-curve": {"prefill": None},
+    }.items():  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps(costs | change))
     for name, content in {"broken": b"{", "list": b"[]", "empty": b"{}", "deep": b"[" * 3000, "junk": b"\xff"}.items():
         (folder / f"model-{name}").mkdir()
         (folder / f"model-{name}" / "config.json").write_bytes(content)
@@ -109,6 +121,15 @@ CASES = [
     "cluster-check --nnodes 2 --dist-init-addr x", "cluster-check --nnodes 2 --dist-init-addr localhost:99999",
     "cluster-check --node-rank 5", "cluster-check --join-timeout -1", "cluster-check --engine-timeout nan",
     "compile", "compile --gpu unheard-of --output {files}/out", "compile --output {files}/out --tp 3",
+    *(f"{command} --hardware {text}" for command in ("plan", "plan --workload in=9,out=9", "simulate --num-prompts 1")
+      for text in ("8h200", "h200:8", "0xh200", "x", "{files}/text", "{files}/folder", "{files}/binary.toml")),
+    *(f"{command} --cost-file {{files}}/{name}" for command in ("plan --workload in=9,out=9", "simulate")
+      for name in (
+          "deep.json", "old.json", "curves.json", "null.json", "nan.json", "conditions.json", "no-curve.json",
+      )),
+    "plan --workload in=9,out=9 --hardware 8xh200 --interconnect=", "simulate --hardware h200 --interconnect=",
+    *(f"simulate --hardware h200 --dataset-name agentic --agent-{name} 99999999999"
+      for name in ("turns", "groups", "subagents", "subagent-turns")),
     "calibrate", "calibrate --output {files}/out --tp 3", "calibrate x",
     "simulate", "simulate --cost-file {files}/missing", "simulate --cost-file {files}/text",
     "simulate --cost-file {files}/text --num-prompts x", "simulate --cost-file {files}/folder", "simulate x",
@@ -269,6 +290,44 @@ def test_a_full_disk_is_named(tmp_path):
         Path("/dev/full").write_text("x")
     check_writable("--output", tmp_path / "new")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("plan --hardware 8h200", "--hardware 8h200: write an x behind the number, 8xh200"),
+        ("plan --hardware H200:8", "--hardware H200:8: write the number first, 8xH200"),
+        ("simulate --cost-file {files}/old.json", f"has version {VERSION - 1}, and this release reads {VERSION}"),
+        ("simulate --num-prompts 1k", "--num-prompts '1k': expected a whole number"),
+        ("simulate --burstiness x", "--burstiness 'x': expected a number"),
+        ("simulate --num-prompts", "--num-prompts: has no value; give one, behind = if it begins with -"),
+    ],
+)
+def test_the_line_has_the_fix(command, words, files, capsys):
+    code, (line,) = run(capsys, command.format(files=files).split())
+    assert code == 2 and words in line
+
+
+@pytest.mark.parametrize("name", ["config.json", ""])
+def test_a_plan_for_other_hardware_takes_a_bare_config(name, tmp_path, capsys):
+    """In each form of the command; on this machine the weights are needed."""
+    (tmp_path / "config.json").write_bytes((embedded_model() / "config.json").read_bytes())
+    model = ["--model-path", str(tmp_path / name)]
+    for command in (
+        ["plan", "--hardware", "8xh200"],
+        ["plan", "--hardware", "h200", "--workload", "in=9,out=9"],
+        ["simulate", "--hardware", "h200", "--num-prompts", "1", "--disable-tqdm"],
+    ):
+        assert main([*command, *model]) == 0
+    assert "no weight files in" in capsys.readouterr().out
+    code, (line,) = run(capsys, ["plan", *model])
+    assert code == 2 and "no *.safetensors files" in line
+
+
+@pytest.mark.parametrize("command", ["plan --hardware h200", "simulate --hardware h200 --num-prompts 1"])
+def test_the_embedded_model_is_named(command, capsys):
+    assert main(command.split()) == 0
+    assert "no --model-path: using the small model embedded in this package" in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_named_once(capsys):

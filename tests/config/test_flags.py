@@ -294,7 +294,7 @@ def test_flags_of_docker_are_named_as_such(name):
         ("stray", "stray argument"),
         ("--enable-metrics true", "true: stray argument; every option has a name, for instance --model-path PATH;"),
         ("--page-size x", "--page-size x: expected a whole number"),
-        ("--page-size", "--page-size: expected one argument"),
+        ("--page-size", "--page-size: has no value; give one, behind = if it begins with -"),
         ("--enable-metrics=true", "--enable-metrics: takes no value; leave out 'true'"),
         ("--dtype flot16", "did you mean float16?"),
         ("--schedule-policy lru", "choose one of: fcfs, lpm"),

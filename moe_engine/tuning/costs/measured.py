@@ -194,22 +194,32 @@ class CostFile:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"--cost-file {path}: cannot read it: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--cost-file {path}: not JSON: {error}") from None
-        if not isinstance(values, dict) or values.pop("version", None) != VERSION:
-            raise ConfigError(f"--cost-file {path}: not a cost file; `moe-engine calibrate --output {path}` writes one")
+        if not isinstance(values, dict) or "version" not in values:
+            raise ConfigError(f"--cost-file {path}: not a cost file; `moe-engine calibrate --output FILE` writes one")
+        if (version := values.pop("version")) != VERSION:
+            raise ConfigError(
+                f"--cost-file {path}: has version {version!r}, and this release reads {VERSION}; run `moe-engine "
+                "calibrate` again"
+            )
         try:
+            if missing := [name for name in ("decode", "prefill") if name not in values]:
+                raise ValueError(f"{missing[0]} is missing")
             values["decode"] = {int(drafts): _curve(curve) for drafts, curve in values["decode"].items()}
             values["prefill"] = _curve(values["prefill"])
             values["behind"] = _curve(values["behind"]) if values.get("behind") else None
             values["acceptance"] = tuple(map(float, values.get("acceptance", ())))
             if not values["decode"] or not all(0 <= chance <= 1 for chance in values["acceptance"]):
                 raise ValueError("decode needs a curve, and each acceptance a number from 0 to 1")
-            if not isinstance(values.get("launch", {}), dict):
-                raise ValueError("launch must be an object with the flags of the measured launch")
-            for name in {each.name for each in fields(cls) if str(each.type).startswith("float")} & set(values):
+            for name in ("launch", "machine", "ledger", "conditions"):
+                if not isinstance(values.get(name, {}), dict):
+                    raise ValueError(f"{name} must be an object")
+            kinds = {each.name: str(each.type) for each in fields(cls) if str(each.type).startswith("float")}
+            for name in kinds.keys() & values.keys():
                 value = values[name]
-                if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                unknown = value is None and kinds[name].endswith("None")
+                if not unknown and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                     raise ValueError(f"{name} is {value}: it must be a number from 0")
             return cls(**values)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -150,13 +150,15 @@ def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
         name = known[0]
         gpu = find_gpu(name)
     else:
-        if turned := re.fullmatch(r"(\S+?)\s*[x*]\s*([0-9]+)", name):
+        if turned := re.fullmatch(r"(\S+?)\s*[x*:]\s*([0-9]+)", name):
             raise ConfigError(f"--hardware {hardware}: write the number first, {turned[2]}x{turned[1]}")
+        if (joined := re.fullmatch(r"([0-9]+)[ -]?(\S+)", name)) and joined[2].lower() in gpu_names():
+            raise ConfigError(f"--hardware {hardware}: write an x behind the number, {joined[1]}x{joined[2]}")
         raise ConfigError(
             f"--hardware {hardware}: unknown GPU {name}; use one of {', '.join(gpu_names())}, or a TOML file with "
             "the fields of those in moe_engine/tuning/hardware/gpus"
         )
-    return Cluster(gpu, parse_link(interconnect or gpu.network), int(found[1] or 1), name)
+    return Cluster(gpu, parse_link(gpu.network if interconnect is None else interconnect), int(found[1] or 1), name)
 
 
 def parse_link(name: str) -> LinkFacts:

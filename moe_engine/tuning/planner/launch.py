@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.gguf_container import SUFFIX, find_gguf
+from moe_engine.gguf_container import find_gguf
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import merge
@@ -20,7 +20,7 @@ from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.sizes import bytes_per_weight
 from moe_engine.planning.inputs.checkpoint import CheckpointFacts, locate
 from moe_engine.planning.model.resolve_dtype import DTYPE_BYTES
-from moe_engine.planning.prepare import checkpoint_facts, read_model
+from moe_engine.planning.prepare import checkpoint_facts, read_model, reads_weights
 from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.speculation.resolve_speculation import DraftModel
@@ -28,8 +28,6 @@ from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.tuning.costs.form import Form, Held, Weights
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import LEADER
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,7 @@ def subject_of(args: EngineArgs, folder: Path) -> Subject:
     """
     model, draft = read_model(args, folder)
     folder = find_gguf(folder) or folder
-    has_weights = folder.suffix == SUFFIX or (
-        folder.is_dir() and any(each.suffix in WEIGHT_SUFFIXES for each in folder.iterdir())
-    )
-    files = None
-    if has_weights and args.model.load_format != "dummy":
-        files = read_checkpoint(folder, args.model.load_format)
+    files = read_checkpoint(folder, args.model.load_format) if reads_weights(args, folder, elsewhere=True) else None
     return Subject(model, draft, checkpoint_facts(files, model, draft), str(folder))
 
 

@@ -51,8 +51,9 @@ class AgentShape:
             ("turns", 1), ("system_len", 0), ("input_len", 1), ("output_len", 1), ("groups", 1), ("subagents", 0),
             ("subagent_turns", 1),
         ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"--agent-{name.replace('_', '-')} must be at least {least}")
+            if not least <= (value := getattr(self, name)) <= MOST_SESSIONS:
+                option = f"--agent-{name.replace('_', '-')}"
+                raise ConfigError(f"{option} is {value}; it must be from {least} to {MOST_SESSIONS}")
         if not 0 <= self.pause < math.inf:
             raise ConfigError(f"--agent-pause is {self.pause}; it must be a number of seconds of at least 0")
         if not 0 <= self.fork_share <= 1:
@@ -109,7 +110,7 @@ class Agents:
     def __init__(self, shape: AgentShape, times: Iterator[float], sessions: int, seed: int) -> None:
         self._shape, self._times, self._sessions, self._seed = shape, times, sessions, seed
         numbers = Numbers()
-        self._systems = [_new_text(numbers, shape.system_len) for _ in range(shape.groups)]
+        self._systems = [_new_text(numbers, shape.system_len) for _ in range(min(shape.groups, sessions))]
         self._chains: dict[int, Chain] = {}
         self.total = sessions * shape.requests
 
