@@ -20,12 +20,6 @@ namespace moe {
 constexpr int64_t PACKED_TOGETHER = 128 << 10;  // bytes
 constexpr int64_t RESULTS_AHEAD = 8;  // columns whose memory is prefetched before they are stored
 
-// Prefetches a row, to be written or read.
-template <bool WRITE, class T>
-INLINE void touch(const T* row, int64_t width) {
-  for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i, WRITE, 2);
-}
-
 struct Queries {
   int64_t requests;
   const int32_t *rows, *starts, *contexts;  // starts [R + 1] count query tokens

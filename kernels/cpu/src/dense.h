@@ -79,14 +79,6 @@ INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pack
   }
 }
 
-// Brings rows that `finish` will write to this core while their product is computed.
-template <class T>
-INLINE void expect(T* out, int64_t ldo, int64_t m, int64_t columns) {
-  constexpr int64_t LINE = 64 / int64_t(sizeof(T));
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < columns; j += LINE) __builtin_prefetch(out + i * ldo + j, 1, 2);
-}
-
 // out = x w + bias, then rounded.
 template <class T>
 INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, const float* bias, T* out, int64_t ldo) {
@@ -126,7 +118,7 @@ class Columns {
       done = gemm_rounded<T>(rows, ldx, m, w_.data + first_ * panel, panel, steps, out, ldo,
                              cached ? nullptr : w_.data + next_ * panel);
     if (done == m) return;
-    expect(out + done * ldo, ldo, m - done, columns);
+    for (int64_t i = done; i < m; i++) touch<true>(out + i * ldo, columns);  // `finish` writes them
     multiply(rows + done * ldx, ldx, m - done, c, ldc, cached);
     finish(c, ldc, m - done, columns, bias, out + done * ldo, ldo);
   }
@@ -192,6 +184,12 @@ struct Rows {
     stride = padded * int64_t(sizeof(T));
   }
 };
+
+// The panel that a thread will probably read after panel `end` - 1 of a task with panels [first, last). If each range of
+// panels has one task, other threads take the next ranges. Products of coded panels prefetch those in order.
+inline int64_t panel_after(const Packed& w, int64_t end, int64_t first, int64_t last, int64_t row_tasks) {
+  return end < last || row_tasks > 1 || w.form ? end : first + omp_get_max_threads() * (last - first);
+}
 
 // Panels per task so that `others` tasks become at least four per thread, and a task of few rows still streams a long
 // range of memory.

@@ -149,8 +149,8 @@ class Passes {
  public:
   Passes(const Unit* units, int64_t count, const Shape& shape, const Panels& panels, T* hidden, int64_t hidden_stride,
          const RowsOf& rows_of, const Out& out_of)
-      : units_(units), s_(shape), panels_(panels), hidden_(hidden), stride_(hidden_stride), rows_of_(rows_of),
-        out_of_(out_of), up_width_(panels_per_task(s_.width_panels, 2 * s_.hidden_panel * 4, count)),
+      : units_(units), count_(count), s_(shape), panels_(panels), hidden_(hidden), stride_(hidden_stride),
+        rows_of_(rows_of), out_of_(out_of), up_width_(panels_per_task(s_.width_panels, 2 * s_.hidden_panel * 4, count)),
         down_width_(panels_per_task(s_.hidden_panels, s_.width_panel * 4, count)),
         up_parts_(ceil_div(s_.width_panels, up_width_)), down_parts_(ceil_div(s_.hidden_panels, down_width_)),
         up_tasks(count * up_parts_), down_tasks(count * down_parts_) {}
@@ -167,7 +167,8 @@ class Passes {
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
       const Columns<T> gates(w, s_.hidden, p, here, s_.width_panels + p, 0);
-      const Columns<T> ups(w, s_.hidden, s_.width_panels + p, here, p + here, 1);
+      const int64_t next = panel_behind(w, p + here, last, task, up_parts_, up_width_);
+      const Columns<T> ups(w, s_.hidden, s_.width_panels + p, here, next, 1);
       const int64_t columns = std::min(here * LANES, s_.half - column);
       each_block(w, unit.rows, [&](int64_t row, int64_t rows) {
         gates.multiply(x + row * stride, stride, rows, gate, GROUP * LANES);
@@ -201,7 +202,7 @@ class Passes {
     if (s_.down_form && !s_.down_decoded) x = coded_rows<T>(*s_.down_form, x, &stride, unit.rows, s_.width, ROWS);
     for (int64_t p = first; p < last; p += together) {
       const int64_t here = std::min(together, last - p), column = p * LANES;
-      const Columns<T> panels(w, s_.width, p, here, p + here);
+      const Columns<T> panels(w, s_.width, p, here, panel_behind(w, p + here, last, task, down_parts_, down_width_));
       const int64_t columns = std::min(here * LANES, s_.hidden - column);
       const float* bias = s_.biases ? s_.biases->of_down(unit.expert, s_.hidden, column) : nullptr;
       each_block(w, unit.rows, [&](int64_t row, int64_t rows) {
@@ -212,7 +213,17 @@ class Passes {
   }
 
  private:
+  // See `panel_after`, with `parts` tasks of `width` panels for each unit. Panels count from the first one of the
+  // task's expert.
+  int64_t panel_behind(const Packed& w, int64_t end, int64_t last, int64_t task, int64_t parts, int64_t width) const {
+    const Unit& own = units_[task / parts];
+    if (end < last || w.form || own.rows > FEW_ROWS) return end;
+    const int64_t next = std::min(task + omp_get_max_threads(), count_ * parts - 1);
+    return (units_[next / parts].expert - own.expert) * panels_.apart / (w.steps * LANES) + next % parts * width;
+  }
+
   const Unit* const units_;
+  const int64_t count_;
   const Shape& s_;
   const Panels panels_;
   T* const hidden_;
@@ -359,7 +370,8 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
       const Columns<T> gates(first, hidden, p, count, width_panels + p, 0);
-      const Columns<T> ups(first, hidden, width_panels + p, count, p + count, 1);
+      const int64_t next = panel_after(first, p + count, begin, end, row_tasks);
+      const Columns<T> ups(first, hidden, width_panels + p, count, next, 1);
       each_block(first, here, [&](int64_t start, int64_t some) {
         const char* x_rows = rows.data + (row + start) * rows.stride;
         gates.multiply(x_rows, rows.stride, some, gate, GROUP * LANES);
@@ -382,7 +394,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     if (down_form && !down_decoded) a = coded_rows<T>(*down_form, a, &apart, here, width, ROWS);
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
-      const Columns<T> panels(second, width, p, count, p + count);
+      const Columns<T> panels(second, width, p, count, panel_after(second, p + count, begin, end, row_tasks));
       each_block(second, here, [&](int64_t start, int64_t some) {
         panels.multiply_to(a + start * apart, apart, some, std::min(count * LANES, out_features - column), nullptr,
                            out + (row + start) * ldo + column, ldo, c, GROUP * LANES);

@@ -40,7 +40,7 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
     float* c = scratch<float>(PRODUCT, here * ldc);
     for (int64_t p = first; p < last; p += together) {
       const int64_t count = std::min(together, last - p), column = p * LANES, columns = std::min(count * LANES, n - column);
-      const Columns<T> panels(w, k, p, count, p + count);
+      const Columns<T> panels(w, k, p, count, panel_after(w, p + count, first, last, row_tasks));
       each_block(w, here, [&](int64_t start, int64_t some) {
         panels.multiply_to(rows.data + (row + start) * rows.stride, rows.stride, some, columns,
                            bias ? bias + column : nullptr, out + (row + start) * ldo + column, ldo, c, ldc, cached);
@@ -83,7 +83,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
-      const Columns<T> own(w, k, p, count, p + count);
+      const Columns<T> own(w, k, p, count, panel_after(w, p + count, first, last, row_tasks));
       own.multiply_to(a, stride * int64_t(sizeof(T)), here, std::min(count * LANES, n - column), nullptr,
                       out + row * out_token + head * out_head + column, out_token, c, GROUP * LANES);
     }

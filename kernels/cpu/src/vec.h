@@ -203,6 +203,12 @@ INLINE void store_some(T* p, const F16& x, int64_t n) {
   std::memcpy(p, lane, size_t(n) * sizeof(T));
 }
 
+// Prefetches a row, to be written or read.
+template <bool WRITE, class T>
+INLINE void touch(const T* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i, WRITE, 2);
+}
+
 // Units of 16 columns: `even` and `odd` are the two elements of each unit (for fp32 a unit is `even` alone).
 INLINE void store_units(uint32_t* p, const F16& even, const F16& odd, bf16) {
 #if defined(MOE_AVX512_BF16)
