@@ -37,7 +37,7 @@ from moe_engine.tuning.hardware.table import Cluster, parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.memory import EstimatedMemory
 from moe_engine.tuning.planner.predict import accepted_drafts
-from moe_engine.tuning.planner.steady import Load, Steady, queued, steady_state
+from moe_engine.tuning.planner.steady import Load, MeasuredTimes, Steady, queued, steady_state
 
 PRIOR = {
     "hbm": (0.7, 0.2), "experts_hbm": (0.6, 0.3), "flops": (0.55, 0.2), "attention_hbm": (0.6, 0.3),
@@ -115,7 +115,7 @@ def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
             running = min(point.concurrency, most_running(point))
             state = steady_state(
                 cost, form, load, running, share, launch.chunk, point.drafts, accepted_drafts(point.drafts),
-                prompt_deviation=late, turns=launch.turns,
+                turns=launch.turns, times=MeasuredTimes(prompt_deviation=late),
             )  # fmt: skip
             states[setting] = queued(state, load, point.concurrency / running)
         state = states[setting]

@@ -20,7 +20,7 @@ from moe_engine.tuning.planner.memory import Room, room_of
 from moe_engine.tuning.planner.predict import Prediction, predicted
 from moe_engine.tuning.planner.search import Found, Plan, pareto
 from moe_engine.tuning.planner.space import ROWS, WHOLE
-from moe_engine.tuning.planner.steady import Load
+from moe_engine.tuning.planner.steady import Load, MeasuredTimes
 from moe_engine.tuning.planner.workload import Workload
 
 Point = tuple[Candidate, Prediction]
@@ -105,8 +105,6 @@ def _point(file: CostFile, candidate: Candidate, load: Load, acceptance: float |
     answer_s = file.answer_seconds + (file.idle_seconds if alone else file.busy_seconds)
     share, steps = replace(load_efficiency(OURS), request_ms=answer_s * 1e3), load.output / (1 + accepted)
     token_s = file.token_seconds + file.results_seconds * candidate.replicas / max(candidate.concurrency, 1)
-    prediction = predicted(
-        MeasuredCosts(file), candidate, load, share, accepted, mixed, beside_s=file.beside_seconds(steps),
-        front_end_s=file.request_seconds + steps * token_s,
-    )  # fmt: skip
+    times = MeasuredTimes(beside_s=file.beside_seconds(steps), front_end_s=file.request_seconds + steps * token_s)
+    prediction = predicted(MeasuredCosts(file), candidate, load, share, accepted, mixed, times=times)
     return candidate, prediction

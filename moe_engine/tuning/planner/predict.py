@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
 
 from moe_engine.tuning.costs.efficiency import Efficiency, deviation_keys
 from moe_engine.tuning.costs.form import Form, Held, precision_of
@@ -16,7 +15,7 @@ from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import Candidate
-from moe_engine.tuning.planner.steady import Load, Steady, queued, steady_state
+from moe_engine.tuning.planner.steady import STEPS_ALONE, Load, MeasuredTimes, Steady, queued, steady_state
 
 TAIL = 4.6
 """The 99th percentile of an exponential waiting time over its mean."""
@@ -105,18 +104,18 @@ class Predictor:
     def predict(self, candidate: Candidate, load: Load, clients: float = 1.0) -> Prediction:
         """clients: requests for each one that runs, as in `queued`."""
         cost, late = self.cost(candidate.form, candidate.kv)
-        accepted = self.accepted(candidate.drafts)
-        return predicted(cost, candidate, load, self.share, accepted, self._mixed, clients, prompt_deviation=late)
+        accepted, times = self.accepted(candidate.drafts), MeasuredTimes(prompt_deviation=late)
+        return predicted(cost, candidate, load, self.share, accepted, self._mixed, clients, times)
 
 
 def predicted(
     cost: StepCostModel, candidate: Candidate, load: Load, share: Efficiency, accepted: float, mixed: bool,
-    clients: float = 1.0, **times: Any,
+    clients: float = 1.0, times: MeasuredTimes = STEPS_ALONE,
 ) -> Prediction:  # fmt: skip
     """The prediction by a model of step costs. `accepted`, `mixed`, `times`: of `steady_state`."""
     state = steady_state(
         cost, candidate.form, load, candidate.concurrency / candidate.replicas, share, candidate.chunk,
-        candidate.drafts, accepted, mixed=mixed, **times,
+        candidate.drafts, accepted, mixed=mixed, times=times,
     )  # fmt: skip
     found = _prediction(state, candidate, load, accepted, share)
     late = queued(state, load, clients).ttft_s - state.ttft_s

@@ -38,6 +38,24 @@ AT_ONCE = PromptTurns()
 
 
 @dataclass(frozen=True)
+class MeasuredTimes:
+    """What measurements add to the cost of steps.
+
+    Attributes:
+        prompt_deviation: factor on the time to the first token.
+        beside_s: seconds by which another request lengthens steps other than its prompt's.
+        front_end_s: seconds of the frontend for a request, which it takes one after the other.
+    """
+
+    prompt_deviation: float = 1.0
+    beside_s: float = 0.0
+    front_end_s: float = 0.0
+
+
+STEPS_ALONE = MeasuredTimes()
+
+
+@dataclass(frozen=True)
 class Load:
     """Requests of a workload: mean computed prompt tokens (prefix hits left out; 0: another engine computes them),
     prompt tokens and output tokens. `equal`: all requests have these numbers, else they vary."""
@@ -82,20 +100,15 @@ def steady_state(
     chunk: int = 8192,
     drafts: int = 0,
     accepted: float = 0.0,
-    prompt_deviation: float = 1.0,
-    beside_s: float = 0.0,
-    front_end_s: float = 0.0,
     mixed: bool = False,
     turns: PromptTurns = AT_ONCE,
+    times: MeasuredTimes = STEPS_ALONE,
 ) -> Steady:
     """Predicts a replica.
 
     Args:
         concurrency: running requests of the replica. chunk: prompt tokens of a step of one attention group.
         drafts, accepted: draft tokens that a step verifies, and the mean number of accepted ones.
-        prompt_deviation: measured factor on the time to the first token.
-        beside_s: seconds by which another request lengthens steps other than its prompt's.
-        front_end_s: seconds of the frontend for a request, which it takes one after the other.
         mixed: steps have prompts and decodes (`--enable-mixed-chunk`).
         turns: another engine's, if its launch is known.
     """
@@ -109,15 +122,15 @@ def steady_state(
     beside = (shape, decode.seconds) if fitted or mixed or (groups > 1 and not load.equal) else None
     steps = PromptSteps(cost, load.computed, load.prompt - load.computed, chunk, beside)
     prompt_s, num_steps = steps.added(1.0), load.output / (1 + accepted)
-    others = Others(max(0.0, concurrency - 1), groups, num_steps, decode.seconds, beside_s, outside_s)
+    others = Others(max(0.0, concurrency - 1), groups, num_steps, decode.seconds, times.beside_s, outside_s)
     if share.queue is not None:
         waiting = _of_engine(share.queue, rows, others, steps, turns, load.equal)
     else:
         waiting = (of_equal_requests if load.equal else of_varied_requests)(steps, others)
     lost = share.prompt_weight * waiting.others / max(1.0, load.output)
     tpot = decode.seconds / (1 + accepted) + lost
-    ttft = outside_s + prompt_deviation * waiting.first_token
-    tpot = max(tpot, (concurrency * front_end_s - ttft) / max(1.0, load.output - 1))
+    ttft = outside_s + times.prompt_deviation * waiting.first_token
+    tpot = max(tpot, (concurrency * times.front_end_s - ttft) / max(1.0, load.output - 1))
     cycle = ttft + tpot * max(0.0, load.output - 1)
     return Steady(
         ttft,
