@@ -56,7 +56,8 @@ examples:
   moe-engine calibrate --output costs.json                    measure this machine
   moe-engine simulate --cost-file costs.json --request-rate 4 --num-prompts 500 \\
       --random-input-len 256 --random-output-len 64
-  moe-engine simulate --cost-file costs.json --dataset-name agentic --num-prompts 400
+  moe-engine simulate --cost-file costs.json --dataset-name agentic --num-prompts 400 --agent-system-len 256 \\
+      --agent-turns 4 --agent-input-len 64 --agent-output-len 64
   moe-engine simulate --model-path config.json --hardware 8xH200 --tp 8 --attn-dp-size 8 --ep-size 8 --request-rate 20
   moe-engine simulate --cost-file costs.json --dataset-name trace --dataset-path conversation_trace.jsonl
 

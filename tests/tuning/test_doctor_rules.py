@@ -326,6 +326,7 @@ def test_fewer_requests_than_ran():
         "Receive: obj=GenerateReqInput(rid='a', text='Why CUDA out of memory in Decode batch?', sampling_params={})",
         "Finish: obj=GenerateReqInput(rid='a', text='x'), out={'text': 'torch.OutOfMemoryError: raise the fraction'}",
         '{"timestamp": "2026-07-01T10:00:00", "event": "request.received", "obj": {"text": "CUDA out of memory"}}',
+        '{"event":"request.finished","obj":{"text":"x"},"out":{"text":"torch.OutOfMemoryError: raise the fraction"}}',
         "Memory cgroup out of memory: Killed process 4711 (sglang::schedul) total-vm:131072kB",
         "Decode out of memory happened. #retract",
     ],

@@ -128,7 +128,7 @@ _HANGS = (
     "atchdog timeout (self.watchdog_timeout", "Watchdog caught collective operation timeout", "stalled: step ",
     "stalled: no heartbeat",
 )  # fmt: skip
-_REQUESTS = ("Receive: obj=", "Finish: obj=", '"event": "request.')
+_REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
 """Lines of --log-requests: prompts and answers may contain any text."""
 _NO_ROOM = "Not enough memory. Please try to increase --mem-fraction-static"
 START_WORDS = (
