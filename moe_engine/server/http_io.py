@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import aclosing, suppress
@@ -188,8 +189,15 @@ def _decode_leniently(body: bytes | bytearray) -> dict[str, Any]:
         raise InputError(
             "the request body is nested too deep; send fewer objects and lists within each other"
         ) from None
-    except ValueError as exc:
+    except UnicodeDecodeError as exc:
+        raise InputError(
+            f"the request body is not UTF-8 at byte {exc.start}; send JSON in UTF-8, uncompressed"
+        ) from None
+    except json.JSONDecodeError as exc:
         raise InputError(f"the request body is not valid JSON: {exc}") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise InputError(f"the request body has a number of more than {most} digits; send shorter numbers") from None
     if not isinstance(value, dict):
         raise InputError(f"the request body must be a JSON object, not {_json_kind(value)}")
     check_unicode_within(value)

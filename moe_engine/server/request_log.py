@@ -169,7 +169,8 @@ def _file_handler(folder: str) -> logging.Handler:
         Path(folder).mkdir(parents=True, exist_ok=True)
         return _HourFiles(folder)
     except OSError as error:
-        raise ConfigError(f"--log-requests-target {folder}: cannot be written: {error.strerror}") from None
+        reason = "it is a file; name a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"--log-requests-target {folder}: cannot be written: {reason}") from None
 
 
 def _parameters(sampling: SamplingParams) -> dict[str, Any]:

@@ -233,7 +233,9 @@ def test_request_log_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found[1]["meta_info"]["prompt_tokens"] == 2
     assert [line for line in capsys.readouterr().out.splitlines() if "request." in line] == lines
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--log-requests-target .*file"):
+    with pytest.raises(
+        ConfigError, match=r"--log-requests-target .*file: cannot be written: it is a file; name a folder"
+    ):
         RequestLog(RequestLogSettings(targets=(str(tmp_path / "file"),)))
 
 

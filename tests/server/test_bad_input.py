@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 
@@ -257,6 +258,9 @@ def test_openai(path, body, param, message):
         (b"[1]", "must be a JSON object, not an array"),
         (b"null", "must be a JSON object, not null"),
         (b"\xff\xfe", "not valid JSON"),
+        (b'{"text": "\xe9"}', "not UTF-8 at byte 10; send JSON in UTF-8, uncompressed"),
+        (gzip.compress(b'{"text": "a"}'), "not UTF-8 at byte 1; send JSON in UTF-8, uncompressed"),
+        (b'{"text": %s}' % (b"9" * 5000), "a number of more than 4300 digits"),
         (b"[" * 200_000, "nested too deep"),
         (b'{"text": "\\ud83d", "prompt": "\\ud83d"}', "is half of a surrogate pair"),
     ],
