@@ -19,12 +19,9 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
-from moe_engine.frontend.delete_checkpoint import delete_checkpoint
 from moe_engine.frontend.engine_loop import EngineLoop
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput
-from moe_engine.frontend.group_updates import GROUP, GROUP_SECONDS, GroupUpdates, Trainer
-from moe_engine.frontend.memory_release import MemoryReleases
 from moe_engine.frontend.offline_requests import encode_request, generate_request
 from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
@@ -33,8 +30,11 @@ from moe_engine.frontend.scoring import ScoreResult, score
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, wait_ready
 from moe_engine.frontend.watchdog import watch
-from moe_engine.frontend.weight_reads import read_weight
-from moe_engine.frontend.weight_updates import Updated, WeightUpdates
+from moe_engine.frontend.weights.delete_checkpoint import delete_checkpoint
+from moe_engine.frontend.weights.group_updates import GROUP, GROUP_SECONDS, GroupUpdates, Trainer
+from moe_engine.frontend.weights.memory_release import MemoryReleases
+from moe_engine.frontend.weights.weight_reads import read_weight
+from moe_engine.frontend.weights.weight_updates import Updated, WeightUpdates
 from moe_engine.planning.output.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
 from moe_engine.server_args import ServerArgs

@@ -20,9 +20,9 @@ from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.prepare import BURST, FormatOf, Job, Preparer, ReadRequest
 from moe_engine.frontend.sequence import COLLECTED, Observer, PieceSink, Sequence, direct_reader, feed, sequences_of
 from moe_engine.frontend.served_adapters import ServedAdapters
-from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.frontend.settings import FrontendSettings
+from moe_engine.frontend.weights.served_weights import ServedWeights
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import FinishReason
 
@@ -54,7 +54,7 @@ class Frontend:
         self.paused = False
         """See `frontend.pausing`."""
         self.released: set[str] = set()
-        """Parts whose memory is released, see `frontend.memory_release`. No request begins meanwhile."""
+        """Parts whose memory is released, see `frontend.weights.memory_release`. No request begins meanwhile."""
         self._live: dict[str, Sequence] = {}
         """By the client's id, from the start of the request until the sequence has ended here."""
         self.adapters = ServedAdapters(client, self.settings.lora)

@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from moe_engine.errors import InputError
-from moe_engine.frontend.memory_release import MemoryReleases
 from moe_engine.frontend.pausing import Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.run_settings import RunSettingsOfAll
 from moe_engine.frontend.served_adapters import AdapterChange
-from moe_engine.frontend.weight_reads import read_weight
-from moe_engine.frontend.weight_updates import Updated, WeightUpdates
+from moe_engine.frontend.weights.memory_release import MemoryReleases
+from moe_engine.frontend.weights.weight_reads import read_weight
+from moe_engine.frontend.weights.weight_updates import Updated, WeightUpdates
 from moe_engine.server.http_io import json_response, read_query, read_small, read_weights_body
 from moe_engine.server.native_types import (
     Continued,

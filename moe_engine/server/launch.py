@@ -22,8 +22,8 @@ from moe_engine import logs
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.frontend.core_process import FAILED_CORE_SECONDS, CoreProcess
-from moe_engine.frontend.delete_checkpoint import delete_checkpoint
 from moe_engine.frontend.start import frontend_settings, kill_cores, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.frontend.weights.delete_checkpoint import delete_checkpoint
 from moe_engine.planning.inputs.cluster_env import ClusterPlace
 from moe_engine.planning.output import explain
 from moe_engine.planning.output.launch_flags import launch_flags

@@ -7,8 +7,8 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_engine.frontend.group_updates import GroupUpdates, Trainer
-from moe_engine.frontend.weight_updates import Updated, WeightUpdates
+from moe_engine.frontend.weights.group_updates import GroupUpdates, Trainer
+from moe_engine.frontend.weights.weight_updates import Updated, WeightUpdates
 from moe_engine.server.engine_api import updated_response
 from moe_engine.server.http_io import decode_body, json_response, read_large
 from moe_engine.server.native_types import DestroyGroupRequest, GroupChanged, InitGroupRequest, ReceiveWeightsRequest

@@ -11,7 +11,7 @@ import pytest
 from moe_engine import Engine
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.frontend.delete_checkpoint import remove
+from moe_engine.frontend.weights.delete_checkpoint import remove
 from moe_engine.planning.prepare import prepare
 from tests.models.checkpoints import make_checkpoint
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, InputError
-from moe_engine.frontend import tensor_files
+from moe_engine.frontend.weights import tensor_files
 from moe_engine.models.bar_output import BarOutput
 from moe_engine.planning.prepare import prepare
 from moe_engine.processes import address_space

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from moe_engine.executor.make_worker import worker_options
 from moe_engine.frontend.engine import Engine
-from moe_engine.frontend.weight_updates import WeightUpdates
+from moe_engine.frontend.weights.weight_updates import WeightUpdates
 from moe_engine.worker.weight_read import ReadArgs, WeightRead
 from tests.engine.harness import InProcessEngine
 from tests.models.ling_v2_5 import make_ling

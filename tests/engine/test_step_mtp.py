@@ -11,7 +11,7 @@ import torch
 
 from moe_engine import Engine
 from moe_engine.errors import ConfigError
-from moe_engine.frontend.weight_updates import WeightUpdates
+from moe_engine.frontend.weights.weight_updates import WeightUpdates
 from tests.engine.harness import InProcessEngine
 from tests.engine.test_v4_mtp import FLAGS, GREEDY
 from tests.engine.test_windows import make_script, pool_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_engine import Engine
-from moe_engine.frontend.weight_updates import WeightUpdates
+from moe_engine.frontend.weights.weight_updates import WeightUpdates
 from tests.models.v4_checkpoints import load_v4, make_v4
 from tests.models.v4_mtp import MTPOracle, make_agreeing
 from tests.speculation.eagle_heads import chain_counts

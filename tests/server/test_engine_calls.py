@@ -25,8 +25,8 @@ from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.client_api import GroupAnswers, Health
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput
-from moe_engine.frontend.served_weights import ServedWeights
-from moe_engine.frontend.weight_updates import WeightUpdates
+from moe_engine.frontend.weights.served_weights import ServedWeights
+from moe_engine.frontend.weights.weight_updates import WeightUpdates
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, in_process, post, real_server, talk
 from tests.waiting import until

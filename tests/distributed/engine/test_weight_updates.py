@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moe_engine import Engine
-from moe_engine.frontend.weight_updates import Updated, WeightUpdates
+from moe_engine.frontend.weights.weight_updates import Updated, WeightUpdates
 from tests.models.checkpoints import make_checkpoint
 from tests.models.deepseek_v41 import make_v41
 from tests.speculation.agreeing import agreeing_checkpoint

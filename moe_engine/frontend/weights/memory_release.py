@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend.frontend import Frontend
-from moe_engine.frontend.weight_updates import Updated, WeightUpdates
+from moe_engine.frontend.weights.weight_updates import Updated, WeightUpdates
 
 logger = logging.getLogger("moe_engine")
 

@@ -1,7 +1,7 @@
 """Weight updates from a trainer in a process group, over all ranks of all replicas.
 
 The trainer is rank 0 of the group; it opens the store and broadcasts whole tensors in the order of the call. All ranks
-receive while requests run, and stage and commit as in other updates (`frontend.weight_updates`).
+receive while requests run, and stage and commit as in other updates (`frontend.weights.weight_updates`).
 
 Broadcasts have no names: if the trainer sends and the engine does not receive, both stay out of step. A failed update
 therefore ends its group on every rank.
@@ -21,7 +21,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.frontend.client_api import CallError, EngineClient, values_of
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.rank_polling import poll_ranks
-from moe_engine.frontend.weight_updates import Change, Updated, WeightUpdates
+from moe_engine.frontend.weights.weight_updates import Change, Updated, WeightUpdates
 
 logger = logging.getLogger("moe_engine")
 

@@ -26,7 +26,7 @@ from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.frontend.client_api import CallError
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.read_ahead import read_ahead
-from moe_engine.frontend.tensor_files import TensorFiles
+from moe_engine.frontend.weights.tensor_files import TensorFiles
 
 logger = logging.getLogger("moe_engine")
 
