@@ -1,8 +1,8 @@
 """A checkpoint in hub layout as a GGUF file with matrices in blocks: ``python -m benchmarks.gguf_export``.
 
 For comparisons of the same weights with llama.cpp. Names, the order of rows and the metadata are those of llama.cpp's
-converter, for Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral and DeepSeek; blocks are rounded to the nearest numbers. Memory:
-the whole checkpoint.
+converter, for Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek and Gemma 3; blocks are rounded to the nearest
+numbers. Memory: the whole checkpoint.
 
     python -m benchmarks.gguf_export --source DIR --output model-q4_0.gguf --type Q4_0
 """
@@ -35,7 +35,8 @@ NUMBERS = {
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "qwen3_moe": "qwen3moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
 }  # fmt: skip
 _MODULES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -47,6 +48,10 @@ _MODULES = {
     "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+_GEMMA3 = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 _EXPERT = {
     "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
@@ -97,7 +102,7 @@ def write_container(path: Path, metadata: Mapping[str, Any], tensors: Stored) ->
     return path
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str = "") -> str:
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     module, _, kind = name.rpartition(".")
     if module in whole:
@@ -107,7 +112,13 @@ def gguf_name(name: str) -> str:
         return f"blk.{layer}.{_EXPERT[rest[-1]]}.{kind}"
     if kind == "e_score_correction_bias":
         return f"blk.{layer}.exp_probs_b.bias"
-    return f"blk.{layer}.{_MODULES['.'.join(rest)]}.{kind}"
+    modules = _MODULES | (_GEMMA3 if architecture == "gemma3" else {})
+    return f"blk.{layer}.{modules['.'.join(rest)]}.{kind}"
+
+
+def stored_norm(name: str, tensor: Tensor, architecture: str) -> Tensor:
+    """Gemma 3's norms with the 1 that its layers add; other tensors unchanged."""
+    return tensor.float() + 1 if architecture == "gemma3" and name.endswith("norm.weight") else tensor
 
 
 def metadata_of(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -125,6 +136,13 @@ def metadata_of(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if experts:
         found |= {"expert_count": experts, "expert_used_count": fields["num_experts_per_tok"]}
         found["expert_feed_forward_length"] = fields.get("moe_intermediate_size", fields["intermediate_size"])
+    if name == "gemma3":
+        found |= {
+            "attention.sliding_window": fields["sliding_window"],
+            "attention.sliding_window_pattern": fields["sliding_window_pattern"],
+            "rope.freq_base_swa": fields["rope_local_base_freq"], "rope.scaling.type": "linear",
+            "rope.scaling.factor": float(fields["rope_scaling"]["factor"]),
+        }  # fmt: skip
     if name == "deepseek2":
         found |= {
             "attention.kv_lora_rank": fields["kv_lora_rank"], "rope.dimension_count": fields["qk_rope_head_dim"],
@@ -178,8 +196,9 @@ def _token(value: str | Mapping[str, Any]) -> str:
 def gguf_tensors(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their names in the GGUF file, in its order of rows, the experts of a layer in one."""
     experts: dict[str, dict[int, Tensor]] = {}
+    architecture = ARCHITECTURES[fields["model_type"]]
     for name, tensor in sorted(tensors.items()):
-        own = gguf_name(name)
+        own = gguf_name(name, architecture)
         if ".experts." in name:
             experts.setdefault(own, {})[int(name.split(".experts.")[1].split(".")[0])] = tensor
         elif ".kv_b_proj." in name:
@@ -189,6 +208,7 @@ def gguf_tensors(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> It
             yield own.replace("kv_b", "v_b"), values.contiguous()
         else:
             heads_of = permuted_heads(name, fields)
+            tensor = stored_norm(name, tensor, architecture)
             yield own, tensor if heads_of is None else reorder(tensor, heads_of)
     for own, parts in experts.items():
         yield own, torch.stack([parts[i] for i in range(len(parts))])

@@ -44,7 +44,7 @@ def parse_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     return replace(
         _with_softmax_scale(config, fields.number("query_pre_attn_scalar", above=0)),
         max_position_embeddings=fields.integer("max_position_embeddings"),  # with the factor of the rotary scaling
-        norm_plus=1.0,
+        norm_plus=fields.number("norm_plus", 1.0),  # of GGUF files: 0
         activation=GELU,
         result_norms=_NORMS,
         embed_scale=config.hidden_size**0.5,

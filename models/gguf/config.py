@@ -15,7 +15,7 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.gguf_container import Container, read_container
 from moe_engine.models.formats.gguf import matrix_types
-from moe_engine.models.gguf.names import FREQUENCIES, read_gguf
+from moe_engine.models.gguf.names import FREQUENCIES, GEMMA3, read_gguf
 
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -24,6 +24,7 @@ _ARCHITECTURES = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    GEMMA3: ("Gemma3ForCausalLM", "gemma3_text"),
 }
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")
@@ -32,6 +33,9 @@ _GROUPS = {160: "V2", 256: "V3"}
 """Number of experts of the DeepSeek models whose router has groups; files of older converters do not list the
 groups."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_GEMMA3_27B = 62
+"""Layers of the Gemma 3 whose scores are divided by the root of hidden size / heads; of others by that of a head's
+width. The metadata do not contain it; llama.cpp decides so, too."""
 _LOW, _HIGH = 1.0, 4.0
 """`low_freq_factor` and `high_freq_factor` of every published Llama 3."""
 
@@ -57,6 +61,8 @@ def gguf_fields(path: Path) -> dict[str, Any]:
         fields |= _deepseek(keys, fields)
     else:
         fields |= _gqa(keys, container, fields)
+    if architecture == GEMMA3:
+        fields |= _gemma3(keys, fields)
     types = matrix_types({name: file.tensors[name] for name, file in files.items()})
     if types or architecture == "gpt-oss":
         fields["quantization_config"] = {"quant_method": "gguf", "types": types}
@@ -142,6 +148,25 @@ def _gqa(keys: _Keys, container: Container, common: Mapping[str, Any]) -> dict[s
     if keys.architecture == "gpt-oss" and found["rope_scaling"]:
         found["rope_scaling"]["truncate"] = False  # of the published model; the metadata do not contain it
     return found
+
+
+def _gemma3(keys: _Keys, common: Mapping[str, Any]) -> dict[str, Any]:
+    heads, layers = common["num_attention_heads"], common["num_hidden_layers"]
+    width = common["head_dim"] or common["hidden_size"] // heads
+    window = keys.get("attention.sliding_window") or None
+    pattern = keys.metadata.get(f"{GEMMA3}.attention.sliding_window_pattern", 6)
+    if not isinstance(pattern, int | tuple) or not pattern:
+        name = f"{GEMMA3}.attention.sliding_window_pattern"
+        raise ConfigError(f"{keys.path}: {name} {pattern!r:.60} is no period of layers and no list of them")
+    windowed = pattern if isinstance(pattern, tuple) else [(i + 1) % pattern != 0 for i in range(layers)]
+    return {
+        "query_pre_attn_scalar": common["hidden_size"] // heads if layers == _GEMMA3_27B else width,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if own and window else "full_attention" for own in windowed],
+        "rope_local_base_freq": keys.get("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "norm_plus": 0.0,  # the converter has added 1 to the norms
+    }
 
 
 def _deepseek(keys: _Keys, common: Mapping[str, Any]) -> dict[str, Any]:

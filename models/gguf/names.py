@@ -64,6 +64,8 @@ _GPT_OSS = {
     "ffn_gate_inp.bias": "mlp.router.bias",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
+GEMMA3 = "gemma3"
+_GEMMA3 = {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 FREQUENCIES = "rope_freqs.weight"
 _UNREAD = (FREQUENCIES,)
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -127,6 +129,7 @@ class _Names:
             queries = metadata.get("llama.attention.head_count")
             self._heads = {"q": queries, "k": metadata.get("llama.attention.head_count_kv", queries)}
         self._is_gpt_oss = architecture == "gpt-oss"
+        self._layer = _LAYER | (_GEMMA3 if architecture == GEMMA3 else {})
         mixture = architecture == "llama" and metadata.get("llama.expert_count")
         self._experts = _MIXTRAL if mixture else _MLP
 
@@ -185,7 +188,7 @@ class _Names:
             yield f"{prefix}.{block}.gate.e_score_correction_bias", whole
         else:
             module, _, kind = part.rpartition(".")
-            yield f"{prefix}.{_LAYER[module]}.{kind}" if module in _LAYER else info.name, whole
+            yield f"{prefix}.{self._layer[module]}.{kind}" if module in self._layer else info.name, whole
 
     def _join(self, first: TensorInfo, by_name: Mapping[str, TensorInfo]) -> tuple[str, TensorHeader, JoinedHeader]:
         match = _BLOCK.fullmatch(first.name)

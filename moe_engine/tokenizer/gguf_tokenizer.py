@@ -72,7 +72,8 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, dict[str, Any]]:
     kind, tokens = own.get("model"), own.get("tokens")
     if kind not in (_BYTE_LEVEL, _SENTENCEPIECE) or not isinstance(tokens, tuple) or not tokens:
         _refuse(path, f"tokenizer.ggml.model {kind!r:.40} is not supported; supported are gpt2 and llama")
-    made = _byte_level(path, own) if kind == _BYTE_LEVEL else _sentencepiece(path, own)
+    name = "gemma3" if metadata.get("general.architecture") == "gemma3" else "llama"
+    made = _byte_level(path, own) if kind == _BYTE_LEVEL else _sentencepiece(path, own, name)
     if made.get_vocab_size() != len(tokens):
         _refuse(path, f"its vocabulary of {len(tokens)} tokens cannot be kept ({made.get_vocab_size()} found)")
     config: dict[str, Any] = {
@@ -113,7 +114,8 @@ def _byte_level(path: Path, own: Mapping[str, Any]) -> Any:
     return made
 
 
-def _sentencepiece(path: Path, own: Mapping[str, Any]) -> Any:
+def _sentencepiece(path: Path, own: Mapping[str, Any], name: str) -> Any:
+    """name: transformers' converter; Gemma's merges follow from the order of the tokens."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
     except ImportError:
@@ -121,7 +123,7 @@ def _sentencepiece(path: Path, own: Mapping[str, Any]) -> Any:
     found = {ours: own[name] for ours, name in _KEYS.items() if name in own}
     lists = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
     try:
-        made, _ = convert_gguf_tokenizer("llama", lists)
+        made, _ = convert_gguf_tokenizer(name, lists)
     except Exception as error:  # the library raises bare Exception
         _refuse(path, f"transformers cannot convert its tokenizer ({error!s:.200})")
     return made

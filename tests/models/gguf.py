@@ -24,6 +24,7 @@ from benchmarks.gguf_export import (
     gguf_name,
     metadata_of,
     reorder,
+    stored_norm,
     tokenizer_metadata,
     write_container,
 )
@@ -173,7 +174,7 @@ def write_gguf(
     found, stored, values = load_file(source / "model.safetensors"), {}, {}
     experts: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in sorted(found.items()):
-        own = gguf_name(name)
+        own = gguf_name(name, ARCHITECTURES[kind])
         if ".experts." in name:
             experts.setdefault(own, []).append((name, tensor))
             continue
@@ -197,7 +198,8 @@ def write_gguf(
             values[name] = torch.empty_like(value)
             values[name][rows] = value
             continue
-        values[name] = store(stored, own, tensor, type_of)
+        shifted = stored_norm(name, tensor, ARCHITECTURES[kind])
+        values[name] = store(stored, own, shifted, type_of) - (0 if shifted is tensor else 1)
     for own, parts in experts.items():
         parts.sort(key=lambda part: int(part[0].split(".experts.")[1].split(".")[0]))
         value = store(stored, own, torch.stack([tensor for _, tensor in parts]), type_of)

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.gguf_container import read_container
 from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.gguf import Blocks
@@ -39,9 +41,11 @@ SCALES = {
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,),
 }  # fmt: skip
 """Places of the scales in a block; others begin with one."""
-FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gemma3")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+GEMMA = {"query_pre_attn_scalar": 24, "num_hidden_layers": 3}
+"""The metadata do not contain the first: it is the width of a head."""
 MLA = {"kv_lora_rank": 32, "v_head_dim": 16, "q_lora_rank": 32, "moe_intermediate_size": 32}
 
 
@@ -49,7 +53,7 @@ def write_both(
     folder: Path, kind: str, type_of: Any = lambda name: "Q4_0", split: bool = False, **options: Any
 ) -> tuple[Path, Path]:
     """A GGUF file, and a checkpoint in hub layout with its values."""
-    overrides = SMALL | (MLA if kind.startswith("deepseek") else {}) | options
+    overrides = SMALL | (MLA if kind.startswith("deepseek") else GEMMA if kind == "gemma3" else {}) | options
     plain = make_checkpoint(kind, folder / "plain", seed=torch.initial_seed() % 1000, **overrides)
     path = folder / "model.gguf"
     write_tensors(plain, write_gguf(plain, path, kind, type_of, split))
@@ -104,6 +108,31 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, kind: str) 
 def mixed(name: str) -> str:
     """Like llama.cpp's Q4_K_M: some matrices in Q6_K."""
     return "Q6_K" if name in ("output.weight", "blk.0.attn_v.weight") or "ffn_down" in name else "Q4_K"
+
+
+def test_gemma_3(tmp_path: Path) -> None:
+    """Which layers have windows may be stated for each; 27B divides its scores otherwise; files of converters before
+    windows have none."""
+    path, plain = write_both(tmp_path, "gemma3")
+    found, want = load_model_config(path), load_model_config(plain)
+    assert (found.ropes, found.cache_groups, found.logit_cap) == (want.ropes, want.cache_groups, want.logit_cap)
+    assert (found.norm_plus, want.norm_plus, found.tie_word_embeddings) == (0.0, 1.0, True)
+    metadata = dict(read_container(path).metadata)
+    table = {"token_embd.weight": ("F16", (8, 64), bytes(1024))}
+
+    def parsed(**changed: Any) -> ModelConfig:
+        changes = {f"gemma3.{key.replace('__', '.')}": value for key, value in changed.items()}
+        made = {name: value for name, value in {**metadata, **changes}.items() if value is not None}
+        return load_model_config(write_container(tmp_path / "other.gguf", made, table))
+
+    assert parsed(attention__sliding_window_pattern=(1, 0, 1)).cache_groups[0].layers == (1,)
+    assert parsed(attention__sliding_window_pattern=None).cache_groups[0].window == 20
+    for wrong in (0, "all"):
+        with pytest.raises(ConfigError, match=r"sliding_window_pattern .* is no period"):
+            parsed(attention__sliding_window_pattern=wrong)
+    assert len(parsed(attention__sliding_window=None).cache_groups) == 1
+    narrow, wide = (parsed(block_count=layers).rope.softmax_factor for layers in (61, 62))
+    assert (narrow, wide) == (1.0, pytest.approx((24 / 16) ** 0.5))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
@@ -203,7 +232,6 @@ def test_a_biased_llama_and_a_model_in_parts(tmp_path: Path) -> None:
 
 
 def split(path: Path, parts: list[Path]) -> None:
-    from moe_engine.gguf_container import read_container
     from tests.models.gguf import NUMBERS
 
     found, data = read_container(path), path.read_bytes()
@@ -257,8 +285,6 @@ def test_rotary_settings_of_llama_3_come_from_the_factors(tmp_path: Path) -> Non
     assert load_model_config(path).rope == load_model_config(plain).rope
     assert gguf_name("model.layers.3.mlp.experts.7.up_proj.weight") == "blk.3.ffn_up_exps.weight"
     data = bytearray(path.read_bytes())
-    from moe_engine.gguf_container import read_container
-
     info = next(info for info in read_container(path).tensors if info.name == "rope_freqs.weight")
     data[info.start : info.start + 4] = np.float32(1.7).tobytes()
     path.write_bytes(bytes(data))

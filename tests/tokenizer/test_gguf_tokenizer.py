@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from moe_engine.errors import ConfigError
 from moe_engine.tokenizer.gguf_tokenizer import SPLITS
@@ -100,6 +100,36 @@ def test_sentencepiece_vocabularies(tmp_path: Path) -> None:
         number["▁a"], number["▁"], number["<0xC3>"], number["<0xA9>"],
     ]  # fmt: skip
     assert found.decode([number["▁ab"], number["<0xC3>"], number["<0xA9>"]]) == "abé"
+
+
+def test_vocabularies_of_gemma_3(tmp_path: Path) -> None:
+    """Merges follow from the order of the tokens, not from their scores; runs of spaces are stored as spaces; no space
+    is put before a text. The original is built as the published tokenizer.json."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁▁", "▁▁▁", "▁▁▁▁"]
+    tokens += ["ab", "▁a", "abc", "▁ab", "bc", "▁abc", "▁", "a", "b", "c", "é"]
+    number = {token: i for i, token in enumerate(tokens)}
+    merges = [
+        (token[:at], token[at:])
+        for token in tokens[len(special) + 256 :]
+        for at in range(1, len(token))
+        if {token[:at], token[at:]} <= number.keys()
+    ]
+    original = Tokenizer(models.BPE(number, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    original.normalizer = normalizers.Replace(" ", "▁")  # type: ignore[assignment]
+    original.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")  # type: ignore[assignment]
+    original.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    stored = [" " * len(token) if set(token) == {"▁"} and len(token) > 1 else token for token in tokens]
+    kinds = [3] * len(special) + [6] * 256 + [1] * (len(tokens) - len(special) - 256)
+    ids = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "padding_token_id": 0}
+    scores, more = [-1e3] * len(tokens), {"add_space_prefix": False, "add_bos_token": True}
+    metadata = {"general.architecture": "gemma3"}
+    more |= {"model": "llama", "tokens": stored, "scores": scores, "token_type": kinds, **ids}
+    found = load_tokenizer(written(tmp_path, metadata, **more))
+    for text in ("abc", " abc ab", "a   b    abcab\n", "<start_of_turn>ab é 東 abc", "     ", "bcab" * 3):
+        assert found.encode(text, add_special_tokens=False) == original.encode(text, add_special_tokens=False).ids
+        assert found.decode(found.encode(text, add_special_tokens=False), False) == text
+    assert found.encode("ab")[0] == 2
 
 
 def test_what_would_split_texts_in_another_way_is_refused(tmp_path: Path) -> None:
