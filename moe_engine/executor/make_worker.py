@@ -87,5 +87,6 @@ def largest_shapes(config: ResolvedConfig) -> StepShapes:
     topology = plan.topology
     held = min(moe.top_k, -(-moe.num_experts // topology.ep_size))  # max experts of one token on one rank
     rows = min(limits.forward_tokens * topology.attn_dp_size * held, MAX_EXPERT_ROWS)
-    capacity = topology.ep_size * limits.low_latency_tokens
+    pads = plan.dispatch is None or plan.dispatch.pads
+    capacity = topology.ep_size * limits.low_latency_tokens if pads else 0
     return StepShapes(limits.num_tokens, rows, capacity, plan.dispatch is not None, config.dtype)

@@ -94,6 +94,11 @@ class DispatchChoice:
     sizes: FixedSizes = FixedSizes()
     named: bool = True
 
+    @property
+    def pads(self) -> bool:
+        """True if low latency delivers `padded` batches."""
+        return deepep.is_first_generation(self.deepep_version) if self.row.name == "deepep" else not self.row.fused
+
 
 def _local(place: Place) -> str | None:
     return None if place.num_ranks == 1 else f"the experts are on {place.num_ranks} ranks"

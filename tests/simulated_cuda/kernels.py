@@ -32,6 +32,13 @@ WAITING = {
 """Kernels that wait for programs of the same launch, here or on other ranks: their programs must run concurrently."""
 
 
+def count(name: str) -> None:
+    """Counts a launch of a kernel or a library."""
+    if name not in launches and (folder := os.environ.get(LAUNCHED)):
+        Path(folder, name).touch()
+    launches[name] = launches.get(name, 0) + 1
+
+
 def _tensors(values: Any) -> list[Tensor]:
     found = []
     for value in values:
@@ -67,9 +74,7 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
             launch.graph.keep(block)
     before = {key: block.host.clone() for key, block in blocks.items()} if streams.several() else {}
     hosts, host_options = [_host(x) for x in args], {key: _host(x) for key, x in kwargs.items()}
-    if name not in launches and (folder := os.environ.get(LAUNCHED)):
-        Path(folder, name).touch()
-    launches[name] = launches.get(name, 0) + 1
+    count(name)
 
     def run() -> None:
         if name in WAITING:

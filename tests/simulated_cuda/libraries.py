@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.kernels.vendors import library_calls
+from tests.simulated_cuda import kernels
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.operators import Launch
-from tests.simulated_cuda.streams import current
+from tests.simulated_cuda.streams import current, index_of, note_wait
 
 
 class Calls:
@@ -23,6 +24,9 @@ class Calls:
 
     def recording(self) -> bool:
         return current().capturing is not None
+
+    def wait(self, what: str) -> None:
+        note_wait(what)
 
     def launch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -32,6 +36,9 @@ class Calls:
         public = not function.__name__.startswith("_")  # others get values that the emulator keeps on the host
         if public and any(x.numel() and not x.is_cuda for x in tensors):
             raise RuntimeError(f"{function.__name__}: tensors must be on the device")
+        if any(x.device.index != index_of() for x in given):  # libraries launch on the current device
+            raise RuntimeError(f"{function.__name__} is launched on device {index_of()} with memory of others")
+        kernels.count(function.__name__)
         launch = Launch(function.__name__, given[0].device)
         for x in given:
             launch.input_format(x)

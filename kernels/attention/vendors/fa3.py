@@ -104,7 +104,7 @@ class _Backend:
 
     def _metadata(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
         """The schedule of these lengths, computed by the first layer of a step (in a captured step: by each replay).
-        None: the library computes the schedule in every layer (builds without the function, as sgl_kernel's)."""
+        None: the library computes the schedule in every layer (builds without the function, as older sgl_kernels)."""
         if self._schedule is None:
             return None
         heads, widths = (q.shape[1], keys.shape[2]), (q.shape[-1], values.shape[-1])

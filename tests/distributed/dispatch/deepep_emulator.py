@@ -9,7 +9,8 @@ utils/envs.py, csrc/kernels/backend/nccl.cu, csrc/kernels/legacy/internode.cu. `
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.kernels.vendors import library_calls
 from tests.kernels.vendors.contract import must
 
 PRESETS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -24,6 +26,8 @@ NVLINK_RANKS = 8
 """Normal mode with more ranks uses the RDMA part of the buffer."""
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 FP8 = torch.float8_e4m3fn
+topk_idx_t = torch.int64
+_random = random.Random(0)
 
 
 def check_x(x: Any) -> tuple[Tensor, Tensor | None]:
@@ -89,8 +93,9 @@ class Ranks:
     """Parts of the process group that both generations need."""
 
     def __init__(self, group: Any) -> None:
-        must(isinstance(group, NcclGroup) and group._comm_ptr() != 0, "null NCCL communicator: segmentation fault")
-        self.group = group.gloo
+        backend = group._get_backend(torch.device("cuda"))
+        must(backend._comm_ptr() != 0, "null NCCL communicator: segmentation fault")
+        self.group = getattr(group, "gloo", group)
         self.size, self.rank = group.size(), group.rank()
 
     def share(self, value: Any) -> list[Any]:
@@ -124,8 +129,8 @@ class Buffer:
 
     def __init__(
         self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
-        allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False, enable_shrink=False,
-        comm=None,
+        allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, use_fabric=None, explicitly_destroy=False,
+        enable_shrink=False, comm=None,
     ):  # fmt: skip
         self._ranks = Ranks(group)
         must(num_nvl_bytes % 128 == 0 and num_rdma_bytes % 128 == 0, "buffer sizes must be multiples of 128")
@@ -226,8 +231,8 @@ class Buffer:
 
     def low_latency_dispatch(
         self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats=None,
-        dispatch_wait_recv_cost_stats=None, use_fp8=True, round_scale=False, use_ue8m0=False, async_finish=False,
-        return_recv_hook=False,
+        dispatch_wait_recv_cost_stats=None, x_global_scale=None, use_fp8=True, round_scale=False, use_ue8m0=False,
+        use_nvfp4=False, async_finish=False, return_recv_hook=False,
     ):  # fmt: skip
         data, scales = check_x(x)
         m, hidden, size = num_max_dispatch_tokens_per_rank, data.shape[1], self._ranks.size
@@ -271,7 +276,8 @@ class Buffer:
 
     def low_latency_combine(
         self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, async_finish=False,
-        return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None,
+        return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None, overlap=False, src_signals=None,
+        src_signal_expect_value=0,
     ):  # fmt: skip
         source, counts, m, hidden, num_experts, call, ids = handle
         must(call in self._live, "combine of a result that is no longer alive")
@@ -294,19 +300,41 @@ class Buffer:
 
 @dataclass
 class EPHandle:
+    """The fields of the library's handle, in the forms of one host."""
+
     do_expand: bool
     num_experts: int
     expert_alignment: int
     num_max_tokens_per_rank: int
+    num_sms: int
     topk_idx: Tensor
-    psum_num_recv_tokens_per_expert: Tensor
-    num_recv_tokens_per_expert_list: list[int]
     num_expanded_tokens: int
-    origins: list[tuple[int, int, int]] = field(default_factory=list)  # row, sender, token
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor
+    recv_src_metadata: Tensor
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Arguments of a dispatch or combine; `agreed` ones must be equal on all ranks."""
+
+    num_experts: int
+    max_tokens: int
+    num_sms: int
+    alignment: int = 1
+    cpu_sync: bool = False
+    columns: bool = False
+    copies: bool = False
+
+    @property
+    def agreed(self) -> tuple[int, ...]:
+        return self.num_experts, self.max_tokens, self.num_sms
 
 
 class ElasticBuffer:
-    """Second generation, 2.0 and 2.1."""
+    """Second generation, 2.0 and 2.1, in the expanded form, with all ranks on NVLink."""
 
     num_made = 0
 
@@ -316,80 +344,22 @@ class ElasticBuffer:
         prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,
         num_gpu_timeout_secs=100, explicitly_destroy=False,
     ):  # fmt: skip
-        self._ranks = Ranks(group)
+        must(not library_calls.recording(), "a buffer is made outside of captures")
+        self.ranks = Ranks(group)
         if group.size() > 1 and os.environ.get("EP_DISABLE_GIN", "0") == "0" and not MACHINE.gin:
             raise RuntimeError("Assertion failed: (... != NCCL_GIN_TYPE_NONE and NCCL GIN is unavailable.)")
         must(num_gpu_timeout_secs >= MACHINE.seconds, "the GPU's time limit is shorter than that of the collectives")
+        must(num_max_tokens_per_rank > 0 and hidden > 0, "num_max_tokens_per_rank > 0 and hidden > 0")
         type(self).num_made += 1
         self.num_rdma_ranks = MACHINE.num_nodes
-        max_tokens, top_k, fp8 = num_max_tokens_per_rank, num_topk, use_fp8_dispatch
-        self._max_tokens, self._hidden, self._top_k, self._fp8 = max_tokens, hidden, top_k, fp8
-
-    def _dispatch(self, x, topk_idx, topk_weights, num_experts, m, alignment, do_cpu_sync, do_expand, columns, copies):
-        data, scales = check_x(x)
-        size, rank = self._ranks.size, self._ranks.rank
-        must(do_expand, "only the expanded form is emulated")
-        must(self._fp8 or scales is None, "FP8 in a buffer made without use_fp8_dispatch")
-        must(len(data) <= m <= self._max_tokens, f"{len(data)} tokens, M {m}, buffer {self._max_tokens}")
-        must(data.shape[1] == self._hidden and topk_idx.shape[1] <= self._top_k, "sizes beyond the buffer's")
-        must(data.shape[1] * data.element_size() % 32 == 0, "rows must be a multiple of 32 bytes")
-        must(topk_idx.shape[1] <= 32 and num_experts <= 2048 and num_experts % size == 0, "too many choices or experts")
-        must(topk_weights.dtype == torch.float32, "weights float32")
-        check_choices(topk_idx, num_experts)
-        self._ranks.agree("num_max_tokens_per_rank", m)
-        local = num_experts // size
-        groups: list[list[tuple[int, int, float]]] = [[] for _ in range(local)]
-        everyone = self._ranks.share((pack(data, scales), topk_idx, topk_weights))
-        for sender, (_, ids, weights) in enumerate(everyone):
-            for token, row in enumerate(ids.tolist()):
-                for k, expert in enumerate(row):
-                    if expert >= 0 and expert // local == rank:
-                        groups[expert % local].append((sender, token, float(weights[token, k])))
-        aligned = [-(-len(group) // alignment) * alignment for group in groups]
-        num_rows = sum(aligned)
-        if not do_cpu_sync:
-            worst = size * m * min(topk_idx.shape[1], local) + (alignment - 1) * local
-            num_rows = -(-worst // alignment) * alignment
-        rows = torch.full((num_rows, self._hidden), float("nan")).to(data.dtype)
-        row_scales = None if scales is None else torch.full((num_rows, scales.shape[1]), float("nan"))
-        row_weights = torch.full((num_rows,), float("nan"))
-        origins, ends, start = [], [], 0
-        for group, span in zip(groups, aligned):
-            for place, (sender, token, weight) in enumerate(group, start):
-                (their_data, their_scales), _, _ = everyone[sender]
-                rows[place] = their_data.view(data.dtype)[token]
-                if row_scales is not None:
-                    row_scales[place] = their_scales[token]
-                row_weights[place] = weight
-                origins.append((place, sender, token))
-            ends.append(start + len(group))
-            start += span
-        if row_scales is not None and columns:
-            apart = torch.full((row_scales.shape[1], -(-num_rows // 4) * 4), float("nan"))
-            row_scales = apart[:, :num_rows].t().copy_(row_scales)
-        handle = EPHandle(
-            True, num_experts, alignment, m, topk_idx.clone() if copies else topk_idx,
-            torch.tensor(ends, dtype=torch.int32),
-            aligned if do_cpu_sync else [], num_rows, origins,
-        )  # fmt: skip
-        return (rows if row_scales is None else (rows, row_scales)), None, row_weights, handle, object()
-
-    def _combine(self, x, handle, topk_weights):
-        must(x.dtype == torch.bfloat16 and x.is_contiguous(), "combine takes contiguous bfloat16")
-        must(tuple(x.shape) == (handle.num_expanded_tokens, self._hidden), "combine of other rows than dispatched")
-        must(self._hidden % 256 == 0, "combine needs hidden % 256 == 0")
-        must(topk_weights is None, "weights in the expanded form")
-        out = torch.zeros(len(handle.topk_idx), self._hidden)
-        for rows, origins in self._ranks.share((x, handle.origins)):
-            for place, sender, token in origins:
-                if sender == self._ranks.rank:
-                    out[token] += rows[place].float()
-        return out.to(torch.bfloat16), None, object()
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self._hidden, self._top_k, self._fp8 = hidden, num_topk, use_fp8_dispatch
 
     def get_theoretical_num_sms(
         self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, sm_read_gbs=200, sm_write_gbs=50
     ):  # fmt: skip
         """The bandwidths and their divisions; the traffic is simplified."""
+        must(num_experts % self.ranks.size == 0, "num_experts % num_groups == 0")
         rdma_gbs = rdma_gbs or (50.0 if MACHINE.ibstat else 0.0)
         nvlink_gbs = nvlink_gbs or (400.0 if MACHINE.nvidia_smi else 0.0)
         if self.num_rdma_ranks > 1 and 1 / rdma_gbs > 1 / nvlink_gbs:
@@ -403,34 +373,160 @@ class ElasticBuffer:
         handle=None, do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False,
         use_tma_aligned_col_major_sf=False,
     ):  # fmt: skip
+        must(do_expand and not do_zero_padding, "only the expanded form is emulated")
+        must(handle is previous_event is previous_event_before_epilogue is None, "handles and events are not emulated")
+        must(not async_with_compute_stream and not allocate_on_comm_stream, "events are not emulated")
+        m = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
-        self._ranks.agree("num_sms", num_sms)
-        sync = do_cpu_sync is not False
-        alignment = expert_alignment or 1
-        m = num_max_tokens_per_rank
-        return self._dispatch(
-            x,
-            topk_idx,
-            topk_weights,
-            num_experts,
-            m,
-            alignment,
-            sync,
-            do_expand,
-            use_tma_aligned_col_major_sf,
-            do_handle_copy,
+        alignment = 1 if expert_alignment is None else expert_alignment
+        sync = True if do_cpu_sync is None else do_cpu_sync
+        if sync:
+            library_calls.wait("DeepEP's counts")
+        call = Exchange(num_experts, m, num_sms, alignment, sync, use_tma_aligned_col_major_sf, do_handle_copy)
+        data, scales = x if isinstance(x, tuple) else (x, None)
+        rows, row_scales, row_weights, copied, of_ranks, ends, counts, sources, on_host = elastic_dispatch(
+            self, data, scales, topk_idx, topk_weights, call
         )
+        handle = EPHandle(
+            do_expand, num_experts, alignment, m, num_sms, topk_idx if copied is None else copied, len(rows), on_host,
+            of_ranks, ends, counts, sources,
+        )  # fmt: skip
+        return (rows if row_scales is None else (rows, row_scales)), None, row_weights, handle, object()
 
     def combine(
         self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
         previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
     ):  # fmt: skip
-        return self._combine(x, handle, topk_weights)
+        must(topk_weights is None and bias is None, "weights of rows and biases are not emulated")
+        must(previous_event is previous_event_before_epilogue is None, "events are not emulated")
+        must(not async_with_compute_stream and not allocate_on_comm_stream, "events are not emulated")
+        must(len(x) == handle.num_expanded_tokens, "combine of other rows than dispatched")
+        call = Exchange(handle.num_experts, handle.num_max_tokens_per_rank, num_sms or handle.num_sms)
+        out = elastic_combine(
+            self, x, handle.recv_src_metadata, handle.topk_idx, handle.psum_num_recv_tokens_per_scaleup_rank, call
+        )
+        return out, None, object()
+
+    def check(
+        self, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor, call: Exchange
+    ) -> None:
+        """The asserts of a dispatch, and the sizes of the buffer."""
+        check_x(data if scales is None else (data, scales))
+        must(self._fp8 == (scales is not None), f"a buffer with use_fp8_dispatch={self._fp8} is given {data.dtype}")
+        count, top_k = topk_idx.shape
+        most = self.num_max_tokens_per_rank
+        must(len(data) == count <= call.max_tokens <= most, f"{count} tokens, M {call.max_tokens}, buffer {most}")
+        must(data.shape[1] == self._hidden and top_k <= self._top_k, "sizes beyond the buffer's")
+        must(data.shape[1] * data.element_size() % 32 == 0, "rows must be a multiple of 32 bytes")
+        must(data.data_ptr() % 16 == 0, "rows must start at 16 bytes")
+        must(top_k <= 32 and call.num_experts <= 2048, "too many choices or experts")
+        must(call.num_experts % self.ranks.size == 0, "num_experts % num_ranks == 0")
+        must(call.num_sms > 0 and call.alignment > 0, f"{call}")
+        must(topk_weights.dtype == torch.float32 and topk_weights.is_contiguous(), "weights contiguous float32")
+        must(topk_weights.shape == topk_idx.shape, f"weights {list(topk_weights.shape)}")
+        check_choices(topk_idx, call.num_experts)
+
+
+@library_calls.launched
+def elastic_dispatch(
+    buffer: ElasticBuffer, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor, call: Exchange
+) -> tuple[Any, ...]:
+    """Rows, their scales and weights, the copied choices, and the tensors of the handle. Like the library's, which
+    counts with atomics, rows of an expert and tokens of a rank arrive in any order."""
+    buffer.check(data, scales, topk_idx, topk_weights, call)
+    ranks, (_, top_k) = buffer.ranks, topk_idx.shape
+    local = call.num_experts // ranks.size
+    everyone = ranks.share((call.agreed, pack(data, scales), topk_idx, topk_weights))
+    must(len({agreed for agreed, *_ in everyone}) == 1, "ranks disagree on the number of experts, M or num_sms")
+    tokens = [
+        (sender, token)
+        for sender, (_, _, ids, _) in enumerate(everyone)
+        for token in _shuffled((ids // local == ranks.rank).any(1).nonzero().flatten().tolist())
+    ]
+    counts = sum(
+        (torch.bincount(ids[ids // local == ranks.rank] % local, minlength=local) for _, _, ids, _ in everyone)
+    )
+    aligned = -(-counts // call.alignment) * call.alignment
+    num_tokens, num_rows = len(tokens), int(aligned.sum())
+    if not call.cpu_sync:
+        num_tokens = ranks.size * call.max_tokens
+        worst = num_tokens * min(top_k, local) + (call.alignment - 1) * local
+        num_rows = -(-worst // call.alignment) * call.alignment
+    rows = torch.full((num_rows, data.shape[1]), float("nan")).to(data.dtype)
+    row_scales = None if scales is None else _scales_of_rows(num_rows, scales, call.columns)
+    row_weights = torch.full((num_rows,), float("nan"))
+    sources = torch.full((num_tokens, top_k + 2), -1, dtype=torch.int32)
+    ends = torch.cat((torch.zeros(1, dtype=torch.int64), aligned.cumsum(0)))  # starts, counted up to the ends
+    for number in _shuffled(range(len(tokens))):
+        sender, token = tokens[number]
+        _, (their_data, their_scales), ids, weights = everyone[sender]
+        mine = (ids[token] // local == ranks.rank).tolist()
+        sources[number, 0] = sender * call.max_tokens + token
+        sources[number, 1] = sender * top_k + mine.index(True)
+        for k in range(top_k):
+            if mine[k]:
+                place = ends[ids[token, k] % local].item()
+                ends[ids[token, k] % local] += 1
+                rows[place] = their_data[token].view(data.dtype)
+                row_weights[place] = weights[token, k]
+                sources[number, 2 + k] = place
+                if row_scales is not None:
+                    row_scales[place] = their_scales[token]
+    senders = torch.tensor([sender for sender, _ in tokens], dtype=torch.int64)
+    of_ranks = torch.bincount(senders, minlength=ranks.size).cumsum(0).to(torch.int32)
+    copied = topk_idx.clone() if call.copies else None
+    on_host = aligned.tolist() if call.cpu_sync else []
+    handle = of_ranks, ends.to(torch.int32)[:local], counts.to(torch.int32), sources, on_host
+    return rows, row_scales, row_weights, copied, *handle
+
+
+@library_calls.launched
+def elastic_combine(
+    buffer: ElasticBuffer, x: Tensor, sources: Tensor, topk_idx: Tensor, of_ranks: Tensor, call: Exchange
+) -> Tensor:
+    """A rank sums its rows of a token, and the token's rank sums these sums; each sum is rounded to bfloat16."""
+    ranks, top_k = buffer.ranks, topk_idx.shape[1]
+    must(x.dtype == torch.bfloat16 and x.is_contiguous(), "combine takes contiguous bfloat16")
+    must(x.dim() == 2 and x.shape[1] % 256 == 0, "combine needs hidden % 256 == 0")
+    must(x.data_ptr() % 16 == 0, "rows must start at 16 bytes")
+    must(topk_idx.dtype == torch.int64 and topk_idx.is_contiguous(), "topk_idx must be contiguous topk_idx_t")
+    count = int(of_ranks[-1]) if len(sources) == call.max_tokens * ranks.size else len(sources)
+    sent: list[list[tuple[int, Tensor]]] = [[] for _ in range(ranks.size)]
+    for token, sender, *places in sources[:count].tolist():
+        own = [place for place in places if place >= 0]
+        sent[sender // top_k].append((token % call.max_tokens, _sum(x[own])))
+    everyone = ranks.share((call.agreed, sent))
+    must(len({agreed for agreed, _ in everyone}) == 1, "ranks disagree on the number of experts, M or num_sms")
+    parts: list[list[Tensor]] = [[] for _ in topk_idx]
+    for _, of_rank in everyone:
+        for token, row in of_rank[ranks.rank]:
+            parts[token].append(row)
+    out = torch.zeros(len(topk_idx), x.shape[1], dtype=torch.bfloat16)
+    for token, rows in enumerate(parts):
+        if rows:
+            out[token] = _sum(torch.stack(rows))
+    return out
+
+
+def _shuffled(items: Any) -> list[Any]:
+    return _random.sample(list(items), len(items))
+
+
+def _sum(rows: Tensor) -> Tensor:
+    return rows.float().sum(0).to(torch.bfloat16)
+
+
+def _scales_of_rows(num_rows: int, scales: Tensor, columns: bool) -> Tensor:
+    """Undefined scales in the dtype of `scales` [T, S]; column-major, columns begin at 16 bytes."""
+    num = scales.shape[1]
+    if not columns:
+        return torch.full((num_rows, num), float("nan"))
+    return torch.full((num, -(-num_rows // 4) * 4), float("nan"))[:, :num_rows].t()
 
 
 def module(*classes: type) -> ModuleType:
     """A `deep_ep` with these classes."""
-    made: Any = SimpleNamespace(__name__="deep_ep", topk_idx_t=torch.int64)
+    made: Any = SimpleNamespace(__name__="deep_ep", topk_idx_t=topk_idx_t)
     for cls in classes:
         setattr(made, cls.__name__, cls)
     return made

@@ -6,6 +6,8 @@ Legend: M rows, N out-features, K in-features, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.vendors.contract import check_shape, must, poison
+from tests.kernels.vendors.library_calls import launched
 
 FP8 = torch.float8_e4m3fn
 ALIGNMENT = 128
@@ -51,18 +54,37 @@ class DeepGemmEmulator:
         bf16 = self.bf16_contiguous_with_ends if takes_ends else self.bf16_contiguous
         self.module = SimpleNamespace(
             __name__="deep_gemm",
-            fp8_gemm_nt=self.fp8_gemm_nt,
-            m_grouped_fp8_gemm_nt_contiguous=contiguous,
-            m_grouped_fp8_gemm_nt_masked=self.masked,
-            m_grouped_bf16_gemm_nt_contiguous=bf16,
-            m_grouped_bf16_gemm_nt_masked=self.bf16_masked,
-            transform_sf_into_required_layout=self.transform_sf_into_required_layout,
+            fp8_gemm_nt=self._launched(self.fp8_gemm_nt),
+            m_grouped_fp8_gemm_nt_contiguous=self._launched(contiguous),
+            m_grouped_fp8_gemm_nt_masked=self._launched(self.masked),
+            m_grouped_bf16_gemm_nt_contiguous=self._launched(bf16),
+            m_grouped_bf16_gemm_nt_masked=self._launched(self.bf16_masked),
+            transform_sf_into_required_layout=self._launched(self.transform_sf_into_required_layout),
             get_mk_alignment_for_contiguous_layout=lambda: self.alignment,
-            fp8_fp4_mqa_logits=self.mqa_logits if takes_ends else self.mqa_logits_or_clean,
+            fp8_fp4_mqa_logits=self._launched(self.mqa_logits if takes_ends else self.mqa_logits_or_clean),
         )
         if takes_ends:
             self.module.set_pdl = self.set_pdl
             self.module.set_mk_alignment_for_contiguous_layout = self.set_alignment
+
+    def _launched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """One launch: settings are compiled into it, also where a graph replays it."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            alignment = self.alignment
+
+            @wraps(function)
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                current, self.alignment = self.alignment, alignment
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self.alignment = current
+
+            return launched(launch)(*args, **kwargs)
+
+        return call
 
     # entry points
 

@@ -78,6 +78,20 @@ def get_scheduler_metadata(
     return _schedule(asked, cache_seqlens, cu_seqlens_q, causal, window_size, num_splits)
 
 
+def wheel_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, cache_seqlens, qkv_dtype=torch.bfloat16,
+    headdim_v=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, leftpad_k=None,
+    page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
+    num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """As in sgl_kernel 0.4.10."""
+    must(cu_seqlens_k is cu_seqlens_k_new is seqused_q is leftpad_k is None, "not emulated")
+    return get_scheduler_metadata(
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, cache_seqlens, qkv_dtype, headdim_v,
+        cu_seqlens_q, page_size=page_size, causal=causal, window_size=window_size, num_splits=num_splits,
+    )  # fmt: skip
+
+
 def _schedule(asked, cache_seqlens, cu_seqlens_q, causal, window_size, num_splits):
     """int32 of the library's size: the lengths of each request, and a digest of all other arguments."""
     batch, most = asked[:2]
@@ -153,10 +167,9 @@ def _starts(x: Tensor, total: int) -> list[int]:
 
 
 def module(wheel: bool = False) -> Any:
-    """The library's own package, or sgl_kernel's, which has no function for the schedule."""
-    schedule = {} if wheel else {"get_scheduler_metadata": get_scheduler_metadata}
+    """The library's own package, or sgl_kernel's."""
     return SimpleNamespace(
-        **schedule,
+        get_scheduler_metadata=wheel_scheduler_metadata if wheel else get_scheduler_metadata,
         __name__="sgl_kernel.flash_attn" if wheel else "flash_attn_interface",
         flash_attn_with_kvcache=flash_attn_with_kvcache,
         flash_attn_varlen_func=wheel_varlen_func if wheel else flash_attn_varlen_func,

@@ -18,6 +18,8 @@ class Device(Protocol):
 
     def recording(self) -> bool: ...
 
+    def wait(self, what: str) -> None: ...
+
 
 device: Device | None = None
 """Set once per process; None: emulators run on the CPU."""
@@ -26,6 +28,12 @@ device: Device | None = None
 def recording() -> bool:
     """True while a graph is being captured on the current stream."""
     return device is not None and device.recording()
+
+
+def wait(what: str) -> None:
+    """The library waits on the host for the device."""
+    if device is not None:
+        device.wait(what)
 
 
 def launched(function: Callable[..., Result]) -> Callable[..., Result]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from moe_engine.kernels.linear.deep_gemm_products import SMALL_ROWS, DeepGemm
 from moe_engine.kernels.quantization import reference as fp8
 from tests.kernels.cpu.formulas import normal
 from tests.kernels.vendors.deep_gemm_emulator import ALIGNMENT, DeepGemmEmulator
-from tests.kernels.vendors.library_calls import launched
 from tests.kernels.vendors.test_deep_gemm import BF16, choose, near, quantized_mlp, routed, weight
 from tests.simulated_cuda import libraries, streams
 
@@ -28,10 +26,7 @@ libraries.install()
 
 
 def library(takes_ends: bool) -> DeepGemm:
-    """Each product is a launch."""
-    module = DeepGemmEmulator(9, takes_ends).module
-    products = {name: launched(value) for name, value in vars(module).items() if "gemm_nt" in name}
-    return DeepGemm(SimpleNamespace(**vars(module) | products), (9, 0))
+    return DeepGemm(DeepGemmEmulator(9, takes_ends).module, (9, 0))
 
 
 def check(got: Tensor, want: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""The folder by which the second generation is found without an import."""
