@@ -39,7 +39,7 @@ _POSITIONS: Mapping[int, str] = {
     "smollm3",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
     131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2 mimo_v2_flash solar_open ernie4_5 "
-    "ernie4_5_moe hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum",
+    "ernie4_5_moe hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum youtu",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3 flint",
     524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
@@ -141,6 +141,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         **_EPS, "head_dim": 128, "rope_theta": 1000000.0, "intermediate_size": 1, "n_shared_experts": 1,
         "num_experts_per_tok": 8,
     },
+    "youtu": {"tie_word_embeddings": True},
     **{kind + part: fields for kind, fields in _VISUAL.items() for part in ("", "_text")},
 }  # fmt: skip
 

@@ -85,6 +85,7 @@ MORE_KINDS = (
     "seed_oss",
     "smollm3",
     "solar_open",
+    "youtu",
 )
 """Families that differ little from those of `KINDS`."""
 BLOCK_SPARSE = "minimax_m3"
@@ -272,6 +273,15 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_MLA, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
         | {"norm_topk_prob": True, "topk_method": "noaux_tc", "rms_norm_eps": 1e-5, "rope_scaling": None}
         | {"mlp_layer_types": ["dense", "sparse", "dense"]},
+    ),
+    "youtu": (
+        "Youtu",
+        {
+            name: _MLA[name]
+            for name in _MLA
+            if "expert" not in name and name not in ("first_k_dense_replace", "rope_scaling")
+        }
+        | {"q_lora_rank": 24, "rope_interleave": True, "tie_word_embeddings": True},
     ),
     LONGCAT: (
         "LongcatFlash",

@@ -125,13 +125,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi3": {},
     "phimoe": {"rope_scaling": PHI_ROPE | {"short_mscale": 1.3}},  # one factor, as published: that of all positions
     "solar_open": {},
+    "youtu": {},
 }
 """Options of the checkpoints of the table."""
 IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
     "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma3",
-    "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo",
+    "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo", "youtu",
     "pixtral",
 )  # fmt: skip
 """Families without experts."""

@@ -56,7 +56,7 @@ WIDTHS = dict.fromkeys(
 WIDTHS |= {"longcat_flash": "expert_ffn_hidden_size"}
 MLA = (
     "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "bailing_hybrid",
-    "longcat_flash",
+    "longcat_flash", "youtu",
 )  # fmt: skip
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 GROUPED = (
@@ -206,7 +206,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
-    if fields.get("tie_word_embeddings", False) != kind.startswith(("ernie", "gemma", "smollm3")):
+    if fields.get("tie_word_embeddings", False) != kind.startswith(("ernie", "gemma", "smollm3", "youtu")):
         shaping.append("tie_word_embeddings")
     if kind == "flint":
         shaping.append("mlp_only_layers")

@@ -502,6 +502,12 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         7.62e9, 6.99e9,
     ),
     (
+        {"architectures": ["YoutuForCausalLM"], "model_type": "youtu", "hidden_size": 2048, "intermediate_size": 6144}
+        | {"num_hidden_layers": 32, "num_attention_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 128256},
+        1.96e9, 1.96e9,
+    ),
+    (
         {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "hidden_size": 5120}
         | {"intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80, "num_key_value_heads": 8}
         | {"vocab_size": 155136, "rope_theta": 10000000.0, "attention_bias": True},

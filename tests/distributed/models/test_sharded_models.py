@@ -127,6 +127,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "minimax": {},  # lightning attention, norms whose results are the residual
     "phimoe": {"num_hidden_layers": 2, "vocab_size": 323},  # LayerNorms, a head with a bias
     "solar_open": {"num_hidden_layers": 2},
+    "youtu": {"num_hidden_layers": 2},  # MLA without experts
     "dots1": {"num_hidden_layers": 2},
     "hunyuan_v1_dense": {"num_hidden_layers": 2},  # weights of norms after the rotation
     "ernie4_5": {"num_hidden_layers": 2},
