@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_engine.scheduler import SchedulerConfig, state_transfers
+from moe_engine.scheduler import SchedulerConfig
+from moe_engine.scheduler.tiers import state_transfers
 from moe_engine.types import Request
 from tests.examples import examples
 from tests.scheduler.simulator import make_request

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moe_engine import Engine
+from moe_engine.models.tensor_header import BLOCK_TYPES
 from tests.engine.test_greedy_parity import NUM_TOKENS, check_greedy
 from tests.engine.test_windows import load
-from tests.models.gguf import BLOCK
 from tests.models.test_gguf import FAMILIES, WIDE, write_both
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -30,7 +30,7 @@ def test_tokens_equal_transformers(tmp_path: Path, number: int) -> None:
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    kind, main, other = rng.choice(FAMILIES), *rng.sample([*BLOCK], 2)
+    kind, main, other = rng.choice(FAMILIES), *rng.sample([*BLOCK_TYPES], 2)
     widths = WIDE | {"intermediate_size": rng.choice([256, 512])}
     if kind in MIXTURES and kind != "mixtral":
         widths |= {"moe_intermediate_size": rng.choice([256, 512])}

@@ -18,13 +18,13 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
+from moe_engine.models.tensor_header import BLOCK_TYPES
 from moe_engine.parallel.context import SINGLE
 from moe_engine.parallel.topology import Topology
 from tests.distributed.models.test_shards import imagine
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import write_pair
 from tests.models.fp8 import is_quantized
-from tests.models.gguf import BLOCK
 from tests.models.quantized import quantize, section
 from tests.models.quantized_floats import FLOATS, quantize_floats
 from tests.models.stepper import Chunk, Stepper, make_backends
@@ -106,8 +106,8 @@ def check_near(stored: Path, plain: Path, topology: Topology | None, rank: int, 
 @pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(2, 24))])
 def test_logits_of_gguf_files(tmp_path: Path, number: int) -> None:
     """A type for all matrices, with another for some of them."""
-    kind, main = random.choice(FAMILIES), random.choice([*BLOCK])
-    others = random.choices([main, *BLOCK, "F16"], k=3)
+    kind, main = random.choice(FAMILIES), random.choice([*BLOCK_TYPES])
+    others = random.choices([main, *BLOCK_TYPES, "F16"], k=3)
     share = random.choice([0.0, 0.3])
     types: dict[str, str] = {}
 
