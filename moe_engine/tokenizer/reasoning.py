@@ -180,7 +180,7 @@ class ReasoningParser:
         while text.startswith(self._start_tag):
             self._held = text = text[len(self._start_tag) :].lstrip()
             self._inside = True
-        if not self._inside and text.startswith(self._end_tag):  # an answer without reasoning (MiniMax-M3)
+        if not (self._inside or self._keeps) and text.startswith(self._end_tag):  # no reasoning (MiniMax-M3)
             self._held, self._state = text[len(self._end_tag) :], "gap"
             return
         other = self._calls.lstrip() if self._inside else self._end_tag
