@@ -38,8 +38,9 @@ from moe_engine.processes.pipe_frames import LENGTH_BYTES, write_frame
 from moe_engine.processes.watched_thread import start_watched
 
 NICENESS = 5
-"""A quarter of a core during a busy step; a whole core where one is free. A thread of niceness 15 waited for a tenth of
-a second after each of its sleeps on a machine without idle time: a process was not ready after two minutes."""
+"""Above that of the server. A quarter of a core during a busy step; a whole core where one is free. At 15 more a thread
+waited for a tenth of a second after each of its sleeps on a machine without idle time: a process was not ready after
+two minutes."""
 PERIOD_SECONDS = 0.0002
 """A signal and its sleep take about 30 us."""
 PATIENCE_SECONDS = 0.5
@@ -49,17 +50,18 @@ T = TypeVar("T")
 
 
 def yield_to_steps(niceness: int = NICENESS, thread: int | None = None) -> None:
-    """A thread (None: the calling one), and threads and processes that it starts, have a lower priority. No effect
-    outside Linux, which alone has priorities of threads.
+    """A thread (None: the calling one), and threads and processes that it starts, get a lower priority than now, once a
+    call. No effect outside Linux, which alone has priorities of threads.
 
     Args:
+        niceness: added to the present one: a server may run at another one than 0.
         thread: its native id; a process id: the main thread of a process. No error if it has ended.
     """
     if sys.platform != "linux":
         return
     thread = get_native_id() if thread is None else thread
-    with suppress(OSError):  # niceness cannot be reduced again without a privilege
-        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
+    with suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
