@@ -60,6 +60,18 @@ def routed_by(model: Any, tokens: list[int]) -> tuple[np.ndarray, float]:
     return np.sort(np.stack([found.get(i, none) for i in range(len(model.model.layers))], axis=1)), margin
 
 
+def clear_tokens(model: Any, count: int) -> list[int]:
+    """Random tokens with clear choices: all prompts that begin with unclear ones would be unclear."""
+
+    def draw() -> list[int]:
+        tokens = [random.randrange(3, 300) for _ in range(count)]
+        model(torch.tensor([tokens]))
+        return tokens
+
+    with torch.no_grad():
+        return sparse.clear_draw(draw)
+
+
 def decoded(output: dict[str, Any], config: Any) -> np.ndarray:
     """As slime, miles and verl decode it."""
     flat = np.frombuffer(base64.b64decode(output["meta_info"]["routed_experts"]), dtype=np.int32)
@@ -87,7 +99,7 @@ def assert_experts(oracle: Any, prompt: list[int], output: dict[str, Any], start
     ids=["one rank", "tp2", "retractions", "dp2 with a dispatcher"],
 )
 def test_experts_equal_transformers(checkpoint: Path, oracle: Any, flags: dict[str, Any]) -> None:
-    shared = [random.randrange(3, 300) for _ in range(20)]
+    shared = clear_tokens(oracle, 20)
     prompts = [shared + [random.randrange(3, 300) for _ in range(random.randint(1, 30))] for _ in range(6)]
     asked = [random.random() < 0.7 for _ in prompts[1:]] + [True]
     start = random.randrange(20)
