@@ -109,8 +109,9 @@ class Bodies:
     async def _run_large(self, request: Request, body: Body, begun: bytes, name: str) -> Plan | Response:
         if self._waiting >= MAX_WAITING:
             raise self._queue_is_full()
-        parts, size = [begun], 0
+        parts, size = [begun], len(begun)
         self._waiting += 1
+        self._waiting_bytes += size
         try:
             async for part in body.rest():
                 parts.append(part)
