@@ -1,7 +1,8 @@
 """KV connectors by name (`--kv-connector`): tiers and transports of KV outside the pool.
 
-A connector is a class of `scheduler.kv_connector.KVConnector`, made with (places, slots, make_room) as `HostTier`. Its
-attribute `copies` is the path of its worker side, made with (pool, places, stream) as `KVCopies`. Imports no torch.
+A connector is a class of `scheduler.kv_cache.kv_connector.KVConnector`, made with (places, slots, make_room) as
+`HostTier`. Its attribute `copies` is the path of its worker side, made with (pool, places, stream) as `KVCopies`.
+Imports no torch.
 """
 
 from __future__ import annotations

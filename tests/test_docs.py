@@ -420,8 +420,8 @@ def test_messages_in_tables_exist_in_the_source(name, least):
 
 SEARCHED = {
     "block table": "moe_engine/worker/batch/request_rows.py",
-    "radix cache": "moe_engine/scheduler/radix_cache.py",
-    "KV cache manager": "moe_engine/scheduler/kv_cache_manager.py",
+    "radix cache": "moe_engine/scheduler/kv_cache/radix_cache.py",
+    "KV cache manager": "moe_engine/scheduler/kv_cache/kv_cache_manager.py",
     "executor": "moe_engine/core/executor.py",
     "worker": "moe_engine/worker/worker.py",
     "model runner": "moe_engine/worker/model_runner.py",

@@ -21,7 +21,7 @@ import zmq
 from moe_engine.config.kv_events import KVEventsConfig
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.processes.zmq_sockets import bind
-from moe_engine.scheduler.kv_events import KVEventLog
+from moe_engine.scheduler.kv_cache.kv_events import KVEventLog
 
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_MS = 50

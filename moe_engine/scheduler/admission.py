@@ -18,8 +18,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
-from moe_engine.scheduler.kv_connector import KVConnector
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.kv_connector import KVConnector
 from moe_engine.scheduler.lora_slots import LoraSlots
 from moe_engine.scheduler.policies import Policy
 from moe_engine.scheduler.run_settings import RunSettings

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_engine.scheduler.events import RequestEvent
-from moe_engine.scheduler.kv_cache_manager import token_run
+from moe_engine.scheduler.kv_cache.kv_cache_manager import token_run
+from moe_engine.scheduler.kv_cache.prefix_keys import bigrams
 from moe_engine.scheduler.plan_draft import StepRecord
-from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import Request, Status
 

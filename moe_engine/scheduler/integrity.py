@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
-from moe_engine.scheduler.radix_cache import Node, RadixCache
-from moe_engine.scheduler.slot_allocator import DeferredFreePool
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.radix_cache import Node, RadixCache
+from moe_engine.scheduler.kv_cache.slot_allocator import DeferredFreePool
 from moe_engine.types import Request
 
 

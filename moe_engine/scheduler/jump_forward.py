@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
 from moe_engine.types import Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from moe_engine.scheduler.admission import PrefillJob
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
 from moe_engine.types import KVOps, NewRow, Request, RowWrite, Speculation, StateOps, StepPlan
 from moe_engine.types.image_tokens import needed_behind
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from moe_engine.scheduler.radix_cache import Node, RadixCache
+from moe_engine.scheduler.kv_cache.radix_cache import Node, RadixCache
 from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 

@@ -10,15 +10,15 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import check_fits, end_ids
 from moe_engine.scheduler.jump_forward import JumpForward
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.radix_cache import Node
+from moe_engine.scheduler.kv_cache.state_kv_cache import StateKVCacheManager
+from moe_engine.scheduler.kv_cache.windowed_kv_cache import WindowedKVCacheManager
 from moe_engine.scheduler.lora_slots import LoraSlots
-from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.request_timeouts import RequestTimeouts
 from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.session_hold import SessionHold
-from moe_engine.scheduler.state_kv_cache import StateKVCacheManager
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
-from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
 from moe_engine.types import NO_LORA_SLOT, FinishReason, PackedLogprobs, Request, RowWrite, Status
 
 QUEUE_FULL = "The request queue is full."

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.scheduler.stats import Totals
 from moe_engine.types import Request

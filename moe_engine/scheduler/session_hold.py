@@ -27,8 +27,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.kv_cache_manager import token_run
-from moe_engine.scheduler.radix_cache import Node, RadixCache
+from moe_engine.scheduler.kv_cache.kv_cache_manager import token_run
+from moe_engine.scheduler.kv_cache.radix_cache import Node, RadixCache
 from moe_engine.scheduler.return_times import ReturnTimes, StepTimes
 from moe_engine.scheduler.session_growth import MAX_TURNS, Projection, ReturnShares, rounded
 from moe_engine.scheduler.session_rotation import Rotation

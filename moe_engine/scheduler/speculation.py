@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moe_engine.scheduler.draft_depth import DraftOutcome, make_policy
 from moe_engine.scheduler.events import SpecStats
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.scheduler.step_cost_model import StepCost

@@ -16,8 +16,8 @@ from operator import attrgetter
 from typing import Any
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.prefix_keys import bigrams
-from moe_engine.scheduler.radix_cache import Match, RadixCache
+from moe_engine.scheduler.kv_cache.prefix_keys import bigrams
+from moe_engine.scheduler.kv_cache.radix_cache import Match, RadixCache
 from moe_engine.types import Request
 
 FRONT, NORMAL = 0, 1

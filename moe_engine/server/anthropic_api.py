@@ -17,9 +17,9 @@ from moe_engine.server.errors import anthropic_body, stream_error
 from moe_engine.server.event_stream import Events, EventStream, named_event
 from moe_engine.server.field_names import named
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
-from moe_engine.server.openai_chat import ChatApi
-from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
-from moe_engine.server.openai_common import matched_stop
+from moe_engine.server.openai.chat import ChatApi
+from moe_engine.server.openai.choice import ChoiceParser, ParserOptions
+from moe_engine.server.openai.common import matched_stop
 from moe_engine.server.output_parts import Change, OutputParts, Part, parts_of
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS

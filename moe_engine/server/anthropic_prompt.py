@@ -7,8 +7,8 @@ from typing import Any
 
 from moe_engine.errors import InputError
 from moe_engine.server.anthropic_types import CountRequest, MessagesRequest
-from moe_engine.server.openai_images import PlacedImage
-from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.openai.images import PlacedImage
+from moe_engine.server.openai.types import ChatRequest
 from moe_engine.validation import checked, string_at
 
 NAMES = (

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from moe_engine.sampling_checks import MAX_COUNT
-from moe_engine.server.openai_answers import ModelCard
+from moe_engine.server.openai.answers import ModelCard
 from moe_engine.validation import Effort, NotAvailable, OffOnly
 
 BLOCKS = (

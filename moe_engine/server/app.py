@@ -29,7 +29,7 @@ from moe_engine.server.metrics_http import StatusCount
 from moe_engine.server.observers import RequestTimeLog
 from moe_engine.server.request_ids import RequestIds
 from moe_engine.server.request_log import RequestLog, RequestLogSettings
-from moe_engine.server.responses_store import ResponseStore
+from moe_engine.server.responses.store import ResponseStore
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
 from moe_engine.server.text_processes import TextProcesses, TextSpec

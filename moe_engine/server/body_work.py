@@ -7,10 +7,10 @@ from moe_engine.server.bodies import Work
 from moe_engine.server.embeddings_api import EmbeddingsApi
 from moe_engine.server.native_api import NativeApi
 from moe_engine.server.ollama_api import OllamaApi
-from moe_engine.server.openai_chat import ChatApi
-from moe_engine.server.openai_completions import CompletionsApi
+from moe_engine.server.openai.chat import ChatApi
+from moe_engine.server.openai.completions import CompletionsApi
 from moe_engine.server.parse_api import ParseApi
-from moe_engine.server.responses_api import ResponsesApi
+from moe_engine.server.responses.api import ResponsesApi
 from moe_engine.server.scoring_api import ScoringApi
 from moe_engine.server.state import ServerState
 

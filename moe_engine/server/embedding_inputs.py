@@ -8,15 +8,15 @@ from typing import Any
 
 from moe_engine.errors import InputError
 from moe_engine.media.settings import ImageSource
-from moe_engine.server.openai_images import check_images, take_images
-from moe_engine.server.openai_messages import render_prompt
-from moe_engine.server.openai_types import EmbeddingRequest
+from moe_engine.server.openai.images import check_images, take_images
+from moe_engine.server.openai.messages import render_prompt
+from moe_engine.server.openai.types import EmbeddingRequest
 from moe_engine.server.state import ServerState
 
 
 @dataclass
 class _Options:
-    """`openai_messages.Options` of an object, which has no options."""
+    """`openai.messages.Options` of an object, which has no options."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = False

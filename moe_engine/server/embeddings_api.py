@@ -13,9 +13,9 @@ from moe_engine.frontend.frontend import Job
 from moe_engine.server.bodies import Plan
 from moe_engine.server.embedding_inputs import rendered_input
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, decode_body_and_rest, json_response
-from moe_engine.server.openai_answers import Embedding, EmbeddingList
-from moe_engine.server.openai_common import usage_of
-from moe_engine.server.openai_types import EmbeddingRequest
+from moe_engine.server.openai.answers import Embedding, EmbeddingList
+from moe_engine.server.openai.common import usage_of
+from moe_engine.server.openai.types import EmbeddingRequest
 from moe_engine.server.state import ServerState
 from moe_engine.validation import refuse_unavailable
 

@@ -11,8 +11,6 @@ from moe_engine.frontend.scoring import ScoreRequest
 from moe_engine.server import anthropic_types as anthropic
 from moe_engine.server import native_types as native
 from moe_engine.server import ollama_types as ollama
-from moe_engine.server import openai_answers as answers
-from moe_engine.server import responses_types as responses
 from moe_engine.server.anthropic_api import AnthropicApi
 from moe_engine.server.control_api import ControlApi
 from moe_engine.server.doctor_api import DoctorApi, History
@@ -23,9 +21,10 @@ from moe_engine.server.experts_api import ExpertsApi
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_api import NativeApi
 from moe_engine.server.ollama_api import OllamaApi
-from moe_engine.server.openai_chat import ChatApi
-from moe_engine.server.openai_completions import CompletionsApi
-from moe_engine.server.openai_types import (
+from moe_engine.server.openai import answers
+from moe_engine.server.openai.chat import ChatApi
+from moe_engine.server.openai.completions import CompletionsApi
+from moe_engine.server.openai.types import (
     ChatRequest,
     ClassifyRequest,
     CompletionRequest,
@@ -37,7 +36,8 @@ from moe_engine.server.openapi import HTML, JSON_LINES, TEXT, Endpoint
 from moe_engine.server.operations_api import ConfigureLoggingRequest, OperationsApi
 from moe_engine.server.pages_api import PagesApi
 from moe_engine.server.parse_api import ParseApi
-from moe_engine.server.responses_api import ResponsesApi
+from moe_engine.server.responses import types as responses
+from moe_engine.server.responses.api import ResponsesApi
 from moe_engine.server.scoring_api import ScoringApi
 from moe_engine.server.sessions_api import CloseSessionRequest, OpenSessionRequest, SessionsApi
 from moe_engine.server.state import ServerState

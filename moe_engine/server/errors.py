@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import EngineDeadError, GenerationError, InputError, RankLostError
-from moe_engine.server.openai_answers import ErrorFields
+from moe_engine.server.openai.answers import ErrorFields
 from moe_engine.server.request_ids import request_id
 
 logger = logging.getLogger("moe_engine.server")

@@ -29,8 +29,8 @@ from moe_engine.server.http_io import (
     read_small,
 )
 from moe_engine.server.native_types import AbortRequest, DetokenizeRequest, FlushQuery, Texts, TokenizeRequest
-from moe_engine.server.openai_images import take_images
-from moe_engine.server.openai_messages import render_prompt
+from moe_engine.server.openai.images import take_images
+from moe_engine.server.openai.messages import render_prompt
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.validation import refuse_unavailable

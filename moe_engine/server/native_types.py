@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from msgspec import Meta, Struct
 
 from moe_engine.sampling_checks import TokenId
-from moe_engine.server.openai_types import Messages, Tool
+from moe_engine.server.openai.types import Messages, Tool
 from moe_engine.tuning.doctor.diagnosis import Finding
 from moe_engine.validation import PathText
 

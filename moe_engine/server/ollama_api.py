@@ -41,10 +41,10 @@ from moe_engine.server.ollama_types import (
     ShowRequest,
     Version,
 )
-from moe_engine.server.openai_chat import ChatApi
-from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
-from moe_engine.server.openai_images import PlacedImage
-from moe_engine.server.openai_types import ChatRequest, CompletionRequest, generate_input
+from moe_engine.server.openai.chat import ChatApi
+from moe_engine.server.openai.choice import ChoiceParser, ParserOptions
+from moe_engine.server.openai.images import PlacedImage
+from moe_engine.server.openai.types import ChatRequest, CompletionRequest, generate_input
 from moe_engine.server.openapi import JSON_LINES
 from moe_engine.server.output_parts import OutputParts, Part, parts_of
 from moe_engine.server.state import ServerState

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 import msgspec
 from msgspec import Meta
 
-from moe_engine.server.openai_types import Tool
+from moe_engine.server.openai.types import Tool
 from moe_engine.validation import Effort, OffOnly
 
 Images = Annotated[list[str], Meta(description="base64")]

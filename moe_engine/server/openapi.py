@@ -15,8 +15,8 @@ from moe_engine.sampling_checks import SamplingRequest
 from moe_engine.server.anthropic_types import AnthropicError
 from moe_engine.server.errors import Handler, anthropic_body, error_format_of, ollama_body
 from moe_engine.server.ollama_types import OllamaError
-from moe_engine.server.openai_answers import Error, OpenAIError
-from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
+from moe_engine.server.openai.answers import Error, OpenAIError
+from moe_engine.server.openai.types import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
 from moe_engine.types import SamplingParams
 
 JSON = "application/json"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_engine.frontend.generation import Generation, Piece
-from moe_engine.server.openai_choice import ChoiceParser
+from moe_engine.server.openai.choice import ChoiceParser
 
 Change = Literal["begin", "add", "end"]
 

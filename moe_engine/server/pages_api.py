@@ -16,7 +16,7 @@ from moe_engine.server.http_io import json_response
 from moe_engine.server.live_pages import HEADERS, page, wants_page
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_types import Root
-from moe_engine.server.openai_answers import ModelCard, ModelList
+from moe_engine.server.openai.answers import ModelCard, ModelList
 from moe_engine.server.openapi import HTML, POLICY, docs_page, openapi
 from moe_engine.server.state import ServerState
 

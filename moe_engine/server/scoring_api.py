@@ -17,9 +17,9 @@ from moe_engine.frontend.scoring import ScoreRequest, label_logprobs, score_inpu
 from moe_engine.server.bodies import Plan
 from moe_engine.server.embeddings_api import encode_plan, encodings_of
 from moe_engine.server.http_io import decode_body, json_response
-from moe_engine.server.openai_answers import Classification, ClassList, Ranked, Relevance, Relevances, Scores
-from moe_engine.server.openai_common import usage_of
-from moe_engine.server.openai_types import ClassifyRequest, RelevanceRequest, RerankRequest
+from moe_engine.server.openai.answers import Classification, ClassList, Ranked, Relevance, Relevances, Scores
+from moe_engine.server.openai.common import usage_of
+from moe_engine.server.openai.types import ClassifyRequest, RelevanceRequest, RerankRequest
 from moe_engine.server.state import ServerState
 from moe_engine.validation import refuse_unavailable
 

@@ -17,8 +17,8 @@ from moe_engine.frontend.watchdog import stall
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.errors import ModelNotFoundError
 from moe_engine.server.logprob_json import TokenIdJson, TokenJson
-from moe_engine.server.openai_types import CommonRequest
-from moe_engine.server.responses_store import ResponseStore
+from moe_engine.server.openai.types import CommonRequest
+from moe_engine.server.responses.store import ResponseStore
 from moe_engine.server.settings import ServerSettings
 from moe_engine.tokenizer.chat_messages import ChatEncoder
 from moe_engine.tokenizer.tokenizer import Tokenizer

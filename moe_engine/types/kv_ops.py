@@ -58,8 +58,8 @@ class KVReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVOps:
-    """Copies between the KV pool and a connector (`scheduler.kv_connector`). Every rank runs them in plan order, before
-    the step's forward: it waits for the loads `arrived`, stores, then begins `loads`.
+    """Copies between the KV pool and a connector (`scheduler.kv_cache.kv_connector`). Every rank runs them in plan
+    order, before the step's forward: it waits for the loads `arrived`, stores, then begins `loads`.
 
     Stores copy store_slots[i] of the pool to store_places[i]; places are distinct. The step may overwrite the slots.
     `arrived` are loads that the scheduler regards as complete: this step and later steps may use their slots.

@@ -104,7 +104,7 @@ class Request:
     to_abort: FinishReason | None = None
     finish_reason: FinishReason | None = None
     tree_node: Any = None
-    """The radix node this request holds a lock on (scheduler.radix_cache.Node), or None."""
+    """The radix node this request holds a lock on (scheduler.kv_cache.radix_cache.Node), or None."""
     state_from: int = -1
     """Snapshot with which its state begins (`NewRow.snapshot`)."""
     num_in_tree: int = 0  # leading slots owned by the radix tree (shared); the rest are private

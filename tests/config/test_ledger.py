@@ -20,7 +20,7 @@ from moe_engine.planning.memory.ledger import (
     slot_table_bytes,
     tokens_that_fit,
 )
-from moe_engine.scheduler.kv_connector import KVConnector
+from moe_engine.scheduler.kv_cache.kv_connector import KVConnector
 from tests.config.conftest import SMALL, machine
 from tests.models.published import V3
 
@@ -238,7 +238,7 @@ def test_flags_of_the_host_tier(resolved):
         ("moe_engine.scheduler.tiers.host_tier:Tier", "cannot be loaded: AttributeError"),
         ("moe_engine.scheduler.tiers.host_tier:MIN_LOAD", "not a class"),
         ("collections:OrderedDict", "OrderedDict has no method get_num_new_matched_tokens, start_load"),
-        ("moe_engine.scheduler.kv_connector:KVConnector", "KVConnector has no attribute copies"),
+        ("moe_engine.scheduler.kv_cache.kv_connector:KVConnector", "KVConnector has no attribute copies"),
     ],
 )
 def test_unusable_kv_connectors_are_refused(resolved, name, words):

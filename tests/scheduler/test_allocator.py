@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.kv_cache.slot_allocator import DeferredFreePool, SlotAllocator
 
 
 def test_pools_that_share_ids_take_what_others_take_and_keep_no_ids_that_none_took() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.errors import ConfigError
-from moe_engine.scheduler.eviction_policy import POLICIES, eviction_policy
 from moe_engine.scheduler.integrity import check_tree
-from moe_engine.scheduler.radix_cache import Node, RadixCache
+from moe_engine.scheduler.kv_cache.eviction_policy import POLICIES, eviction_policy
+from moe_engine.scheduler.kv_cache.radix_cache import Node, RadixCache
 from moe_engine.scheduler.tiers.tiered_cache import TieredCache
 from tests.examples import examples
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_engine.errors import ConfigError
 from moe_engine.scheduler import SchedulerConfig
-from moe_engine.scheduler.radix_cache import RadixCache
+from moe_engine.scheduler.kv_cache.radix_cache import RadixCache
 from moe_engine.types import Request, SpeculationConfig, Status, StepPlan
 from tests.examples import examples
 from tests.scheduler.simulator import Simulation, make_request, random_request

@@ -15,9 +15,9 @@ from moe_engine.config.kv_events import KVEventsConfig, parse_kv_events
 from moe_engine.core.kv_event_publisher import END, KVEventPublisher
 from moe_engine.errors import ConfigError
 from moe_engine.planning.flags.validate import check
-from moe_engine.scheduler.kv_events import KVEventLog
-from moe_engine.scheduler.prefix_keys import bigrams
-from moe_engine.scheduler.radix_cache import Node, RadixCache
+from moe_engine.scheduler.kv_cache.kv_events import KVEventLog
+from moe_engine.scheduler.kv_cache.prefix_keys import bigrams
+from moe_engine.scheduler.kv_cache.radix_cache import Node, RadixCache
 from moe_engine.scheduler.tiers.tiered_cache import TieredCache
 from tests.examples import examples
 from tests.scheduler.kv_subscriber import BlockIndex, decode

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.scheduler import NEEDS_RESULT, POLICIES, SchedulerConfig
+from moe_engine.scheduler.kv_cache.radix_cache import RadixCache
 from moe_engine.scheduler.policies import Policy
-from moe_engine.scheduler.radix_cache import RadixCache
 from moe_engine.scheduler.retraction import victim_order
 from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.scheduler import Scheduler

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from moe_engine.scheduler.integrity import check_tree, walk
-from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
+from moe_engine.scheduler.kv_cache.radix_cache import DisabledCache, Node, RadixCache
 from tests.lines_run import lines_run
 
 

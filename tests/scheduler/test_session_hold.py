@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.scheduler import SchedulerConfig, admission
-from moe_engine.scheduler.radix_cache import RadixCache
+from moe_engine.scheduler.kv_cache.radix_cache import RadixCache
 from moe_engine.scheduler.retraction import retract_all
 from moe_engine.scheduler.session_hold import SessionHold, _Session
 from moe_engine.scheduler.session_rotation import ROTATION

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_engine.scheduler import SchedulerConfig
-from moe_engine.scheduler.state_kv_cache import StateKVCacheManager
+from moe_engine.scheduler.kv_cache.state_kv_cache import StateKVCacheManager
 from tests.examples import examples
 from tests.scheduler import test_failures as failures
 from tests.scheduler.simulator import Simulation, make_request

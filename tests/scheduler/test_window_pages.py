@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler import SchedulerConfig
-from moe_engine.scheduler.window_pages import WindowPages
-from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
+from moe_engine.scheduler.kv_cache.window_pages import WindowPages
+from moe_engine.scheduler.kv_cache.windowed_kv_cache import WindowedKVCacheManager
 from tests.scheduler import test_failures as failures
 from tests.scheduler.failing_windowed_worker import FailingWindowedWorker
 from tests.scheduler.simulator import Simulation, make_request

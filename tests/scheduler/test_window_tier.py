@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_engine.errors import ConfigError
 from moe_engine.scheduler import SchedulerConfig
-from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
+from moe_engine.scheduler.kv_cache.windowed_kv_cache import WindowedKVCacheManager
 from tests.examples import examples
 from tests.scheduler.simulator import make_request
 from tests.scheduler.test_host_tier import play

@@ -31,8 +31,6 @@ from moe_engine.server import (
     http_io,
     native_api,
     ollama_api,
-    openai_chat,
-    openai_completions,
     parse_api,
     scoring_api,
     text_process,
@@ -40,6 +38,7 @@ from moe_engine.server import (
 )
 from moe_engine.server.bodies import PROCESS_BYTES
 from moe_engine.server.endpoints import REFUSED_PATHS
+from moe_engine.server.openai import chat, completions
 from moe_engine.server.text_frames import HEADER, Kind, frame
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -158,7 +157,7 @@ def places(monkeypatch):
         return run
 
     for module in (
-        anthropic_api, embeddings_api, native_api, ollama_api, openai_chat, openai_completions, parse_api, scoring_api
+        anthropic_api, embeddings_api, native_api, ollama_api, chat, completions, parse_api, scoring_api
     ):  # fmt: skip
         for name in ("decode_body", "decode_body_and_rest"):
             if hasattr(module, name):

@@ -13,7 +13,7 @@ from moe_engine.errors import InputError
 from moe_engine.server.body_work import body_work
 from moe_engine.server.http_io import decode_body, encode_json
 from moe_engine.server.large_schemas import cut_schema
-from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.openai.types import ChatRequest
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.check_process import verdict_of
 from moe_engine.structured_output.open_backend import open_backend

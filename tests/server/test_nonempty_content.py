@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
+from moe_engine.server.openai.choice import ChoiceParser, ParserOptions
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import post

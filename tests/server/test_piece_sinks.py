@@ -100,7 +100,7 @@ def test_a_parser_that_fails_in_the_lane_ends_the_stream_and_the_request(monkeyp
             raise ValueError("broken parser")
         return [{"content": text}]
 
-    monkeypatch.setattr("moe_engine.server.openai_choice.ChoiceParser.push", broken)
+    monkeypatch.setattr("moe_engine.server.openai.choice.ChoiceParser.push", broken)
     client = CountingClient()
     with real_server(client, **PARSERS) as address:
         response = httpx.post(address + "/v1/chat/completions", json={**CHAT, "stream": True})

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from moe_engine.errors import InputError
 from moe_engine.server.bodies import PROCESS_BYTES
-from moe_engine.server.responses_store import ResponseStore
-from moe_engine.server.responses_types import DeletedResponse, ResponseObject
+from moe_engine.server.responses.store import ResponseStore
+from moe_engine.server.responses.types import DeletedResponse, ResponseObject
 from moe_engine.tokenizer.tool_calls.named import CALLS_BEGIN, CALLS_END
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import named_events, post, talk

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from moe_engine.server.responses_types import InputTokens, ItemList, ResponseObject
+from moe_engine.server.responses.types import InputTokens, ItemList, ResponseObject
 from tests.server.harness import make_app, post, talk
 from tests.server.test_anthropic import PARSERS, TEXTS, fake
 from tests.server.test_responses import ASK, WEATHER

@@ -24,7 +24,7 @@ from moe_engine.models.pooling_config import PoolingConfig
 from moe_engine.server.anthropic_types import AnthropicError
 from moe_engine.server.native_types import ServerInfo
 from moe_engine.server.ollama_types import OllamaError
-from moe_engine.server.openai_answers import Error, OpenAIError
+from moe_engine.server.openai.answers import Error, OpenAIError
 from moe_engine.server.openapi import JSON
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import POOLING, FakeClient

@@ -9,7 +9,7 @@ import pytest
 
 from moe_engine.errors import InputError
 from moe_engine.sampling_checks import build_sampling, parse_sampling
-from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.openai.types import ChatRequest
 from moe_engine.types.constraint import Constraint
 from moe_engine.validation import checked
 

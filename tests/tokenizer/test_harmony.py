@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
+from moe_engine.server.openai.choice import ChoiceParser, ParserOptions
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, free_reasoning, reasoning_parser
 
 ANALYSIS = "<|channel|>analysis<|message|>I think.<|end|>"

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from moe_engine.errors import InputError
 from moe_engine.server.http_io import decode_body_and_rest
-from moe_engine.server.openai_images import take_images
-from moe_engine.server.openai_messages import render_prompt
-from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.openai.images import take_images
+from moe_engine.server.openai.messages import render_prompt
+from moe_engine.server.openai.types import ChatRequest
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from tests.examples import examples
 

@@ -18,7 +18,7 @@ from moe_engine.planning.flags.image_flags import image_problems
 from moe_engine.planning.flags.resolve_loading import EXTRA_CONFIG, loader_threads
 from moe_engine.planning.flags.resolve_storage import storage_problems
 from moe_engine.planning.flags.validate_server import installed, loadable, server_problems
-from moe_engine.scheduler.eviction_policy import eviction_policy
+from moe_engine.scheduler.kv_cache.eviction_policy import eviction_policy
 
 # field -> least value
 LEAST = {

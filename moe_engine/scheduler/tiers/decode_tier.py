@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from moe_engine.scheduler.radix_cache import Match
+from moe_engine.scheduler.kv_cache.radix_cache import Match
 from moe_engine.scheduler.tiers.host_tier import MIN_LOAD
 from moe_engine.scheduler.tiers.transfer_tier import TransferTier
 from moe_engine.scheduler.waiting_queue import prefix_limit

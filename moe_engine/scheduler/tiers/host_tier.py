@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from moe_engine.scheduler.radix_cache import Node
-from moe_engine.scheduler.slot_allocator import SlotAllocator
+from moe_engine.scheduler.kv_cache.radix_cache import Node
+from moe_engine.scheduler.kv_cache.slot_allocator import SlotAllocator
 from moe_engine.scheduler.tiers.storage_tier import StorageTier
 from moe_engine.scheduler.tiers.tiered_cache import TieredCache, TierNode
 from moe_engine.scheduler.waiting_queue import Waiting

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from moe_engine.scheduler.radix_cache import Node
+from moe_engine.scheduler.kv_cache.radix_cache import Node
 from moe_engine.scheduler.tiers.transfer_tier import TransferTier
 from moe_engine.types import Request, Status
 from moe_engine.types.kv_ops import KVOps

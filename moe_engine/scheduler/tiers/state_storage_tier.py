@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_engine.scheduler.state_snapshots import NONE
+from moe_engine.scheduler.kv_cache.state_snapshots import NONE
 from moe_engine.scheduler.tiers.storage_tier import Prefetch, StorageTier
 from moe_engine.scheduler.tiers.tiered_snapshots import TieredSnapshots, TierStateNode
 from moe_engine.types import KVBackup, KVFetch

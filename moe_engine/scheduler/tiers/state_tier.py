@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_engine.scheduler.slot_allocator import SlotAllocator
-from moe_engine.scheduler.state_snapshots import NONE
+from moe_engine.scheduler.kv_cache.slot_allocator import SlotAllocator
+from moe_engine.scheduler.kv_cache.state_snapshots import NONE
 from moe_engine.scheduler.tiers.host_tier import HostTier, Load
 from moe_engine.scheduler.tiers.state_storage_tier import StateStorageTier
 from moe_engine.scheduler.tiers.tiered_cache import TierNode

@@ -8,8 +8,8 @@ and counts as failed. Both servers have the same ranks and page size (`core.kv_t
 
 from __future__ import annotations
 
-from moe_engine.scheduler.radix_cache import RadixCache
-from moe_engine.scheduler.state_snapshots import NONE
+from moe_engine.scheduler.kv_cache.radix_cache import RadixCache
+from moe_engine.scheduler.kv_cache.state_snapshots import NONE
 from moe_engine.scheduler.tiers.decode_tier import DecodeTier, Incoming
 from moe_engine.scheduler.tiers.prefill_tier import Outgoing, PrefillTier
 from moe_engine.scheduler.tiers.state_tier import StateHostTier

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from moe_engine.scheduler.radix_cache import Node
+from moe_engine.scheduler.kv_cache.radix_cache import Node
 from moe_engine.scheduler.tiers.key_chain import KeyChain
 from moe_engine.scheduler.tiers.page_keys import page_keys, root_key
 from moe_engine.scheduler.tiers.storage_pause import StoragePause

@@ -14,8 +14,8 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
-from moe_engine.scheduler.radix_cache import ChildKey, Match, Node, RadixCache, copy_use
-from moe_engine.scheduler.state_snapshots import SnapshotNode
+from moe_engine.scheduler.kv_cache.radix_cache import ChildKey, Match, Node, RadixCache, copy_use
+from moe_engine.scheduler.kv_cache.state_snapshots import SnapshotNode
 
 
 class TierNode(SnapshotNode):

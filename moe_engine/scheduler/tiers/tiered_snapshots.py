@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
-from moe_engine.scheduler.state_snapshots import NONE, SnapshotNode, SnapshotTree, usefulness
+from moe_engine.scheduler.kv_cache.radix_cache import Match, Node, RadixCache
+from moe_engine.scheduler.kv_cache.state_snapshots import NONE, SnapshotNode, SnapshotTree, usefulness
 from moe_engine.scheduler.tiers.tiered_cache import TieredCache, TierNode
 
 STATES_AT_ONCE = 4

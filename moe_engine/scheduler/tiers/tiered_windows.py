@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from moe_engine.scheduler.radix_cache import Match, Node
+from moe_engine.scheduler.kv_cache.radix_cache import Match, Node
+from moe_engine.scheduler.kv_cache.window_pages import WindowPages
+from moe_engine.scheduler.kv_cache.windowed_radix_cache import WindowedRadixCache
 from moe_engine.scheduler.tiers.host_windows import NONE, HostWindows
 from moe_engine.scheduler.tiers.tiered_cache import TieredCache, TierNode
-from moe_engine.scheduler.window_pages import WindowPages
-from moe_engine.scheduler.windowed_radix_cache import WindowedRadixCache
 
 
 class Page(NamedTuple):

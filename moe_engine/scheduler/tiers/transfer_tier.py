@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from moe_engine.scheduler.prefix_keys import bigrams
+from moe_engine.scheduler.kv_cache.prefix_keys import bigrams
 from moe_engine.scheduler.tiers.host_tier import HostTier
 from moe_engine.scheduler.tiers.transfer_link import TransferLink
 from moe_engine.types import Request

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from moe_engine.scheduler.radix_cache import Node
-from moe_engine.scheduler.slot_allocator import SlotAllocator
+from moe_engine.scheduler.kv_cache.radix_cache import Node
+from moe_engine.scheduler.kv_cache.slot_allocator import SlotAllocator
+from moe_engine.scheduler.kv_cache.window_pages import WindowPages
 from moe_engine.scheduler.tiers.host_tier import HostTier, Load
 from moe_engine.scheduler.tiers.host_windows import NONE, HostWindows
 from moe_engine.scheduler.tiers.tiered_cache import TierNode
 from moe_engine.scheduler.tiers.tiered_windows import Reach, TieredWindows
 from moe_engine.scheduler.waiting_queue import Waiting
-from moe_engine.scheduler.window_pages import WindowPages
 from moe_engine.types.kv_ops import KVLoad, KVOps
 
 

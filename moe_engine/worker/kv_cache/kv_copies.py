@@ -1,4 +1,4 @@
-"""The worker side of the KV connector (`scheduler.kv_connector`): copies between the KV pool and host memory.
+"""The worker side of the KV connector (`scheduler.kv_cache.kv_connector`): copies between the KV pool and host memory.
 
 A place is a row of the host pool: the KV of one token in all layers of this rank, MTP layers included. States of
 requests have entries of their own (`host_states`), and so have the pages of windowed layers with slots of their own.

@@ -1,8 +1,8 @@
 """State pool: the states of requests in layers without KV, addressed by request row. The scheduler assigns rows.
 
 A state begins as zeros when a request takes its row, or as a copy of the snapshot after its cached prefix. The row
-after those of requests is unused: padding of captured steps reads and writes there. Snapshots follow, for
-prefixes in the radix cache; the scheduler assigns their slots (`scheduler/state_kv_cache.py`). Then come the states of
+after those of requests is unused: padding of captured steps reads and writes there. Snapshots follow, for prefixes in
+the radix cache; the scheduler assigns their slots (`scheduler/kv_cache/state_kv_cache.py`). Then come the states of
 draft positions: a verification stores the state after each token, and the state after the last accepted token is kept.
 """
 

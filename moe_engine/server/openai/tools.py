@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.errors import InputError
-from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.openai.types import ChatRequest
 from moe_engine.structured_output.tool_choice import tool_constraint
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 from moe_engine.types.constraint import Constraint

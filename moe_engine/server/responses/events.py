@@ -9,9 +9,9 @@ from moe_engine.frontend.generation import Piece
 from moe_engine.server.errors import problem_of
 from moe_engine.server.event_stream import Events, named_event
 from moe_engine.server.output_parts import Change, Part
-from moe_engine.server.responses_answer import Answer, content_of
-from moe_engine.server.responses_tools import custom_input
-from moe_engine.server.responses_types import ResponseObject
+from moe_engine.server.responses.answer import Answer, content_of
+from moe_engine.server.responses.tools import custom_input
+from moe_engine.server.responses.types import ResponseObject
 
 TEXT_EVENTS = {"reasoning": "reasoning_text", "text": "output_text"}
 

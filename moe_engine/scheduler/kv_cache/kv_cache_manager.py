@@ -11,15 +11,15 @@ from typing import Any
 
 from moe_engine.kv_connectors import connector_class
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.eviction_policy import eviction_policy
-from moe_engine.scheduler.kv_connector import KVConnector
-from moe_engine.scheduler.kv_events import KVEventLog
-from moe_engine.scheduler.prefix_keys import bigrams
-from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
-from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.kv_cache.eviction_policy import eviction_policy
+from moe_engine.scheduler.kv_cache.kv_connector import KVConnector
+from moe_engine.scheduler.kv_cache.kv_events import KVEventLog
+from moe_engine.scheduler.kv_cache.prefix_keys import bigrams
+from moe_engine.scheduler.kv_cache.radix_cache import DisabledCache, Node, RadixCache
+from moe_engine.scheduler.kv_cache.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.kv_cache.window_room import WindowRoom
 from moe_engine.scheduler.tiers.storage_tier import StorageTier
 from moe_engine.scheduler.tiers.transfer_tier import TransferTier
-from moe_engine.scheduler.window_room import WindowRoom
 from moe_engine.types import KVReport, Request, RowWrite, StateOps
 
 

@@ -19,11 +19,11 @@ from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
 from moe_engine.server.event_stream import EventStream
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
-from moe_engine.server.openai_answers import Usage
-from moe_engine.server.openai_common import head_of, last_hidden_state, matched_stop, usage_of
-from moe_engine.server.openai_events import PLAIN_END, ChunkEvents
-from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras
-from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, CompletionRequest, generate_input, response_fields
+from moe_engine.server.openai.answers import Usage
+from moe_engine.server.openai.common import head_of, last_hidden_state, matched_stop, usage_of
+from moe_engine.server.openai.events import PLAIN_END, ChunkEvents
+from moe_engine.server.openai.extras import NO_FIELDS, ChoiceExtras, answer_extras
+from moe_engine.server.openai.types import DEFAULT_MAX_TOKENS, CompletionRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.fill_in_middle import fill_in_middle
 

@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
-from moe_engine.scheduler.eviction_policy import EvictionPolicy
-from moe_engine.scheduler.kv_events import KVEventLog
+from moe_engine.scheduler.kv_cache.eviction_policy import EvictionPolicy
+from moe_engine.scheduler.kv_cache.kv_events import KVEventLog
 
 ChildKey = int | tuple[int, ...]
 

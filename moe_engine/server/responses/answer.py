@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from moe_engine.frontend.generation import Generation, Piece
-from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
+from moe_engine.server.openai.choice import ChoiceParser, ParserOptions
 from moe_engine.server.output_parts import Change, OutputParts, Part, whole_piece
-from moe_engine.server.responses_logprobs import TextLogprobs
-from moe_engine.server.responses_tools import Called, called_tools, custom_input
-from moe_engine.server.responses_types import OutputContent, OutputItem, ResponseObject, ResponsesPlan, ResponseUsage
+from moe_engine.server.responses.logprobs import TextLogprobs
+from moe_engine.server.responses.tools import Called, called_tools, custom_input
+from moe_engine.server.responses.types import OutputContent, OutputItem, ResponseObject, ResponsesPlan, ResponseUsage
 
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 PENDING = ("queued", "in_progress")

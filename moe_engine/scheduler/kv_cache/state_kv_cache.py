@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from moe_engine.scheduler.admission import PrefillJob
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
-from moe_engine.scheduler.kv_connector import KVConnector
-from moe_engine.scheduler.radix_cache import Node, RadixCache
-from moe_engine.scheduler.state_snapshots import NONE, SnapshotTree, snapshot_of
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.kv_connector import KVConnector
+from moe_engine.scheduler.kv_cache.radix_cache import Node, RadixCache
+from moe_engine.scheduler.kv_cache.state_snapshots import NONE, SnapshotTree, snapshot_of
 from moe_engine.scheduler.tiers.state_tier import StateHostTier
 from moe_engine.scheduler.tiers.state_transfers import StateDecodeTier, StatePrefillTier
 from moe_engine.types import Request, RowWrite, StateOps

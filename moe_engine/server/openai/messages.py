@@ -37,7 +37,7 @@ def render_prompt(
     """The prompt of a conversation.
 
     Args:
-        messages: of the form `openai_types.Message`.
+        messages: of the form `types.Message`.
         kwargs: further template arguments, above those of the launch and below those of `options`.
 
     Raises:

@@ -18,11 +18,11 @@ from moe_engine.server.errors import openai_body, problem_of
 from moe_engine.server.event_stream import EventStream
 from moe_engine.server.field_names import named
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response, read_query
-from moe_engine.server.openai_chat import ChatApi
-from moe_engine.server.responses_answer import Answer
-from moe_engine.server.responses_events import ResponseEvents
-from moe_engine.server.responses_items import input_items, page_of
-from moe_engine.server.responses_prompt import (
+from moe_engine.server.openai.chat import ChatApi
+from moe_engine.server.responses.answer import Answer
+from moe_engine.server.responses.events import ResponseEvents
+from moe_engine.server.responses.items import input_items, page_of
+from moe_engine.server.responses.prompt import (
     NAMES,
     chat_request,
     check_options,
@@ -32,8 +32,8 @@ from moe_engine.server.responses_prompt import (
     shortened,
     shorter_starts,
 )
-from moe_engine.server.responses_store import ResponseStore, Running
-from moe_engine.server.responses_types import (
+from moe_engine.server.responses.store import ResponseStore, Running
+from moe_engine.server.responses.types import (
     DeletedResponse,
     InputItemsQuery,
     InputTokens,

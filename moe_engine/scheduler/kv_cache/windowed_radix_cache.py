@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
-from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
-from moe_engine.scheduler.window_pages import WindowPages
+from moe_engine.scheduler.kv_cache.radix_cache import Match, Node, RadixCache
+from moe_engine.scheduler.kv_cache.window_pages import WindowPages
 
 
 class WindowedRadixCache(RadixCache):

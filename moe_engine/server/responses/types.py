@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from moe_engine.frontend.generate_input import CacheSalt, DpRank, Priority, Rid, Text
 from moe_engine.sampling_checks import MAX_COUNT, SamplingFields
-from moe_engine.server.openai_answers import TokenLogprob
-from moe_engine.server.openai_types import STRUCTURED_OUTPUTS
+from moe_engine.server.openai.answers import TokenLogprob
+from moe_engine.server.openai.types import STRUCTURED_OUTPUTS
 from moe_engine.validation import Effort, NotAvailable
 
 LOGPROBS = "message.output_text.logprobs"

@@ -11,9 +11,9 @@ from moe_engine.frontend.generation import Generation
 from moe_engine.server.errors import openai_body
 from moe_engine.server.event_stream import DONE, DataEvents, sse
 from moe_engine.server.http_io import encode_json
-from moe_engine.server.openai_answers import Usage
-from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras, wants_usage
-from moe_engine.server.openai_types import CommonRequest
+from moe_engine.server.openai.answers import Usage
+from moe_engine.server.openai.extras import NO_FIELDS, ChoiceExtras, answer_extras, wants_usage
+from moe_engine.server.openai.types import CommonRequest
 
 PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
 """JSON of an event that has only a text or delta, after it."""

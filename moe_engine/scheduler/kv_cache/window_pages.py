@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.scheduler.slot_allocator import DeferredFreePool
+from moe_engine.scheduler.kv_cache.slot_allocator import DeferredFreePool
 from moe_engine.scheduler.tiers.host_windows import HostWindows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_engine.errors import InputError
-from moe_engine.server.responses_types import InputItem, InputItemsQuery, ItemList
+from moe_engine.server.responses.types import InputItem, InputItemsQuery, ItemList
 
 PREFIXES = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",

@@ -22,15 +22,15 @@ from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
 from moe_engine.server.event_stream import EventStream
 from moe_engine.server.http_io import cancel_on_disconnect, decode_body_and_rest, encode_json, json_response
-from moe_engine.server.openai_answers import Usage
-from moe_engine.server.openai_choice import ChoiceParser, Enforced, ParserOptions, parser_options
-from moe_engine.server.openai_common import head_of, last_hidden_state, matched_stop, usage_of
-from moe_engine.server.openai_events import PLAIN_END, ChunkEvents
-from moe_engine.server.openai_extras import NO_FIELDS, ChoiceExtras, answer_extras
-from moe_engine.server.openai_images import take_images
-from moe_engine.server.openai_messages import render_prompt
-from moe_engine.server.openai_tools import ToolWish, tool_wish
-from moe_engine.server.openai_types import ChatRequest, generate_input, response_fields
+from moe_engine.server.openai.answers import Usage
+from moe_engine.server.openai.choice import ChoiceParser, Enforced, ParserOptions, parser_options
+from moe_engine.server.openai.common import head_of, last_hidden_state, matched_stop, usage_of
+from moe_engine.server.openai.events import PLAIN_END, ChunkEvents
+from moe_engine.server.openai.extras import NO_FIELDS, ChoiceExtras, answer_extras
+from moe_engine.server.openai.images import take_images
+from moe_engine.server.openai.messages import render_prompt
+from moe_engine.server.openai.tools import ToolWish, tool_wish
+from moe_engine.server.openai.types import ChatRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import free_reasoning
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS

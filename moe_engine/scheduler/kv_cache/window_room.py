@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.window_pages import WindowPages
+from moe_engine.scheduler.kv_cache.window_pages import WindowPages
 from moe_engine.types import Request
 from moe_engine.types.row_sizes import window_request_pages
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable
 
-from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
+from moe_engine.scheduler.kv_cache.radix_cache import Match, Node, RadixCache
 
 NONE = -1
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_engine.config.server import ServerArgs
 from moe_engine.frontend.generation import Generation
-from moe_engine.server.openai_types import ChatRequest, CommonRequest
+from moe_engine.server.openai.types import ChatRequest, CommonRequest
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 SPECULATION = (

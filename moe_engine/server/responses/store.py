@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moe_engine.errors import InputError
-from moe_engine.server.responses_items import output_items
+from moe_engine.server.responses.items import output_items
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.openai.types import ChatRequest
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_parser, starts_inside
 from moe_engine.tokenizer.stop import Beginnings

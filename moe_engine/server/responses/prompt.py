@@ -9,10 +9,10 @@ import msgspec
 
 from moe_engine.errors import InputError, TooLongError
 from moe_engine.sampling_checks import SamplingFields
-from moe_engine.server.openai_images import PlacedImage
-from moe_engine.server.openai_types import ChatRequest
-from moe_engine.server.responses_tools import chat_call, chat_choice, chat_tools
-from moe_engine.server.responses_types import LOGPROBS, ResponsesRequest
+from moe_engine.server.openai.images import PlacedImage
+from moe_engine.server.openai.types import ChatRequest
+from moe_engine.server.responses.tools import chat_call, chat_choice, chat_tools
+from moe_engine.server.responses.types import LOGPROBS, ResponsesRequest
 from moe_engine.validation import checked, string_at
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
-from moe_engine.scheduler.radix_cache import Node, RadixCache
+from moe_engine.scheduler.kv_cache.radix_cache import Node, RadixCache
 from moe_engine.scheduler.waiting_queue import Waiting
 from moe_engine.types import KVOps
 

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.kv_cache_manager import KVCacheManager
-from moe_engine.scheduler.kv_connector import KVConnector
-from moe_engine.scheduler.radix_cache import Node, RadixCache
-from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.kv_cache.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_cache.kv_connector import KVConnector
+from moe_engine.scheduler.kv_cache.radix_cache import Node, RadixCache
+from moe_engine.scheduler.kv_cache.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.kv_cache.window_pages import WindowPages
+from moe_engine.scheduler.kv_cache.window_room import WindowRoom
+from moe_engine.scheduler.kv_cache.windowed_radix_cache import WindowedRadixCache
 from moe_engine.scheduler.tiers.window_tier import WindowHostTier
-from moe_engine.scheduler.window_pages import WindowPages
-from moe_engine.scheduler.window_room import WindowRoom
-from moe_engine.scheduler.windowed_radix_cache import WindowedRadixCache
 from moe_engine.types import Request, RowWrite
 
 EARLIER_TOKENS = 32

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generation import Generation
-from moe_engine.server.openai_answers import Usage
+from moe_engine.server.openai.answers import Usage
 
 
 def head_of(job: Job, model: str, kind: str) -> dict[str, Any]:

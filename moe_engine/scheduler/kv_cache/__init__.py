@@ -1,0 +1,1 @@
+"""KV slots of requests: the radix cache over them, allocation, and the models with windows or with states."""

@@ -1,0 +1,1 @@
+"""/v1/responses: OpenAI's newer form of chat, over the chat endpoint."""
