@@ -211,7 +211,11 @@ class ModelConfig:
     mtp: MTPForm = DEEPSEEK
     """MTP layers, where they are not as DeepSeek's."""
     layer_norm: bool = False
-    """Norms of the residual are LayerNorms with biases (Phi-3.5-MoE)."""
+    """Norms of the residual are LayerNorms (Phi-3.5-MoE)."""
+    norm_bias: bool = True
+    """LayerNorms have biases; without them: Cohere 2."""
+    parallel: bool = False
+    """Attention and feed-forward read the same norm, and both results are added to the residual (Cohere 2)."""
     head_bias: bool = False
     """The LM head has a bias (Phi-3.5-MoE)."""
     residual_scales: ResidualScales | None = None
@@ -221,7 +225,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     """The published model's residual is this times the one here (Granite)."""
     logit_scale: float = 1.0
-    """Factor of logits (Granite)."""
+    """Factor of logits (Granite, Cohere 2)."""
     layer_factors: bool = False
     """After each layer the residual is multiplied by a factor of the layer (Gemma 4), with `result_norms`."""
 
@@ -337,6 +341,8 @@ class ModelConfig:
     @property
     def norm_names(self) -> tuple[str, ...]:
         """Names of a layer's norms of D channels; the first of a layer without a norm of results is its input's."""
+        if self.parallel:
+            return ("input_layernorm",)
         return ("input_layernorm", "post_attention_layernorm") if self.result_norms is None else self.result_norms
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 _EPS: Mapping[str, Any] = {"rms_norm_eps": 1e-5}
 _YARN: Mapping[str, Any] = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 _SCALED: Mapping[str, Any] = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+_COHERE2: Mapping[str, Any] = {"sliding_window": 4096, "tie_word_embeddings": True}
 _DEEPSEEK_V3: Mapping[str, Any] = {
     "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "n_shared_experts": 1,
     "num_experts_per_tok": 8,
@@ -41,7 +42,7 @@ _POSITIONS: Mapping[int, str] = {
     131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2 mimo_v2_flash solar_open ernie4_5 "
     "ernie4_5_moe hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum youtu",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3 flint",
-    524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
+    8192: "cohere2 cohere2_moe", 524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
 """`max_position_embeddings` by default, and the values of `model_type`."""
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
@@ -49,6 +50,8 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "n_shared_experts": 1,
         "num_experts_per_tok": 8, "rope_theta": 6000000.0, "max_position_embeddings": 262144,
     },
+    "cohere2": _COHERE2,
+    "cohere2_moe": {**_COHERE2, "head_dim": 128, "num_experts_per_tok": 2, "num_experts": 8},
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": {**_DEEPSEEK_V3, "index_topk": 2048},
     "dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},

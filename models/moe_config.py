@@ -23,7 +23,8 @@ class MoEConfig:
     relu(x)^2 as activation (Nemotron-H). `num_zero`: zero experts, whose result is
     their input: the router chooses them like the `num_experts` others, after which they are numbered (LongCat-Flash).
     `scales_input`: the router's weight multiplies the input of the token's one expert, not its result (Llama 4).
-    `jitter`: of the score ``sparsemixer`` (Phi-3.5-MoE). `normed`: see `NormedMoE` (Gemma 4).
+    `jitter`: of the score ``sparsemixer`` (Phi-3.5-MoE). `normed`: see `NormedMoE` (Gemma 4). `shared_scale`: factor of
+    the shared experts' result (Cohere 2).
     """
 
     num_experts: int
@@ -55,6 +56,7 @@ class MoEConfig:
     scales_input: bool = False
     jitter: float = 0.0
     normed: bool = False
+    shared_scale: float = 1.0
 
     @property
     def num_choices(self) -> int:

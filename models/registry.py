@@ -32,6 +32,7 @@ _OTHER_DENSE = "moe_engine.models.config_dense"
 _GRANITE = "moe_engine.models.config_granite"
 _MIXTURES = "moe_engine.models.config_mixtures"
 _WINDOWED = "moe_engine.models.config_windowed"
+_COHERE = "moe_engine.models.config_cohere:parse_cohere2"
 _DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
 _DENSE = "moe_engine.models.dense:DenseModel"
 _IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
@@ -118,6 +119,9 @@ for _name, _target, _parser in (
     ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
     ("BailingMoeV2_5ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_v2_5"),
     ("LongcatFlashForCausalLM", _LONGCAT, "moe_engine.models.config_longcat:parse_longcat_flash"),
+    ("Cohere2ForCausalLM", _DENSE, _COHERE),
+    ("Cohere2MoeForCausalLM", _DENSE, _COHERE),
+    ("Cohere2VisionForConditionalGeneration", _DENSE, _COHERE),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("Llama4ForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_llama4:parse_llama4"),
     ("Llama4ForCausalLM", _DENSE, "moe_engine.models.config_llama4:parse_llama4"),
@@ -224,6 +228,9 @@ _BY_MODEL_TYPE = {
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "kimi_k3": "KimiK3ForConditionalGeneration",
     "kimi_linear": "KimiLinearForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "cohere2_moe": "Cohere2MoeForCausalLM",
+    "cohere2_vision": "Cohere2VisionForConditionalGeneration",
     "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",

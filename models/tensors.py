@@ -228,7 +228,7 @@ def _input_norm(config: ModelConfig, name: str, streams: StreamsConfig | None) -
     """What makes the input of a part of a layer, or of the head: a norm, or gates of the streams."""
     if streams is None or not streams.rank:
         yield _norm(name, config.hidden_size)
-        if config.layer_norm:
+        if config.layer_norm and config.norm_bias:
             yield TensorSpec(f"{name}.bias", (config.hidden_size,), Kind.WIDE)
     else:
         yield from gate_tensors(streams, config.hidden_size, name)

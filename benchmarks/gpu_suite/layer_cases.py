@@ -126,11 +126,11 @@ def zero_experts(ops: Any, device: str, tokens: int, width: int, top_k: int) -> 
     return lambda: found(x, weights, ids, add)
 
 
-@kernel_case("ops", "layer_norm.{width}.t{tokens}")
-def layer_norm(ops: Any, device: str, tokens: int, width: int) -> Call:
+@kernel_case("ops", "layer_norm.{width}{unbiased:.unbiased}.t{tokens}")
+def layer_norm(ops: Any, device: str, tokens: int, width: int, unbiased: bool = False) -> Call:
     """A residual with an addend."""
     x, residual = normal(tokens, width, device=device), normal(tokens, width, device=device)
-    weight, bias = (torch.rand(width, device=device) for _ in range(2))
+    weight, bias = torch.rand(width, device=device), None if unbiased else torch.rand(width, device=device)
     run = ops.capabilities.layer_norm or add_layer_norm
 
     def both() -> tuple[Tensor, Tensor]:
@@ -303,6 +303,7 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
         lookup(tokens, 2 * hidden, hidden),
         zero_experts(tokens, hidden, 12),
         layer_norm(tokens, hidden),
+        layer_norm(tokens, hidden, unbiased=True),
         grouped_rows(tokens, heads, groups, width),
         write_kv(tokens, groups, width, fp8=False),
         write_kv(tokens, groups, width, fp8=True),

@@ -363,7 +363,7 @@ def select_blocks(a: Any, s: Setting) -> Cost:
 
 @cost_of("layer_norm_kernel")
 def layer_norm(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.residual, a.weight, a.bias) + a.ADD * size(a.x), (1 + a.ADD) * size(a.out))
+    return Cost(size(a.residual, a.weight) + a.BIASED * size(a.bias) + a.ADD * size(a.x), (1 + a.ADD) * size(a.out))
 
 
 @cost_of("sparse_mixer_kernel")

@@ -168,12 +168,13 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def layer_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """See `AddLayerNorm`."""
         x, out = None if x is None else rows(x), torch.empty_like(residual)
         self._lib.moe_layer_norm(
             kind_of(residual.dtype), None if x is None else x.data_ptr(), 0 if x is None else x.stride(0),
-            residual.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps, out.data_ptr(), *residual.shape,
+            residual.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), eps, out.data_ptr(),
+            *residual.shape,
         )  # fmt: skip
         return out
 

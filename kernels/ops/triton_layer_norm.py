@@ -19,8 +19,9 @@ from moe_engine.kernels.triton.launch import stride_of, warps_for, with_contiguo
 
 @dependent_jit
 def layer_norm_kernel(
-    x, residual, weight, bias, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
-):
+    x, residual, weight, bias, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
     """A row of the residual: with ADD += x; out is its LayerNorm. Grid (T,)."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
@@ -35,33 +36,40 @@ def layer_norm_kernel(
     wide = value.to(tl.float32)
     centered = tl.where(live, wide - tl.sum(wide, 0) / WIDTH, 0.0)
     scale = tl.rsqrt(tl.sum(centered * centered, 0) / WIDTH + eps)
-    scaled = centered * scale * tl.load(weight + column, live, 0.0) + tl.load(bias + column, live, 0.0)
+    scaled = centered * scale * tl.load(weight + column, live, 0.0)
+    if BIASED:
+        scaled += tl.load(bias + column, live, 0.0)
     tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), live)
 
 
-def add_layer_norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def add_layer_norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`AddLayerNorm`."""
     count, width = residual.shape
     out, added = torch.empty_like(residual), residual if x is None else with_contiguous_rows(x)
     if count:
-        constants, warps = _plan(width, x is not None)
+        constants, warps = _plan(width, x is not None, bias is not None)
         layer_norm_kernel[(count,)](
-            added, residual, weight, bias, out, stride_of(added, 0), eps, **constants, num_warps=warps
-        )
+            added, residual, weight, weight if bias is None else bias, out, stride_of(added, 0), eps, **constants,
+            num_warps=warps,
+        )  # fmt: skip
     return out
 
 
-def _plan(width: int, add: bool) -> tuple[dict[str, Any], int]:
+def _plan(width: int, add: bool, biased: bool) -> tuple[dict[str, Any], int]:
     block = next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "ADD": add}, warps_for(block)
+    return {"WIDTH": width, "BLOCK": block, "ADD": add, "BIASED": biased}, warps_for(block)
 
 
 def aot_cases() -> list[AotCase]:
-    """Phi-3.5-MoE, the first norm and the others."""
+    """Phi-3.5-MoE, the first norm and the others; Command A and R7B, without biases."""
     signature = dict.fromkeys(("x", "residual", "out"), "*bf16") | dict.fromkeys(("weight", "bias"), "*fp32")
     signature |= {"x_stride": "i32:16", "eps": "fp32"}
-    plans = [(add, *_plan(4096, add)) for add in (False, True)]
+    plans = [(width, add, True, *_plan(width, add, True)) for width in (4096,) for add in (False, True)]
+    plans += [(width, add, False, *_plan(width, add, False)) for width in (4096, 12288) for add in (False, True)]
     return [
-        AotCase(f"{'add_' * add}layer_norm_4096_bf16", layer_norm_kernel, signature, constants, warps, 3, False)
-        for add, constants, warps in plans
-    ]
+        AotCase(
+            f"{'add_' * add}layer_norm{'' if biased else '_unbiased'}_{width}_bf16", layer_norm_kernel, signature,
+            constants, warps, 3, False,
+        )
+        for width, add, biased, constants, warps in plans
+    ]  # fmt: skip

@@ -34,6 +34,7 @@ from moe_engine.models.layers.moe import LayerRecorder, MoE
 from moe_engine.models.layers.norm import LayerNorm, RMSNorm
 from moe_engine.models.layers.normed_experts import NormedMoE
 from moe_engine.models.layers.overlap_stages import Stages, interleave
+from moe_engine.models.layers.parallel_norm import ParallelNorm
 from moe_engine.models.layers.pooler import Pooler
 from moe_engine.models.layers.result_norm import ResultNorm, norm_names
 from moe_engine.models.layers.rope import StoredFactors, make_rotary_table
@@ -108,7 +109,7 @@ class Decoder:
             streamed.take(i, self.layers[i])
         self._calls = streamed.calls(self.layers)
         for i, layer in enumerate(self.layers):
-            if i == 0 or self.layers[i - 1].passes_on:
+            if not config.parallel and (i == 0 or self.layers[i - 1].passes_on):
                 norms[i].feed(layer.attention.input_format)
         self.stack = self.make_stack(norms[0])
         """All layers as one call, if the kernels support it."""
@@ -158,7 +159,7 @@ class Decoder:
         if config.result_norms is not None:
             return ResultNorm(ops, reader, norm_names(prefix, config), config)
         if config.layer_norm:
-            return LayerNorm(ops, reader, prefix, config.hidden_size, config.norm_eps)
+            return LayerNorm(ops, reader, prefix, config.hidden_size, config.norm_eps, config.norm_bias)
         return RMSNorm(ops, reader, prefix, config.hidden_size, config.norm_eps, config.norm_plus)
 
     def make_layer(
@@ -172,7 +173,7 @@ class Decoder:
         attention = self.make_attention(layer_index, reader, self.rotary_of(layer_index))
         last, post, feed_forward = self.config.feed_forward_of(layer_index), next_norm, None
         if last is not None:
-            post = self.make_norm(reader, self._post_norm(layer_index, last))
+            post = self._make_post_norm(layer_index, last, reader)
             feed_forward = self.make_feed_forward(last, reader)
         if self.parallel.world_size == 1:
             layer = DecoderLayer(attention, post, feed_forward, next_norm)
@@ -181,6 +182,12 @@ class Decoder:
         tokens = TokenLayout.ALL if feed_forward is None else feed_forward.tokens
         comm = choose_communication(self.parallel, tokens, shared_out)
         return ShardedLayer(attention, post, feed_forward, next_norm, comm)
+
+    def _make_post_norm(self, layer_index: int, last: int, reader: WeightSource) -> Any:
+        if self.config.parallel:
+            own = self.layers[-1].next_norm if self.layers else self._first_norm
+            return ParallelNorm(self.backends.ops, reader, own, self.config)
+        return self.make_norm(reader, self._post_norm(layer_index, last))
 
     def _post_norm(self, layer_index: int, last: int) -> str:
         """Name of the norm before the feed-forward of layer `last` after the layer's attention."""
@@ -216,8 +223,9 @@ class Decoder:
         own = (f"{name}.self_attn.", f"{name}.linear_attn.")
         yield Reloadable(own, layer.attention, attention)
         if last is not None:
-            post = self._post_norm(layer_index, last)
-            yield Reloadable(self.norm_prefixes(post), layer.post_norm, partial(self.make_norm, prefix=post))
+            if not self.config.parallel:
+                post = self._post_norm(layer_index, last)
+                yield Reloadable(self.norm_prefixes(post), layer.post_norm, partial(self.make_norm, prefix=post))
             moe = self.config.moe
             inner = (MLP_NORM,) if moe is not None and moe.normed else ()
             parts = ("mlp", expert_names(self.config).block, *inner)
@@ -264,7 +272,8 @@ class Decoder:
     def stack_of_layers(self, first_norm: RMSNorm) -> LayerStack | None:
         """`make_stack` of families whose layers and embedding are those of this package."""
         config, scaled = self.config, self.config.embed_scale != 1.0
-        if self.parallel.world_size > 1 or config.state_groups or config.layer_norm or config.result_norms or scaled:
+        other_norms = config.layer_norm or config.parallel or config.result_norms
+        if self.parallel.world_size > 1 or config.state_groups or other_norms or scaled:
             return None
         decoder = self.backends.attention.capabilities.decoder
         return LayerStack.of(decoder, self.embedding.weight, first_norm, self.layers)

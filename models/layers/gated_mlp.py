@@ -1,4 +1,4 @@
-"""A shared expert with a gate (Qwen3-Next): sigmoid(x . gate) * mlp(x).
+"""Shared experts with a factor: sigmoid(x . gate) of each token (Qwen3-Next), or one number (Cohere 2).
 
 Legend: T tokens, D hidden.
 """
@@ -26,8 +26,21 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.dispatch.protocol import Phase
 
 
+class ScaledMLP(MLP):
+    """x [T, D] -> factor * mlp(x), [T, D]. Arguments as of `MLP`."""
+
+    def __init__(
+        self, backends: Backends, reader: WeightSource, prefix: str, hidden: int, width: int, factor: float, **more: Any
+    ) -> None:
+        super().__init__(backends, reader, prefix, hidden, width, **more)
+        self._factor = factor
+
+    def forward(self, x: Activation, phase: Phase = "prefill", tokens: RoutedTokens | None = None) -> Tensor:
+        return super().forward(x, phase, tokens).mul_(self._factor)
+
+
 class GatedMLP(MLP):
-    """x [T, D] -> [T, D]. Arguments as of `MLP`; gate: name of the gate's tensor [1, D]."""
+    """x [T, D] -> sigmoid(x . gate) * mlp(x), [T, D]. Arguments as of `MLP`; gate: name of the gate's tensor [1, D]."""
 
     def __init__(
         self, backends: Backends, reader: WeightSource, prefix: str, hidden: int, width: int, gate: str, **more: Any

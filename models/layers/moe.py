@@ -32,7 +32,7 @@ from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.layers.expert_table import read_expert_table
-from moe_engine.models.layers.gated_mlp import GatedMLP
+from moe_engine.models.layers.gated_mlp import GatedMLP, ScaledMLP
 from moe_engine.models.layers.latent_experts import LatentExperts
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.norm import RMSNorm
@@ -50,6 +50,7 @@ from moe_engine.parallel.experts import DispatchedExperts, LocalExperts, RoutedE
 from moe_engine.parallel.overlap import InlineStream
 from moe_engine.parallel.share import WHOLE, Share
 
+_WITH_FACTORS = (GatedMLP, ScaledMLP)
 Choice = tuple[Tensor, Tensor]
 """Weights float32 and slots [T, K] of a step's tokens."""
 
@@ -62,7 +63,7 @@ def router_spec(moe: MoEConfig, num_shared: int = 0, ep: Share = WHOLE) -> Route
     count = ep.width(moe.num_experts) if several else moe.num_experts  # placed experts need no equal parts
     return RouterSpec(
         shared_gate=bool(num_shared) and moe.shared_gate,
-        shared_weight=1 / ep.size if several else 1.0,
+        shared_weight=moe.shared_scale / (ep.size if several else 1),
         first=ep.rank * count if several else 0,
         held=count if several or moe.num_zero else None,
         num_experts=moe.num_choices,
@@ -171,6 +172,8 @@ class MoE:
             of_mlp = (backends, reader, shared, hidden, moe.shared_width)
             if moe.shared_gate:
                 self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
+            elif moe.shared_scale != 1.0:
+                self._shared = ScaledMLP(*of_mlp, factor=moe.shared_scale, share=share)
             else:
                 self._shared = MLP(*of_mlp, share=share, activation=moe.activation(layer_index, shared=True))
         self._add_input: AddInput | None = None
@@ -214,7 +217,7 @@ class MoE:
             return None
         if self.weights.num_experts < self._spec.num_experts or not self._activates_alike:
             return None
-        plain = self._shared is not None and not isinstance(self._shared, GatedMLP)
+        plain = self._shared is not None and not isinstance(self._shared, _WITH_FACTORS)
         shared = self._shared.weights if self._shared is not None and plain else None
         return fuse(MoELayer(self._gate, self._bias, self._spec, self.weights, shared))
 
@@ -267,8 +270,8 @@ class MoE:
 
     @property
     def in_one_call(self) -> FusedMoE | None:
-        """`fused` if it is the whole part: a gated shared expert is added after it."""
-        return None if isinstance(self._shared, GatedMLP) else self.fused
+        """`fused` if it is the whole part: a shared expert with a factor is added after it."""
+        return None if isinstance(self._shared, _WITH_FACTORS) else self.fused
 
     @property
     def shared(self) -> MLP | None:
@@ -319,7 +322,7 @@ class MoE:
         return shared if self._add_input is None else self._add_input(unquantized(x), weights, ids, shared)
 
     def _forward_fused(self, x: Tensor) -> Tensor:
-        """One call; a shared expert with a gate is added to it."""
+        """One call; a shared expert with a factor is added to it."""
         assert self.fused is not None
         ids = self.expert_ids_buffer(len(x))
         if ids is None:
@@ -327,7 +330,7 @@ class MoE:
         else:
             out = self.fused.run(x, ids)
             self.record_expert_ids(ids)
-        return out.add_(self._shared.forward(x)) if isinstance(self._shared, GatedMLP) else out
+        return out.add_(self._shared.forward(x)) if isinstance(self._shared, _WITH_FACTORS) else out
 
     @property
     def leaves_rows(self) -> bool:

@@ -146,14 +146,16 @@ class RMSNorm:
 
 
 class LayerNorm(RMSNorm):
-    """(x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias. Consumers quantize its results themselves, and launches
-    of other parts do not compute it."""
+    """(x - mean(x)) * rsqrt(variance(x) + eps) * weight, + bias if it has one. Consumers quantize its results
+    themselves, and launches of other parts do not compute it."""
 
     fuses_router = adds_pairs = adds_rows = False
 
-    def __init__(self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float) -> None:
+    def __init__(
+        self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float, has_bias: bool = True
+    ) -> None:
         super().__init__(ops, reader, prefix, width, eps)
-        self.bias = reader.tensor(prefix + ".bias", (width,), dtype=torch.float32)
+        self.bias = reader.tensor(prefix + ".bias", (width,), dtype=torch.float32) if has_bias else None
         self._run = ops.capabilities.layer_norm or add_layer_norm
 
     def feed(self, *readers: ActivationFormat) -> None:

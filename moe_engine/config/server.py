@@ -85,7 +85,7 @@ class ServerArgs:
         unsupported=dict.fromkeys(
             ("apertus2509", "beam", "dots", "k2_horizon", "muse",
              "nanbeige", "granite_thinking_parser", "interns1", "inkling", "iquest_q1",
-             "cohere_command4", "gigachat35", "response_template"),
+             "gigachat35", "response_template"),
             MORE_PARSERS,
         ),
     )  # fmt: skip
@@ -96,7 +96,7 @@ class ServerArgs:
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
             ("step3",
-             "apertus2509", "beam", "cohere_command4", "k2_horizon", "lfm2", "minicpm5",
+             "apertus2509", "beam", "k2_horizon", "lfm2", "minicpm5",
              "muse", "spark25", "nanbeige", "trinity", "interns1", "gigachat3",
              "gigachat35", "inkling", "iquest_q1", "response_template"),
             MORE_PARSERS,

@@ -72,6 +72,12 @@ class ReasoningFormat:
         return f"{CHANNEL}final{MESSAGE}" if self.harmony else self.end
 
 
+def _cohere(answer: str) -> ReasoningFormat:
+    """Args: answer: name of the tags around the answer."""
+    tags = f"<|START_{answer}|>", f"<|END_{answer}|>"
+    return ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", calls="<|START_ACTION|>", answer=tags)
+
+
 def _hunyuan(suffix: str = "") -> ReasoningFormat:
     """Args: suffix: of the names of tags, in published tokenizers of Hy3."""
     answer = None if suffix else ("<answer>", "</answer>")
@@ -111,6 +117,8 @@ REASONING_FORMATS = {
     "seed_oss": ReasoningFormat(
         "<seed:think>", "</seed:think>", notes=("<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>")
     ),
+    "cohere_command3": _cohere("RESPONSE"),
+    "cohere_command4": _cohere("TEXT"),
     "hunyuan": _hunyuan(),
     "hunyuan_a13b": _hunyuan(),
     "hy_v3": _hunyuan(HY3_SUFFIX),

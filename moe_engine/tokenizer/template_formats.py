@@ -28,6 +28,8 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("longcat", ("<longcat_tool_call>",)),
+    ("cohere_command4", ("<|START_ACTION|>", "<|START_TEXT|>")),
+    ("cohere_command3", ("<|START_ACTION|>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("phi4_mini_json", ("<|tool_call|>", "<|/tool_call|>")),
     ("phi4_mini_json", ("functools[",)),
@@ -56,7 +58,7 @@ def reasoning_format(template: str) -> str | None:
     """The `--reasoning-parser` of the answers to a template's prompts; None: they have no reasoning in a known
     format."""
     tools = tool_format(template)
-    if tools in ("gpt-oss", "kimi_k3", "solar_open"):
+    if tools in ("gpt-oss", "kimi_k3", "solar_open", "cohere_command3", "cohere_command4"):
         return tools
     if tools == "gemma4":
         return tools if "<|channel>thought" in template else None

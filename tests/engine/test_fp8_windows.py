@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**ALTERNATING, "sliding_window": 9},
     "mimo_v2_flash": {"n_routed_experts": 2, "num_experts_per_tok": 2},
     "afmoe": {"num_experts": 2, "num_experts_per_tok": 2},
+    "cohere2": {},
     "exaone4": {},
     "flint": {"num_experts": 2, "num_experts_per_tok": 2},
     "gemma3": {},

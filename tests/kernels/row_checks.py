@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -213,17 +214,18 @@ def check_zero_experts(ops: Ops, dtype: torch.dtype, tokens: int, width: int) ->
 
 
 def check_layer_norm(ops: Ops, dtype: torch.dtype, tokens: int, width: int) -> None:
-    """With an addend in rows of a wider matrix, and of the residual as it is; a mean far from 0."""
+    """With an addend in rows of a wider matrix, and of the residual as it is; with and without a bias; a mean far from
+    0."""
     run = ops.capabilities.layer_norm or add_layer_norm
-    x, weight, bias = normal(tokens, width + 8, dtype=dtype)[:, :width], torch.randn(width) + 1, torch.randn(width)
-    for addend in (x, None):
+    x, weight = normal(tokens, width + 8, dtype=dtype)[:, :width], torch.randn(width) + 1
+    for addend, bias in product((x, None), (torch.randn(width), None)):
         residual = (normal(tokens, width, dtype=torch.float32, scale=2.0) + 3).to(dtype)
         summed = residual.clone() if addend is None else residual + addend
         got, wide = run(addend, residual, weight, bias, EPS), summed.double()
         assert torch.equal(residual, summed) and got.dtype == dtype and got.is_contiguous()
         centered = wide - wide.mean(-1, keepdim=True)
         scale = (centered.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        close(got, centered * scale * weight.double() + bias.double(), 2)
+        close(got, centered * scale * weight.double() + (0 if bias is None else bias.double()), 2)
 
 
 def check_no_tokens(ops: Ops, dtype: torch.dtype) -> None:

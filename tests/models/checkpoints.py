@@ -51,6 +51,8 @@ KINDS = (
     LONGCAT,
 )
 MORE_KINDS = (
+    "cohere2",
+    "cohere2_moe",
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
@@ -460,6 +462,19 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             }
         },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {**_GQA, "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 0.5, "sliding_window": 20}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_bias": True},
+    ),
+    "cohere2_moe": (
+        "Cohere2Moe",
+        {**_GQA, "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 0.5, "sliding_window": 20}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "head_dim": 24}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "prefix_dense_intermediate_size": 72}
+        | {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 32, "num_shared_experts": 2}
+        | {"expert_selection_fn": "sigmoid", "rms_norm_eps": None},
     ),
     "granite": ("Granite", {**_GQA, **_GRANITE}),
     "granitemoe": ("GraniteMoe", {**_GRANITE_MOE, "attention_bias": True}),

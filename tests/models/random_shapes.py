@@ -33,7 +33,7 @@ EXPERTS = {
     "glm4_moe": "n_routed_experts", "glm4_moe_lite": "n_routed_experts", "mistral4": "n_routed_experts",
     "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
     "qwen2_moe": "num_experts", "olmoe": "num_experts", "gemma4": "num_experts", "flex_olmo": "num_experts",
-    "exaone_moe": "num_experts", "flint": "num_experts", "mellum": "num_experts",
+    "cohere2_moe": "num_experts", "exaone_moe": "num_experts", "flint": "num_experts", "mellum": "num_experts",
     "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts", "hunyuan_v1_moe": "num_experts",
     "mixtral": "num_local_experts", "minimax_m2": "num_local_experts", "gpt_oss": "num_local_experts",
     "ernie4_5_moe": "moe_num_experts", "mimo_v2_flash": "n_routed_experts", "kimi_linear": "num_experts",
@@ -50,6 +50,7 @@ CHOSEN = {
 GRANITE_MOE = ("granitemoe", "granitemoehybrid", "granitemoeshared")
 WIDTHS = dict.fromkeys(
     ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax", "olmoe", "flex_olmo")
+    + ("cohere2_moe",)
     + GRANITE_MOE,
     "intermediate_size",
 )
@@ -79,11 +80,12 @@ FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 OF_THREE_LAYERS = ("glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mimo_v2_flash")
 NO_HEAD_DIM = ("olmoe", "qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
-NO_HEAD_DIM += ("flex_olmo", "granite", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
+NO_HEAD_DIM += ("cohere2", "flex_olmo", "granite", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
     "step3p7", "laguna", "afmoe", "nemotron_h", "phi3", "phimoe", "llama4", "gemma3", "gemma4", "olmo3", "mellum",
+    "cohere2_moe",
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
 NO_BIAS += ("exaone4", "exaone_moe", "ministral", "glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
@@ -154,6 +156,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         _draw_phimoe(rng, fields)
     if kind in ("olmo3", "exaone4", "smollm3", "granite", "exaone_moe", "flint", "mellum", *GRANITE_MOE):
         _draw_dense(kind, rng, fields)
+    if kind.startswith("cohere2"):
+        _draw_cohere(kind, rng, fields)
     if kind == "minimax":
         known = ("full_attention", "linear_attention")
         fields["layer_types"] = [known[0], *(rng.choice(known) for _ in range(layers - 1))]
@@ -206,7 +210,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
-    if fields.get("tie_word_embeddings", False) != kind.startswith(("ernie", "gemma", "smollm3", "youtu")):
+    if fields.get("tie_word_embeddings", False) != kind.startswith(("cohere", "ernie", "gemma", "smollm3", "youtu")):
         shaping.append("tie_word_embeddings")
     if kind == "flint":
         shaping.append("mlp_only_layers")
@@ -355,6 +359,25 @@ def _draw_dense(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
         scaled = rng.choice(({"rope_type": "default"}, YARN | {"attention_factor": 1.3}))
         ropes = {"full_attention": scaled, "sliding_attention": {"rope_type": "default"}}
         fields["rope_parameters"] = {name: {"rope_theta": 5e5, **rope} for name, rope in ropes.items()}
+
+
+def _draw_cohere(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
+    """Windows and experts in some, all or no layers, dense layers first or anywhere; both norms of mixtures."""
+    layers, known = fields["num_hidden_layers"], ("full_attention", "sliding_attention")
+    kinds = [rng.choice(known) for _ in range(layers)]
+    fields |= {
+        "sliding_window": rng.choice((7, 20)), "layer_types": rng.choice((None, kinds)), "logit_scale": 0.5,
+        "sliding_window_pattern": rng.choice((1, 2, 4)), "layer_norm_eps": rng.choice((1e-5, 1e-3)),
+    }  # fmt: skip
+    if kind == "cohere2":
+        return
+    fields |= {
+        "mlp_layer_types": [rng.choice(("dense", "sparse")) for _ in range(layers)],
+        "prefix_dense_intermediate_size": rng.choice((None, 20, 37)), "num_shared_experts": rng.choice((0, 1, 2)),
+        "prefix_dense_sliding_window_pattern": rng.choice((1, 2)), "rms_norm_eps": rng.choice((None, None, 1e-3)),
+        "expert_selection_fn": rng.choice(("softmax", "sigmoid")), "norm_topk_prob": rng.random() < 0.5,
+        "shared_expert_combination_strategy": rng.choice(("average", "sum")), "rope_theta": rng.choice((1e4, 5e4)),
+    }  # fmt: skip
 
 
 def _draw_phimoe(rng: random.Random, fields: dict[str, Any]) -> None:

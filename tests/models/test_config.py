@@ -549,6 +549,29 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         57.4e9, 14.2e9,
     ),
     (
+        {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "hidden_size": 4096, "head_dim": 128}
+        | {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"vocab_size": 256000, "rope_theta": 50000, "max_position_embeddings": 132096, "logit_scale": 0.25},
+        8.03e9, 8.03e9,
+    ),
+    (
+        {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "hidden_size": 12288, "head_dim": 128}
+        | {"intermediate_size": 36864, "num_hidden_layers": 64, "num_attention_heads": 96, "num_key_value_heads": 8}
+        | {"vocab_size": 256000, "rope_theta": 50000, "max_position_embeddings": 131072, "logit_scale": 0.25},
+        111e9, 111e9,
+    ),
+    (
+        {"architectures": ["Cohere2VisionForConditionalGeneration"], "model_type": "cohere2_vision"}
+        | {
+            "text_config": {"model_type": "cohere2_moe", "hidden_size": 4096, "intermediate_size": 4096}
+            | {"num_hidden_layers": 32, "num_attention_heads": 128, "num_key_value_heads": 8, "num_experts": 128}
+            | {"num_experts_per_tok": 8, "num_shared_experts": 4, "expert_selection_fn": "sigmoid"}
+            | {"first_k_dense_replace": 0, "vocab_size": 262144, "rope_theta": 50000, "logit_scale": 1.0}
+            | {"max_position_embeddings": 200000, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0}
+        },
+        218e9, 25e9,
+    ),
+    (
         {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "hidden_size": 4096, "intermediate_size": 6400}
         | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32064}
         | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}

@@ -38,6 +38,7 @@ SYNTAX: dict[str, CallSyntax] = {
         "minimax_m1",
         "solar_open",
         "granite",
+        "cohere_command4",
         "phi4_mini_json",
     )
 }  # type: ignore[misc]

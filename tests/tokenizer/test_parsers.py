@@ -170,6 +170,15 @@ def test_tags_around_the_answer(size):
         (f"{turn}<|cont", ("", f"{turn}<|cont")),
     ):
         assert reason(text, size, inside=False, form=solar) == want, text
+    cohere, calls = REASONING_FORMATS["cohere_command4"], "<|START_ACTION|>[]<|END_ACTION|>"
+    for text, want in (
+        ("why<|END_THINKING|><|START_TEXT|>yes<|END_TEXT|>", ("why", "yes")),
+        (f"why<|END_THINKING|>{calls}", ("why", calls)),
+        (f"why{calls}", ("why", calls)),
+    ):
+        assert reason(text, size, inside=True, form=cohere) == want, text
+    older = REASONING_FORMATS["cohere_command3"]
+    assert reason("<|START_RESPONSE|>yes<|END_RESPONSE|>", size, inside=False, form=older) == ("", "yes")
     hy3 = REASONING_FORMATS["hy_v3"]
     text = "why</think:opensource>\n<answer> b <tool_calls:opensource>"
     assert reason(text, size, inside=True, form=hy3) == ("why", "<answer> b <tool_calls:opensource>")

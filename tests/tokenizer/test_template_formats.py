@@ -90,6 +90,12 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
         "granite",
         "granite",
     ),
+    "Command A": ("<|START_THINKING|><|START_ACTION|>[]<|END_ACTION|><|START_RESPONSE|>", *["cohere_command3"] * 2),
+    "Command A+": (
+        "<|START_THINKING|>{{ plan }}<|END_THINKING|><|START_ACTION|>[]<|END_ACTION|><|START_TEXT|>" + ASK,
+        "cohere_command4",
+        "cohere_command4",
+    ),
     "Phi-4-mini": ("functools[{{ calls }}]", None, "phi4_mini_json"),
     "OLMo 3": ("<function_calls>\n{{ calls }}</function_calls>" + ASK, None, "olmo3"),
     "OLMo 3 Think": ("<function_calls>{{ calls }}" + BACK + ASK + "<think>", "deepseek-r1", "olmo3"),

@@ -42,6 +42,10 @@ def hunyuan(text: str, suffix: str = "") -> str:
     return text.replace(">", f"{suffix}>")
 
 
+def cohere(name: str, arguments: str) -> str:
+    return f'{{"tool_call_id": "0", "tool_name": "{name}", "parameters": {arguments}}}'
+
+
 def gemma(call: str) -> str:
     return f"<|tool_call>{call}<tool_call|>"
 
@@ -190,6 +194,9 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("granite", f'a<|tool_call|>[{FUNCTION_CALL}, {{"arguments": {{}}, "name": "g"}}] b', "a b",
      [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
     ("granite", '<tool_call> [{"name": "g", "arguments": {}}]', "", [("g", {})]),
+    ("cohere_command4", "a<|START_ACTION|>[\n    " + cohere("f", '{"s": "]"}') + ",\n    " + cohere("g", "{}")
+     + "\n]<|END_ACTION|>", "a", [("f", {"s": "]"}), ("g", {})]),
+    ("cohere_command3", '<|START_ACTION|>{"tool_name": "g", "parameters": {}}<|END_ACTION|>b', "b", [("g", {})]),
     ("phi4_mini_json", f'functools[{FUNCTION_CALL},{{"name": "g", "parameters": {{}}}}]', "",
      [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
     ("phi4_mini_json", '<|tool_call|>{"name": "g", "arguments": {}}<|/tool_call|>b', "b", [("g", {})]),
@@ -337,6 +344,8 @@ NO_CALLS = [
     ("olmo3", "<function_calls>\nf(x)\n</function_calls>"),
     ("granite", "<|tool_call|>[5] <tool_call>a"),
     ("phi4_mini_json", "functools [x] functools.reduce"),
+    ("cohere_command4", '<|START_ACTION|>[{"name": "f", "parameters": {}}]<|END_ACTION|>'),
+    ("cohere_command4", "a <|START_ACTION|>[5]"),
     ("gemma4", "<|tool_call>f{}<tool_call|>"),
     ("gemma4", "a <|tool_call>call:f<tool_call|>"),
     ("gpt-oss", "a <|start|>assistant<|channel|>commentary to=functions.f"),

@@ -44,7 +44,7 @@ static void add_norm(const T* x, int64_t ldx, T* residual, const W* weight, floa
   });
 }
 
-// residual += x (null: nothing), then its LayerNorm, rounded once.
+// residual += x (null: nothing), then its LayerNorm, rounded once. bias: null without one.
 template <class T>
 static void layer_norm(const T* x, int64_t ldx, T* residual, const float* weight, const float* bias, float eps, T* out,
                        int64_t rows, int64_t n) {
@@ -71,7 +71,7 @@ static void layer_norm(const T* x, int64_t ldx, T* residual, const float* weight
       const F16 scale = set1(1.f / std::sqrt(sum(squares) / float(n) + eps));
       for (int64_t i = 0; i < n; i += LANES) {
         const F16 v = load_some(row + i, n - i) * scale;
-        store_some(out + t * n + i, fma(v, load_some(weight + i, n - i), load_some(bias + i, n - i)), n - i);
+        store_some(out + t * n + i, fma(v, load_some(weight + i, n - i), bias ? load_some(bias + i, n - i) : zero()), n - i);
       }
     }
   });

@@ -28,6 +28,8 @@ from moe_engine.tokenizer.tool_calls.named import (
     SOLAR_OPEN,
 )
 from moe_engine.tokenizer.tool_calls.objects import (
+    ACTION_BEGIN,
+    ACTION_END,
     LIST_BEGIN,
     LLAMA_BEGIN,
     MINIMAX_BEGIN,
@@ -39,6 +41,7 @@ from moe_engine.tokenizer.tool_calls.objects import (
     PHI_END,
     QWEN_BEGIN,
     QWEN_END,
+    parse_cohere,
     parse_granite,
     parse_llama,
     parse_minimax_m1,
@@ -155,6 +158,14 @@ _LONGCAT = ToolFormat(
     (LONGCAT.begin, LONGCAT.end, LONGCAT.key_begin, LONGCAT.key_end, LONGCAT.value_begin, LONGCAT.value_end),
     _object_syntax(LONGCAT.begin, "\n", "", f"\n{LONGCAT.begin}\n", "arguments", f"\n{LONGCAT.end}"),
 )
+_COHERE = ToolFormat(
+    parse_cohere,
+    (ACTION_BEGIN, ACTION_END),
+    CallSyntax(
+        ACTION_BEGIN, "[\n    ", f"\n]{ACTION_END}", ",\n    ", '{"tool_call_id": "0", "tool_name": "',
+        '", "parameters": ', "}",
+    ),
+)  # fmt: skip
 _GLM = ToolFormat(
     GLM45.parse,
     _GLM_MARKERS,
@@ -368,6 +379,8 @@ TOOL_FORMATS = {
         enforces_strict=False,
         reasoning_end=f"{END}{START}assistant",
     ),
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
     "pythonic": _PYTHONIC,
     "gemma4": _GEMMA4,
     "olmo3": _OLMO3,

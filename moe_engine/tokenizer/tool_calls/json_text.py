@@ -46,20 +46,20 @@ def value(reader: CallReader, sink: Callable[[str], None]) -> Wait[bool]:
     return any_text and depth == 0 and not in_string
 
 
-def call_object(reader: CallReader) -> Wait[None]:
-    """One call as an object with `name` and `arguments` (or `parameters`), in any order.
+def call_object(reader: CallReader, name: str = "name") -> Wait[None]:
+    """One call as an object with `name` and `arguments` (or `parameters`), in any order. name: of the key of the name.
 
     Raises:
         NotACall: before the name is known. After the name, text that is not JSON ends the call.
     """
-    yield from _CallObject(reader).read()
+    yield from _CallObject(reader, name).read()
 
 
 class _CallObject:
     """An object while it is read: its text until its name is known, and arguments in front of the name."""
 
-    def __init__(self, reader: CallReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: CallReader, name: str) -> None:
+        self._reader, self._name = reader, name
         self._read: list[str] = []
         self._waiting: list[str] = []
         self._opened = self._has_arguments = False
@@ -90,7 +90,7 @@ class _CallObject:
     def _member(self, key: str) -> Wait[bool]:
         """The value of a key; False: it cannot be read."""
         self._note((yield from self._reader.space()))
-        if key == "name" and not self._opened:
+        if key == self._name and not self._opened:
             name = yield from self._text()
             if name is None:
                 return False

@@ -1,5 +1,5 @@
 """Formats that write a call as one JSON object: Qwen 2.5 and Hermes, Llama 3, Mistral, MiniMax-M1, Granite 3,
-Phi-4-mini."""
+Phi-4-mini, Cohere 2."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ QWEN_BEGIN, QWEN_END = "<tool_call>", "</tool_call>"
 MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 LLAMA_BEGIN = "<|python_tag|>"
 MINIMAX_BEGIN, MINIMAX_END = "<tool_calls>", "</tool_calls>"
+ACTION_BEGIN, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
 LIST_BEGIN, PHI_BEGIN, PHI_END = "<|tool_call|>", "functools", "<|/tool_call|>"
 
 
@@ -59,8 +60,21 @@ def parse_mistral(reader: CallReader) -> Wait[None]:
 def parse_granite(reader: CallReader) -> Wait[None]:
     """``<|tool_call|>[{...}, {...}]``; Granite 3.1 writes ``<tool_call>``. Phi-4-mini: ``functools[{...}]``, or with
     ``<|/tool_call|>`` at the end."""
-    begins, ends, called = (LIST_BEGIN, QWEN_BEGIN, PHI_BEGIN), (PHI_END, QWEN_END), False
-    if reader.content_is_json and not (yield from reader.at(LIST_BEGIN)) and not (yield from reader.at(PHI_BEGIN)):
+    yield from _lists(reader, (LIST_BEGIN, QWEN_BEGIN, PHI_BEGIN), (PHI_END, QWEN_END), "name")
+
+
+def parse_cohere(reader: CallReader) -> Wait[None]:
+    """``<|START_ACTION|>[{"tool_call_id": ..., "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>``. The ids
+    are places in the conversation, which the template writes itself."""
+    yield from _lists(reader, (ACTION_BEGIN,), (ACTION_END,), "tool_name")
+
+
+def _lists(reader: CallReader, begins: tuple[str, ...], ends: tuple[str, ...], name: str) -> Wait[None]:
+    """A list of calls, or one, after each of `begins`; `ends` may follow. name: of the key of a call's name."""
+    called, is_call = False, not reader.content_is_json
+    for begin in begins:
+        is_call = is_call or (yield from reader.at(begin))
+    if not is_call:
         yield from reader.rest()
     while marker := (yield from reader.until((*begins, *ends), reader.plain)):
         if marker in ends:
@@ -71,7 +85,7 @@ def parse_granite(reader: CallReader) -> Wait[None]:
             if not bracket and (marker == PHI_BEGIN or not (yield from reader.at("{"))):
                 reader.no_call(marker + space)
                 continue
-            if (yield from call_objects(reader, marker + space + bracket, ",")):
+            if (yield from call_objects(reader, marker + space + bracket, ",", name)):
                 called = True
                 yield from reader.space()
                 yield from reader.take("]")
@@ -109,11 +123,12 @@ def _lines(reader: CallReader) -> Wait[None]:
         before = ""
 
 
-def call_objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:
-    """Calls with a separator between them; `before` is shown if there is none. False: the last object is not a call."""
+def call_objects(reader: CallReader, before: str, separator: str, name: str = "name") -> Wait[bool]:
+    """Calls with a separator between them; `before` is shown if there is none. name: of the key of a call's name.
+    False: the last object is not a call."""
     while True:
         try:
-            yield from json_text.call_object(reader)
+            yield from json_text.call_object(reader, name)
         except NotACall as error:
             # without a mark before it, the object may be an answer
             (reader.no_call if before.strip() else reader.plain)(before + error.text)

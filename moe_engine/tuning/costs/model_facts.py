@@ -13,6 +13,7 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_afmoe import afmoe_fields
 from moe_engine.models.config_bailing import bailing_fields, bailing_v2_fields
+from moe_engine.models.config_cohere import cohere2_fields
 from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_dense import exaone4_fields, olmo3_fields
@@ -67,6 +68,7 @@ _COMPLETED = {
     "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
     "llama4_text": llama4_facts, "gemma3_text": gemma_fields, "gemma4_text": gemma4_fields,
     "olmo3": olmo3_fields, "exaone4": exaone4_fields, "exaone_moe": exaone_moe_fields,
+    **dict.fromkeys(("cohere2", "cohere2_moe"), cohere2_fields),
     "flint": flint_fields, "mellum": mellum_fields,
     **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), granite_facts),
     **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), minimax_text_fields),
