@@ -23,6 +23,7 @@ from moe_engine.tuning.datasets import (
     Vocabulary,
     add_dataset_arguments,
     check_dataset_arguments,
+    check_memory,
     make_dataset,
 )
 from moe_engine.tuning.serving_report import WIDTH, row
@@ -41,6 +42,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--skip-warmup", action="store_true")
     own, flags = report.parse_with_engine_flags(parser, argv)
     check_dataset_arguments(own)
+    check_memory(own)
     return own, flags
 
 

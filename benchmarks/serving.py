@@ -58,6 +58,7 @@ from moe_engine.tuning.datasets import (
     Vocabulary,
     add_dataset_arguments,
     check_dataset_arguments,
+    check_memory,
     make_dataset,
 )
 from moe_engine.tuning.frozen_heap import frozen_heap
@@ -141,6 +142,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--gsp-num-turns must be at least 1, and needs --dataset-name generated-shared-prefix")
     try:
         check_dataset_arguments(args)
+        check_memory(args)
         check_trace_arguments(args)
     except (ConfigError, ValueError) as error:
         parser.error(str(error))

@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.host_memory import host_memory
+from moe_engine.planning.memory.ledger import gb
 
 DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
 
@@ -76,6 +78,8 @@ MOST_REQUESTS = 10**12
 MOST_TOKENS = 1 << 24
 """Max length of a prompt or an answer."""
 COUNTS = {"num_prompts": 1, "gsp_num_groups": 1, "gsp_prompts_per_group": 1}
+REQUEST_BYTES, TOKEN_BYTES = 300, 8
+"""Least memory of a request, and of a token of its prompt, in a list."""
 LENGTHS = {
     "random_input_len": 1, "random_output_len": 1, "gsp_system_prompt_len": 0, "gsp_question_len": 1,
     "gsp_output_len": 1, "sharegpt_output_len": 1,
@@ -135,6 +139,24 @@ def check_dataset_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigError: a number or a length of `add_dataset_arguments` is impossible."""
     check_numbers(args, COUNTS, MOST_REQUESTS)
     check_numbers(args, LENGTHS, MOST_TOKENS)
+
+
+def check_memory(args: argparse.Namespace) -> None:
+    """Raises ConfigError: the requests of `make_dataset` do not fit into memory."""
+    if args.dataset_name == "generated-shared-prefix":
+        count, flag = args.gsp_num_groups * args.gsp_prompts_per_group, "--gsp-num-groups x --gsp-prompts-per-group"
+        mean = float(args.gsp_system_prompt_len + args.gsp_question_len)
+    elif args.dataset_name in ("random", "random-ids", "image"):  # a prompt with an image takes more
+        count, flag = args.num_prompts, "--num-prompts"
+        mean = args.random_input_len * (1 + args.random_range_ratio) / 2
+    else:
+        return  # a file has the requests
+    each, available = REQUEST_BYTES + TOKEN_BYTES * mean, host_memory().available_bytes
+    if count * each > available:
+        raise ConfigError(
+            f"{flag} is {count}: these requests take {gb(count * each)} of memory, {gb(available)} are available; "
+            f"at most {int(available / each)} fit"
+        )
 
 
 def make_dataset(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:

@@ -52,6 +52,25 @@ def test_a_package_is_run_like_a_module(capsys: pytest.CaptureFixture[str], monk
 
 
 @pytest.mark.parametrize(
+    ("name", "dataset"),
+    [
+        ("serving", "random"),
+        ("serving", "image"),
+        ("serving", "generated-shared-prefix"),
+        ("offline_throughput", "random"),
+    ],
+)
+def test_a_load_that_memory_cannot_hold_is_one_line(name: str, dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ran until the kernel ended it."""
+    argv = ["--dataset-name", dataset, "--num-prompts", str(10**10), "--gsp-num-groups", str(10**9)]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", name, *argv])
+    assert ended.value.code == 2
+    count = r"is 1\d{10}: these requests take \d+\.\d\d GB of memory, \S+ .B are available; at most \d+ fit"
+    assert re.fullmatch(rf"moe-engine bench {name}: error: --[^\n]* {count}\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["offline_throughput", "--num-prompts", "1O"], "--num-prompts '1O': expected a whole number"),
