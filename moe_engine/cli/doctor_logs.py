@@ -10,9 +10,9 @@ import math
 import os
 import sys
 import time
+import zlib
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from tqdm import tqdm
@@ -30,6 +30,7 @@ WINDOW_SECONDS = 300.0
 SAMPLE_SECONDS = 15.0
 FOLLOW_SECONDS = 0.5
 SHOW_SECONDS = 5.0
+GZIP = b"\x1f\x8b"
 
 
 def run(options: Namespace) -> int:
@@ -58,8 +59,6 @@ def _check(options: Namespace) -> None:
         raise ConfigError("--window 0: only a log has a begin; with --url give the last seconds, above 0")
     if options.sample_seconds is not None and not 0 < options.sample_seconds < math.inf:
         raise ConfigError(f"--sample-seconds {options.sample_seconds:g}: must be a number of seconds above 0")
-    if options.follow and (options.log or "").endswith(".gz"):
-        raise ConfigError("--follow: a compressed log does not grow; leave it out")
     if options.follow and (options.log is None or options.log == "-" or options.json):
         raise ConfigError("--follow belongs to --log FILE, without --json; a pipe is followed until it ends anyway")
     for option, value in (("--api-key", options.api_key), ("--sample-seconds", options.sample_seconds)):
@@ -79,7 +78,10 @@ def _of_log(path: str, window: float) -> Report:
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size if path != "-" else 0
         with tqdm(total=size or None, unit="B", unit_scale=True, desc="Reading", disable=_no_bar(), leave=False) as bar:
-            reader.read(progress_lines(file, bar.update))
+            try:
+                reader.read(progress_lines(file, bar.update))
+            except (OSError, EOFError, zlib.error) as error:  # a rotated log that is still being compressed
+                print(f"--log {path}: line {reader.num_lines} is the last that can be read ({error})", file=sys.stderr)
     reader.finish()
     return _report(path, reader)
 
@@ -119,9 +121,12 @@ def _report(path: str, reader: LogReader) -> Report:
 
 
 def _open(path: str) -> BinaryIO:
-    """The log in UTF-8, also where the file begins with UTF-16's byte-order mark, as PowerShell's ``>`` writes it."""
+    """The log in UTF-8, also where the file is compressed, whatever its name is, or begins with UTF-16's byte-order
+    mark, as PowerShell's ``>`` writes it."""
     try:
-        file: Any = io.BufferedReader(sys.stdin.buffer) if path == "-" else _opened(path)  # type: ignore[type-var]
+        file: Any = io.BufferedReader(sys.stdin.buffer if path == "-" else io.FileIO(path))  # type: ignore[type-var]
+        if file.peek(2)[:2] == GZIP:
+            file = gzip.GzipFile(fileobj=file)
         if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             return codecs.EncodedFile(file, "utf-8", "utf-16", "replace")  # type: ignore[return-value]
         return file
@@ -129,12 +134,9 @@ def _open(path: str) -> BinaryIO:
         raise ConfigError(
             f"--log {path}: no such file; give the file with the server's output, or - for standard input"
         ) from None
-    except OSError as error:
-        raise ConfigError(f"--log {path}: cannot be read ({error.strerror or error}); give a file with a log") from None
-
-
-def _opened(path: str) -> Any:
-    return gzip.open(path) if path.endswith(".gz") else Path(path).open("rb")
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--log {path}: cannot be read ({why}); give a file with a log") from None
 
 
 def _no_bar() -> bool:
@@ -169,6 +171,8 @@ def _show_new(reader: LogReader, shown: set[str]) -> None:
 def _growing(path: str) -> Iterator[str | None]:
     """Lines of a file that is still written, also after it was rotated or cut; None whenever its end is reached."""
     file, rest = _open(path), b""
+    if isinstance(file, gzip.GzipFile):
+        raise ConfigError("--follow: a compressed log does not grow; leave it out")
     while True:
         if raw := file.readline():
             rest += raw
@@ -200,6 +204,11 @@ def _of_server(options: Namespace, window: float) -> int:
             print(json.dumps(found, indent=2) if options.json else found["text"])
             return int(not found["healthy"])
         report = _sampled(server, SAMPLE_SECONDS if options.sample_seconds is None else options.sample_seconds)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--url {options.url}: an answer has fields that are not SGLang's or moe-engine's ({error!r}); give the "
+            "server's own address, or --log FILE"
+        ) from error
     finally:
         server.close()
     _show(report, options.json)

@@ -60,7 +60,9 @@ def test_a_package_is_run_like_a_module(capsys: pytest.CaptureFixture[str], monk
         ("offline_throughput", "random"),
     ],
 )
-def test_a_load_that_memory_cannot_hold_is_one_line(name: str, dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_that_memory_cannot_hold_is_one_line(
+    name: str, dataset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It ran until the kernel ended it."""
     argv = ["--dataset-name", dataset, "--num-prompts", str(10**10), "--gsp-num-groups", str(10**9)]
     with pytest.raises(SystemExit) as ended:

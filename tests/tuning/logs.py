@@ -89,6 +89,30 @@ def decode_server(second: float, *, usage: float = 0.97, prealloc: int = 21, que
     )
 
 
+def prefill_server(
+    second: float, *, queue: int = 4, seqs: int = 4, new: int = 4000, usage: float = 0.5, rank: str = "TP0"
+) -> str:
+    """A prefill line of SGLang 0.5.23 with --disaggregation-mode prefill."""
+    return (
+        f"{stamp(second, rank)} Prefill batch, #new-seq: {seqs}, #new-token: {new}, #cached-token: 0, token usage: "
+        f"{usage:.2f}, #running-req: 0, #queue-req: {queue}, #pending-token: 0, #bootstrap-req: 2, #inflight-req: 3, "
+        "#optimistic-req: 0, cuda graph: False, input throughput (token/s): 7.29"
+    )
+
+
+def pool_error(second: float, full: int, swa: int | None = None) -> list[str]:
+    """The lines of SGLang 0.5.23 when a pool has no room for a chunk, up to the end of the traceback."""
+    windows = [] if swa is None else [f"Available swa: {swa} (available_size={swa} + component_evictable_size_=0)"]
+    error = [
+        "Prefill out of memory. Try to lower your batch size.",
+        "Try to allocate 8192 tokens.",
+        f"Available full tokens: {full} (full_available_size={full} + full_evictable_size_=0)",
+        *windows,
+        "",
+    ]
+    return [f"{stamp(second, 'TP0')} {error[0]}", *error[1:], "Traceback:", f"RuntimeError: {error[0]}", *error[1:]]
+
+
 def retraction(second: float) -> str:
     return (
         f"{stamp(second)} KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 812, "

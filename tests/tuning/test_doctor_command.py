@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -79,6 +81,7 @@ def test_standard_input(monkeypatch, capsys):
         (["--log", "FILE", "--window", "nan"], "--window nan: must be seconds"),
         (["--log", "-", "--follow"], "--follow belongs to --log FILE"),
         (["--follow"], "--follow needs --log FILE"),
+        (["--log", "GZ", "--follow"], "--follow: a compressed log does not grow"),
         (["--log", "FILE", "--api-key", "k"], "--api-key belongs to --url"),
         (["--api-key", "k"], "--api-key needs --url"),
         (["--window", "300"], "--window needs --log FILE or --url URL"),
@@ -89,8 +92,10 @@ def test_standard_input(monkeypatch, capsys):
         (["--url", "localhost:1", "--sample-seconds", "nan"], "--sample-seconds nan: must be"),
     ],
 )
-def test_wrong_words(words, message, log, capsys):
-    words = [log(GOOD) if word == "FILE" else word for word in words]
+def test_wrong_words(words, message, log, tmp_path, capsys):
+    files = {"FILE": log(GOOD), "GZ": str(tmp_path / "log.1")}
+    (tmp_path / "log.1").write_bytes(gzip.compress(b"hello"))
+    words = [files.get(word, word) for word in words]
     assert main(["doctor", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
@@ -182,10 +187,31 @@ def test_utf_16(encoding, tmp_path, monkeypatch, capsys):
     assert [next(lines), next(lines)] == ["two\n", "three\n"]
 
 
-def test_a_file_that_is_not_compressed_is_named(tmp_path, capsys):
-    (tmp_path / "log.gz").write_text("hello")
-    assert main(["doctor", "--log", str(tmp_path / "log.gz")]) == 2
-    assert "cannot be read (Not a gzipped file" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["server.log.gz", "server.log.1"])
+def test_compressed_logs(name, tmp_path, monkeypatch, capsys):
+    """By their content: a rotation gives them any name, and standard input has none. Of a log that is cut off or
+    damaged the first part counts."""
+    lines = [*BAD, *[f"line {random.random()}" for _ in range(20000)]]
+    whole, path = gzip.compress("".join(f"{line}\n" for line in lines).encode()), tmp_path / name
+    path.write_bytes(whole)
+    assert main(["doctor", "--log", str(path)]) == 1
+    assert capsys.readouterr().out.startswith(f"{path}: {len(lines)} lines")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(whole)))
+    assert main(["doctor", "--log", "-"]) == 1
+    capsys.readouterr()
+    for damaged in (whole[: len(whole) // 2], whole[: len(whole) // 2] + random.randbytes(999), whole[:-8] + bytes(8)):
+        path.write_bytes(damaged)
+        assert main(["doctor", "--log", str(path)]) == 1
+        text = capsys.readouterr()
+        assert text.out.startswith(f"{path}: ") and "is the last that can be read" in text.err
+        assert text.err.count("\n") == 1
+    for short in (2, 9, 12):
+        path.write_bytes(whole[:short])
+        assert main(["doctor", "--log", str(path)]) == 2
+        assert capsys.readouterr().err.count("\n") <= 2
+    path.write_text("hello")
+    assert main(["doctor", "--log", str(path)]) == 2
+    assert "1 lines, and no 'Decode batch'" in capsys.readouterr().err
 
 
 def test_follow(log):
@@ -285,6 +311,42 @@ def test_keys_and_strangers():
     stranger = httpx.MockTransport(lambda request: httpx.Response(404))
     with pytest.raises(ConfigError, match="not a server of moe-engine or SGLang"):
         LiveServer("http://test", transport=stranger).server_info()
+
+
+def test_a_proxy_with_a_prefix_and_pages_of_its_own():
+    """A page without metrics is read as if there were none."""
+    inner = sglang(metrics=False)
+
+    def proxy(request: httpx.Request) -> httpx.Response:
+        assert request.url.path.startswith("/models/v3/")
+        if "metrics" in request.url.path:
+            return httpx.Response(200, text="<html>Sign in</html>")
+        url = str(request.url).replace("/models/v3", "")
+        return inner.handler(httpx.Request(request.method, url, headers=request.headers))
+
+    server = LiveServer("http://test/models/v3/", transport=httpx.MockTransport(proxy))
+    ticks = iter(range(0, 1000, 2))
+    _, events = sample(server, 9, clock=lambda: float(next(ticks)), sleep=lambda seconds: None)
+    assert [event.values["running"] for event in events] == [64] * 3
+
+
+@pytest.mark.parametrize("state", [3, {"num_running": 1}, {"num_running": "x", "num_waiting": 1, "token_usage": 0}])
+def test_strange_answers_are_one_line(state, monkeypatch, capsys):
+    info = {"alive_dp_ranks": [0], "internal_states": [{"memory_usage": {}}, state]}
+    strange = httpx.MockTransport(
+        lambda request: httpx.Response(200, json=info) if request.url.path == "/server_info" else httpx.Response(404)
+    )
+    monkeypatch.setattr(doctor_logs, "LiveServer", lambda url, key: LiveServer(url, key, strange))
+    assert main(["doctor", "--url", "http://test", "--sample-seconds", "0.1"]) == 2
+    error = capsys.readouterr().err
+    assert "an answer has fields that are not SGLang's or moe-engine's" in error and error.count("\n") == 1
+
+
+def test_a_port_without_https(capsys):
+    with web(b"x") as url:
+        assert main(["doctor", "--url", url.replace("http:", "https:")]) == 2
+    error = capsys.readouterr().err
+    assert "this port has no https; use http://" in error and error.count("\n") == 1
 
 
 def test_a_window_that_the_server_refuses():

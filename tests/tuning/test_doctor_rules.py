@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from moe_engine.demo import CHECKPOINT_DIR
+from moe_engine.tuning.doctor.diagnosis import Diagnosis
 from moe_engine.tuning.doctor.live import launch_of
+from moe_engine.tuning.doctor.log_lines import LogEvent
 from moe_engine.tuning.doctor.memory_costs import ledger_args
 from moe_engine.tuning.doctor.rules import RULES
+from moe_engine.tuning.doctor.window import Window
 from tests.tuning import logs
 from tests.tuning.logs import decode, decodes, findings, flags, kv_cache, prefill, ready, retraction, startup, weights
 
@@ -55,6 +58,10 @@ CASES: dict[str, Case] = {
         [startup(), *decodes(18, running=20, usage=0.2, queue=0), *decodes(2, running=20, usage=0.2, queue=1)],
     ),
     "queue_long": (decodes(queue=2001), decodes(queue=2000)),
+    "prefill_queue": (
+        [logs.prefill_server(second, queue=4 if second < 6 else 3) for second in range(11)],
+        [logs.prefill_server(second, queue=4 if second < 5 else 3) for second in range(10)],
+    ),
     "too_conservative": (
         [*decodes(11, usage=0.89, queue=10), *decodes(9, usage=0.9, queue=10)],
         [*decodes(10, usage=0.89, queue=10), *decodes(10, usage=0.9, queue=10)],
@@ -69,9 +76,10 @@ CASES: dict[str, Case] = {
     "oom_start": ([weights(9.0)[0], "Traceback:", EXTEND, OOM], [weights(9.0)[0], ready(), "Traceback:", EXTEND, OOM]),
     "no_room_for_kv": ([*weights(70.0), NO_ROOM], [*weights(70.0), "Not enough memory for the host pool"]),
     "oom_prefill": ([*decodes(), "Traceback:", EXTEND, OOM], [*decodes(), "Traceback:", DECODE, OOM]),
-    "oom_decode": (
-        [*decodes(), f"{logs.stamp(30)} Decode out of memory. Try to lower your batch size."],
-        [*decodes(), f"{logs.stamp(30)} Prefill out of memory. Try to lower your batch size."],
+    "oom_decode": ([*decodes(), "Traceback:", DECODE, OOM], [*decodes(), "Traceback:", EXTEND, OOM]),
+    "oom_pool": (
+        [*decodes(), *logs.pool_error(30, full=3136)],
+        [*decodes(), "Available full tokens: 3136 (full_available_size=3136 + full_evictable_size_=0)"],
     ),
     "hang": (
         [*decodes(), f"{logs.stamp(30, 'TP1')} Scheduler watchdog timeout (self.watchdog_timeout=300)"],
@@ -258,8 +266,10 @@ def test_no_rule_reverses_the_advice_of_another():
     assert "too_conservative" in findings([*crowded, retraction(60)])
     limited = [startup(max_running_requests=100), *crowded]
     assert "running_limit" in findings(limited)
-    failing = findings([*limited, f"{logs.stamp(62)} Decode out of memory. Try to lower your batch size."])
-    assert "oom_decode" in failing and "running_limit" not in failing
+    for rule, error in (("oom_decode", ["Traceback:", DECODE, OOM]), ("oom_pool", logs.pool_error(62, full=9))):
+        failing = findings([*limited, *error])
+        assert rule in failing and "running_limit" not in failing
+    assert "too_conservative" not in findings([*crowded, *logs.pool_error(62, full=9)])
     prompts = [startup(), ready(), *FULL]
     assert "long_prompts" in findings(prompts)
     failing = findings([*prompts, "Traceback:", EXTEND, OOM])
@@ -317,7 +327,43 @@ def test_a_drafter_is_not_the_model():
 def test_fewer_requests_than_ran():
     """Also in a log with few lines: the advice is below the requests that ran."""
     finding = findings([decode(1, running=100), "RuntimeError: Decode out of memory. Try to lower your batch size."])
-    assert finding["oom_decode"].value == 75
+    assert finding["oom_pool"].value == 75
+
+
+def test_a_full_pool_is_not_the_memory_of_the_gpu():
+    """A smaller chunk gave the pool of windows no room: the start after it failed in the same way."""
+    short = findings([flags(swa_full_tokens_ratio=0.1), *decodes(), *logs.pool_error(30, full=899840, swa=3840)])
+    assert (short["oom_pool"].flag, short["oom_pool"].value) == ("--swa-full-tokens-ratio", 0.2)
+    assert "oom_prefill" not in short
+    largest = findings([flags(swa_full_tokens_ratio=1.0), *decodes(), *logs.pool_error(30, full=899840, swa=3840)])
+    assert (largest["oom_pool"].flag, largest["oom_pool"].value) == ("--max-running-requests", 75)
+    for full, swa in ((3136, 90000), (3136, None)):
+        assert findings([*decodes(), *logs.pool_error(30, full, swa)])["oom_pool"].flag == "--max-running-requests"
+
+
+def test_the_queue_of_a_prefill_server():
+    """It decodes nothing, so that no decode line has its queue."""
+    for line in (logs.prefill_server, lambda second, **v: logs.prefill(second, **v)):
+        launch = [flags(disaggregation_mode="prefill"), startup(chunked_prefill_size=8192)]
+        full = findings([*launch, *[line(s, queue=9, seqs=3, new=8000) for s in range(6)]])
+        assert (full["prefill_queue"].flag, full["prefill_queue"].value) == ("--chunked-prefill-size", 16384)
+        part = findings([*launch, *[line(s, queue=9, seqs=3, new=4000) for s in range(6)]])
+        assert part["prefill_queue"].flag == "" and "median #queue-req 9" in part["prefill_queue"].evidence
+        assert "queue_long" in findings([*launch, *[line(s, queue=2001) for s in range(6)]])
+    busy = [prefill(second, queue=9, seqs=3) for second in range(6)]
+    assert "prefill_queue" not in findings([flags(disaggregation_mode=None), *busy])  # decodes are between them
+    assert "prefill_queue" in findings([flags(is_embedding=True), *busy])
+
+
+def test_samples_of_a_prefill_server():
+    """Its KV cache has room while requests wait: they wait for compute, whatever the conservativeness is."""
+    launch = launch_of({"disaggregation_mode": "prefill", "chunked_prefill_size": 8192, "max_running_requests": 64})
+    window = Window(launch, of_log=False)
+    for second in range(6):
+        window.add(LogEvent("decode", second, "DP0", {"running": 0.0, "queue": 7.0, "usage": 0.2}))
+    diagnosis = Diagnosis()
+    diagnosis.add(window.statistics())
+    assert [finding.name for finding in diagnosis.findings()] == ["prefill_queue"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class Launch:
         flags_as_given: `flags` are those of the command line; False: those of a log's server_args line, in which
             attention DP ranks have divided the prefill chunk and reduced the conservativeness.
         has_loaded: the weights are in memory.
+        has_transfers: batch lines count requests whose KV is sent to a decode server.
         total_gb: free memory before the weights were loaded, nearly the GPU's.
     """
 
@@ -33,6 +34,7 @@ class Launch:
     flags_as_given: bool = False
     ready: bool = False
     has_loaded: bool = False
+    has_transfers: bool = False
     total_gb: float | None = None
     weights_gb: float | None = None
     kv_gb: float | None = None
@@ -63,6 +65,8 @@ class Launch:
                 self.kv_dtype, self.kv_tokens, self.kv_gb = values["dtype"], values["tokens"], values["gb"]
         elif event.kind == "out_of_memory":
             self.has_loaded |= values["after_loading"]
+        elif event.kind == "prefill":
+            self.has_transfers |= "transfers" in values
         elif event.kind == "ledger":
             self.engine = "moe-engine"
         elif event.kind == "ready":
@@ -70,7 +74,7 @@ class Launch:
 
     def _restart(self) -> None:
         """The log goes on with another start."""
-        self.ready = self.has_loaded = False
+        self.ready = self.has_loaded = self.has_transfers = False
         self.total_gb = self.weights_gb = self.kv_gb = self.available_gb = None
         self.kv_tokens = self.kv_dtype = None
         self.sizes = {}
@@ -105,6 +109,12 @@ class Launch:
     def is_starting(self) -> bool:
         """Whether lines of the start were read, and not its end."""
         return not self.ready and (bool(self.flags) or self.total_gb is not None)
+
+    @property
+    def only_prefills(self) -> bool:
+        """A prefill server, or one of embeddings: no request decodes."""
+        mode = self.flag("disaggregation_mode")
+        return mode == "prefill" or bool(self.flag("is_embedding")) or (mode is None and self.has_transfers)
 
     @property
     def is_ours(self) -> bool:

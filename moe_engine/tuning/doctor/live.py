@@ -87,20 +87,24 @@ class LiveServer:
         ]
 
     def metrics(self) -> str | None:
-        """The server's Prometheus page; None: the server has none."""
-        answer = self._get("/metrics/")
-        if answer.status_code != 200:
-            answer = self._get("/metrics")
-        return answer.text if answer.status_code == 200 else None
+        """The server's Prometheus page; None: the server has none, or a page of a proxy is in its place."""
+        for path in ("/metrics/", "/metrics"):
+            answer = self._get(path)
+            if answer.status_code == 200 and "num_running_reqs" in answer.text:
+                return answer.text
+        return None
 
     def _get(self, path: str, **options: Any) -> httpx.Response:
         try:
             answer = self._http.get(path, follow_redirects=True, **options)
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
-            raise ConfigError(
-                f"--url {self.url}: no server answers ({why}); check host and port, and that the server is READY"
-            ) from None
+            fix = "check host and port, and that the server is READY"
+            if "CERTIFICATE" in why:
+                fix = "set SSL_CERT_FILE to the file with the certificate of its authority"
+            elif "SSL" in why:
+                fix = "this port has no https; use http:// or the port with https"
+            raise ConfigError(f"--url {self.url}: no server answers ({why}); {fix}") from None
         if answer.status_code in (401, 403):
             raise ConfigError(
                 f"--url {self.url}: the server refuses the key ({answer.status_code}); give its own with --api-key"

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal[
     "prefill", "decode", "retraction", "startup", "server_args", "weights", "kv_cache", "balance", "late", "jit",
-    "out_of_memory", "no_room_for_kv", "hang", "ready", "ledger",
+    "out_of_memory", "pool_room", "no_room_for_kv", "hang", "ready", "ledger",
 ]  # fmt: skip
 
 
@@ -62,6 +62,8 @@ VALUES = {
     "#pending-token": "pending_token",
     "pre-allocated usage": "preallocated",
     "#prealloc-req": "prealloc",
+    "#inflight-req": "transfers",
+    "#transferring-req": "transfers",
 }
 """Value of a batch line by its name in the log."""
 POOLS = ("usage", "kv_usage", "swa_usage", "mamba_usage")
@@ -122,6 +124,9 @@ _LATE = re.compile(r"(\S.*?) is late: (.*)")
 _WHOLE_NUMBER = re.compile(r"-?\d+")
 _JIT = ("after READY:", "DeepGEMM JIT", "Entering DeepGEMM JIT", "DeepGEMM warmup")
 _OOM = ("out of memory", "OutOfMemoryError", "CUDA OOM")
+_POOL_OOM = ("Prefill out of memory. Try", "Decode out of memory. Try", "smaller number for `--max-running-requests`")
+"""The KV cache, and not the GPU's memory, has no room for a step."""
+_POOL_ROOM = re.compile(r"Available (full|swa)(?: tokens)?: (\d+)")
 _NOT_OF_THE_GPU = ("Killed process", "cgroup out of memory")
 """The kernel's words for a lack of host memory."""
 _HANGS = (
@@ -283,6 +288,10 @@ def _other(line: str) -> LogEvent | None:
         kind, values = "hang", {}
     elif "Decode out of memory happened" in line:
         raise BrokenLine("values are missing")
+    elif any(words in line for words in _POOL_OOM):
+        kind, values = "out_of_memory", {"phase": "pool"}
+    elif "Available " in line and (found := _POOL_ROOM.search(line)):
+        kind, values = "pool_room", {found[1]: int(found[2])}
     elif any(word in line for word in _OOM) and not any(words in line for words in _NOT_OF_THE_GPU):
         kind, values = "out_of_memory", {"phase": phase_of(line)}
     elif "fired up and ready to roll" in line:

@@ -174,6 +174,22 @@ def _room_for_kv(s: Statistics) -> Change:
     return Change("--mem-fraction-static", round(current + 0.05, 2) if current else "0.05 higher")
 
 
+def _more_room(s: Any) -> Change:
+    """A larger pool of windows if that one is full, else fewer requests."""
+    flag, _, largest = POOL_RATIOS["swa_usage"]
+    current = _ratio(s, "swa_usage")
+    if s.short_windows and current < largest:
+        return Change(f"--{flag.replace('_', '-')}", round(min(largest, 2 * current), 2))
+    return _fewer_requests(s)
+
+
+def _faster_prefills(s: Any) -> Change:
+    """A larger chunk if steps fill it, else more servers."""
+    chunk = s.launch.of_rank("chunked_prefill_size")
+    mean = (s.new_per_step or 0.0) / chunk if chunk and chunk > 0 else 0.0
+    return _larger_chunk(s) if mean >= FULL and chunk < LARGEST_CHUNK and not s.oom_prefill else Change("")
+
+
 def _larger_chunk(s: Any) -> Change:
     of_rank = min(LARGEST_CHUNK, 2 * s.launch.of_rank("chunked_prefill_size"))
     return Change("--chunked-prefill-size", of_rank * s.launch.attention_ranks)
@@ -265,16 +281,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "queue_long", f"#queue-req is above {MAX_QUEUE}", ("queue",),
         lambda s: s.queue > MAX_QUEUE,
-        "median #queue-req {queue:g} in {num_decode} decode lines", "queue",
+        "median #queue-req {queue:g} in {num_batches} lines", "queue",
         lambda s: Change("--max-queued-requests", MAX_QUEUE),
         "further requests get status 503 immediately instead of waiting; scheduling gets cheaper; more replicas serve "
         "them", GUIDE,
     ),
     Rule(
+        "prefill_queue", "on a server that only prefills as many requests wait as a step computes",
+        ("behind", "queue", "usage"),
+        lambda s: s.behind > OFTEN,
+        "in {behind:.0%} of {num_batches} lines a step or more of requests waited (median #queue-req {queue:g}), token "
+        "usage {usage:.2f}",
+        "queue", _faster_prefills,
+        "prompts wait longer than they are computed: a larger chunk delays no decodes here; if steps do not fill it, "
+        "add prefill servers (embeddings: --dp-size), or at token usage near 1 faster transfers", OURS,
+    ),
+    Rule(
         "too_conservative", f"token usage below {ROOM} while requests wait, and not for lack of running requests",
         ("room_but_waiting", "running", "usage", "queue"),
         lambda s: s.room_but_waiting > OFTEN and _waits(s) and not _at_limit(s) and not _is_decode_server(s)
-        and not _is_retracting(s) and not s.launch.flag("autopilot"),
+        and not _is_retracting(s) and not s.oom_pool and not s.launch.flag("autopilot"),
         f"in {{room_but_waiting:.0%}} of {{num_decode}} decode lines requests waited with token usage below {ROOM} "
         "(median {usage:.2f}, #queue-req {queue:g})",
         "room",
@@ -287,7 +313,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "running_limit", f"token usage below {ROOM} while requests wait, at --max-running-requests",
         ("room_but_waiting", "running", "usage"),
-        lambda s: s.room_but_waiting > OFTEN and _at_limit(s) and not s.oom_decode,
+        lambda s: s.room_but_waiting > OFTEN and _at_limit(s) and not s.oom_decode
+        and not s.oom_pool,
         "{running:g} requests ran, as many as the limit admits, in most of {num_decode} decode lines; #queue-req "
         "{queue:g}, token usage {usage:.2f}",
         "room", lambda s: Change("--max-running-requests", _useful_requests(s)),
@@ -335,6 +362,12 @@ RULES: tuple[Rule, ...] = (
         _fewer_requests, "fewer concurrent requests: less memory for a step", GUIDE, "error",
     ),
     Rule(
+        "oom_pool", "the KV cache had no room for a planned step", ("oom_pool",), lambda s: s.oom_pool > 0,
+        "{oom_pool} such errors; the largest batch had {max_running:g} requests", "oom_pool", _more_room,
+        "the pool that was full gets more memory, or fewer requests share it; the GPU's memory and the chunk are not "
+        "the cause", OURS, "error",
+    ),
+    Rule(
         "hang", "a watchdog has ended a step or a collective operation", ("hang",), lambda s: s.hang > 0,
         "{hang} reports of watchdogs", "hang", lambda s: Change(""),
         "look for the first error in the logs of all ranks: the others wait for the rank that failed; a step that is "
@@ -374,7 +407,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stalled_decodes", "full chunks in succession while other requests run", ("stalling_chunks", "stalling_run"),
-        lambda s: s.stalling_run >= 2 and s.stalling_chunks >= STALLS,
+        lambda s: s.stalling_run >= 2 and s.stalling_chunks >= STALLS and not s.launch.only_prefills,
         "{stalling_chunks:.0%} of {num_prefill} prefill lines fill the chunk while others run (median "
         "{running_at_chunks:g}), up to {stalling_run} in succession",
         "stall", _mixed,

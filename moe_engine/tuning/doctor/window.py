@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ MAX_SMALL_BATCH = 512
 """Requests of a decode step up to which a CUDA graph is worth its memory (guide: 512 to 768)."""
 LEAST_LINES = 5
 """Min batch lines of a kind for shares and medians to be meaningful."""
-FAILURES = ("oom_start", "no_room_for_kv", "oom_prefill", "oom_decode", "hang")
+FAILURES = ("oom_start", "no_room_for_kv", "oom_prefill", "oom_decode", "oom_pool", "hang")
 MEDIANS = (
     "queue", "running", "usage", "kv_usage", "swa_usage", "mamba_usage", "preallocated", "throughput", "accept_len",
 )  # fmt: skip
@@ -32,16 +33,18 @@ class Statistics:
     Attributes:
         minutes: length; None: lines without times.
         queue, running, usage, kv_usage, swa_usage, mamba_usage, preallocated, throughput, accept_len: medians of
-            decode lines (sums over DP ranks are not formed: a line is one rank's). `queue` includes the requests of a
+            decode lines, of a server that only prefills those of prefill lines (sums over DP ranks are not formed: a
+            line is one rank's). `queue` includes the requests of a
             decode server that wait for memory; `usage` is that of the fullest pool, `kv_usage` that of all positions
             of full attention; `preallocated`: of decode servers only.
         queue_empty, room_but_waiting, graph_off: shares of decode lines: empty queue; token usage below `ROOM` with a
             queue; a small batch without a CUDA graph (of those up to `MAX_SMALL_BATCH`).
+        behind: on a server that only prefills, share of lines with as many waiting requests as a step computes.
         hit_rate: prompt tokens from the prefix cache / all prompt tokens.
         full_chunks: share of prefill lines that fill the chunk with one prompt; `chunk_run`: most in succession.
         stalling_chunks: share of prefill lines that do so while other requests run; `stalling_run`: most in succession;
             `running_at_chunks`: median of these requests, 0 without such lines.
-        new_per_seq: prompt tokens computed for each sequence.
+        new_per_seq, new_per_step: prompt tokens computed for each sequence, and in each prefill line.
         rank_imbalance: maximum / mean over the DP ranks of their running requests.
         balancedness: of expert loads, mean / maximum over ranks, of the last 100 passes.
     """
@@ -61,12 +64,14 @@ class Statistics:
     preallocated: float | None = None
     room_but_waiting: float | None = None
     graph_off: float | None = None
+    behind: float | None = None
     throughput: float | None = None
     accept_len: float | None = None
     retractions: int = 0
     retractions_a_minute: float | None = None
     hit_rate: float | None = None
     new_per_seq: float | None = None
+    new_per_step: float | None = None
     full_chunks: float | None = None
     chunk_run: int | None = None
     stalling_chunks: float | None = None
@@ -82,9 +87,17 @@ class Statistics:
     no_room_for_kv: int | None = None
     oom_prefill: int | None = None
     oom_decode: int | None = None
+    oom_pool: int | None = None
+    short_windows: bool = False
+    """The pool of windows has less room than that of full attention."""
     hang: int | None = None
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
     """A line of the log for each kind of evidence: (number, text)."""
+
+    @property
+    def num_batches(self) -> int:
+        """Lines of the medians."""
+        return self.num_decode or self.num_prefill
 
 
 @dataclass
@@ -102,6 +115,7 @@ class Window:
     num_prefill: int = 0
     waiting_with_room: int = 0
     queue_empty: int = 0
+    behind: int = 0
     small: int = 0
     small_without_graph: int = 0
     new_tokens: float = 0.0
@@ -117,6 +131,8 @@ class Window:
     balance: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     late: Counter[str] = field(default_factory=Counter)
+    room: dict[str, int] = field(default_factory=dict)
+    """Free tokens of the pools at the last error about them."""
     ranks: dict[int, float] = field(default_factory=dict)
     """Sum of the running requests over the decode lines of each DP rank: an idle rank writes no lines."""
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -150,6 +166,8 @@ class Window:
             key = f"oom_{values['phase'] or 'prefill'}"
             self.counts[key] += 1
             self.lines[key] = line
+        elif event.kind == "pool_room":
+            self.room |= values
         elif event.kind in ("no_room_for_kv", "hang"):
             self.counts[event.kind] += 1
             self.lines.setdefault(event.kind, line)  # other ranks follow the first
@@ -161,16 +179,14 @@ class Window:
         self.num_decode += 1
         running, queue = values["running"], values["queue"] + values.get("prealloc", 0.0)
         values = {"kv_usage": values["usage"], **values, "queue": queue}
-        for name, kept in self.decode.items():
-            if name in values:
-                kept.append(values[name])
+        self._keep(values, running, line)
+        if self.launch.only_prefills:  # a sample
+            return
         self.queue_empty += queue == 0
         self.lines["decode"] = line
-        if queue:
-            self.lines["queue"] = line
-            if queue > values.get("prealloc", 0.0) and values["usage"] < ROOM:
-                self.waiting_with_room += 1
-                self.lines["room"] = line
+        if queue > values.get("prealloc", 0.0) and values["usage"] < ROOM:
+            self.waiting_with_room += 1
+            self.lines["room"] = line
         if "cuda_graph" in values and 0 < running <= MAX_SMALL_BATCH:
             self.small += 1
             if not values["cuda_graph"]:
@@ -178,6 +194,15 @@ class Window:
                 self.lines["graph"] = line
         group = _group(rank)
         self.ranks[group] = self.ranks.get(group, 0.0) + running
+
+    def _keep(self, values: dict[str, Any], step: float, line: tuple[int, str]) -> None:
+        """Collects values for the medians. `step`: requests that a step computes."""
+        for name, kept in self.decode.items():
+            if name in values:
+                kept.append(values[name])
+        if values["queue"]:
+            self.lines["queue"] = line
+            self.behind += values["queue"] >= step
 
     def _prefill(self, values: dict[str, Any], rank: str, line: tuple[int, str]) -> None:
         self.num_prefill += 1
@@ -188,6 +213,8 @@ class Window:
         self.ranks.setdefault(_group(rank), 0.0)
         if values.get("is_sum"):
             return  # the line covers several batches and does not report their chunks
+        if self.launch.only_prefills:
+            self._keep({"kv_usage": values["usage"], **values}, values.get("new_seq", 1.0), line)
         chunk = self.launch.of_rank("chunked_prefill_size")
         if chunk and chunk > 0 and values["new_token"] >= chunk and values.get("new_seq", 1) <= 1:
             continued = self.launch.is_ours and self.runs[rank] > 0  # it counts as running there
@@ -216,6 +243,7 @@ class Window:
         failures: dict[str, Any] = {name: self.counts[name] if self.of_log else None for name in FAILURES}
         medians: dict[str, Any] = {name: self._median(name) for name in MEDIANS}
         imbalance, busiest = self._imbalance()
+        only_prefills = self.launch.only_prefills
         return Statistics(
             self.launch,
             num_decode=self.num_decode,
@@ -223,8 +251,9 @@ class Window:
             minutes=minutes,
             **medians,
             max_running=max(self.decode["running"], default=None),
-            queue_empty=_share(self.queue_empty, self.num_decode),
-            room_but_waiting=_share(self.waiting_with_room, self.num_decode),
+            queue_empty=None if only_prefills else _share(self.queue_empty, self.num_decode),
+            room_but_waiting=None if only_prefills else _share(self.waiting_with_room, self.num_decode),
+            behind=_share(self.behind, len(self.decode["queue"])) if only_prefills else None,
             graph_off=_share(self.small_without_graph, self.small),
             retractions=retractions,
             retractions_a_minute=None if minutes is None else retractions / max(1.0, minutes),
@@ -235,6 +264,7 @@ class Window:
             late=self.late.total() if self.of_log else None,
             late_rank=self.late.most_common(1)[0][0] if self.late else None,
             jit=self.counts["jit"],
+            short_windows=self.room.get("swa", math.inf) < self.room.get("full", 0),
             **failures,
             lines={key: (number, printable(text)) for key, (number, text) in self.lines.items()},
         )
@@ -248,6 +278,8 @@ class Window:
             found["hit_rate"] = self.cached_tokens / prompt
         if self.new_seqs:
             found["new_per_seq"] = self.new_tokens / self.new_seqs
+        if self.of_log:
+            found["new_per_step"] = self.new_tokens / self.num_prefill
         if self.of_log and self.launch.of_rank("chunked_prefill_size") is not None:
             found["full_chunks"] = _share(self.num_full, self.num_prefill)
             found["stalling_chunks"] = _share(len(self.beside), self.num_prefill)
