@@ -7,6 +7,7 @@ shape or unsupported dtype, or belong to no layer. External models have their ow
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from moe_engine.errors import CheckpointError
@@ -15,6 +16,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import LM_HEAD, HeadConfig, head_tensors, names_outside_head
 from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
+from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.formats.table import format_in_headers, hint_for
 from moe_engine.models.tensor_header import TensorHeader, WeightFile
 from moe_engine.models.tensors import (
@@ -30,6 +32,14 @@ MAX_SHOWN = 5
 EMBEDDING = "model.embed_tokens.weight"
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Parts of a tied head, evenly spread, that are compared with those of the embedding."""
+
+
+def with_stored_scales(config: ModelConfig, files: Mapping[str, WeightFile]) -> ModelConfig:
+    """The config, its quantized format with the dtype of the scales in the files."""
+    if not isinstance(config.weight_format, SchemeFormat):
+        return config
+    format = config.weight_format.with_stored_scales(files, lambda name: files[name].tensors[name].dtype)
+    return replace(config, weight_format=format)
 
 
 def check_headers(

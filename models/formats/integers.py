@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SCALES = ("F16", "BF16", "F32")
 _SPELLED = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+_NAMED = {spelled: name for name, spelled in _SPELLED.items()}
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,8 @@ class IntegerScheme(Scheme):
         symmetric: there are no zero points: code 2^(bits - 1) is 0.
         act_order: the columns of a group are not adjacent (a tensor has the group of each column). Such weights are
             dequantized.
-        scale_dtype: dtype of the scales of groups, that of the unquantized model; weights with other scales are
-        dequantized. Scales of rows are
-            kept in float32.
+        scale_dtype: dtype of the scales of groups in the files, without files that of the unquantized model; weights
+            with other scales are dequantized. Scales of rows are kept in float32.
     """
 
     bits: int
@@ -85,6 +85,9 @@ class IntegerScheme(Scheme):
 
     def of_dtype(self, dtype: str) -> Self:
         return replace(self, scale_dtype=dtype) if dtype in _SPELLED else self
+
+    def with_scales(self, dtype: str) -> Self:
+        return replace(self, scale_dtype=_NAMED[dtype]) if dtype in _NAMED else self
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         format = self.kernel_format()

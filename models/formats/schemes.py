@@ -6,7 +6,7 @@ A scheme describes how one matrix is stored; `SchemeFormat` is the `WeightFormat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+
+
+_SCALES = ("scales", "weight_scale")
+"""Last parts of the names of tensors of scales."""
 
 
 class Scheme(ABC):
@@ -54,6 +58,10 @@ class Scheme(ABC):
 
     def of_dtype(self, dtype: str) -> Self:
         """For a model whose unquantized weights have this dtype."""
+        return self
+
+    def with_scales(self, dtype: str) -> Self:
+        """For files whose scales have this dtype, by safetensors' name."""
         return self
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
@@ -91,6 +99,19 @@ class SchemeFormat:
     def of_dtype(self, dtype: str) -> SchemeFormat:
         """For a model whose unquantized weights have this dtype."""
         return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
+
+    def with_stored_scales(self, names: Collection[str], dtype_of: Callable[[str], str]) -> SchemeFormat:
+        """For files with these tensors. Their scales may have another dtype than the unquantized weights: GPTQModel and
+        AutoRound write float16 for models in bfloat16. The first matrix of a rule stands for the others."""
+        found: dict[Scheme, Scheme] = {}
+        for name in names:
+            prefix, _, end = name.rpartition(".")
+            scheme = self.scheme_of(prefix) if end in _SCALES else None
+            if scheme is not None and scheme not in found and scheme.stored(prefix, names):
+                found[scheme] = scheme.with_scales(dtype_of(name))
+                if len(found) == len(self.rules):
+                    break
+        return replace(self, rules=tuple((modules, found.get(scheme, scheme)) for modules, scheme in self.rules))
 
     def held_by(self, multiplied: Multiplied) -> WeightFormat:
         forms = {scheme.form for _, scheme in self.rules if scheme.form is not None}

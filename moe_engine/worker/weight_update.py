@@ -29,7 +29,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.header_check import check_headers
+from moe_engine.models.header_check import check_headers, with_stored_scales
 from moe_engine.models.loader import LoadOptions, reload
 from moe_engine.models.partial_weights import ReceivedWeights, mask_source
 from moe_engine.models.pooling import with_pooling
@@ -119,10 +119,10 @@ class WeightUpdate:
         if self._format(args) != "dummy":
             served = self._options.model
             config = with_pooling(load_model_config(args.model_path), served.pooling is not None)
-            config = _compare(config, served)
             files = read_checkpoint(Path(args.model_path))
             if not files:
                 raise CheckpointError(f"{args.model_path}: no *.safetensors files next to config.json")
+            config = _compare(with_stored_scales(config, files), served)
             check_headers(args.model_path, files, config, len(parts) > 1)
         return self._memory([tensor for part in parts for tensor in weights_of(part)])
 

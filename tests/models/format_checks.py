@@ -14,11 +14,13 @@ from torch import Tensor
 from moe_engine.kernels import tables
 from moe_engine.kernels.weight_forms import Multiplied
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.table import parse_format
+from moe_engine.models.header_check import with_stored_scales
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import write_tensors
@@ -26,7 +28,7 @@ from tests.models.stepper import Chunk, Stepper, make_backends
 
 
 def loaded(path: Path, row: str = "torch", **options: Any) -> Stepper:
-    config = load_model_config(path)
+    config = with_stored_scales(load_model_config(path), read_checkpoint(path))
     backends = make_backends(config, row)
     return Stepper(load_model(path, config, LoadOptions("float32", **options), backends), config, backends)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -79,8 +80,12 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
 
 @pytest.mark.parametrize("layout", KEPT)
 def test_kernels_multiply_the_codes_and_the_ledger_counts_them(tmp_path: Path, layout: str) -> None:
-    """The C++ rows store codes: whole-decoder calls, experts and slices; also random weights."""
+    """The C++ rows store codes: whole-decoder calls, experts and slices; also random weights. The scales may have
+    another dtype than the model."""
     path, plain = write_both(tmp_path, "deepseek_v3", LAYOUTS[layout], **WIDE)
+    config = json.loads((path / "config.json").read_text())
+    dtype = random.choice(("float16", "bfloat16", "float32"))
+    (path / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
     want = logits_of(plain, "cpu")
     torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))
     stepper = loaded(path, "cpu")
