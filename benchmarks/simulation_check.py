@@ -1,10 +1,11 @@
 """The simulator against the real server: ``python -m benchmarks.simulation_check [options]``.
 
-For each launch: `moe-engine calibrate`, then the same loads on the real server (`benchmarks.serving`) and in
-`moe-engine simulate`, at shares of the server's rate with all requests at once. Every real run is repeated, the loads
-in turn; a figure is the median of the repeats, and `noise` the largest distance of a repeat from it. `error` is the
-distance of the simulated figure from the median. With `--calibrations 2` a second calibration follows the real runs,
-and the simulated figure is the mean with both cost files: a machine that drifts counts with its mean.
+For each launch, `moe-engine calibrate` measures a server in rounds. Between these rounds the same server answers the
+loads (`benchmarks.serving`), at shares of its rate with all requests at once; then `moe-engine simulate` runs them with
+the cost file. A repeat of the loads lies between two rounds, whose slowness is that of the machine at its time: the
+costs of its simulation are multiplied by their mean, so that a clock which drifts counts as no error. The calibration
+knows nothing else of the loads. A figure is the median of the repeats, and `noise` the largest distance of a real
+repeat from it. `error` is the median difference of a repeat and its simulation.
 
 `--explain` prints for each run the phases of its requests (client's call, frontend, queue, prefill, delivery, decode)
 and its steps by kind, as the server measured them and as the simulator has them: the phase that differs is the one
@@ -21,15 +22,22 @@ import contextlib
 import io
 import json
 import tempfile
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from benchmarks import report, serving, simulation_phases
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
-from benchmarks.server_process import ServerProcess
+from moe_engine.cli import calibrate
 from moe_engine.cli.main import main as command
+from moe_engine.config.args import EngineArgs, build_parser
+from moe_engine.config.flags import parse_flags
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.tuning.calibration import ROUNDS
 from moe_engine.tuning.stats import mean, median
 
 LAUNCHES: dict[str, list[str]] = {
@@ -76,6 +84,15 @@ LEAST_CACHED = 100
 """Fewer cached tokens are equal first tokens of random prompts: their difference is taken relative to this number."""
 
 
+class Point(NamedTuple):
+    """A load at a share of the server's rate with all requests at once. `load`: flags of `benchmarks.serving`."""
+
+    name: str
+    share: float
+    rate: float
+    load: list[str]
+
+
 def real(port: int, load: list[str], rate: float, explain: bool = False) -> dict[str, Any]:
     """explain: with `phases` of the answers and `step_times` of the server."""
     url = f"http://127.0.0.1:{port}/server_info"
@@ -88,70 +105,100 @@ def real(port: int, load: list[str], rate: float, explain: bool = False) -> dict
     return values | {"phases": [answer.phases for answer in answers], "step_times": steps}
 
 
-def simulated(flags: list[str], costs: Path, load: list[str], rate: float, details: bool = False) -> dict[str, Any]:
+def simulated(
+    flags: list[str], costs: Path, load: list[str], rate: float, slowness: float, details: bool = False
+) -> dict[str, Any]:
+    """Figures of `moe-engine simulate` with all costs multiplied by `slowness`: a load of a rate that is higher by this
+    factor, whose times are multiplied by it."""
     out = costs.with_name("simulated.json")
-    words = ["--cost-file", str(costs), "--output-file", str(out), "--disable-tqdm", "--request-rate", str(rate)]
-    words += ["--output-details"] * details
+    words = ["--cost-file", str(costs), "--output-file", str(out), "--disable-tqdm"]
+    words += ["--request-rate", str(rate * slowness), *["--output-details"] * details]
     with contextlib.redirect_stdout(io.StringIO()):
         code = command(["simulate", *words, *flags, *load])
     if code:
         raise SystemExit("the simulation failed")
     values: dict[str, Any] = json.loads(out.read_text())
+    values |= {key: values[key] * slowness for key in TARGETS if key.endswith("_ms")}
+    values["output_throughput"] /= slowness
+    if details:
+        values["phases"] = [{name: t * slowness for name, t in phases.items()} for phases in values["phases"]]
+        values["step_times"] = [[*step[:2], step[2] * slowness, *step[3:]] for step in values["step_times"]]
     return values
 
 
 def compared(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """For each figure: real, simulated, noise, error."""
+    """For each figure: real, simulated, noise, error; of real runs, each with its simulation."""
     figures = {}
     for key in TARGETS:
-        runs = [values[key] for values in found]
-        middle, guess = median(runs), mean([values[key] for values in ours])
+        runs, guesses = ([values[key] for values in side] for side in (found, ours))
+        middle, difference = median(runs), median([guess - run for run, guess in zip(runs, guesses, strict=True)])
         scale = max(abs(middle), LEAST_CACHED if key == "total_cached_tokens" else 1e-9)
         figures[key] = {
             "real": middle,
-            "simulated": guess,
+            "simulated": middle + difference,
             "noise": max(abs(run - middle) for run in runs) / scale if any(runs) else 0.0,
-            "error": abs(guess - middle) / scale if middle or guess else 0.0,
+            "error": abs(difference) / scale if difference else 0.0,
         }
     return figures
 
 
-def calibrated(flags: list[str], path: Path) -> Path:
-    if command(["calibrate", *flags, "--output", str(path)]):
-        raise SystemExit("the calibration failed")
-    return path
+def resolved(flags: list[str]) -> ResolvedConfig:
+    """The launch of these flags of `serve`."""
+    return prepare(EngineArgs.from_kwargs(**parse_flags(build_parser("serve"), flags)))
+
+
+@dataclass
+class Turns:
+    """The loads of a launch on the server of its calibration, between the rounds of this calibration.
+
+    Args:
+        num_prompts: of each load.
+        repeats: of each load; the first ones follow the first round.
+    """
+
+    launch: str
+    num_prompts: int
+    repeats: int
+    explain: bool
+    points: list[Point] = field(default_factory=list)
+    """Loads at the rates that follow from the server's own."""
+    found: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Figures of each point, by repeat."""
+
+    def run(self, port: int, number: int) -> None:
+        """After the round of this number, from 0."""
+        if number >= self.repeats:
+            return
+        if number == 0:
+            self._find_rates(port)
+        self.found.append([real(port, point.load, point.rate, self.explain) for point in self.points])
+
+    def _find_rates(self, port: int) -> None:
+        for name, shares in RUNS[self.launch].items():
+            load = [*LOADS[name], "--num-prompts", str(self.num_prompts)]
+            real(port, load, float("inf"))  # a cold server is slower
+            capacity = real(port, load, float("inf"))["request_throughput"]
+            self.points += [Point(name, share, round(share * capacity, 3), load) for share in shares]
 
 
 def check(model: str, name: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Rows of one launch of a model."""
-    num_prompts = round(args.num_prompts * MODELS.get(model, ((), 1.0))[1])
     flags = [*model_flags(model), *LAUNCHES[name]]
-    costs = [calibrated(flags, folder / "before.json")]
-    points: list[tuple[str, float, float, list[str]]] = []
-    found: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    with ServerProcess([*flags, *["--record-step-times"] * args.explain]) as server:
-        server.wait_ready()
-        for load_name, shares in RUNS[name].items():
-            load = [*LOADS[load_name], "--num-prompts", str(num_prompts)]
-            real(server.port, load, float("inf"))  # a cold server is slower
-            capacity = real(server.port, load, float("inf"))["request_throughput"]
-            points += [(load_name, share, round(share * capacity, 3), load) for share in shares]
-        for _ in range(args.repeats):
-            for load_name, share, rate, load in points:
-                run = real(server.port, load, rate, args.explain)
-                found.setdefault((load_name, share), []).append(run)
-    if args.calibrations > 1:
-        costs.append(calibrated(flags, folder / "after.json"))
+    turns = Turns(name, round(args.num_prompts * MODELS.get(model, ((), 1.0))[1]), args.repeats, args.explain)
+    costs = calibrate.measure(flags, resolved(flags), turns.run)
+    path = folder / "costs.json"
+    path.write_text(costs.to_json(), encoding="utf-8")
+    rounds = [values["slowness"] for values in costs.conditions["rounds"]]
+    slowness = [mean(pair) for pair in pairwise(rounds)][: args.repeats]
     rows = []
-    for load_name, share, rate, load in points:
-        runs = found[load_name, share]
-        ours = [simulated(flags, path, load, rate, args.explain) for path in costs]
-        figures = compared(runs, ours)
-        about = {"model": model, "launch": name, "load": load_name, "share": share, "request_rate": rate}
-        rows.append(about | figures)
+    for place, point in enumerate(turns.points):
+        runs = [values[place] for values in turns.found]
+        ours = [simulated(flags, path, point.load, point.rate, factor, args.explain) for factor in slowness]
+        about = {"model": model, "launch": name, "load": point.name, "share": point.share, "request_rate": point.rate}
+        rows.append(about | {"slowness": slowness} | compared(runs, ours))
         print(_line(rows[-1]), flush=True)
         if args.explain:
-            rows[-1] |= {"explained": _explanation(runs, ours), "costs": [_measured(path) for path in costs]}
+            rows[-1] |= {"explained": _explanation(runs, ours), "costs": _measured(path)}
             print(rows[-1]["explained"], flush=True)
     return rows
 
@@ -240,8 +287,7 @@ def main() -> None:
         "--models", nargs="+", default=list(MODELS), help="embedded, shapes of `benchmarks.checkpoints`, or folders"
     )
     parser.add_argument("--num-prompts", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=3, help="repeats of each real run")
-    parser.add_argument("--calibrations", type=int, choices=(1, 2), default=1, help="2: also after the real runs")
+    parser.add_argument("--repeats", type=int, choices=range(1, ROUNDS), default=ROUNDS - 1, help="of each real run")
     parser.add_argument(
         "--explain", action="store_true", help="for each run, phases of requests and steps, real and simulated"
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -69,8 +70,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         raise ConfigError("--nnodes: calibrate measures a server on one machine; run it on the first node alone")
     show_embedded(args)
     config = prepare(args)
-    costs = _measure(rest, config)
-    costs = replace(costs, launch=_launch(config), machine=_machine(config))
+    costs = measure(rest, config)
     with writing("--output", own.output):
         Path(own.output).write_text(costs.to_json(), encoding="utf-8")
     print(f"wrote {own.output}\n{_summary(costs)}")
@@ -79,7 +79,17 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
+def measure(
+    flags: Sequence[str], config: ResolvedConfig, after_round: Callable[[int, int], None] | None = None
+) -> CostFile:
+    """The costs of a launch, by a server that runs meanwhile.
+
+    Args:
+        flags: of `serve`.
+        config: what `prepare` makes of these flags.
+        after_round: what a benchmark measures on the same server between the rounds, with the server's port and the
+            number of the round from 0. It runs in a thread.
+    """
     port = free_port()
     command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--record-step-times"]
@@ -94,8 +104,13 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
                 front_end = psutil.Process(server.pid)
                 watch = Watch(lambda: [front_end, *front_end.children(recursive=True)])
                 probes = Probes(url, limits, partial(_cpu_seconds, server.pid), watch)
-                costs = uvloop.run(probes.run(_say))
-            conditions = conditions_of(probes.disturbances, probes.spread)
+
+                async def between(number: int) -> None:
+                    if after_round is not None:
+                        await asyncio.to_thread(after_round, port, number)
+
+                costs = uvloop.run(probes.run(_say, between))
+            conditions = conditions_of(probes.disturbances, probes.spread, probes.slowness)
         finally:
             server.terminate()
             try:
@@ -103,7 +118,8 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-    return replace(costs, ledger=_ledger(config, info), conditions=conditions)
+    costs = replace(costs, ledger=_ledger(config, info), conditions=conditions)
+    return replace(costs, launch=_launch(config), machine=_machine(config))
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -100,8 +100,14 @@ class Probes:
         self.disturbances: list[Disturbance] = []
         """Other programs' use of the machine in each round, with a `watch`."""
 
-    async def run(self, progress: Callable[[str], None]) -> CostFile:
-        """The cost file without launch, machine and ledger."""
+    async def run(
+        self, progress: Callable[[str], None], after_round: Callable[[int], Awaitable[None]] | None = None
+    ) -> CostFile:
+        """The cost file without launch, machine and ledger.
+
+        Args:
+            after_round: what else a benchmark measures between the rounds, with the number of the round from 0.
+        """
         for _ in range(REPEATS):  # a cold server is slower
             await asyncio.gather(*(self._ask(self._prompt(16), DECODE_TOKENS) for _ in range(2)))
         rounds = self._points.rounds
@@ -116,6 +122,8 @@ class Probes:
                 if found.is_strong:
                     rounds.left_out.add(rounds.number)
                     progress(f"round {rounds.number + 1}: {found}")
+            if after_round is not None:
+                await after_round(rounds.number)
         return under_load.cost_file(self._points, self._parts)
 
     @property
@@ -129,6 +137,11 @@ class Probes:
     def spread(self) -> float:
         """How much longer the slowest of the rounds that count took than the fastest one, less 1."""
         return self._points.rounds.spread
+
+    @property
+    def slowness(self) -> list[float]:
+        """For each round: how much longer everything took than in the median of the rounds that count."""
+        return self._points.rounds.slowness()
 
     async def _round(self, progress: Callable[[str], None], name: str) -> None:
         """All measurements once, the curves in opposite order in every other round."""

@@ -99,11 +99,12 @@ class Watch:
         return _Counts(time.perf_counter(), busy, times.get("steal", 0.0), seconds, others)
 
 
-def conditions_of(rounds: Sequence[Disturbance], spread: float) -> dict[str, Any]:
+def conditions_of(rounds: Sequence[Disturbance], spread: float, slowness: Sequence[float]) -> dict[str, Any]:
     """What a result says of its measurement; `disturbed`: why it may be wrong, empty if nothing speaks for it.
 
     Args:
         spread: how much longer the slowest of the quiet rounds took than the fastest one, less 1.
+        slowness: for each round, how much longer everything took than in the median of the quiet rounds.
     """
     quiet = sum(not found.is_strong for found in rounds)
     disturbed = ""
@@ -112,7 +113,10 @@ def conditions_of(rounds: Sequence[Disturbance], spread: float) -> dict[str, Any
         disturbed = f"{worst}, and more than {MOST:.0%} in {len(rounds) - quiet} of {len(rounds)} rounds"
     elif spread > MOST_SPREAD:
         disturbed = f"the times of the rounds differ by {spread:.0%}: the machine's speed changed"
-    shares = [{"others": found.others, "steal": found.steal, "programs": found.programs} for found in rounds]
+    shares = [
+        {"others": found.others, "steal": found.steal, "programs": found.programs, "slowness": factor}
+        for found, factor in zip(rounds, slowness, strict=True)
+    ]
     return {"disturbed": disturbed, "spread": spread, "rounds": shares}
 
 

@@ -2,9 +2,8 @@
 
 The other measurements have one kind of step at a time. Under load a step also loses time to requests that arrive and
 end meanwhile: to their work in the frontend and the client, where these share cores with the steps, and to planning.
-The server records its steps (`--record-step-times`). A regression over them separates five factors: the slowness of
-decodes and that of prompts in this part of the measurement, the seconds of an arrival and of an end, and those that the
-measured step of a single prompt contains of the prompt's own arrival: several prompts share a step under load. The
+The server records its steps (`--record-step-times`). A regression over them separates four factors: the slowness of
+decodes and that of prompts in this part of the measurement, and the seconds of an arrival and of an end. The
 slowness is measured by the steps in which no request arrives or ends, so a clock that drifts changes the seconds by no
 more than it drifts within a part. It is that of the machine, which the rounds measure, times that of steps under load:
 schedulers that step together wait for each other.
@@ -41,8 +40,8 @@ LEAST, MOST = 8, 200
 BEYOND, BEYOND_EVENTS, SWEEPS = 2.5, 3.2, 12
 """Huber's regression: residuals beyond this number of standard deviations count less: of steps without
 and with arrivals or ends; iterations."""
-EVENTS = 3
-"""Columns of the regression that all parts share: steps with prompts, arrivals, ends."""
+EVENTS = 2
+"""Columns of the regression that all parts share: arrivals, ends."""
 LEAST_STEPS = 8
 """Recorded steps of a part that can be used."""
 Step = Sequence[float]
@@ -78,14 +77,12 @@ class Part:
 @dataclass(frozen=True)
 class Effects:
     """Seconds that an arrival and an end add to the steps that run meanwhile; for each part, the slowness of steps that
-    decode and of steps with prompts, against their costs. 0: unknown. `own`: seconds of its own arrival that the
-    measured step of a prompt contains."""
+    decode and of steps with prompts, against their costs. 0: unknown."""
 
     arrival: float
     end: float
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
-    own: float = 0.0
 
     def of(self, places: Sequence[int]) -> Effects:
         """In some of the parts."""
@@ -178,7 +175,7 @@ def effects(
         return None
     costs_of = _costs_of if num_groups == 1 else _joint_costs_of
     alone = [costs_of(part.steps, costs, drafts) for part in parts]
-    # columns: decode seconds of each part, prefill seconds of each part, steps with prompts, arrivals, ends
+    # columns: decode seconds of each part, prefill seconds of each part, arrivals, ends
     height, width = sum(map(len, alone)), 2 * len(parts) + EVENTS
     matrix = np.zeros((height, width))
     taken = np.concatenate([_without_sending(part.steps, sent_seconds * num_groups) for part in parts])
@@ -186,8 +183,6 @@ def effects(
     for number, (part, seconds) in enumerate(zip(parts, alone)):
         rows = slice(begin, begin + len(seconds))
         matrix[rows, 2 * number : 2 * number + 2] = seconds
-        if num_groups == 1:  # else the prompts were not measured during answers
-            matrix[rows, -3] = [-part.machine * (step[2] > 0) for step in part.steps]
         matrix[rows, -2] = _shares(part.steps, part.arrivals)
         matrix[rows, -1] = _shares(part.steps, [(end, end) for end in part.ends])
         begin = rows.stop
@@ -195,7 +190,7 @@ def effects(
         return None
     found = _robust(matrix, taken, np.repeat(np.arange(len(parts)), [len(seconds) for seconds in alone]))
     decode, prefill = found[:-EVENTS:2], found[1:-EVENTS:2]
-    return Effects(found[-2], found[-1], tuple(decode), tuple(prefill), found[-3])
+    return Effects(found[-2], found[-1], tuple(decode), tuple(prefill))
 
 
 def _joint_costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:

@@ -28,8 +28,8 @@ def cost_file(points: MeasuredPoints, measured: Sequence[mixed_probe.Part]) -> C
     if found is None:
         return replace(file, arrival_seconds=min(file.arrival_seconds, most))
     arrival = min(found.arrival, most)
-    # only schedulers that step together decode slower under load, because they wait for each other
-    decode = mixed_probe.slowness_by_rows(parts, found) if limits.num_groups > 1 else mixed_probe.ALIKE
-    prefill = found.slowness([part.machine for part in parts])[1]
-    file = file.slower(decode, prefill, found.own)
+    if limits.num_groups > 1:  # schedulers that step together wait for each other
+        prefill = found.slowness([part.machine for part in parts])[1]
+        file = file.slower(mixed_probe.slowness_by_rows(parts, found), prefill)
+    # prompts of a single scheduler were measured while others decode, with the work for their arrival, as under load
     return replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))

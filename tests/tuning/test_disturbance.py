@@ -74,15 +74,15 @@ def test_rounds_beside_other_programs_are_repeated(monkeypatch: pytest.MonkeyPat
     probes, said = fake_probes(monkeypatch, found)
     assert probes.disturbances == found and probes._points.rounds.left_out == disturbed
     assert len(said) == len(disturbed) and all("32% of the cores' time (cc1plus 20%" in line for line in said)
-    assert conditions_of(found, 0.01)["disturbed"] == ""
+    assert conditions_of(found, 0.01, [1.0] * number)["disturbed"] == ""
 
 
 def test_a_machine_that_stays_busy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     probes, _ = fake_probes(monkeypatch, [BUSY] * ROUNDS)  # more rounds would be no better
-    words = conditions_of(probes.disturbances, 0.5)["disturbed"]
+    words = conditions_of(probes.disturbances, 0.5, [1.0] * ROUNDS)["disturbed"]
     assert "cc1plus 20%" in words and f"{ROUNDS} of {ROUNDS} rounds" in words
     fake_probes(monkeypatch, [BUSY, QUIET, *[BUSY] * (ROUNDS + MORE_ROUNDS - 2)])
-    assert "differ by 50%" in conditions_of([QUIET] * ROUNDS, 0.5)["disturbed"]
+    assert "differ by 50%" in conditions_of([QUIET] * ROUNDS, 0.5, [1.0] * ROUNDS)["disturbed"]
 
 
 def test_values_of_rounds_that_are_left_out() -> None:

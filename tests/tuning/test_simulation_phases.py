@@ -94,11 +94,10 @@ def test_steps_that_a_server_records():
     assert "up to 64 prompt tokens" in simulation_phases.step_table(state["step_times"] * 3, [(0, 40, 0.01)] * 3)
 
 
-def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0, own=0.0, slowness=1.0):
+def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0, slowness=1.0):
     """Steps beside requests at Poisson times: each part has its own slowness, which also changes within the part; the
     delays by arrivals are drawn from a gamma distribution, and 2 % of the steps are interrupted by something else.
-    `slowness`: of all parts; `sent`: delay of a step by each request that decoded in the step before; `own`: what a
-    step with prompts takes less than by the costs."""
+    `slowness`: of all parts; `sent`: delay of a step by each request that decoded in the step before."""
     parts, now = [], 1e9
     for _ in range(4):
         slow, drift, moment, due = slowness * rng.uniform(0.85, 1.15), rng.uniform(-0.05, 0.05), now, now
@@ -113,7 +112,7 @@ def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0, own=0.0, slownes
             tokens, rows = sum(prompt for prompt, _ in waiting), 0 if waiting else len(running)
             pairs = mixed_probe.pairs_of(tokens, len(waiting))
             seconds = COSTS.step(StepShape(rows, rows * 80, 0, tokens, pairs, rows + tokens)).seconds
-            seconds = seconds * prefill_factor - own if tokens else seconds
+            seconds *= prefill_factor if tokens else 1.0
             seconds *= slow * (1 + drift * (moment - now))
             seconds *= max(rng.gauss(1, 0.1), 0.5)
             seconds += ended * end * slow * rng.gammavariate(4, 1 / 4) + (rng.random() < 0.02) * rng.expovariate(250)
@@ -134,16 +133,11 @@ def recorded_parts(rng, arrival, end, prefill_factor, sent=0.0, own=0.0, slownes
 
 
 def test_time_that_requests_add_to_the_steps_beside_them():
-    """The speed of the machine differs by up to 30 % between the parts, prompts may cost less under load, and the
-    measured step of a prompt contains a part of its own arrival: the median of three recordings is within 20 % of the
-    truth."""
+    """The machine's speed differs by up to 30 % between the parts, and prompts may cost less under load: the median of
+    three recordings is within 20 % of the truth."""
     rng = random.Random(random.getrandbits(32))
-    prefill_factor, own = rng.uniform(0.8, 1.2), rng.choice([0.0, rng.uniform(0.0005, 0.0015)])
-    arrival, end = rng.uniform(0.001, 0.004), rng.uniform(0.0005, 0.001)
-    found = [
-        mixed_probe.effects(recorded_parts(rng, arrival, end, prefill_factor, own=own), COSTS, 0) for _ in range(3)
-    ]
-    assert median([one.own for one in found]) == pytest.approx(own, abs=8e-4)
+    arrival, end, prefill_factor = rng.uniform(0.001, 0.004), rng.uniform(0.0005, 0.001), rng.uniform(0.8, 1.2)
+    found = [mixed_probe.effects(recorded_parts(rng, arrival, end, prefill_factor), COSTS, 0) for _ in range(3)]
     assert median([one.arrival for one in found]) == pytest.approx(arrival, rel=0.2)
     assert median([one.end for one in found]) == pytest.approx(end, rel=0.3)
     sent = rng.uniform(0.5e-4, 1e-4)
@@ -273,35 +267,33 @@ def test_steps_are_slower_beside_requests_than_alone():
         (StepShape(0, 0, 0, 32, 32 * 100 + 32 * 33 // 2, 32, prefill_cached=100), prefill),
     ):
         assert after.step(shape).seconds == pytest.approx(before.step(shape).seconds * factor)
-    lone, own = file.prefill.at(64) + file.idle_seconds, rng.uniform(0.0, 0.001)
-    shorter = file.slower(Curve((1.0,), (decode,)), prefill, own)
-    for found in (slower, shorter):
-        assert found.prefill.at(64) + found.idle_seconds == pytest.approx(lone)
-    assert shorter.prefill.at(101) == pytest.approx(slower.prefill.at(101) - own)
-    assert file.slower(Curve((1.0,), (decode,)), 1.0, 1.0).prefill.seconds == pytest.approx((0.002, 0.002 * decode))
+    lone = file.prefill.at(64) + file.idle_seconds
+    assert slower.prefill.at(64) + slower.idle_seconds == pytest.approx(lone)
 
 
 def test_cost_file_of_a_machine_whose_speed_differs_between_the_rounds():
-    """What a step with prompts contains of its own arrival is known in the seconds of the median round."""
+    """Delays are in the seconds of the median round. Prompts of a single scheduler are measured as they are under load;
+    schedulers that step together take longer."""
     rng = random.Random(random.getrandbits(32))
-    own, rounds = rng.uniform(0.0007, 0.0015), Rounds()
-    points = MeasuredPoints(Limits(8, 1000, 10000, 1000, range(9)))
+    rounds, groups = Rounds(), rng.choice((1, 2))
+    points = MeasuredPoints(Limits(8, 1000, 10000, 1000, range(9), num_groups=groups))
     points.rounds, points.file = rounds, lambda: replace(FILE, request_seconds=1.0)
     measured = []
     for slow in (0.7, 1.0, 1.4):
         rounds.begin()
         for name in "abc":
             rounds.add(name, slow)
-        for part in recorded_parts(rng, 0.002, 0.0005, 1.0, own=own, slowness=slow):
+        for part in recorded_parts(rng, 0.002, 0.0005, 1.0, slowness=slow):
             measured.append(replace(part, machine=1.0, round=rounds.number, load=rng.choice(mixed_probe.LOADS)))
     file = under_load.cost_file(points, measured)
     known = [replace(part, machine=rounds.slowness()[part.round]) for part in measured]
-    effects = mixed_probe.effects(known, COSTS, 0)
-    assert file == replace(
-        FILE.slower(mixed_probe.ALIKE, effects.slowness([part.machine for part in known])[1], effects.own),
-        request_seconds=1.0, arrival_seconds=effects.arrival, end_seconds=effects.end,
-    )  # fmt: skip
-    assert effects.own == pytest.approx(own, abs=1e-3)  # 200 draws differ by 0.6e-3 at most
+    work = replace(FILE, request_seconds=1.0)
+    effects = mixed_probe.effects(known, COSTS, 0, groups)
+    if groups > 1:
+        prefill = effects.slowness([part.machine for part in known])[1]
+        work = work.slower(mixed_probe.slowness_by_rows(known, effects), prefill)
+        assert work.prefill != FILE.prefill
+    assert file == replace(work, arrival_seconds=effects.arrival, end_seconds=effects.end)
     replicas = under_load.cost_file(points, [])
     assert replicas == replace(FILE, request_seconds=1.0)
 

@@ -131,13 +131,12 @@ class CostFile:
         """What a request whose answer takes this number of steps adds to all steps."""
         return self.arrival_seconds + self.end_seconds + steps * self.sent_seconds
 
-    def slower(self, decode: Curve, prefill: float, own: float = 0.0) -> CostFile:
+    def slower(self, decode: Curve, prefill: float) -> CostFile:
         """With decodes and prompts that take times as long; answers to lone requests take as long as before, as far as
         their `idle_seconds` allow it.
 
         Args:
             decode: the factor over the number of requests; constant beyond the last one.
-            own: seconds by which the step of a prompt is shorter; it takes no less than a decode of one request.
         """
 
         def decodes(curve: Curve) -> Curve:
@@ -145,18 +144,14 @@ class CostFile:
             values = [second * decode.at(min(count, known)) for count, second in zip(curve.counts, curve.seconds)]
             return Curve(curve.counts, tuple(accumulate(values, max)))
 
-        slower = {drafts: decodes(curve) for drafts, curve in self.decode.items()}
-        least = min(curve.seconds[0] for curve in slower.values())
-
         def prompts(curve: Curve) -> Curve:
-            values = [second * prefill for second in curve.seconds]
-            return Curve(curve.counts, tuple(max(value - own, min(value, least)) for value in values))
+            return Curve(curve.counts, tuple(second * prefill for second in curve.seconds))
 
         fewer = prompts(self.prefill)
         idle = self.idle_seconds + self.prefill.at(LONE_TOKENS) - fewer.at(LONE_TOKENS)
         return replace(
             self,
-            decode=slower,
+            decode={drafts: decodes(curve) for drafts, curve in self.decode.items()},
             context_second=self.context_second * decode.seconds[0],
             prefill=fewer,
             behind=prompts(self.behind) if self.behind is not None else None,
