@@ -18,7 +18,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.worker.captured_groups import AttentionWindows
 from moe_engine.worker.speculation.block import BlockDrafter, all_of
-from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
+from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch, StaticTokens
 
 
 class BlockChain(ChainDrafter):
@@ -44,11 +44,11 @@ class BlockChain(ChainDrafter):
         self._first = own if self._is_whole else tuple(torch.zeros_like(part[:, :count]).contiguous() for part in own)
         self._lens = chain.lens if self._is_whole else torch.zeros_like(chain.lens)
         positions, slots, real = (part.flatten() for part in self._first)
-        self._batch = StaticBatch(
-            parts, chain, count, positions, slots, self._lens, real, drafter.batches.kv, self._ids.flatten(),
+        tokens = StaticTokens(
+            positions, slots, self._lens, real, self._ids.flatten(),
             visible=positions.new_full((len(positions),), all_of(count)) if layers.visible else None,
-            windows=AttentionWindows(layers.windows),
         )  # fmt: skip
+        self._batch = StaticBatch(parts, chain, tokens, drafter.batches.kv, windows=AttentionWindows(layers.windows))
 
     def prepare(self) -> bool:
         return not self._count or self._batch.prepare(self._planner)

@@ -48,56 +48,69 @@ class ChainParts:
     windows: AttentionWindows = ALL_POSITIONS
 
 
-class StaticBatch:
-    """A forward over fixed buffers, of `count` tokens for each request, with the plans of the last `prepare`.
+@dataclass(frozen=True)
+class StaticTokens:
+    """The tokens of a forward in fixed buffers, the same number of each of R requests.
 
-    Args:
-        shared: ranks share its layers.
-        windows: of its layers; with a table `window_slots` [R * count] are the tokens' slots there.
-        visible: [R * count], as `PagedQueries.visible`, of draft trees.
+    `window_slots`: in the table of `AttentionWindows`, if there is one. `visible`: as `PagedQueries.visible`.
     """
 
-    def __init__(
-        self, parts: ChainParts, chain: ChainBuffers, count: int, positions: Tensor, slots: Tensor, lens: Tensor,
-        real: Tensor, kv: Sequence[Any], ids: Tensor | None = None, *, shared: bool = True,
-        windows: AttentionWindows = ALL_POSITIONS, window_slots: Tensor | None = None, visible: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self._size, self._count, self._windows, self._slots = len(lens), count, windows, parts.tables.slots
-        starts = torch.arange(0, self._size * count + 1, count, dtype=torch.int32)
-        self.queries = queries = PagedQueries(
-            query_lens=[count] * self._size,
-            context_lens=[count] * self._size,
-            rows=chain.query_rows,
-            query_starts=parts.stream.upload(starts),
-            context_lens_device=lens,
-            slot_table=windows.table_of(windows.first, self._slots),
-            page_size=parts.page_size,
-            window=windows.first,
-            visible=visible,
-        )
-        own = None
-        if windows.table is not None:
-            assert window_slots is not None
-            own = WindowSlots(window_slots, windows.table)
-        self.forward = ForwardBatch(
-            input_ids=positions[:0] if ids is None else ids, positions=positions, slots=slots,
-            logits_rows=positions[:0], attention=AttentionBatch(queries, None), attention_plan=None, kv=kv,
-            sizes=parts.shared.even_sizes(len(positions)) if shared else None, real=real, windows=own,
-        )  # fmt: skip
-        self.plan: GroupPlans | None = None
+    positions: Tensor  # [R * count] int64
+    slots: Tensor  # [R * count] int64
+    lens: Tensor  # [R] int32: context tokens
+    real: Tensor  # [R * count] int32: 0 for padding
+    ids: Tensor | None = None  # [R * count] int64; None: the caller of the forward gives them
+    window_slots: Tensor | None = None  # [R * count] int64
+    visible: Tensor | None = None  # [R * count] int64, of draft trees
 
     @classmethod
     def of(
-        cls, parts: ChainParts, chain: ChainBuffers, tokens: ChainBuffers | RunBuffers | LevelBuffers | TreeBuffers,
-        kv: Sequence[Any], ids: Tensor | None = None, **more: Any,
-    ) -> StaticBatch:  # fmt: skip
-        """Over all `tokens`; of a `ChainBuffers`, those of verification."""
-        flat = tokens.positions.flatten(), tokens.slots.flatten(), tokens.lens, tokens.real.flatten()
-        if isinstance(tokens, (LevelBuffers, TreeBuffers)):
-            more["visible"] = tokens.visible.flatten()
-        else:
-            more["window_slots"] = tokens.window_slots.flatten()
-        return cls(parts, chain, tokens.positions.shape[1], *flat, kv, ids, **more)
+        cls, buffers: ChainBuffers | RunBuffers | LevelBuffers | TreeBuffers, ids: Tensor | None = None
+    ) -> StaticTokens:
+        """All tokens of the buffers; of a `ChainBuffers`, those of verification."""
+        flat = buffers.positions.flatten(), buffers.slots.flatten(), buffers.lens, buffers.real.flatten()
+        if isinstance(buffers, (LevelBuffers, TreeBuffers)):
+            return cls(*flat, ids, visible=buffers.visible.flatten())
+        return cls(*flat, ids, buffers.window_slots.flatten())
+
+
+class StaticBatch:
+    """A forward over fixed buffers, with the plans of the last `prepare`.
+
+    Args:
+        shared: ranks share its layers.
+        windows: of its layers.
+    """
+
+    def __init__(
+        self, parts: ChainParts, chain: ChainBuffers, tokens: StaticTokens, kv: Sequence[Any], *,
+        shared: bool = True, windows: AttentionWindows = ALL_POSITIONS,
+    ) -> None:  # fmt: skip
+        size, count = len(tokens.lens), len(tokens.positions) // len(tokens.lens)
+        self._count, self._windows, self._slots = count, windows, parts.tables.slots
+        starts = torch.arange(0, size * count + 1, count, dtype=torch.int32)
+        self.queries = queries = PagedQueries(
+            query_lens=[count] * size,
+            context_lens=[count] * size,
+            rows=chain.query_rows,
+            query_starts=parts.stream.upload(starts),
+            context_lens_device=tokens.lens,
+            slot_table=windows.table_of(windows.first, self._slots),
+            page_size=parts.page_size,
+            window=windows.first,
+            visible=tokens.visible,
+        )
+        own = None
+        if windows.table is not None:
+            assert tokens.window_slots is not None
+            own = WindowSlots(tokens.window_slots, windows.table)
+        positions, none = tokens.positions, tokens.positions[:0]
+        self.forward = ForwardBatch(
+            input_ids=none if tokens.ids is None else tokens.ids, positions=positions, slots=tokens.slots,
+            logits_rows=none, attention=AttentionBatch(queries, None), attention_plan=None, kv=kv,
+            sizes=parts.shared.even_sizes(len(positions)) if shared else None, real=tokens.real, windows=own,
+        )  # fmt: skip
+        self.plan: GroupPlans | None = None
 
     def prepare(self, planner: InPlacePlanner) -> bool:
         """Plans again, for one capture; False if the attention backend plans by exact lengths on the host."""
@@ -122,6 +135,14 @@ class StaticBatch:
         assert self.plan is not None
         self.queries.context_lens[:] = [max(length, self._count) for length in lens]
         self.plan.renew()
+
+
+def draft_tokens(chain: ChainBuffers, step: int) -> StaticTokens:
+    """The tokens of a step of drafting, one of each request."""
+    return StaticTokens(
+        chain.draft_positions[step], chain.draft_slots[step], chain.draft_lens[step], chain.draft_real,
+        window_slots=chain.draft_window_slots[step],
+    )  # fmt: skip
 
 
 class ChainDrafter:
@@ -152,12 +173,9 @@ class _ModelDrafts:
         self.parts, self.chain, self.planner = parts, chain, planner
         self.parameters: SamplingParameters = parts.memory.parameters(len(chain.rows))
         self.steps = [
-            StaticBatch(
-                parts, chain, 1, chain.draft_positions[s], chain.draft_slots[s], chain.draft_lens[s], chain.draft_real,
-                kv, shared=shared, windows=windows, window_slots=chain.draft_window_slots[s],
-            )
-            for s in range(chain.num_drafts)
-        ]  # fmt: skip
+            StaticBatch(parts, chain, draft_tokens(chain, step), kv, shared=shared, windows=windows)
+            for step in range(chain.num_drafts)
+        ]
         if chain.pool > 1:
             for step, *starts in zip(self.steps, chain.draft_places, chain.draft_axes):
                 step.forward = replace(step.forward, pool_starts=PoolStarts(*starts))
@@ -202,7 +220,7 @@ class MTPChain(ChainDrafter):
         self._lookback = drafter.layers.num_layers - 1
         if self._lookback:
             self._runs = runs = parts.memory.runs_of(len(chain.rows), chain.num_drafts)
-            self._run = StaticBatch.of(parts, chain, runs, drafter.batches.kv, windows=windows)
+            self._run = StaticBatch(parts, chain, StaticTokens.of(runs), drafter.batches.kv, windows=windows)
 
     def prepare(self) -> bool:
         return self._drafts.prepare() and (not self._lookback or self._run.prepare(self._drafts.planner))
@@ -262,8 +280,8 @@ class StandaloneChain(ChainDrafter):
         windows = AttentionWindows(drafter.windows)
         self._drafts = _ModelDrafts(parts, chain, drafter.batches.kv, planner, shared=False, windows=windows)
         self._runs = runs = parts.memory.runs_of(len(chain.rows), chain.num_drafts)
-        ids = runs.ids[0].flatten()
-        self._run = StaticBatch.of(parts, chain, runs, drafter.batches.kv, ids, shared=False, windows=windows)
+        tokens = StaticTokens.of(runs, runs.ids[0].flatten())
+        self._run = StaticBatch(parts, chain, tokens, drafter.batches.kv, shared=False, windows=windows)
 
     def prepare(self) -> bool:
         return not self._drafts.steps or (self._drafts.prepare(1) and self._run.prepare(self._drafts.planner))

@@ -27,7 +27,7 @@ from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.static_states import ChainStates
-from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
+from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch, StaticTokens
 from moe_engine.worker.speculation.tree_graphs import TreeDrafts, TreeParts, TreeRun
 from moe_engine.worker.step_graphs import CapturedGraph, CaptureError, GraphBackend, StepOutputs
 from moe_engine.worker.step_shape import StepShape, common_shape
@@ -78,8 +78,8 @@ class ChainRun:
         self._parts = parts
         self.verified = chain = parts.chains.memory.of(shape.size, shape.count - 1)
         self._drafts = parts.drafts_of(chain)
-        windows = parts.chains.windows
-        self._batch = StaticBatch.of(parts.chains, chain, chain, parts.kv, chain.ids.flatten(), windows=windows)
+        tokens = StaticTokens.of(chain, chain.ids.flatten())
+        self._batch = StaticBatch(parts.chains, chain, tokens, parts.kv, windows=parts.chains.windows)
         if chain.pool > 1:
             starts = PoolStarts(chain.places.flatten(), chain.pool_axes.flatten(0, 1))
             self._batch.forward = replace(self._batch.forward, pool_starts=starts)

@@ -7,7 +7,7 @@ Legend: R requests, N nodes of a tree, S depth, K = S + 1, D hidden, E tokens of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from moe_engine.kernels.speculation.trees import LevelBuffers, TreeBuffers, Tree
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.worker.kv_cache.kv_pool import KVPool
-from moe_engine.worker.speculation.chain_drafters import ChainParts, StaticBatch
+from moe_engine.worker.speculation.chain_drafters import ChainParts, StaticBatch, StaticTokens, draft_tokens
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.tree import LevelHead, TreeSize, grow_trees
 
@@ -83,10 +83,8 @@ class TreeDrafts:
         self._drafter, self._planner, self._taps = drafter, planner, taps
         self._parameters = parts.memory.parameters(len(chain.rows))
         kv = drafter.batches.kv
-        self._root = StaticBatch(
-            parts, chain, 1, chain.draft_positions[0], chain.draft_slots[0], chain.draft_lens[0], chain.draft_real, kv
-        )
-        self._levels = [StaticBatch.of(parts, chain, level, kv) for level in tree.levels]
+        self._root = StaticBatch(parts, chain, draft_tokens(chain, 0), kv)
+        self._levels = [StaticBatch(parts, chain, StaticTokens.of(level), kv) for level in tree.levels]
 
     def prepare(self) -> bool:
         """Plans the forwards again, for one capture; False if the attention plans by exact lengths on the host."""
@@ -169,9 +167,9 @@ class TreeRun:
         self._chain = chain = chains.memory.of(size, trees.size.depth)
         self.verified = tree = trees.of_size(size)
         self._drafts: TreeDrafts = parts.trees_of(chain, tree)
-        self._batch = StaticBatch.of(chains, chain, tree, parts.kv, tree.ids.flatten())
+        self._batch = StaticBatch(chains, chain, StaticTokens.of(tree, tree.ids.flatten()), parts.kv)
         self._batch.forward = parts.adapted(self._batch.forward)
-        self._followed = replace(StaticBatch.of(chains, chain, chain, parts.kv).forward, attention_plan=None)
+        self._followed = StaticBatch(chains, chain, StaticTokens.of(chain), parts.kv).forward
 
     @property
     def results(self) -> list[Tensor]:
