@@ -1,7 +1,7 @@
 """Runs every part on this machine's GPU: compilation, parity, kernels against their floors, the engine, a profile.
 
     python -m benchmarks.gpu_suite [--parts parity kernels ...] [--only TEXT ...] [--seconds 590] [--output FILE]
-                                   [--rerun] [--dry-run [cpu|cuda]]
+                                   [--rerun] [--dry-run [cpu|cuda]] [--time-factor X]
 
 Takes less than ten minutes on one H200: cases without time are left out and counted. `--parts aot parity exchange
 kernels` leaves their time to the kernels. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to
@@ -14,12 +14,14 @@ run that was killed, and several short runs (`--parts`) make one result. `--reru
 
 Exit code: 0; 1 if a part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
 `--dry-run` runs everything in tiny sizes, on the CPU or with `--dry-run cuda` on a GPU, into a temporary folder unless
-`--output` is given: its numbers are meaningless, but it detects errors before a real run.
+`--output` is given: its numbers are meaningless, but it detects errors before a real run. `--time-factor X` multiplies
+all time limits, of the run, parts and lines, for slower GPUs and simulated ones.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -33,6 +35,7 @@ from benchmarks.gpu_suite.setting import Setting
 from benchmarks.report import command_parser, device_name, result_path, write_result
 from moe_engine.planning.inputs.code_identity import code_identity
 
+SECONDS = 590.0
 MEASURED = "measured"
 """Key of a result file: what all its parts have in common."""
 
@@ -41,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     parser = command_parser("gpu_suite", __doc__)
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
-    parser.add_argument("--seconds", type=float, default=590.0, help="time limit of the whole run")
+    parser.add_argument("--seconds", type=float, metavar="S", help="time limit of the whole run (590)")
+    parser.add_argument("--time-factor", type=float, default=1.0, metavar="X", help="multiply all time limits (1)")
     parser.add_argument("--output", type=Path, metavar="FILE")
     parser.add_argument("--only", nargs="+", default=(), metavar="TEXT", help="cases of kernels with one in their name")
     parser.add_argument("--rerun", action="store_true", help="measure the finished parts of the file again")
@@ -54,8 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="all parts in tiny sizes on that device (cpu)",
     )
     options = parser.parse_args(argv)
-    dry = options.dry_run
-    setting = Setting.of(dry, options.seconds, options.output, options.only)
+    dry, factor = options.dry_run, options.time_factor
+    if not 0 < factor < math.inf:
+        parser.error(f"--time-factor {factor} must be a number above 0")
+    seconds = SECONDS * factor if options.seconds is None else options.seconds
+    setting = Setting.of(dry, seconds, options.output, options.only)
     if options.run_part:
         return run_part(options.run_part, setting)
     if not setting.has_device():
@@ -64,21 +71,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = options.output
     if output is None:
         output = Path(tempfile.mkdtemp(), "dry_run.json") if dry else result_path("gpu_suite", "cuda")
-    return run_all(options.parts, options.seconds, output, dry, options.only, options.rerun)
+    return run_all(options.parts, seconds, output, dry, options.only, options.rerun, factor)
 
 
 def run_all(
     names: Sequence[str], seconds: float, output: Path, dry: str | None = None, only: Sequence[str] = (),
-    rerun: bool = False,
+    rerun: bool = False, factor: float = 1.0,
 ) -> int:  # fmt: skip
-    """Runs the unfinished parts in order, within `seconds`; the file has the other parts that it had."""
+    """Runs the unfinished parts in order, within `seconds`; the file has the other parts that it had. factor: of the
+    parts' own limits."""
     from benchmarks.gpu_suite.picture import draw
     from benchmarks.gpu_suite.texts import part_text, summary
 
     ends, measured = time.monotonic() + seconds, measured_on(dry)
     result, asked = earlier(output, measured), ({"only": list(only)} if only else {})
     known = {} if rerun else {name: values for name, values in result.items() if values.get("only", []) == list(only)}
-    wanted = [part for part in PARTS if part.name in names]
+    wanted = [part.with_limits(factor) for part in PARTS if part.name in names]
     parts = [part for part in wanted if not part.is_finished(known.get(part.name))]
     for part in (part for part in wanted if part not in parts):
         print(f"\n== {part.name}: kept from {output} (--rerun measures it again)", flush=True)

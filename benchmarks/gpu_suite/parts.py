@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -24,8 +24,6 @@ from moe_engine.processes.child import end_with_parent
 
 NO_DEVICE = 2
 """Exit code without a CUDA device."""
-LINE_S = 40.0
-"""Seconds of a line, its compilation included, after which its kernel hangs: the part goes on behind it."""
 SHOWN_S = 5.0
 """Seconds between partial results of a part in the file of the result."""
 MISSING = "benchmarks.gpu_suite: needs a CUDA device; torch sees none (--dry-run)"
@@ -38,16 +36,23 @@ class Part:
 
     `environment`: variables of its process, set before it initializes CUDA, which reads them then. `forks`: its process
     is forked and must not use CUDA, not even to look for devices: a forked process cannot initialize it again.
-    `prepares`: it is for the parts behind it on this machine, and runs even if a result file has it.
+    `prepares`: it is for the parts behind it on this machine, and runs even if a result file has it. `line_s`: seconds
+    of a line, its compilation included, after which its kernel hangs: the part goes on behind it.
     """
 
     name: str
-    least_s: int
-    limit_s: int
+    least_s: float
+    limit_s: float
     run: Callable[[Path, Setting], dict[str, Any]]
     environment: Mapping[str, str] = field(default_factory=dict)
     forks: bool = False
     prepares: bool = False
+    line_s: float = 40.0
+
+    def with_limits(self, factor: float) -> Part:
+        """All limits multiplied."""
+        limits = {name: getattr(self, name) * factor for name in ("least_s", "limit_s", "line_s")}
+        return replace(self, **limits)
 
     def is_finished(self, values: dict[str, Any] | None) -> bool:
         """Whether these values of a result file need no further run."""
@@ -197,7 +202,7 @@ def _run_once(part: Part, seconds: float, setting: Setting, log: Path, on_values
                     return process.wait(max(0.0, min(1.0, ends - time.monotonic())))
                 if time.monotonic() >= ends:
                     return None
-                if setting.give_up(LINE_S):
+                if setting.give_up(part.line_s):
                     return -signal.SIGKILL
                 if time.monotonic() >= shown + SHOWN_S and (values := setting.saved()):
                     shown = time.monotonic()

@@ -276,6 +276,8 @@ def test_short_runs_make_one_result_of_a_code(tmp_path, monkeypatch, capsys):
     assert {"aot", "tokens", "decode"} == set(result) and "tokens: kept from" in capsys.readouterr().out
     assert result["aot"]["limit"] == 150 and result["tokens"]["limit"] == 75 and 80 < result["decode"]["limit"] <= 90
     assert suite.run_all(["tokens"], 60, output, "cpu", rerun=True) == 0 and 50 < saved(output)["tokens"]["limit"] <= 60
+    assert suite.run_all(["tokens"], 9e9, output, "cpu", rerun=True, factor=20.0) == 0
+    assert saved(output)["tokens"]["limit"] == 20 * 75
     now = "def"
     assert suite.run_all(["decode"], 100, output, "cpu") == 0 and set(saved(output)) == {"decode"}
 
@@ -342,6 +344,19 @@ def test_parts_share_the_time_and_all_get_their_least():
         left -= limit  # the worst case: every part takes its whole limit
     assert left >= 0
     assert shares(PARTS[-1:], 20.0) == 20.0
+
+
+def test_a_time_factor_multiplies_all_limits(capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr(suite, "run_all", lambda *arguments: given.append(arguments) or 0)
+    assert suite.main(["--dry-run", "--time-factor", "20"]) == suite.main(["--dry-run"]) == 0
+    assert [(seconds, factor) for _, seconds, *_, factor in given] == [(11800.0, 20.0), (590.0, 1.0)]
+    slow = PARTS[0].with_limits(20.0)
+    assert (slow.least_s, slow.limit_s, slow.line_s) == (1800, 3000, 800) and slow.name == PARTS[0].name
+    for wrong in ("0", "-1", "nan", "inf"):
+        with pytest.raises(SystemExit):
+            suite.main(["--dry-run", "--time-factor", wrong])
+        assert "--time-factor" in capsys.readouterr().err
 
 
 def test_time_that_is_over_is_noticed_before_the_next_case():

@@ -4,6 +4,7 @@ runs it on simulated devices."""
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,9 @@ def test_a_line_that_hangs_is_ended_and_the_part_goes_on_behind_it(monkeypatch):
         return processes[-1]
 
     monkeypatch.setattr(parts, "start_process", start_process)
-    monkeypatch.setattr(parts, "LINE_S", 1.5)
     monkeypatch.setattr(parts, "SHOWN_S", 0.2)
     shown: list[dict[str, Any]] = []
-    values = run_apart(PARTS[1], 60, "cpu", on_values=shown.append)
+    values = run_apart(replace(PARTS[1], line_s=1.5), 60, "cpu", on_values=shown.append)
     assert shown[0]["failed"] == "not finished" and shown[0]["lines"] == []  # what an interrupted run leaves
     assert values["restarts"] == 1 and "failed" not in values and processes[0].returncode == -9
     (line,) = values["lines"]
