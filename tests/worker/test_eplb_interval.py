@@ -85,6 +85,21 @@ def test_bounds(passes: int) -> None:
     assert interval.passes == passes * RANGE
 
 
+@pytest.mark.parametrize(
+    "judged",
+    [
+        [(0.5, 0.0)] * 4,  # a gain that lasts
+        [(0.03, 0.5)] * 4,  # no gain to lose
+        [(0.5, 0.5), (0.5, 0.0)] * 4,  # lost once, by chance
+    ],
+)
+def test_the_interval_stays(judged: list[tuple[float, float]]) -> None:
+    interval = EPLBInterval(1000, True)
+    for gained, lost in judged:
+        interval.after_rebalance(gained, lost)
+    assert interval.passes == 1000
+
+
 def test_moves_of_a_plan_reach_its_placement() -> None:
     rng = np.random.default_rng(random.getrandbits(32))
     planner = Planner(LAYOUT, "auto", ThreadPoolExecutor(1))

@@ -26,6 +26,7 @@ def test_one_pass_per_move_until_measured() -> None:
     ("step", "pause", "way", "passes"),
     [
         (0.050, 0.001, 0.020, 1),  # a large model
+        (0.050, 0.0, 0.0, 1),  # below the resolution of the clock
         (0.050, 0.001, 0.120, 3),  # over a slow network: passes do not wait for the transfer
         (0.001, 0.0001, 0.0005, 3),  # a small one: the pause alone is 10 % of a step
         (0.001, 0.010, 0.0, MAX_PASSES),  # bounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,14 @@ from hypothesis import strategies as st
 
 from moe_engine.models.layers import mla_chunks
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
-from moe_engine.worker.batch.shared_prefix import LEAST, find_sharers
+from moe_engine.worker.batch.shared_prefix import LEAST, Sharers, find_sharers
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_sharers_share_exactly_their_length(data: st.DataObject) -> None:
+def test_all_sharers_are_found_with_their_length(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     num_rows, width = 10, 300
     table = rng.permutation(num_rows * width).reshape(num_rows, width).astype(np.int32)
@@ -28,18 +29,19 @@ def test_sharers_share_exactly_their_length(data: st.DataObject) -> None:
         count = int(rng.integers(1, width))
         table[other, :count] = table[one, :count]
     rows = rng.permutation(num_rows)
-    starts = rng.integers(0, width, num_rows)
+    starts = rng.choice([LEAST - 1, LEAST, LEAST + 1, width - 1], num_rows)
     runs = [run for run in range(num_rows) if rng.random() < 0.8]
-    found = find_sharers(table, rows, starts, runs)
-    members = [run for group in found for run in group.members]
-    assert len(members) == len(set(members)) and set(members) <= set(runs)
-    for group in found:
-        heads = table[rows[group.members], : group.length]
-        assert len(group.members) >= 2 and group.length >= LEAST and (heads == heads[0]).all()
-        shortest = int(starts[group.members].min())
-        assert group.length <= shortest
-        if group.length < shortest:
-            assert len(set(table[rows[group.members], group.length].tolist())) > 1, "it could be longer"
+    candidates = defaultdict(list)
+    for run in runs:
+        if starts[run] >= LEAST:
+            candidates[table[rows[run], 0]].append(run)
+    expected = []
+    for members in candidates.values():
+        columns = table[rows[members], : min(starts[members])].T
+        length = next((i for i, column in enumerate(columns) if len(set(column)) > 1), len(columns))
+        if len(members) > 1 and length >= LEAST:
+            expected.append(Sharers(members, length))
+    assert find_sharers(table, rows, starts, runs) == expected
 
 
 def test_a_prefix_expanded_for_others_costs_less() -> None:

@@ -69,3 +69,22 @@ def test_redundancy_survives_a_death_without_loss():
     found = plan_for_survivors(counts, layout, [True, True, False, True], previous)
     assert not found.lost and not found.unplaced
     assert (found.placement.num_valid >= 1).all()
+
+
+def test_groups_stay_on_a_node_while_they_fit_the_nodes() -> None:
+    """Four groups on four nodes of two ranks: two nodes have two groups each, three nodes no equal shares."""
+    rng = np.random.default_rng()
+    layout = ExpertLayout(16, 8, 16, num_nodes=4, num_groups=4)
+    counts = rng.integers(1, 100, (2, 16))
+    previous = plan_placement(counts, layout, "deepseek_hierarchical")
+    order = rng.permutation(4)
+
+    def on(nodes: int) -> ExpertPlacement:
+        alive = np.repeat(order < nodes, 2)
+        found = plan_for_survivors(counts, layout, alive, previous, "deepseek_hierarchical")
+        assert not found.unplaced
+        return found.placement.of_ranks(alive)
+
+    assert on(3).num_ranks == 6
+    groups = on(2).physical_to_logical.reshape(2, 2, -1) // 4
+    assert all(len(set(node)) == 2 for layer in groups.tolist() for node in layer)

@@ -121,7 +121,7 @@ def test_slow_step_blames_no_rank(ranks: Ranks, caplog: pytest.LogCaptureFixture
 def test_idle_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks.positions = [Position(9, 90)] * 4
     ranks.run(600.0)
-    ranks.positions = [in_step(10, 91), in_step(10, 91), in_step(10, 90), in_step(10, 91)]
+    ranks.positions = [in_step(10, 91), Position(9, 90), in_step(10, 90), in_step(10, 91)]  # one has no plan yet
     ranks.run(0.5)
     assert not caplog.messages and not ranks.failure
 
