@@ -11,7 +11,7 @@ from typing import Any
 from moe_engine.kernels import tables
 from moe_engine.kernels.quantization.codes import FP4, INTEGERS
 from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
-from moe_engine.kernels.registry import BIASES, CHUNKED, SINKS, SPARSE, WINDOWS, Row
+from moe_engine.kernels.registry import BIASES, CAPPED, CHUNKED, SINKS, SPARSE, WINDOWS, Row
 from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models import registry
 from moe_engine.models.config_fields import Fields
@@ -212,6 +212,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "gated delta nets, GQA", ("gqa", "delta"), ""
     if "parse_gpt_oss" in parser or "config_mimo" in parser:
         return "GQA, windows, sinks", ("gqa",), SINKS
+    if "parse_gemma2" in parser:
+        return "GQA, windows, bounded scores", ("gqa",), CAPPED
     if "config_llama4" in parser:
         return "GQA, chunks", ("gqa",), CHUNKED
     return OTHERS

@@ -26,6 +26,8 @@ SPARSE = "sparse attention"
 """MLA: `AttentionCapabilities.sparse`; GQA: contexts of slots in any order, in pages of one"""
 SINKS = "attention sinks"
 """`AttentionCapabilities.sinks`; of MLA `SparseAttention.sinks`"""
+CAPPED = "bounded scores"
+"""`AttentionCapabilities.capped`"""
 BIASES = "biases of experts"
 """`ExpertsCapabilities.biases`"""
 CLAMPS = "clamped activation of experts"
@@ -217,7 +219,7 @@ def _needed_parts(family: str, need: Need) -> list[str]:
     parts = {
         "attention": {
             WINDOWS: need.windows, CHUNKED: need.chunked, SPARSE: need.index is not None or need.compression,
-            SINKS: need.sinks,
+            SINKS: need.sinks, CAPPED: need.capped,
         },
         "experts": {BIASES: need.biases, CLAMPS: need.clamped},
     }  # fmt: skip

@@ -54,7 +54,8 @@ class GQAConfig:
     its key, which is cached with each token's. `gate_width`: numbers that a projection of its own gives, whose
     sigmoid multiplies a head's result: one (Step 3.5). `gate_softplus`: softplus instead of the sigmoid (Laguna).
     `qk_eps`: epsilon of the norms of q and k; 0: the model's. `value_norm`: each head's value is normed, without
-    weights; `shared_values`: values are the keys before norm and rotation (Gemma 4).
+    weights; `shared_values`: values are the keys before norm and rotation (Gemma 4). `score_cap`: scores are
+    cap * tanh(score / cap) (Gemma 2); 0: as they are.
     """
 
     num_heads: int
@@ -75,6 +76,7 @@ class GQAConfig:
     qk_eps: float = 0.0
     value_norm: bool = False
     shared_values: bool = False
+    score_cap: float = 0.0
 
     kind = "gqa"
 

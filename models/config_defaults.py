@@ -42,7 +42,8 @@ _POSITIONS: Mapping[int, str] = {
     131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2 mimo_v2_flash solar_open ernie4_5 "
     "ernie4_5_moe hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum youtu",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3 flint",
-    8192: "cohere2 cohere2_moe", 524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
+    8192: "cohere2 cohere2_moe gemma2",
+    524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
 """`max_position_embeddings` by default, and the values of `model_type`."""
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
@@ -60,6 +61,9 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"n_shared_experts": 2},
     "glm": _GLM,
     "glm4": _GLM,
+    "gemma2": {
+        **_GEMMA, "vocab_size": 256000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
     "gemma3_text": _GEMMA,
     "gemma4_text": {
         **_GEMMA, "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512,

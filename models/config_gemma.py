@@ -54,6 +54,29 @@ def parse_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def parse_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Gemma 2: bounded scores, windows in every second layer, norms of results, GELU."""
+    fields.check_served({"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False})
+    cap = fields.number(_CAP, 0.0, above=0)
+    config = parse_gqa(gemma2_fields(fields), generation, None, (), score_cap=cap)
+    return replace(
+        _with_softmax_scale(config, fields.number("query_pre_attn_scalar", above=0)),
+        norm_plus=1.0,
+        activation=GELU,
+        result_norms=_NORMS,
+        embed_scale=config.hidden_size**0.5,
+        rounds_scale=True,
+        logit_cap=fields.number("final_logit_softcapping", 0.0, above=0),
+        raw=fields.raw,
+    )
+
+
+def gemma2_fields(fields: Fields) -> Fields:
+    """The fields with the kind of each layer, without the older name of the activation, which transformers does not
+    read."""
+    return with_window_layers(Fields({**fields.raw, "hidden_act": None}, fields.source), 2)
+
+
 def parse_gemma4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Gemma 4 without inputs by layer: wider heads in layers without a window, whose values may be their keys; norms
     of values, no scale of scores; experts beside an MLP."""

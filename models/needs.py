@@ -122,5 +122,6 @@ def need_of_model(
         varlen=model.vision is not None,
         experts=expert_widths(model),
         linear_forms=linear_forms(model),
+        capped=any(getattr(kind, "score_cap", 0.0) for kind in model.attentions),
         chunked=any(isinstance(window, ChunkWindow) for window in model.windows),
     )

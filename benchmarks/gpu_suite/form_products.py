@@ -91,13 +91,14 @@ def experts(local: int) -> Iterator[KernelCase]:
 
 class Paged(NamedTuple):
     """window: of `PagedQueries`. sinks: a logit of each head. wide: the caches have offsets of 64 bits. tree: the
-    tokens of a request are a draft tree. fp8: the caches are records of e4m3."""
+    tokens of a request are a draft tree. fp8: the caches are records of e4m3. cap: bound of the scores."""
 
     window: int | None = None
     sinks: bool = False
     wide: bool = False
     tree: bool = False
     fp8: bool = False
+    cap: float = 0.0
 
 
 PAGED = {
@@ -106,15 +107,16 @@ PAGED = {
     "wide.tree": Paged(wide=True, tree=True), "fp8.window": Paged(64, fp8=True),
     "fp8.window.sinks": Paged(64, True, fp8=True),
     "wide.fp8": Paged(wide=True, fp8=True), "wide.fp8.window": Paged(ChunkWindow(64), wide=True, fp8=True),
-    "wide.fp8.sinks": Paged(sinks=True, wide=True, fp8=True),
+    "wide.fp8.sinks": Paged(sinks=True, wide=True, fp8=True), "capped": Paged(cap=50.0),
+    "capped.window": Paged(64, cap=50.0), "wide.capped.window": Paged(64, wide=True, cap=50.0),
 }  # fmt: skip
-"""Of Llama 4, gpt-oss and K-EXAONE, and of every model with a large cache."""
+"""Of Llama 4, gpt-oss, K-EXAONE and Gemma 2, and of every model with a large cache."""
 
 
 @kernel_case("gqa", "paged.{name}.{heads}x{width}.q{count}.r{requests}.s{context}")
 def paged(kernel: Any, device: str, name: str, requests: int, count: int, context: int, heads: int, width: int) -> Call:
     """Grouped attention in one of the forms `PAGED`."""
-    groups, (window, has_sinks, wide, tree, fp8) = max(1, heads // 8), PAGED[name]
+    groups, (window, has_sinks, wide, tree, fp8, cap) = max(1, heads // 8), PAGED[name]
     able = kernel.capabilities
     if fp8 and kernel.name not in OWN_RECORDS:
         raise NotServed("reads no records of heads")
@@ -122,11 +124,15 @@ def paged(kernel: Any, device: str, name: str, requests: int, count: int, contex
         raise NotServed("has no such window")
     if has_sinks and able.sinks is None:
         raise NotServed("has no sinks")
+    if cap and able.capped is None:
+        raise NotServed("does not bound scores")
     asked = replace(_queries(tree, requests, count, context, device), window=window)
     q, sinks = normal(asked.num_tokens, heads, width, device=device), torch.randn(heads, device=device)
     pack = partial(head_records.pack, form=FP8_TOKEN) if fp8 else None
     asked, caches = _caches(asked, 2, (groups, width), wide, device, pack)
     given = q, *caches, asked, width**-0.5, kernel.plan(AttentionBatch(asked, None))
+    if cap:
+        return partial(able.capped, *given, None, cap)
     return partial(able.sinks, *given, sinks) if has_sinks else partial(kernel.paged, *given)
 
 

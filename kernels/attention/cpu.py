@@ -103,11 +103,13 @@ class CpuMLA(_Backend):
 class CpuGQA(_Backend):
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(windows=True, chunked=True, sinks=self.paged, decoder=DecoderCalls(self._lib))
+        return AttentionCapabilities(
+            windows=True, chunked=True, sinks=self.paged, capped=self.paged, decoder=DecoderCalls(self._lib)
+        )
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, cap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         q = rows(q)
         tokens, heads, width = q.shape
@@ -120,7 +122,7 @@ class CpuGQA(_Backend):
         self._lib.moe_paged(
             kind_of(q.dtype), form, q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), k_cache.stride(0),
             k_cache.stride(1), v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), struct.address, heads,
-            k_cache.shape[1], width, value, scale, None if sinks is None else sinks.data_ptr(), out.data_ptr(),
+            k_cache.shape[1], width, value, scale, cap, None if sinks is None else sinks.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -57,8 +57,8 @@ class AbsorbedValues:
 
 @dataclass(frozen=True)
 class AttentionCapabilities:
-    """The optional parts of an attention backend; None: not supported. All but the first, `windows` and `chunked` are
-    of MLA."""
+    """The optional parts of an attention backend; None: not supported. All but the first, `windows`, `chunked` and
+    `capped` are of MLA."""
 
     plan_in_place: InPlacePlanner | None = None
     """Decode launches that depend only on memory at fixed addresses (CUDA-graph capturable): `plan`'s result for
@@ -83,6 +83,10 @@ class AttentionCapabilities:
     sinks: Callable[[Tensor, Tensor, Tensor, PagedQueries, float, Any, Tensor], Tensor] | None = None
     """`GQABackend.paged` with a last argument, float32 [H]: a logit of each head that takes part in the softmax of
     every query and has no value (gpt-oss). The row in `kernels.tables` has a field of this name."""
+
+    capped: Callable[[Tensor, Tensor, Tensor, PagedQueries, float, Any, Tensor | None, float], Tensor] | None = None
+    """`GQABackend.paged` with sinks or None, and a cap above 0: scores are cap * tanh(score / cap), sinks stay as they
+    are (Gemma 2). The row in `kernels.tables` has a field of this name."""
 
     fp8_queries: bool = False
     """`absorbed` over a cache of unscaled e4m3 numbers (`kv_format`'s `FP8_TENSOR`) multiplies e4m3 queries: it takes

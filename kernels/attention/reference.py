@@ -107,21 +107,21 @@ class TorchGQA:
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(windows=True, chunked=True, sinks=self.paged)
+        return AttentionCapabilities(windows=True, chunked=True, sinks=self.paged, capped=self.paged)
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, cap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         width, value = q.shape[-1], head_records.value_width(k_cache, v_cache, q.shape[-1])
         out = q.new_empty(*q.shape[:2], value)
         for tokens, slots, visible in requests_of(queries):
             keys = head_records.unpack(k_cache.index_select(0, slots), width)  # [s, G, Dh]
             values = head_records.unpack(v_cache.index_select(0, slots), value)
-            more: dict[str, Any] = {"window": queries.window, "sinks": sinks}
+            more: dict[str, Any] = {"window": queries.window, "sinks": sinks, "cap": cap}
             _attend(q[tokens], keys, values, scale, out[tokens], visible, **more)
         return out
 
@@ -175,11 +175,12 @@ def hidden_keys(
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, visible: Tensor | None = None,
     lse: Tensor | None = None, num_before: int | None = None, window: int | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float = 0.0,
 ) -> None:  # fmt: skip
     """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V] and lse [t, H]. Causal with
     `num_before` keys (default: s - t) before the first query token's own key, or masked by `visible` [t]; each sees its
-    last `window` keys, or those of its chunk. `sinks` [H]: logits without a value."""
+    last `window` keys, or those of its chunk. `sinks` [H]: logits without a value. `cap`: bound of the scores; 0: none.
+    """
     num_queries, num_heads, width = q.shape
     num_keys, num_groups = keys.shape[:2]
     per_group = num_heads // num_groups
@@ -192,6 +193,8 @@ def _attend(
         size = stop - start
         rows = q[start:stop].float().view(size, num_groups, per_group, width).transpose(0, 1)  # [G, t, H/G, W]
         scores = torch.bmm(rows.reshape(num_groups, size * per_group, width), keys).mul_(scale)
+        if cap:
+            scores.div_(cap).tanh_().mul_(cap)
         if num_before + 1 < num_keys:  # otherwise the first query token sees all keys
             hidden = hidden_keys(range(start, stop), num_before, num_keys, visible, window, q.device)  # [t, s]
             scores.view(num_groups, size, per_group, num_keys).masked_fill_(hidden.unsqueeze(1), float("-inf"))

@@ -102,7 +102,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_add_input": (None, [N, P, L, P, P, L, P, L, P, L, L]),
     "moe_route": (None, [N, N, P, L, L, L, P, P, P, P, P, P]),
     "moe_absorbed": (None, [N, N, P, L, L, P, L, P, L, L, L, F, P, P]),
-    "moe_paged": (None, [N, N, P, L, L, P, L, L, P, L, L, P, L, L, L, L, F, P, P]),
+    "moe_paged": (None, [N, N, P, L, L, P, L, L, P, L, L, P, L, L, L, L, F, F, P, P]),
     "moe_expanded": (None, [N, P, L, L, P, L, L, P, L, P, N, L, L, L, L, F, P]),
     "moe_gather": (None, [P, L, L, P, P]),
     "moe_gather_fp8": (None, [N, N, P, L, L, L, P, P]),

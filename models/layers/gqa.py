@@ -121,7 +121,11 @@ class GQAttention:
             self._sinks = reader.tensor(name, (heads,), Cut(share.cut(heads)), dtype=torch.float32)
             supported = self._backend.capabilities.sinks
             assert supported is not None
-            self._paged = partial(_with_sinks, supported, self._sinks)
+            self._paged = partial(_with_last, supported, (self._sinks,))
+        if gqa.score_cap:
+            capped = self._backend.capabilities.capped
+            assert capped is not None
+            self._paged = partial(_with_last, capped, (self._sinks, gqa.score_cap))
         self._norm_eps = gqa.qk_eps or config.norm_eps
         self._load_norms(config, reader, prefix, (query, key), (share, kv_share), parallel)
         self._grouped_rows = None if rope.axes else backends.ops.capabilities.grouped_rows
@@ -131,7 +135,7 @@ class GQAttention:
         """Whether the launch that writes cache rows may add the bias of the projection."""
         decoder = self._backend.capabilities.decoder
         scaled = self._head_weights is not None or rotary.query_scale is not None
-        scaled |= gqa.value_scale != 1.0 or gqa.value_width != gqa.head_dim or gqa.value_norm
+        scaled |= gqa.value_scale != 1.0 or gqa.value_width != gqa.head_dim or gqa.value_norm or gqa.score_cap != 0.0
         plain = type(self) is GQAttention and self._both_norms is None and not rope.axes and not scaled
         if decoder is not None and plain:
             norms = None if self._q_norm is None or self._k_norm is None else (self._q_norm.weight, self._k_norm.weight)
@@ -289,8 +293,8 @@ class GQAttention:
         return out
 
 
-def _with_sinks(paged: Callable[..., Tensor], sinks: Tensor, *args: Any) -> Tensor:
-    return paged(*args, sinks)
+def _with_last(paged: Callable[..., Tensor], last: tuple[Any, ...], *args: Any) -> Tensor:
+    return paged(*args, *last)
 
 
 def _group_of(config: ModelConfig, layer_index: int) -> int:

@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "exaone4": {},
     "flint": {"num_experts": 2, "num_experts_per_tok": 2},
+    "gemma2": {},
     "gemma3": {},
     "gemma4": {"num_experts": 2, "top_k_experts": 2},
     "llama4": {"num_local_experts": 1},

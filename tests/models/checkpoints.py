@@ -70,6 +70,7 @@ MORE_KINDS = (
     "hunyuan_v1_moe",
     "hy_v3",
     "afmoe",
+    "gemma2",
     "gemma3",
     "gemma4",
     "laguna",
@@ -364,6 +365,11 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.8, "sliding_window": 20}
         | {"global_attn_every_n_layers": 2, "mup_enabled": True, "rms_norm_eps": 1e-5, "score_func": "sigmoid"}
         | {"route_norm": True, "n_group": 1, "topk_group": 1},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {**_GQA, "head_dim": 24, "tie_word_embeddings": True, "sliding_window": 20, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
     "gemma3": (
         "Gemma3",
@@ -740,7 +746,7 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     elif family == "Qwen4Exp":
         config, model_class = _qwen4_exp(fields), transformers.Qwen4ExpForConditionalGeneration
     else:
-        text = "Text" if family.startswith(("Qwen3_5", "Llama4", "Gemma")) else ""
+        text = "Text" if family.startswith(("Qwen3_5", "Llama4", "Gemma3", "Gemma4")) else ""
         config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy(fields))
         model_class = getattr(transformers, f"{family}ForCausalLM")
     transformers.AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)  # of Mistral4, which is not
@@ -749,7 +755,9 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
         if "norm" in name and name.endswith(".bias"):
             tensor.data = 0.3 * torch.randn_like(tensor)
         elif "norm" in name or name.endswith((".layer_scalar", ".router.scale", ".per_expert_scale")):
-            stored_less = family.startswith(("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniMaxM3", "Step3p7", "Gemma3"))
+            stored_less = family.startswith(
+                ("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniMaxM3", "Step3p7", "Gemma2", "Gemma3")
+            )
             less = stored_less and "linear_attn" not in name
             tensor.data = (0.0 if less else 1.0) + 0.2 * torch.randn_like(tensor)
         elif name.endswith("embed_tokens.weight"):  # of a padding token zeros

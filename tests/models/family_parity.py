@@ -90,6 +90,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "laguna": {},
     "llama4": {},
     "afmoe": {},
+    "gemma2": {},
     "gemma3": {},
     "gemma4": {},
     "glm4_moe": {"num_mtp_layers": 1},
@@ -133,7 +134,7 @@ KINDS: dict[str, dict[str, Any]] = {
 IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
-    "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma3", "cohere2",
+    "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma2", "gemma3", "cohere2",
     "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo", "youtu",
     "pixtral",
 )  # fmt: skip

@@ -107,7 +107,7 @@ DROPPED = (
 
 NULLED = ("rope_scaling", "layer_types", "norm_topk_prob", "rope_interleave", "partial_rotary_factor", "sliding_window")
 DTYPES = ("float32", "float32", "float16", "bfloat16")
-NO_ODD_HIDDEN = ("llama", "gemma3", *MLA)
+NO_ODD_HIDDEN = ("llama", "gemma2", "gemma3", *MLA)
 """Families whose hidden size transformers wants to be a multiple of the heads."""
 
 
@@ -165,7 +165,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
         fields["block_size"] = rng.choice((8, 32))
     if kind == "llama4":
         _draw_llama4(rng, fields)
-    if kind in ("gemma3", "gemma4"):
+    if kind in ("gemma2", "gemma3", "gemma4"):
         _draw_gemma(kind, rng, fields)
     if kind == "afmoe":
         fields |= {
@@ -408,6 +408,12 @@ def _draw_gemma(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
                 known[0]: rng.choice((rope, {"rope_type": "default", "rope_theta": 1e4})),
                 known[1]: {"rope_type": "default", "rope_theta": rng.choice((500.0, 1e4))},
             },
+        }  # fmt: skip
+        return
+    if kind == "gemma2":
+        fields |= {
+            "attn_logit_softcapping": rng.choice((None, 0.5, 2.0)), "query_pre_attn_scalar": rng.choice((1, 5, 30)),
+            "layer_types": rng.choice((None, [rng.choice(known) for _ in range(layers)])),
         }  # fmt: skip
         return
     fields |= {

@@ -514,6 +514,13 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         36.2e9, 35.4e9,
     ),
     (
+        {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh"}
+        | {"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336}
+        | {"num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
+        | {"vocab_size": 256000, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256},
+        9.24e9, 9.24e9,
+    ),
+    (
         {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152}
         | {"intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1}
         | {"head_dim": 256, "vocab_size": 262144, "sliding_window": 512, "sliding_window_pattern": 6},

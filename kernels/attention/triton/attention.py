@@ -313,7 +313,9 @@ class TritonGQA(_Backend):
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(self.plan_in_place, windows=True, chunked=True, sinks=self.paged)
+        return AttentionCapabilities(
+            self.plan_in_place, windows=True, chunked=True, sinks=self.paged, capped=self.paged
+        )
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol; `buffers` as in `TritonMLA.plan`."""
@@ -353,12 +355,12 @@ class TritonGQA(_Backend):
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: object,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, cap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         num_groups = k_cache.shape[1]
         form = self._paged_as[_kind(queries)] = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
         tile, segments = self._schedule(_find(plan, queries), *form)
-        return paged_attention(q, k_cache, v_cache, queries, segments, tile, scale, sinks)
+        return paged_attention(q, k_cache, v_cache, queries, segments, tile, scale, sinks, cap)
 
 
 def _kind(queries: PagedQueries) -> tuple[int | None, bool]:

@@ -7,7 +7,7 @@ tokens of a tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from moe_engine.kernels.attention.triton.merge import merge_partials
 from moe_engine.kernels.attention.triton.tiles import (
     LOG2_E,
     LOWEST,
+    bounded,
     columns,
     finish,
     first_position,
@@ -81,16 +82,15 @@ def paged_kernel(
     PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr, SCALE: tl.constexpr,
     VALUE_SCALE: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, BOUNDS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, BOUNDS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """q [T, H, D], keys [slots, G, D] and values [slots, G, V] or FP8 rows -> out [T, H, V], or partial [., G, M, V]
     and lse [., G, M] to base 2.
 
     `scale` is the score scale times log2(e). WIDE: a cache has 2^31 elements or more. SCALE, VALUE_SCALE: offset of the
     scale in a record of a key, of a value. WINDOW: positions that a query token sees; 0: all; negative: a
-    `ChunkWindow`. SINKS: `sinks` [H] are
-    logits without a value; those of partial results are added by the merge. BOUNDS: as `Schedule.query_len`, with the
-    context tokens `lens` of each request.
+    `ChunkWindow`. SINKS: `sinks` [H] are logits without a value; those of partial results are added by the merge.
+    BOUNDS: as `Schedule.query_len`, with the context tokens `lens` of each request. CAP: bound of the scores; 0: none.
     """
     wait_for_inputs()
     record = segments + tl.program_id(0) * _RECORD
@@ -128,6 +128,7 @@ def paged_kernel(
             scores = tl.dot(rotated, tl.trans(key), input_precision=PRECISION)
             if KV_FORMAT == _TOKEN:
                 scores = scores * _head_scales(own_keys, slot * key_stride, SCALE)[None, :]
+            scores = bounded(scores, scale, CAP)
             scores = hide(scores, start + inside, limit, word, before, stop, TREE, False)
             if WINDOW != 0:
                 seen = (start + inside)[None, :] >= first_position(limit, WINDOW)[:, None]
@@ -156,13 +157,14 @@ def paged_kernel(
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, schedule: Schedule, tile: PagedTile, scale: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """q [T, H, D], keys [slots, G, D] and values [slots, G, V] or FP8 rows -> [T, H, V]. No host synchronization.
 
     Args:
         schedule: schedule of these queries, H / G rows per token, with the tile's block size.
         sinks: float32 [H], logits without a value.
+        cap: scores are cap * tanh(score / cap); 0: as they are.
 
     Raises:
         ValueError: if dtypes differ or head widths are strided.
@@ -189,7 +191,7 @@ def paged_attention(
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
         **_constants(heads // groups, width, value, tile, form, queries.visible is not None, q.dtype),
-        WINDOW=window_number(queries.window), SINKS=sinks is not None, BOUNDS=schedule.query_len is not None,
+        WINDOW=window_number(queries.window), SINKS=sinks is not None, BOUNDS=schedule.query_len is not None, CAP=cap,
         WIDE=max(c.shape[0] * c.stride(0) for c in (keys, values)) >= 1 << 31,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -210,7 +212,7 @@ def _constants(
 
 def aot_cases() -> list[AotCase]:
     """Llama-3-8B (4 heads a KV head), Qwen3 (8, 64 wide and 128), decode, verification and prefill; MiMo-V2-Flash with
-    a window (keys of 192, values of 128); Llama 4 with chunks (5 heads)."""
+    a window (keys of 192, values of 128); Llama 4 with chunks (5 heads); Gemma 2 with a window and bounded scores."""
     cases = []
     bf16, fp32 = torch.bfloat16, torch.float32
     windowed = [(8, width, tokens, bf16, PLAIN, False) for width in (64, 192) for tokens in (1, 512)]  # and sinks
@@ -240,7 +242,7 @@ def aot_cases() -> list[AotCase]:
         constants = {**_constants(per_group, width, value, tile, form, tree, dtype), "WIDE": False}
         chunked = per_group == 5
         constants["WINDOW"] = -8192 if chunked else 128 * sinks
-        constants |= {"SINKS": sinks} | ({} if sinks else {"sinks": None})
+        constants |= {"SINKS": sinks, "CAP": 0.0} | ({} if sinks else {"sinks": None})
         signature |= {"sinks": "*fp32"} if sinks else {}
         bounds = tokens <= 8 and not tree  # decodes
         constants |= {"BOUNDS": bounds} | ({} if bounds else {"lens": None})
@@ -252,4 +254,10 @@ def aot_cases() -> list[AotCase]:
         more = f"{', tree' * tree}{', sinks' * sinks}{', chunks' * chunked}"
         name = f"paged attention, {per_group} heads of {width}, {tokens} tokens, {rows}{more}"
         cases.append(AotCase(name, paged_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
-    return cases
+    return [*cases, *(_capped(case) for case in cases if ", 2 heads of 256," in case.name)]
+
+
+def _capped(case: AotCase) -> AotCase:
+    """Gemma 2 9B: the same with bounded scores, within a window."""
+    constants = {**case.constants, "CAP": 50.0, "WINDOW": 4096}
+    return replace(case, name=f"{case.name}, bounded scores", constants=constants)

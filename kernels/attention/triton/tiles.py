@@ -114,6 +114,15 @@ def hide(scores, position, limit, word, before, stop, TREE: tl.constexpr, ALIKE:
 
 
 @triton.jit
+def bounded(scores, scale, CAP: tl.constexpr):
+    """With a cap, CAP * tanh(score / CAP) of scores to base 2, which `scale` > 0 multiplies afterwards."""
+    if CAP > 0:
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * scale / CAP)))
+        scores = tanh * (CAP * _LOG2_E / scale)
+    return scores
+
+
+@triton.jit
 def softmax_step(scores, best, total, scale):
     """Updates the running softmax (base 2) with a tile of scores [M, N]; `scale` > 0 is multiplied in here.
 

@@ -52,8 +52,8 @@ API void moe_write_kv_fp8(int is_bf16, int form, const void* x, int64_t x_token,
                           int wide, void* cache, int64_t cache_row, int64_t tokens, int64_t heads, int64_t width);
 API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row,
                    int64_t k_head, const void* v, int64_t v_row, int64_t v_head, const moe::Queries* queries,
-                   int64_t heads, int64_t key_heads, int64_t width, int64_t value, float scale, const float* sinks,
-                   void* out);
+                   int64_t heads, int64_t key_heads, int64_t width, int64_t value, float scale, float cap,
+                   const float* sinks, void* out);
 API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* cache,
                       int64_t row, const moe::Queries* queries, int64_t heads, int64_t latent, int64_t rotary,
                       float scale, const float* sinks, void* out);

@@ -267,8 +267,9 @@ static void absorbed(int form, const T* q, int64_t q_token, int64_t q_head, cons
 template <class T>
 static void paged(int form, const T* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row, int64_t k_head,
                   const void* v, int64_t v_row, int64_t v_head, const Queries& queries, int64_t heads,
-                  int64_t key_heads, int64_t width, int64_t value, float scale, const float* sinks, T* out) {
-  const Heads<T> h{q, q_token, q_head, out, heads * value, value, key_heads, heads / key_heads, width, value, scale, sinks};
+                  int64_t key_heads, int64_t width, int64_t value, float scale, float cap, const float* sinks, T* out) {
+  const Heads<T> h{q, q_token, q_head, out, heads * value, value, key_heads, heads / key_heads, width, value, scale,
+                   sinks, nullptr, cap};
   const PagedSource<T> source{queries, form, k, v, k_row, k_head, v_row, v_head, width, value};
   Attention<T, PagedSource<T>>(queries, h, source).run(256);
 }
@@ -382,13 +383,14 @@ API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int
 
 API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row,
                    int64_t k_head, const void* v, int64_t v_row, int64_t v_head, const Queries* queries, int64_t heads,
-                   int64_t key_heads, int64_t width, int64_t value, float scale, const float* sinks, void* out) {
+                   int64_t key_heads, int64_t width, int64_t value, float scale, float cap, const float* sinks,
+                   void* out) {
   if (is_bf16)
     paged(form, IN(bf16, q), q_token, q_head, k, k_row, k_head, v, v_row, v_head, *queries, heads, key_heads, width,
-          value, scale, sinks, OUT(bf16, out));
+          value, scale, cap, sinks, OUT(bf16, out));
   else
     paged(form, IN(float, q), q_token, q_head, k, k_row, k_head, v, v_row, v_head, *queries, heads, key_heads, width,
-          value, scale, sinks, OUT(float, out));
+          value, scale, cap, sinks, OUT(float, out));
 }
 
 // `by_slots`: a context token is row slots[...] of kv and rope, as in the paged form.

@@ -65,6 +65,7 @@ struct Heads {
   float scale;
   const float* sinks = nullptr;  // [H]: a logit of each head that takes part in the softmax, without a value
   float* sums = nullptr;         // [T, H], if not null: output of the log2-sum-exp of the scores
+  float cap = 0;                 // scores are cap * tanh(score / cap); 0: as they are
 };
 
 // The running softmax of a unit's columns: highest score, sum of weights, weighted values (not yet divided).
@@ -298,6 +299,15 @@ struct Attention {
     }
   }
 
+  // Scores [rows][width], rows `apart`, before their factor: bounded, if the heads have a cap.
+  void bound(float* scores, int64_t rows, int64_t width, int64_t apart) const {
+    if (heads.cap == 0) return;
+    const F16 in = set1(heads.scale / heads.cap), out = set1(heads.cap / heads.scale);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = 0; c < width; c += LANES)
+        store(scores + r * apart + c, moe::tanh(load(scores + r * apart + c) * in) * out);
+  }
+
   // Scores [columns][block] of few columns.
   void score_few(const Keys& keys, int64_t count, const uint32_t* rows, int64_t columns, float* scores, Ahead* ahead,
                  int64_t share) const {
@@ -376,8 +386,10 @@ struct Attention {
       if (few) std::memcpy(at.scores, found, size_t(u.columns * block) * sizeof(float));
     } else if (few) {
       score_few(*keys, count, panels, u.columns, at.scores, ahead, share);
+      bound(at.scores, u.columns, panels_of(count) * LANES, block);
     } else {
       score(*keys, here, panels, from, to, at.scores, ldc, ahead, share);
+      bound(at.scores, here, to - from, ldc);
     }
     const bool moved = few ? weigh_few(u, at.scores, at.masked, first, count, steps, run, at.rescale,
                                        reinterpret_cast<T*>(at.weights))

@@ -60,9 +60,14 @@ bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t 
     const int64_t later = first + threads * rows;
     if (later < at.context) whole.source.ahead(u, later, std::min(rows, at.context - later), &ahead);
     const int64_t share = ceil_div(ahead.total(), ceil_div(here, piece_rows<T>(u.columns)));
-    if (u.columns <= FEW) whole.score_few(keys, here, at.panels, u.columns, to + within, &ahead, share);
-    else
-      whole.score(keys, here, at.panels, seeing, at.padded, to + within * at.padded + seeing, at.padded, &ahead, share);
+    if (u.columns <= FEW) {
+      whole.score_few(keys, here, at.panels, u.columns, to + within, &ahead, share);
+      whole.bound(to + within, u.columns, panels_of(here) * LANES, whole.block);
+    } else {
+      float* scores = to + within * at.padded + seeing;
+      whole.score(keys, here, at.panels, seeing, at.padded, scores, at.padded, &ahead, share);
+      whole.bound(scores, here, at.padded - seeing, at.padded);
+    }
   });
   const int64_t wide = ceil_div(ceil_div(whole.value, parts), 4 * LANES) * 4 * LANES;
   parallel_products(count * ceil_div(whole.value, wide), [&](int64_t task) {

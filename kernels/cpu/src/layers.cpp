@@ -74,7 +74,7 @@ API void moe_gqa_layer(int is_bf16, const GQALayer* layer, const void* hidden, i
     moe_write_kv_fp8(is_bf16, int(c.form), v, row, l.width, slots, 1, c.v, c.v_row, tokens, l.key_heads, l.width);
   }
   moe_paged(is_bf16, int(c.form), qkv, row, l.width, c.k, c.k_row, c.k_head, c.v, c.v_row, c.v_head, queries, l.heads,
-            l.key_heads, l.width, l.width, l.scale, l.sinks, mixed);
+            l.key_heads, l.width, l.width, l.scale, 0.f, l.sinks, mixed);
   multiply(is_bf16, l.o, mixed, l.heads * l.width, tokens, out);
 }
 

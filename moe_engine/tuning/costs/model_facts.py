@@ -19,7 +19,7 @@ from moe_engine.models.config_defaults import with_defaults
 from moe_engine.models.config_dense import exaone4_fields, olmo3_fields
 from moe_engine.models.config_families import qwen_moe_layers
 from moe_engine.models.config_fields import Fields, text_fields
-from moe_engine.models.config_gemma import gemma4_fields, gemma_fields
+from moe_engine.models.config_gemma import gemma2_fields, gemma4_fields, gemma_fields
 from moe_engine.models.config_glm5_next import glm5_next_fields
 from moe_engine.models.config_granite import granite_facts
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
@@ -66,7 +66,7 @@ _COMPLETED = {
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
     "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
-    "llama4_text": llama4_facts, "gemma3_text": gemma_fields, "gemma4_text": gemma4_fields,
+    "llama4_text": llama4_facts, "gemma2": gemma2_fields, "gemma3_text": gemma_fields, "gemma4_text": gemma4_fields,
     "olmo3": olmo3_fields, "exaone4": exaone4_fields, "exaone_moe": exaone_moe_fields,
     **dict.fromkeys(("cohere2", "cohere2_moe"), cohere2_fields),
     "flint": flint_fields, "mellum": mellum_fields,

@@ -122,6 +122,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma4": {},  # norms of experts and MLP, values that are keys, other heads in layers with a window
     "cohere2": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},  # parts in parallel
     "cohere2_moe": {},  # a mean with shared experts
+    "gemma2": {"num_hidden_layers": 2},  # bounded scores
     "gemma3": {},  # norms of results, GELU, windows with a rotary embedding of their own
     "olmo2": {"num_hidden_layers": 2},  # norms of results alone, norms over the heads of all ranks
     "granitemoeshared": {"num_hidden_layers": 2},  # factors of embeddings and logits, experts in common tensors

@@ -62,8 +62,9 @@ def filled(queries: PagedQueries, size: int, *width: int, dtype: torch.dtype) ->
 
 
 def want(
-    q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float, sinks: Tensor | None = None,
+    cap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Expected result in float64, token by token."""
     parts, start = [], 0
     share, window = q.shape[1] // keys.shape[1], queries.window
@@ -76,6 +77,7 @@ def want(
             seen = slots[own // window * window if chunked else max(0, own - window + 1) : own + 1]
             k, v = (cache[seen].double().repeat_interleave(share, 1) for cache in (keys, values))
             scores = torch.einsum("hd,shd->hs", q[start + token].double(), k) * scale
+            scores = cap * (scores / cap).tanh() if cap else scores
             weights = scores.exp()
             total = weights.sum(-1) if sinks is None else weights.sum(-1) + sinks.double().exp()
             parts.append(torch.einsum("hs,shd->hd", weights / total.unsqueeze(-1), v))
@@ -102,6 +104,19 @@ def check_sinks(backend: GQABackend, window: int, dtype: torch.dtype) -> None:
     close(paged(q, keys, values, queries, 0.15, plan, sinks), want(q, keys, values, queries, 0.15, sinks), 3)
 
 
+def check_capped(backend: GQABackend, window: int, dtype: torch.dtype) -> None:
+    """Scores far within their bound and far beyond it, with sinks and without, over split contexts."""
+    queries, size = windowed(LENS, random.choice([1, 16]), window, poisoned=True)
+    keys, values = (filled(queries, size, 2, 48, dtype=dtype) for _ in range(2))
+    q, capped = normal(queries.num_tokens, 6, 48, dtype=dtype), backend.capabilities.capped
+    q[::2] *= 10
+    assert capped is not None
+    for sinks, cap in ((None, 2.0), (torch.randn(6), 2.0), (None, 50.0)):
+        plan = backend.plan(AttentionBatch(queries, None))
+        got = capped(q, keys, values, queries, 0.15, plan, sinks, cap)
+        close(got, want(q, keys, values, queries, 0.15, sinks, cap), 3)
+
+
 def check_fp8(backend: GQABackend) -> None:
     queries, size = windowed([(1, 300), (20, 90)], 8, 33, poisoned=False)
     rows = [pack(normal(size, 2, 64, dtype=torch.bfloat16), FP8_TOKEN) for _ in range(2)]
@@ -120,6 +135,12 @@ def test_nothing_outside_the_window_is_read(row: str, window: int) -> None:
 @pytest.mark.parametrize("row", ["torch", "cpu"])
 def test_sinks(row: str, window: int) -> None:
     check_sinks(make(row), window, torch.float32)
+
+
+@pytest.mark.parametrize("window", [20, 5000, ChunkWindow(20)])
+@pytest.mark.parametrize("row", ["torch", "cpu"])
+def test_bounded_scores(row: str, window: int) -> None:
+    check_capped(make(row), window, torch.float32)
 
 
 @pytest.mark.parametrize("window", [1, 30, 128])

@@ -13,6 +13,7 @@ from tests.kernels.cpu.formulas import close, normal, only
 from tests.kernels.reference.test_windows import (
     LENS,
     WINDOWS,
+    check_capped,
     check_fp8,
     check_poisoned,
     check_sinks,
@@ -37,6 +38,11 @@ def test_nothing_outside_the_window_is_read(window: int) -> None:
 @pytest.mark.parametrize("window", [20, 5000, ChunkWindow(20)])
 def test_sinks(window: int) -> None:
     check_sinks(TritonGQA(num_programs=9), window, torch.float32)
+
+
+@pytest.mark.parametrize("window", [20, 5000])
+def test_bounded_scores(window: int) -> None:
+    check_capped(TritonGQA(num_programs=9), window, torch.float32)
 
 
 @pytest.mark.each_value
