@@ -131,7 +131,9 @@ def _grammar_compiler(config: ResolvedConfig) -> GrammarCompiler | None:
     model, settings = config.args.model, config.select(GrammarSettings)
     if settings.grammar_backend == "none" or model.skip_tokenizer_init:
         return None
-    source = TokenizerSource(config.tokenizer_path, model.tokenizer_mode, model.trust_remote_code, model.revision)
+    source = TokenizerSource(
+        config.tokenizer_path, model.tokenizer_mode, model.trust_remote_code, model.revision
+    ).read()
 
     def open_() -> GrammarBackend:
         eos_ids = tuple(sorted(config.model.eos_token_ids))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,18 +47,11 @@ class FastBackend:
     """The Rust library.
 
     Args:
-        tokenizer: a tokenizer.json, or a `tokenizers.Tokenizer`.
+        tokenizer: a `tokenizers.Tokenizer`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        import tokenizers
-
         self._tok = tokenizer
-        if isinstance(tokenizer, Path):
-            try:
-                self._tok = tokenizers.Tokenizer.from_file(str(tokenizer))
-            except Exception as exc:  # the library raises bare Exception
-                raise ConfigError(f"{tokenizer}: cannot be read as a tokenizer.json: {exc}; {FIX}") from exc
         self._tok.no_truncation()
         self._tok.no_padding()
         added = self._tok.get_added_tokens_decoder()
@@ -159,18 +152,75 @@ class TokenTexts(dict[int, str | None]):
 
 
 @dataclass(frozen=True)
+class TokenizerFiles:
+    """Contents of `tokenizer.json` and of the files beside it."""
+
+    file: Path
+    tokenizer_json: bytes
+    config: dict[str, Any]
+    chat_template: str | dict[str, str] | None
+
+    def parse(self) -> Any:
+        """A `tokenizers.Tokenizer`. Raises ConfigError: names the file."""
+        import tokenizers
+
+        try:
+            return tokenizers.Tokenizer.from_buffer(self.tokenizer_json)
+        except Exception as exc:  # the library raises bare Exception
+            raise ConfigError(f"{self.file}: cannot be read as a tokenizer.json: {exc}; {FIX}") from exc
+
+
+@dataclass(frozen=True)
 class TokenizerSource:
-    """Arguments of `load_tokenizer`, so that another process can load the same tokenizer."""
+    """Arguments of `load_tokenizer`, so that another process can load the same tokenizer.
+
+    Attributes:
+        files: what is loaded, of a source that was read.
+    """
 
     path: str
     mode: str
     trust_remote_code: bool
     revision: str | None
+    files: TokenizerFiles | None = None
+
+    def read(self) -> TokenizerSource:
+        """The same source with its files, if it has a `tokenizer.json`: it can be loaded when the folder was replaced
+        or is gone.
+
+        Raises:
+            ConfigError: names the file at fault.
+        """
+        file = Path(self.path)
+        if (gguf := find_gguf(file)) is not None:
+            file = gguf.parent
+        file = file if file.is_file() else file / "tokenizer.json"
+        return self if self.mode != "auto" or not file.is_file() else replace(self, files=_read_files(file))
 
     def load(self) -> Tokenizer:
-        return load_tokenizer(
-            self.path, mode=self.mode, trust_remote_code=self.trust_remote_code, revision=self.revision
+        """Raises as `load_tokenizer`."""
+        if self.files is not None:
+            return Tokenizer(
+                FastBackend(self.files.parse()),
+                self.files.config,
+                byte_level=_is_byte_level(self.files.tokenizer_json),
+                chat_template=self.files.chat_template,
+                source=self,
+            )
+        gguf = find_gguf(self.path)
+        if gguf is not None and self.mode == "auto":
+            made, config = load_gguf_tokenizer(gguf)
+            template = _own_template(gguf.parent, config)
+            byte_level = _is_byte_level(made.to_str().encode())
+            return Tokenizer(FastBackend(made), config, byte_level=byte_level, chat_template=template, source=self)
+        slow = TransformersBackend(
+            self.path if gguf is None else str(gguf.parent),
+            use_fast=self.mode != "slow",
+            trust_remote_code=self.trust_remote_code,
+            revision=self.revision,
         )
+        names = {n: getattr(slow.hf, n) for n in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return Tokenizer(slow, names, chat_template=getattr(slow.hf, "chat_template", None), source=self)
 
 
 class Tokenizer:
@@ -356,32 +406,18 @@ def load_tokenizer(
     Raises:
         ConfigError: names the file at fault.
     """
-    source = TokenizerSource(str(path), mode, trust_remote_code, revision)
-    if (gguf := find_gguf(path)) is not None and mode == "auto" and not (gguf.parent / "tokenizer.json").is_file():
-        made, config = load_gguf_tokenizer(gguf)
-        template = _own_template(gguf.parent, config)
-        byte_level = _is_byte_level(made.to_str().encode())
-        return Tokenizer(FastBackend(made), config, byte_level=byte_level, chat_template=template, source=source)
-    folder = Path(path)
-    if gguf is not None:
-        folder, path = gguf.parent, gguf.parent
-    file = folder if folder.is_file() else folder / "tokenizer.json"
     if mode not in ("auto", "slow"):
         raise ConfigError(f"--tokenizer-mode {mode}: choose auto or slow")
-    if mode == "slow" or not file.is_file():
-        slow = TransformersBackend(
-            str(path), use_fast=mode != "slow", trust_remote_code=trust_remote_code, revision=revision
-        )
-        names = {n: getattr(slow.hf, n) for n in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        return Tokenizer(slow, names, chat_template=getattr(slow.hf, "chat_template", None), source=source)
+    return TokenizerSource(str(path), mode, trust_remote_code, revision).read().load()
+
+
+def _read_files(file: Path) -> TokenizerFiles:
     folder = file.parent
     config = _read_json(folder / "tokenizer_config.json")
     for name, value in _read_json(folder / "special_tokens_map.json").items():
         config.setdefault(name, value)
     template = _own_template(folder, config)
-    return Tokenizer(
-        FastBackend(file), config, byte_level=_is_byte_level(file.read_bytes()), chat_template=template, source=source
-    )
+    return TokenizerFiles(file, file.read_bytes(), config, template)
 
 
 def _own_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:

@@ -1,13 +1,16 @@
-"""Killed and stopped cores, as seen by clients."""
+"""Killed and stopped cores, and a model folder that disappears, as seen by clients."""
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
 import httpx
 import pytest
 
+from moe_engine.demo import CHECKPOINT_DIR
+from moe_engine.server.bodies import PROCESS_BYTES
 from tests.e2e.running_requests import ENDLESS, in_background, wait_running
 from tests.e2e.server_process import ServerProcess
 from tests.waiting import until
@@ -55,3 +58,14 @@ def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: 
             thread.join(180)
         assert all(a.status_code == 503 and "no heartbeat" in a.text for a in answers)  # type: ignore[attr-defined]
         until(lambda: not core.is_running())
+
+
+def test_a_deleted_model_folder(tmp_path: Path) -> None:
+    """Processes for large bodies and grammars start later, and the core opens its grammars at the first one."""
+    folder = shutil.copytree(CHECKPOINT_DIR, tmp_path / "model")
+    with ServerProcess(tmp_path, "--model-path", str(folder)) as server, server.client() as client:
+        shutil.rmtree(folder)
+        answer = client.post("/generate", json={"text": "x", "sampling_params": {"regex": "[a-c]{3}"}})
+        assert answer.status_code == 200 and set(answer.json()["text"]) <= set("abc"), answer.text
+        large = client.post("/tokenize", json={"prompt": "x" * PROCESS_BYTES})
+        assert large.status_code == 200 and large.json()["count"] > 1, large.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -163,6 +164,18 @@ def test_missing_or_broken_files_are_named(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="--tokenizer-mode"):
         load_tokenizer(tmp_path, mode="quick")
+
+
+def test_a_source_that_was_read_needs_no_files(tmp_path):
+    """Another process loads the tokenizer of the server, though the folder was replaced meanwhile."""
+    folder = save_tokenizer(tmp_path, add_bos_token=False, add_eos_token=True)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    tok = load_tokenizer(folder)
+    for file in folder.iterdir():
+        file.write_text("{")
+    found = pickle.loads(pickle.dumps(tok.source)).load()
+    assert found.encode(LINES[0]) == tok.encode(LINES[0]) and found.encode(LINES[0])[-1] == tok.eos_id
+    assert found.chat_template == "{{ messages }}" and found.special_tokens == tok.special_tokens
 
 
 def test_chat_template_file_wins_over_config(tmp_path):
