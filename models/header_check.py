@@ -34,12 +34,11 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 """Parts of a tied head, evenly spread, that are compared with those of the embedding."""
 
 
-def with_stored_scales(config: ModelConfig, files: Mapping[str, WeightFile]) -> ModelConfig:
-    """The config, its quantized format with the dtype of the scales in the files."""
+def with_stored_format(config: ModelConfig, files: Mapping[str, WeightFile]) -> ModelConfig:
+    """The config; its quantized format is that of the files, where config.json does not say it."""
     if not isinstance(config.weight_format, SchemeFormat):
         return config
-    format = config.weight_format.with_stored_scales(files, lambda name: files[name].tensors[name].dtype)
-    return replace(config, weight_format=format)
+    return replace(config, weight_format=config.weight_format.with_stored(files))
 
 
 def check_headers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -27,12 +27,13 @@ class Modules:
         targets: compressed-tensors' spelling; "Linear" is every linear module.
         parts: a module is in the set if a part is its name, its start or its end, between dots, or matches with
             ``*``.
-        named: modules by their whole names, ``*`` for all experts (`every_expert`), with the modules inside them.
+        named: modules by their whole names, ``*`` for all experts (`every_expert`), with the modules inside them. Not
+            in the `repr`: the order of a set differs between processes.
     """
 
     targets: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
-    named: frozenset[str] = frozenset()
+    named: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __contains__(self, prefix: object) -> bool:
         return isinstance(prefix, str) and _matches(self, prefix)

@@ -6,7 +6,7 @@ A scheme describes how one matrix is stored; `SchemeFormat` is the `WeightFormat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from moe_engine.kernels.weight_forms import CODES, FORMS, FOUR_BITS, Multiplied, WeightForm, families
 from moe_engine.models.cut import Cut
-from moe_engine.models.formats.module_rules import NONE, Modules
-from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.module_rules import NONE, Modules, every_expert
+from moe_engine.models.formats.plain import FLOATS, PLAIN
 from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, WeightFormat, family_of
+from moe_engine.models.tensor_header import WeightFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,18 +101,24 @@ class SchemeFormat:
         """For a model whose unquantized weights have this dtype."""
         return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
 
-    def with_stored_scales(self, names: Collection[str], dtype_of: Callable[[str], str]) -> SchemeFormat:
-        """For files with these tensors. Their scales may have another dtype than the unquantized weights: GPTQModel and
-        AutoRound write float16 for models in bfloat16. The first matrix of a rule stands for the others."""
+    def with_stored(self, files: Mapping[str, WeightFile]) -> SchemeFormat:
+        """For these files. Scales may have another dtype than the unquantized weights: GPTQModel and AutoRound write
+        float16 for models in bfloat16; the first matrix of a rule stands for the others. Matrices may be unquantized
+        although the config does not say so, such as those of MTP layers."""
         found: dict[Scheme, Scheme] = {}
-        for name in names:
+        plain = set[str]()
+        for name, file in files.items():
             prefix, _, end = name.rpartition(".")
-            scheme = self.scheme_of(prefix) if end in _SCALES else None
-            if scheme is not None and scheme not in found and scheme.stored(prefix, names):
-                found[scheme] = scheme.with_scales(dtype_of(name))
-                if len(found) == len(self.rules):
-                    break
-        return replace(self, rules=tuple((modules, found.get(scheme, scheme)) for modules, scheme in self.rules))
+            scheme = self.scheme_of(prefix) if end in (*_SCALES, "weight") else None
+            if scheme is None or (end in _SCALES and scheme in found):
+                continue
+            header = file.tensors[name]
+            if not scheme.stored(prefix, files):
+                plain |= {every_expert(prefix)} if header.dtype in FLOATS and len(header.shape) == 2 else set()
+            elif end in _SCALES:
+                found[scheme] = scheme.with_scales(header.dtype)
+        rules = tuple((modules, found.get(scheme, scheme)) for modules, scheme in self.rules)
+        return replace(self, rules=rules, skipped=replace(self.skipped, named=self.skipped.named | plain))
 
     def held_by(self, multiplied: Multiplied) -> WeightFormat:
         forms = {scheme.form for _, scheme in self.rules if scheme.form is not None}

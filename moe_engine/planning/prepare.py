@@ -23,7 +23,7 @@ from moe_engine.gguf_container import SUFFIX, find_gguf
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config, read_fields
-from moe_engine.models.header_check import check_head_headers, check_headers, check_nextn_headers, with_stored_scales
+from moe_engine.models.header_check import check_head_headers, check_headers, check_nextn_headers, with_stored_format
 from moe_engine.models.pooling import with_pooling
 from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.vision_tensors import PREFIX as VISION
@@ -84,7 +84,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     files = None
     if reads_weights(args, config_folder, elsewhere=found.device.elsewhere):
         files = read_checkpoint(config_folder, args.model.load_format)
-        model = with_stored_scales(model, files)
+        model = with_stored_format(model, files)
     elif found.device.elsewhere and args.model.load_format != "dummy":
         remarks = (*remarks, f"no weight files in {config_folder}: the plan counts the weights by config.json")
     facts = checkpoint_facts(files, model, draft)

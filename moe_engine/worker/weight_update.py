@@ -29,7 +29,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.header_check import check_headers, with_stored_scales
+from moe_engine.models.header_check import check_headers, with_stored_format
 from moe_engine.models.loader import LoadOptions, reload
 from moe_engine.models.partial_weights import ReceivedWeights, mask_source
 from moe_engine.models.pooling import with_pooling
@@ -122,7 +122,7 @@ class WeightUpdate:
             files = read_checkpoint(Path(args.model_path))
             if not files:
                 raise CheckpointError(f"{args.model_path}: no *.safetensors files next to config.json")
-            config = _compare(with_stored_scales(config, files), served)
+            config = _compare(with_stored_format(config, files), served)
             check_headers(args.model_path, files, config, len(parts) > 1)
         return self._memory([tensor for part in parts for tensor in weights_of(part)])
 

@@ -20,7 +20,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.table import parse_format
-from moe_engine.models.header_check import with_stored_scales
+from moe_engine.models.header_check import with_stored_format
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import write_tensors
@@ -28,7 +28,7 @@ from tests.models.stepper import Chunk, Stepper, make_backends
 
 
 def loaded(path: Path, row: str = "torch", **options: Any) -> Stepper:
-    config = with_stored_scales(load_model_config(path), read_checkpoint(path))
+    config = with_stored_format(load_model_config(path), read_checkpoint(path))
     backends = make_backends(config, row)
     return Stepper(load_model(path, config, LoadOptions("float32", **options), backends), config, backends)
 

@@ -20,7 +20,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.table import FORMATS, parse_format
 from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint
-from tests.models.format_checks import check_slices, ledger_fits, loaded, logits_of, write_pair
+from tests.models.format_checks import check_slices, ledger_fits, loaded, logits_of, step_logits, write_pair
 from tests.models.fp8 import is_quantized
 from tests.models.quantized import quantize, section
 
@@ -95,6 +95,19 @@ def test_kernels_multiply_the_codes_and_the_ledger_counts_them(tmp_path: Path, l
     assert ledger_fits(stepper) < 0.75
     logits = logits_of(path, "cpu", load_format="dummy")
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+@pytest.mark.parametrize("layout", ["compressed int4, zeros", "awq", "gptq_v2, int8"])
+def test_the_ledger_counts_matrices_that_are_plain_in_the_files_alone(tmp_path: Path, layout: str) -> None:
+    """Their names are not in the config."""
+
+    def chosen(name: str) -> bool:
+        return is_quantized(name) and ".self_attn." not in name and (".experts." not in name or ".layers.1." in name)
+
+    path, plain = write_both(tmp_path, "qwen3_moe", LAYOUTS[layout], chosen, **WIDE)
+    stepper, want = loaded(path, "cpu"), logits_of(plain, "cpu")
+    assert 0.5 < ledger_fits(stepper) < 0.95
+    torch.testing.assert_close(step_logits(stepper), want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,7 +14,7 @@ from moe_engine.models.checkpoint_files import read_head
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.eagle_config import HeadConfig, is_head, read_head_config
-from moe_engine.models.header_check import with_stored_scales
+from moe_engine.models.header_check import with_stored_format
 from moe_engine.models.token_map import read_token_map
 from moe_engine.planning.inputs.checkpoint import latent_scales, locate
 from moe_engine.planning.speculation.resolve_speculation import DraftModel
@@ -54,7 +54,7 @@ def load_draft(args: EngineArgs, model: ModelConfig) -> DraftModel | None:
         return DraftModel(str(folder), load_model_config(folder, overrides), is_nextn=True)
     files = {} if args.model.load_format == "dummy" else read_head(folder)
     if not is_head(names, files):
-        config = with_stored_scales(load_model_config(folder), files)
+        config = with_stored_format(load_model_config(folder), files)
         return DraftModel(str(folder), config, latent_scales=latent_scales(files))
     head = _with_map(read_head_config(folder, files, model.num_layers), args, model)
     return DraftModel(str(folder), head.layer, head=head, latent_scales=latent_scales(files))
