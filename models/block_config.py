@@ -112,7 +112,9 @@ def read_block(file: str, names: Collection[str], raw: Mapping[str, Any], vocab_
     if size < 1 + skips_first:
         raise ConfigError(f"{file}: block_size {size}: a block has at least {1 + skips_first} tokens")
     if not 0 <= mask < vocab_size:
-        raise ConfigError(f"{file}: mask_token_id {mask}: the vocabulary has {vocab_size} tokens")
+        raise ConfigError(
+            f"{file}: mask_token_id {mask}: the vocabulary has {vocab_size} tokens; the head belongs to another model"
+        )
     causal = False if fields.get("sliding_window_non_causal") else fields.get("is_causal", fields.get("causal"))
     if causal not in (None, True, False):
         raise ConfigError(f"{file}: is_causal {causal!r}: must be true or false")

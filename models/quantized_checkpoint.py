@@ -64,7 +64,7 @@ def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Cal
     _check_source(source, config, target)
     files = read_checkpoint(source)
     if not files:
-        raise CheckpointError(f"{source}: holds no *.safetensors file")
+        raise CheckpointError(f"{source}: holds no *.safetensors file; give a folder with a whole checkpoint")
     check_headers(source, files, config)
     selection = select(source, config, target)
     stored = format_in_headers(config.weight_format, files)

@@ -63,7 +63,7 @@ def _check(options: Namespace) -> None:
         raise ConfigError("--follow belongs to --log FILE, without --json; a pipe is followed until it ends anyway")
     for option, value in (("--api-key", options.api_key), ("--sample-seconds", options.sample_seconds)):
         if value is not None and options.url is None:
-            raise ConfigError(f"{option} belongs to --url")
+            raise ConfigError(f"{option} belongs to --url: add that, or drop {option}")
 
 
 def _show(report: Report, as_json: bool) -> None:

@@ -49,7 +49,7 @@ def serve(argv: Sequence[str], prog: str) -> int:
     if explain:
         return _explain(args, as_json)
     if as_json:
-        raise ConfigError("--json belongs to --explain")
+        raise ConfigError("--json belongs to --explain: add that, or drop --json")
     from moe_engine.server.stop import stop_signals_exit
 
     with stop_signals_exit():

@@ -117,7 +117,10 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     if machine is None:  # else a plan for another machine
         check_address_space(resolved.ledger.total_bytes)
     if on_cpu and resolved.compiled.max_tokens and found.device.compiler is None:
-        raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
+        raise ConfigError(
+            "--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here; install it, or "
+            "drop the flag"
+        )
     more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)
     return dataclasses.replace(resolved, notes=(*resolved.notes, *remarks, *unread_variables(os.environ), *more))
 

@@ -124,7 +124,7 @@ def _serve_node(config: ResolvedConfig) -> int:
         return 0
     options = rank_group_options(config)
     if options is None:
-        raise ConfigError(f"--node-rank {plan.node_rank}: a single rank runs on a single node")
+        raise ConfigError(f"--node-rank {plan.node_rank}: a single rank runs on a single node; start it on one")
     check_limit()
     for line in explain.start_lines(config):
         logger.info("%s", line)

@@ -67,7 +67,7 @@ class RecorderConfig:
         if self.mode == "per_token" and self.source == "dispatcher":
             raise ConfigError(
                 "--expert-distribution-recorder-mode per_token does not support the dispatcher source: it records "
-                "router choices"
+                "router choices; use stat"
             )
         if self.num_physical % self.ep_size:
             raise ConfigError(f"{self.num_physical} physical experts are not a multiple of --ep-size {self.ep_size}")

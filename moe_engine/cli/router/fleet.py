@@ -67,7 +67,10 @@ def parse(argv: Sequence[str], prog: str = "moe-engine router") -> Fleet:
     first_port = given.worker_port if given.worker_port is not None else given.port + 1
     ports = list(range(first_port, first_port + given.workers))
     if given.port in ports:
-        raise ConfigError(f"--worker-port {first_port}: the servers would take the router's port {given.port}")
+        raise ConfigError(
+            f"--worker-port {first_port}: the {given.workers} servers would take the router's port {given.port}; use "
+            f"{given.port + 1}"
+        )
     args = EngineArgs.from_cli(serve)
     _check_serve_flags(args)
     worker_flags = [[*serve, *_share_of(args, i, given.workers)] for i in range(given.workers)]
@@ -152,7 +155,7 @@ def _share_of(args: EngineArgs, index: int, num_workers: int) -> list[str]:
         if machine.num_devices is not None and num_workers * ranks > machine.num_devices - parallel.base_gpu_id:
             raise ConfigError(
                 f"--workers {num_workers}: {num_workers} servers of {ranks} GPUs, and this machine has "
-                f"{machine.num_devices - parallel.base_gpu_id}"
+                f"{machine.num_devices - parallel.base_gpu_id}; use fewer servers, or fewer GPUs for each"
             )
         return ["--base-gpu-id", str(parallel.base_gpu_id + index * ranks * parallel.gpu_id_step)]
     if args.backends.cpu_threads is not None:

@@ -172,7 +172,7 @@ class WeightUpdates:
         deadline = time.monotonic() + IDLE_SECONDS
         while not all(await self._client.call("is_idle")):
             if time.monotonic() > deadline:
-                raise MoeEngineError(f"the schedulers are not idle after {IDLE_SECONDS:g} s")
+                raise MoeEngineError(f"the schedulers are not idle after {IDLE_SECONDS:g} s; repeat the update")
             await asyncio.sleep(IDLE_POLL_SECONDS)
 
     async def _stage(self, change: Change, version: str | None) -> None:

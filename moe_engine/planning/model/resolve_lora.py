@@ -88,7 +88,8 @@ def resolve_lora(
         )
     if flags.max_loaded_loras is not None and flags.max_loaded_loras < max(1, len(adapters)):
         raise ConfigError(
-            f"--max-loaded-loras {flags.max_loaded_loras} is less than the {len(adapters)} adapters of --lora-paths"
+            f"--max-loaded-loras {flags.max_loaded_loras} is less than the {len(adapters)} adapters of --lora-paths; "
+            "raise it, or leave it out"
         )
     backend = "torch" if flags.lora_backend == "torch_native" else flags.lora_backend or "auto"
     try:
@@ -138,7 +139,9 @@ def _targets(args: EngineArgs, model: ModelConfig, adapters: Sequence[NamedAdapt
                 f"--lora-target-modules {word}: {model.architecture} has no such module for adapters; it has {able}"
             )
     if missing := sorted(used - wanted):
-        raise ConfigError(f"--lora-target-modules {asked}: the adapters of --lora-paths also have {', '.join(missing)}")
+        raise ConfigError(
+            f"--lora-target-modules {asked}: the adapters of --lora-paths also have {', '.join(missing)}; add these"
+        )
     return tuple(name for name in TARGETS if name in wanted)
 
 

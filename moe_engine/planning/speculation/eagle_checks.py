@@ -65,7 +65,7 @@ def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, co
     if layer.hidden_size != model.hidden_size:
         raise ConfigError(
             f"{PATH} {head.path}: hidden_size is {layer.hidden_size}, and the embedding of {model.source}, which the "
-            f"head reads, has {model.hidden_size}"
+            f"head reads, has {model.hidden_size}; give a head that was trained for this model"
         )
     if head.layer.max_position_embeddings < context_len:
         record.remark(

@@ -283,4 +283,5 @@ def _check_window(args: EngineArgs, method: str) -> None:
         if value < 1:
             raise ConfigError(f"{option_of(name)} {value}: must be at least 1")
     if low > high:
-        raise ConfigError(f"{option_of(NGRAM_WINDOW[0])} {low} is more than {option_of(NGRAM_WINDOW[1])} {high}")
+        least, most = map(option_of, NGRAM_WINDOW)
+        raise ConfigError(f"{least} {low} is more than {most} {high}; lower it, or raise {most}")

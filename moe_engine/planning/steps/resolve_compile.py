@@ -37,7 +37,9 @@ def compiled_rows(
             "number of tokens; drop one"
         )
     if parallel.topology.tp_size > 1:
-        raise ConfigError(f"{FLAG} with --tp-size {parallel.topology.tp_size}: only layers of one rank are compiled")
+        raise ConfigError(
+            f"{FLAG} with --tp-size {parallel.topology.tp_size}: only layers of one rank are compiled; drop one"
+        )
     if any(getattr(kind, "gate_width", 0) for kind in model.attentions):
         raise ConfigError(f"{FLAG}: not available yet: layers with output gates are not compiled; leave it out")
     if model.moe is not None and model.moe.normed:
