@@ -1,6 +1,7 @@
 // Key layouts of attention: MLA's paged latent, paged keys and values, or per-head keys and values expanded from the
 // latent.
 #include "api.h"
+#include "attention_prefix.h"
 #include "attention_shared.h"
 #include "attention_together.h"
 #include "fp8.h"
@@ -99,6 +100,7 @@ struct LatentSource {
 
   // Keys and values of a block can be read apart, and some channels of the values.
   bool splits_values() const { return form == PLAIN; }
+  LatentSource with(const Queries& others) const { return {others, form, cache, row, width, latent, channel}; }
   LatentSource part(int64_t first, int64_t channels) const {
     return {queries, form, cache, row, width, channels, first};
   }
@@ -141,6 +143,10 @@ struct PagedSource {
   int form;
   const void *k, *v;
   int64_t k_row, k_head, v_row, v_head, width, value;  // channels of a key, of a value
+
+  PagedSource with(const Queries& others) const {
+    return {others, form, k, v, k_row, k_head, v_row, v_head, width, value};
+  }
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values, int64_t index = 0) const {
     const T* rows[MOST_KEYS];

@@ -77,12 +77,27 @@ static INLINE Running running_at(float* base, int64_t padded) {
   return {base, base + padded, base + 2 * padded};
 }
 
+// Sums over the first positions of a unit's context: of its whole splits, and of the split that these end in, if any.
+struct Begun {
+  Running whole, open;
+
+  // Those of the columns from `column` on.
+  Begun from(int64_t column, int64_t value) const {
+    auto shifted = [&](const Running& r) -> Running {
+      return {r.high + column, r.total + column, r.out + column * value};
+    };
+    return {shifted(whole), shifted(open)};
+  }
+};
+
 template <class T, class Source>
 struct Attention;
 template <class T, class Source>
 bool run_together(const Attention<T, Source>& whole, const Unit* units, int64_t count, int64_t threads);
 template <class T, class Source>
 bool run_shared(const Attention<T, Source>& whole, const Unit* units, int64_t count, int64_t threads);
+template <class T, class Source>
+bool run_behind_prefix(const Attention<T, Source>& whole, Unit* units, int64_t count, int64_t threads);
 
 template <class T, class Source>
 struct Attention {
@@ -418,13 +433,13 @@ struct Attention {
   }
 
   // One split of a unit. `next`, if given, is the unit that this thread will probably run next. `ready`: the scores of
-  // the unit's blocks, block * padded each; null: computed here.
+  // the unit's blocks, block * padded each; null: computed here. `open`: the split is begun, with sums in `run`.
   void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run,
-             const Unit* next = nullptr, const float* ready = nullptr) const {
+             const Unit* next = nullptr, const float* ready = nullptr, bool open = false) const {
     const int64_t whole = last_position(u, u.columns - 1) + 1, at = (u.from / SPLIT + index) * SPLIT;
     const int64_t from = std::max(at, u.from / block * block), end = std::min<int64_t>(at + SPLIT, whole);
     const Buffers memory = buffers(u.columns, ready != nullptr);
-    begin(run, memory.padded);
+    if (!open) begin(run, memory.padded);
     const int64_t together = blocks_together(u.columns, ready != nullptr) * block;
     for (int64_t group = from; group < end; group += together) {
       const int64_t stop = std::min(group + together, end), blocks = ceil_div(stop - group, block);
@@ -451,8 +466,8 @@ struct Attention {
         for (int64_t b = 0; b < blocks; b++) {
           const int64_t first = group + b * block, begin_at = std::max(from_column, seeing[b]);
           if (begin_at >= to) break;
-          add_columns(u, first, std::min(block, stop - first), first == from, begin_at, to, panels, last, run, memory,
-                      memory.values + b * block_values(), ready ? nullptr : &keys[b],
+          add_columns(u, first, std::min(block, stop - first), first == from && !open, begin_at, to, panels, last, run,
+                      memory, memory.values + b * block_values(), ready ? nullptr : &keys[b],
                       ready ? ready + first * memory.padded : nullptr, &ahead, share);
         }
       }
@@ -515,14 +530,26 @@ struct Attention {
     return last;
   }
 
-  // All splits of a unit, in order.
-  void whole(const Unit& u, const Unit* next = nullptr, const float* ready = nullptr) const {
+  void copy(const Running& to, const Running& from, int64_t columns) const {
+    begin(to, panels_of(columns) * LANES);
+    std::copy(from.high, from.high + columns, to.high);
+    std::copy(from.total, from.total + columns, to.total);
+    std::copy(from.out, from.out + columns * value, to.out);
+  }
+
+  // All splits of a unit, in order; with `begun`, which has the positions before `u.from`, the others.
+  void whole(const Unit& u, const Unit* next = nullptr, const float* ready = nullptr,
+             const Begun* begun = nullptr) const {
     const int64_t padded = panels_of(u.columns) * LANES;
     const uint32_t* panels = ready ? nullptr : packed_queries(u);
     const int32_t* last = last_positions(u);
     Running total = running_at(scratch<float>(TOTAL, running_floats(u.columns)), padded);
     Running here = running_at(scratch<float>(OUTPUT, running_floats(u.columns)), padded);
-    split(u, 0, panels, last, total, next, ready);
+    const bool more = begun && u.from >= SPLIT, open = begun && u.from % SPLIT != 0;
+    if (more) copy(total, begun->whole, u.columns);
+    if (open) copy(more ? here : total, begun->open, u.columns);
+    split(u, 0, panels, last, more ? here : total, next, ready, open);
+    if (more) merge(total, here, u.columns);
     for (int64_t s = 1; s < u.splits; s++) {
       split(u, s, panels, last, here, next, ready);
       merge(total, here, u.columns);
@@ -554,7 +581,7 @@ struct Attention {
           !queries.first)
         if (run_together(*this, units, count, threads)) return;
     if constexpr (Source::PAGED)
-      if (run_shared(*this, units, count, threads)) return;
+      if (run_shared(*this, units, count, threads) || run_behind_prefix(*this, units, count, threads)) return;
     if (count >= 2 * threads || most_splits == 1 || threads == 1) {
       parallel_products(count, [&](int64_t task) {
         whole(units[task], task + threads < count ? &units[task + threads] : nullptr);
