@@ -50,22 +50,23 @@ some_loop_runs() {
 
 # keep_replica NUMBER NODES COUNT FLAGS...: one server on these nodes, restarted after failures.
 keep_replica() {
-  local number=$1 list=$2 count=$3 restarts=0 code ranks layout=() step
+  local number=$1 list=$2 count=$3 restarts=0 code ranks layout=() step=''
   shift 3
   ranks=$((count * RANKS_PER_NODE))
   if ((ranks > 1)) && [ "${LAYOUT:-}" != flags ]; then layout=("${DEEPSEEK_LAYOUT[@]//RANKS/$ranks}"); fi
-  while true; do
+  trap 'STOPPING=1; if [ -n "$step" ]; then kill -TERM "$step" 2>/dev/null; fi' TERM
+  while [ -z "$STOPPING" ]; do
     srun --export=ALL --nodes="$count" --nodelist="$list" --ntasks="$count" --ntasks-per-node=1 --cpu-bind=none \
       --kill-on-bad-exit=1 --wait=0 \
       "$MOE_ENGINE" serve --host 0.0.0.0 --port $((PORT + 1)) "${layout[@]}" "$@" &
     step=$!
-    trap 'kill -TERM "$step" 2>/dev/null; STOPPING=1' TERM
+    if [ -n "$STOPPING" ]; then kill -TERM "$step"; fi
     wait "$step"
     code=$?
     if [ -n "$STOPPING" ]; then wait "$step" 2>/dev/null; return 0; fi
     log "replica $number on $list ended with exit code $code"
     if ((code == 0 || code == 2 || restarts >= MAX_RESTARTS)); then return "$code"; fi
-    restarts=$((restarts + 1))
-    sleep "${RESTART_PAUSE:-5}"
+    restarts=$((restarts + 1)) step=''
+    sleep "${RESTART_PAUSE:-5}"   # a signal is handled after it
   done
 }

@@ -68,10 +68,18 @@ class Shell:
         return path
 
     def run(self, script: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        path = self.checkout / "slurm" / script
-        variables = {**self.environ, "JOB_SCRIPT": str(path), **environ}
-        command = ["bash", str(path), *arguments]
+        command, variables = self._command(script, arguments, environ)
         return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
+
+    def start(self, script: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        command, variables = self._command(script, arguments, environ)
+        return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+
+    def _command(
+        self, script: str, arguments: tuple[str, ...], environ: dict[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        path = self.checkout / "slurm" / script
+        return ["bash", str(path), *arguments], {**self.environ, "JOB_SCRIPT": str(path), **environ}
 
 
 @pytest.fixture
@@ -173,6 +181,19 @@ def test_failed_replicas_are_started_again_up_to_the_limit(shell: Shell, code: i
     done = shell.run("serve.sbatch", **environ, PROGRAM_CODE=str(code))
     assert done.returncode == code, done.stdout + done.stderr
     assert len(re.findall("^srun .*nodelist=node1 ", shell.log.read_text(), re.M)) == starts
+
+
+def test_a_stopped_job_starts_no_replica_again(shell: Shell) -> None:
+    """The signal arrives while failed replicas wait for their restart."""
+    shell.program(shell.bin / "moe-engine")
+    router = shell.program(shell.bin / "router", ROUTER)
+    environ = {"REPLICAS": "2", "ROUTER": str(router), "RESTART_PAUSE": "6", "PROGRAM_CODE": "1"}
+    with shell.start("serve.sbatch", **environ) as job:
+        assert job.stdout is not None
+        ended = [line for line in (job.stdout.readline() for _ in range(3)) if "ended with exit code 1" in line]
+        job.terminate()
+        assert len(ended) == 2 and job.wait(240) == 0, job.stdout.read()
+    assert len(re.findall("^srun ", shell.log.read_text(), re.M)) == 2
 
 
 def test_replicas_that_cannot_start_are_explained(shell: Shell) -> None:
