@@ -168,7 +168,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     import torch
 
-    if torch.cuda.is_available():
+    from tests.kernels.triton import on_gpu
+
+    if on_gpu.is_there() if several(config) else torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch sees none")
     for item in marked:

@@ -19,11 +19,15 @@ GPU = "MOE_TEST_GPU"
 """Environment variable: run the kernels on a GPU."""
 
 
-def require() -> None:
-    """Ends the run without a GPU: thousands of tests would fail. Asks another process, since forked ones cannot use
-    CUDA once this one has looked for devices."""
+def is_there() -> bool:
+    """Asks another process, since forked ones cannot use CUDA once this one has looked for devices."""
     look = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if subprocess.run([sys.executable, "-c", look], check=False).returncode:
+    return subprocess.run([sys.executable, "-c", look], check=False).returncode == 0
+
+
+def require() -> None:
+    """Ends the run without a GPU: thousands of tests would fail."""
+    if not is_there():
         pytest.exit(f"{GPU}=1: torch sees no CUDA device; check the driver and the build of torch", returncode=2)
 
 
