@@ -178,7 +178,7 @@ def parse_glm(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 def check_joined(fields: Fields) -> None:
     """Raises ConfigError for quantized matrices that `joined_rows` does not cut."""
     quantized = fields.section("quantization_config")
-    served = *ROWS_FIRST, *COLUMNS_FIRST
+    served = *ROWS_FIRST, *COLUMNS_FIRST, "gguf"
     if quantized is not None and quantized.text("quant_method", None) not in served:
         quantized.fail("quant_method", f"is not supported with joined matrices; supported: {', '.join(served)}")
 

@@ -24,7 +24,8 @@ def parse_qwen3_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     """Qwen3-Next: three gated delta nets for each layer of gated attention, a shared expert with a gate, norms whose
     weights are stored minus 1, an MTP layer."""
     mtp = fields.integer("num_nextn_predict_layers", 1, minimum=0)
-    return _hybrid(fields, generation, _experts(fields), qwen_moe_layers(fields), _delta(fields, joined=True), mtp)
+    delta = _delta(fields, joined=fields.flag("linear_joined", True))  # of GGUF files: false
+    return _hybrid(fields, generation, _experts(fields), qwen_moe_layers(fields), delta, mtp)
 
 
 def parse_qwen3_5(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -75,7 +76,7 @@ def _hybrid(
         config,
         delta=delta,
         state_groups=delta.state_groups(states),
-        norm_plus=1.0,
+        norm_plus=fields.number("norm_plus", 1.0),  # of GGUF files: 0
         num_nextn_predict_layers=num_mtp_layers,
         raw=fields.raw,
     )

@@ -13,6 +13,7 @@ from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.gguf import GGUFFormat
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -239,7 +240,8 @@ def _of_whole_groups(config: ModelConfig, format: WeightFormat, topology: Topolo
     if config.moe is None or not isinstance(format, SchemeFormat | BlockFP8Format) or "experts" not in format.kept:
         return format
     splits = _largest_part(config, config.moe.width, topology, format) % _width_group(config, format)
-    splits |= config.moe.squared and experts_format(config) is None
+    several = isinstance(format, GGUFFormat)  # forms of codes, which kernels take by matrix
+    splits |= config.moe.squared and experts_format(config) is None and not several
     return replace(format, kept=format.kept - {"experts"}) if splits else format
 
 

@@ -45,6 +45,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _MERGED = (
     re.compile(r"(.*\.self_attn)\.(?:q|k|v|q_a)_proj|(.*\.self_attn)\.kv_a_proj_with_mqa"),
     re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"),
+    re.compile(r"(.*\.linear_attn)\.in_proj_(?:qkv|z)"),
+    re.compile(r"(.*\.linear_attn)\.in_proj_(?:b|a)"),
 )
 """Projections that layers stack, those of experts too: a stack has one kernel form."""
 

@@ -6,16 +6,18 @@ size, the tied head, and the parameters of Llama 3's rotary embedding, whose fac
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.gguf_container import Container, read_container
+from moe_engine.gguf_container import read_container
 from moe_engine.models.formats.gguf import matrix_types
-from moe_engine.models.gguf.names import FREQUENCIES, GEMMA3, read_gguf
+from moe_engine.models.gguf.config_gemma import gemma3_fields, gemma4_fields
+from moe_engine.models.gguf.config_states import delta_fields, granite_fields, nemotron_fields
+from moe_engine.models.gguf.families import DELTA, GEMMA3
+from moe_engine.models.gguf.keys import Keys, llama3, longrope, scaling
+from moe_engine.models.gguf.names import read_gguf
 
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -25,7 +27,23 @@ _ARCHITECTURES = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     GEMMA3: ("Gemma3ForCausalLM", "gemma3_text"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "granite": ("GraniteForCausalLM", "granite"),
+    "granitemoe": ("GraniteMoeSharedForCausalLM", "granitemoeshared"),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
+    "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h"),
+    "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h"),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
+_PARTLY_ROTATED = ("phi3", "glm4", "glm4moe", *DELTA)
+"""Architectures that may rotate a part of each head."""
+_MAY_HAVE_BIASES = ("llama", "granite", "granitemoe", "glm4", "glm4moe")
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")
 _SIGMOID = 2
@@ -33,11 +51,6 @@ _GROUPS = {160: "V2", 256: "V3"}
 """Number of experts of the DeepSeek models whose router has groups; files of older converters do not list the
 groups."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_GEMMA3_27B = 62
-"""Layers of the Gemma 3 whose scores are divided by the root of hidden size / heads; of others by that of a head's
-width. The metadata do not contain it; llama.cpp decides so, too."""
-_LOW, _HIGH = 1.0, 4.0
-"""`low_freq_factor` and `high_freq_factor` of every published Llama 3."""
 
 
 def gguf_fields(path: Path) -> dict[str, Any]:
@@ -54,50 +67,29 @@ def gguf_fields(path: Path) -> dict[str, Any]:
             f"{path}: general.architecture {architecture!r:.60} is not served from GGUF files; served are "
             f"{', '.join(_ARCHITECTURES)}; use the model's safetensors"
         )
-    keys = _Keys(path, container.metadata, architecture)
+    keys = Keys(container, architecture)
     files = read_gguf(path)
     fields = _common(keys, files)
     if architecture == "deepseek2":
         fields |= _deepseek(keys, fields)
     else:
-        fields |= _gqa(keys, container, fields)
-    if architecture == GEMMA3:
-        fields |= _gemma3(keys, fields)
-    types = matrix_types({name: file.tensors[name] for name, file in files.items()})
+        fields |= _gqa(keys, fields, files)
+    if (more := _MORE.get(architecture)) is not None:
+        fields |= more(keys, fields, files)
+    kept = ((name, file) for name, file in files.items() if not file.has_moved_blocks(name))
+    types = matrix_types({name: file.tensors[name] for name, file in kept})
     if types or architecture == "gpt-oss":
         fields["quantization_config"] = {"quant_method": "gguf", "types": types}
     return fields
 
 
-class _Keys:
-    """Metadata of the architecture, checked for presence and kind."""
-
-    def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str) -> None:
-        self.path, self.metadata, self.architecture = path, metadata, architecture
-
-    def get(self, name: str, default: Any = None) -> Any:
-        found = self.metadata.get(f"{self.architecture}.{name}", default)
-        if isinstance(found, tuple):
-            values = set(found)
-            if len(values) != 1:
-                raise ConfigError(f"{self.path}: {self.architecture}.{name} differs between layers: not supported")
-            found = values.pop()
-        return found
-
-    def need(self, name: str) -> Any:
-        found = self.get(name)
-        if found is None:
-            raise ConfigError(
-                f"{self.path}: has no {self.architecture}.{name}; convert the model again with a current llama.cpp"
-            )
-        return found
-
-
-def _common(keys: _Keys, files: Mapping[str, Any]) -> dict[str, Any]:
+def _common(keys: Keys, files: Mapping[str, Any]) -> dict[str, Any]:
     name, model_type = _ARCHITECTURES[keys.architecture]
     table = files.get("model.embed_tokens.weight")
     if table is None:
         raise ConfigError(f"{keys.path}: has no token_embd.weight: no file of a language model")
+    drafts = keys.get("nextn_predict_layers", 0)
+    layers = keys.need("block_count") - drafts
     ends = [keys.metadata.get(f"tokenizer.ggml.{end}") for end in _ENDS]
     output = files.get("model.layers.0.self_attn.o_proj.weight")
     stored = "" if output is None else output.tensors["model.layers.0.self_attn.o_proj.weight"].dtype
@@ -106,10 +98,11 @@ def _common(keys: _Keys, files: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": table.tensors["model.embed_tokens.weight"].shape[0],
         "hidden_size": keys.need("embedding_length"),
-        "num_hidden_layers": keys.need("block_count"),
-        "intermediate_size": keys.need("feed_forward_length"),
-        "num_attention_heads": keys.need("attention.head_count"),
-        "num_key_value_heads": keys.get("attention.head_count_kv"),
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": drafts,
+        "intermediate_size": keys.most("feed_forward_length"),
+        "num_attention_heads": keys.most("attention.head_count"),
+        "num_key_value_heads": keys.most("attention.head_count_kv") if keys.has("attention.head_count_kv") else None,
         "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.need("context_length"),
         "rope_theta": keys.get("rope.freq_base", 10000.0),
@@ -120,16 +113,17 @@ def _common(keys: _Keys, files: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gqa(keys: _Keys, container: Container, common: Mapping[str, Any]) -> dict[str, Any]:
+def _gqa(keys: Keys, common: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"head_dim": keys.get("attention.key_length")}
     if found["head_dim"] != keys.get("attention.value_length", found["head_dim"]):
         raise ConfigError(f"{keys.path}: heads of different widths for keys and values are not supported")
     width = found["head_dim"] or common["hidden_size"] // common["num_attention_heads"]
-    if keys.get("rope.dimension_count", width) != width:
+    if keys.architecture in _PARTLY_ROTATED:
+        found["partial_rotary_factor"] = keys.get("rope.dimension_count", width) / width
+    elif not keys.architecture.startswith("nemotron") and keys.get("rope.dimension_count", width) != width:
         raise ConfigError(f"{keys.path}: {keys.architecture}.rope.dimension_count is not the width of a head, {width}")
-    if keys.architecture == "llama":
-        biased = any(info.name == "blk.0.attn_q.bias" for info in container.tensors)
-        found["attention_bias"] = biased
+    if keys.architecture in _MAY_HAVE_BIASES:
+        found["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in names
     experts = keys.get("expert_count", 0)
     if experts and keys.architecture == "llama":
         name, model_type = _MIXTRAL
@@ -137,39 +131,30 @@ def _gqa(keys: _Keys, container: Container, common: Mapping[str, Any]) -> dict[s
     elif experts and keys.architecture == "gpt-oss":
         found |= {"num_local_experts": experts, "sliding_window": keys.need("attention.sliding_window")}
         found["intermediate_size"] = keys.need("expert_feed_forward_length")
-    elif experts:
-        found |= {"num_experts": experts, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    elif experts and keys.architecture == "glm4moe":
+        found |= _routed(keys, "noaux_tc")
+        found["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in names
+    elif experts and keys.architecture.startswith("granite"):
+        found["num_local_experts"] = experts
+        found["shared_intermediate_size"] = keys.get("expert_shared_feed_forward_length", 0)
+    elif experts and keys.architecture not in ("nemotron_h_moe", "gemma4"):
+        found |= {"num_experts": experts, "norm_topk_prob": keys.architecture != "qwen2moe", "decoder_sparse_step": 1}
+        found["shared_expert_intermediate_size"] = keys.get("expert_shared_feed_forward_length", 0)
         found["moe_intermediate_size"] = keys.need("expert_feed_forward_length")
-        dense = (info.name for info in container.tensors if info.name.endswith(".ffn_gate.weight"))
-        found["mlp_only_layers"] = [int(name.split(".")[1]) for name in dense]
+        found["mlp_only_layers"] = [int(name.split(".")[2]) for name in names if name.endswith(".mlp.gate_proj.weight")]
     if experts:
         found["num_experts_per_tok"] = keys.need("expert_used_count")
-    found["rope_scaling"] = _scaling(keys) or _llama3(keys, container, common["rope_theta"], width)
-    if keys.architecture == "gpt-oss" and found["rope_scaling"]:
+    if keys.architecture == "phi3":
+        found |= {"sliding_window": keys.get("attention.sliding_window") or None}
+        found["rope_scaling"] = longrope(keys)
+    elif keys.architecture != "gemma4":
+        found["rope_scaling"] = scaling(keys) or llama3(keys, common["rope_theta"], width)
+    if keys.architecture == "gpt-oss" and found.get("rope_scaling"):
         found["rope_scaling"]["truncate"] = False  # of the published model; the metadata do not contain it
     return found
 
 
-def _gemma3(keys: _Keys, common: Mapping[str, Any]) -> dict[str, Any]:
-    heads, layers = common["num_attention_heads"], common["num_hidden_layers"]
-    width = common["head_dim"] or common["hidden_size"] // heads
-    window = keys.get("attention.sliding_window") or None
-    pattern = keys.metadata.get(f"{GEMMA3}.attention.sliding_window_pattern", 6)
-    if not isinstance(pattern, int | tuple) or not pattern:
-        name = f"{GEMMA3}.attention.sliding_window_pattern"
-        raise ConfigError(f"{keys.path}: {name} {pattern!r:.60} is no period of layers and no list of them")
-    windowed = pattern if isinstance(pattern, tuple) else [(i + 1) % pattern != 0 for i in range(layers)]
-    return {
-        "query_pre_attn_scalar": common["hidden_size"] // heads if layers == _GEMMA3_27B else width,
-        "sliding_window": window,
-        "layer_types": ["sliding_attention" if own and window else "full_attention" for own in windowed],
-        "rope_local_base_freq": keys.get("rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": keys.get("final_logit_softcapping"),
-        "norm_plus": 0.0,  # the converter has added 1 to the norms
-    }
-
-
-def _deepseek(keys: _Keys, common: Mapping[str, Any]) -> dict[str, Any]:
+def _deepseek(keys: Keys, common: Mapping[str, Any]) -> dict[str, Any]:
     rotary = keys.need("rope.dimension_count")
     key = keys.get("attention.key_length_mla") or keys.need("attention.key_length")
     value = keys.get("attention.value_length_mla") or keys.need("attention.value_length")
@@ -180,7 +165,7 @@ def _deepseek(keys: _Keys, common: Mapping[str, Any]) -> dict[str, Any]:
         "qk_nope_head_dim": key - rotary,
         "qk_rope_head_dim": rotary,
         "v_head_dim": value,
-        "rope_scaling": _scaling(keys),
+        "rope_scaling": scaling(keys),
     }
     experts = keys.get("expert_count", 0)
     if not experts:
@@ -196,8 +181,14 @@ def _deepseek(keys: _Keys, common: Mapping[str, Any]) -> dict[str, Any]:
             "groups of experts first; convert the model again with a current llama.cpp"
         )
     method = "noaux_tc" if sigmoid else "group_limited_greedy" if (groups or 1) > 1 else "greedy"
-    return found | {
-        "n_routed_experts": experts,
+    return found | _routed(keys, method)
+
+
+def _routed(keys: Keys, method: str) -> dict[str, Any]:
+    """DeepSeek's fields of experts and router."""
+    sigmoid = method == "noaux_tc"
+    return {
+        "n_routed_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
         "n_shared_experts": keys.get("expert_shared_count", 0),
         "moe_intermediate_size": keys.need("expert_feed_forward_length"),
@@ -206,80 +197,13 @@ def _deepseek(keys: _Keys, common: Mapping[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": bool(keys.get("expert_weights_norm", sigmoid)),
         "scoring_func": "sigmoid" if sigmoid else "softmax",
         "topk_method": method,
-        "n_group": groups or 1,
+        "n_group": keys.get("expert_group_count") or 1,
         "topk_group": keys.get("expert_group_used_count") or 1,
     }
 
 
-def _scaling(keys: _Keys) -> dict[str, Any] | None:
-    """`rope_scaling` from the metadata."""
-    kind, factor = keys.get("rope.scaling.type"), keys.get("rope.scaling.factor")
-    if kind in (None, "none") or (kind == "linear" and factor in (None, 0.0, 1.0)):
-        return None
-    if kind not in ("linear", "yarn"):
-        raise ConfigError(f"{keys.path}: {keys.architecture}.rope.scaling.type {kind!r} is not supported")
-    found: dict[str, Any] = {"rope_type": kind, "factor": keys.need("rope.scaling.factor")}
-    if kind == "linear":
-        return found
-    found["original_max_position_embeddings"] = keys.need("rope.scaling.original_context_length")
-    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        if (value := keys.get(f"rope.scaling.{theirs}")) is not None:
-            found[ours] = value
-    if multiplier := keys.get("rope.scaling.yarn_log_multiplier"):
-        found["mscale"] = found["mscale_all_dim"] = round(10 * multiplier, 6)
-    return found
-
-
-def _llama3(keys: _Keys, container: Container, theta: float, width: int) -> dict[str, Any] | None:
-    """Llama 3's settings from the factors by which the file's tensor divides frequencies.
-
-    A frequency with w tokens a turn is kept for w < original / 4, divided by `factor` for w > original, and
-    interpolated between them: one interpolated factor gives `original`, and all others must agree.
-    """
-    factors = _frequencies(container)
-    if factors is None:
-        return None
-    factor = max(factors)
-    if factor == 1.0:
-        return None
-    turns = [2 * math.pi * theta ** (2 * i / width) for i in range(width // 2)]
-    original = None
-    for found, turn in zip(factors, turns):
-        if 1.0 < found < factor:
-            smooth = (1 / found - 1 / factor) / (1 - 1 / factor)
-            original = round(turn * (_LOW + smooth * (_HIGH - _LOW)))
-            break
-    if original is not None and len(factors) == len(turns):
-        wanted = [_factor_of(turn, factor, original) for turn in turns]
-        if all(abs(a - b) <= 2e-3 * b for a, b in zip(factors, wanted)):
-            return {
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": _LOW, "high_freq_factor": _HIGH,
-                "original_max_position_embeddings": original,
-            }  # fmt: skip
-    raise ConfigError(
-        f"{keys.path}: the factors in {FREQUENCIES} are not those of Llama 3's rotary embedding, the only one that is "
-        "served; use the model's safetensors"
-    )
-
-
-def _factor_of(turn: float, factor: float, original: int) -> float:
-    if turn < original / _HIGH:
-        return 1.0
-    if turn > original / _LOW:
-        return factor
-    smooth = (original / turn - _LOW) / (_HIGH - _LOW)
-    return 1 / ((1 - smooth) / factor + smooth)
-
-
-def _frequencies(container: Container) -> tuple[float, ...] | None:
-    info = next((info for info in container.tensors if info.name == FREQUENCIES), None)
-    if info is None:
-        return None
-    if info.type != 0 or len(info.shape) != 1:
-        raise ConfigError(f"{container.path}: {FREQUENCIES} must be a vector of type F32")
-    with container.path.open("rb") as file:
-        file.seek(info.start)
-        data = file.read(4 * info.shape[0])
-    if len(data) < 4 * info.shape[0]:
-        raise ConfigError(f"{container.path}: truncated in {FREQUENCIES}; download it again")
-    return struct.unpack(f"<{info.shape[0]}f", data)
+_MORE = {
+    GEMMA3: gemma3_fields, "gemma4": gemma4_fields, "nemotron_h": nemotron_fields, "nemotron_h_moe": nemotron_fields,
+    **dict.fromkeys(("granite", "granitemoe", "granitehybrid"), granite_fields), **dict.fromkeys(DELTA, delta_fields),
+}  # fmt: skip
+"""Further fields of an architecture."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.gguf_blocks import values_of
+from moe_engine.models.gguf.families import Order
 from moe_engine.models.gguf.names import GGUFWeights
 from moe_engine.models.read_parts import PartReads
 from moe_engine.models.safetensors_file import PART_BYTES, SafetensorsFile
@@ -27,8 +28,11 @@ class GGUFFile:
 
     def __init__(self, file: GGUFWeights, reads: PartReads) -> None:
         self.path, self.entries = file.path, file.tensors
-        self._heads, self._joined = file.heads, file.joined
+        self._weights, self._joined = file, file.joined
         stored = {name: _bytes(header) for name, header in file.tensors.items() if name not in file.joined}
+        for name, order in file.orders.items():
+            if order.stored:
+                stored[name] = stored[name]._replace(shape=(order.stored, *stored[name].shape[1:]))
         self._shapes: dict[str, Any] = {}
         for name, joined in file.joined.items():
             for end, header in zip(_PARTS, (joined.first, joined.second)):
@@ -39,26 +43,28 @@ class GGUFFile:
 
     def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
         """A slice as stored, newly allocated on the host: blocks as uint8 [N, B, S], of whole blocks of columns."""
-        entry = self.entries[name]
+        entry, file = self.entries[name], self._weights
         if name in self._joined:
             return cut.of(self._join(name))
-        if name in self._heads and entry.shape:
-            return self._reordered(name, cut)
+        if name in file.columns:
+            return self._with_columns(name, cut)
+        if name in file.rates:
+            return (-self._with_rows(name, cut)).log()
+        if name in file.orders and entry.shape:
+            return self._with_rows(name, cut)
         return self._read(name, cut)
 
     def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
         """out = the slice, converted to its dtype and device. Raises: as `read`."""
-        entry = self.entries[name]
+        entry, file = self.entries[name], self._weights
         if not out.numel():
             return
-        if name in self._joined:
-            out.copy_(cut.of(self._join(name)))
-        elif entry.dtype not in BLOCK_TYPES and name not in self._heads:
-            self._file.read_into(name, cut, out)
-        elif entry.dtype not in BLOCK_TYPES:
-            out.copy_(self._reordered(name, cut))
-        else:
+        if entry.dtype in BLOCK_TYPES and name not in self._joined:
             self._dequantize(name, cut, out)
+        elif name in self._joined or name in file.columns or name in file.rates or name in file.orders:
+            out.copy_(self.read(name, cut))
+        else:
+            self._file.read_into(name, cut, out)
 
     def _dequantize(self, name: str, cut: Cut, out: Tensor) -> None:
         """Dequantizes some rows at a time."""
@@ -66,26 +72,37 @@ class GGUFFile:
         numbers, _ = BLOCK_TYPES[dtype]
         first, stop, _ = (cut.rows or slice(None)).indices(rows)
         left, right, _ = (cut.cols or slice(None)).indices(columns)
+        order = self._weights.columns.get(name)
+        if order is not None:  # all columns, in the file's order
+            left, right = 0, columns
         whole = slice(left // numbers * numbers, -(-right // numbers) * numbers)
         within = slice(left - whole.start, right - whole.start)
         step = max(1, PART_BYTES // (4 * columns))
         parts = [slice(start, min(stop, start + step)) for start in range(first, stop, step)]
         cuts = [Cut(part, None if cut.cols is None else whole) for part in parts]
-        found = self._file.reads.in_order([partial(self.read, name, one) for one in cuts])
+        read = self.read if order is None else self._read
+        found = self._file.reads.in_order([partial(read, name, one) for one in cuts])
         for part, blocks in zip(parts, found, strict=True):
-            out[part.start - first : part.stop - first].copy_(values_of(dtype, blocks)[:, within])
+            values = values_of(dtype, blocks)
+            values = values[:, within] if order is None else values[:, _places(order, cut.cols, columns)]
+            out[part.start - first : part.stop - first].copy_(values)
 
-    def _reordered(self, name: str, cut: Cut) -> Tensor:
-        """Rows of a head in the hub's order: the file's order alternates between the halves of a head."""
-        rows = self.entries[name].shape[0]
-        height = rows // self._heads[name]
-        first, stop, _ = (cut.rows or slice(None)).indices(rows)
-        wanted = torch.arange(first, stop)
-        head, within = wanted // height, wanted % height
-        places = head * height + within % (height // 2) * 2 + within // (height // 2)
+    def _with_rows(self, name: str, cut: Cut) -> Tensor:
+        """Rows in the hub's order."""
+        order = self._weights.orders.get(name)
+        if order is None:
+            return self._read(name, cut)
+        places = _places(order, cut.rows, self.entries[name].shape[0])
         low = int(places.min())
         found = self._read(name, Cut(slice(low, int(places.max()) + 1), cut.cols))
         return found.index_select(0, places - low)
+
+    def _with_columns(self, name: str, cut: Cut) -> Tensor:
+        """Columns in the hub's order; of a matrix in blocks whole blocks."""
+        order, entry = self._weights.columns[name], self.entries[name]
+        places, found = _places(order, cut.cols, entry.shape[1]), self._read(name, Cut(cut.rows))
+        numbers = BLOCK_TYPES[entry.dtype][0] if entry.dtype in BLOCK_TYPES else 1
+        return found.index_select(1, places[::numbers] // numbers)
 
     def _read(self, name: str, cut: Cut) -> Tensor:
         """A slice in the file's order of rows."""
@@ -112,6 +129,13 @@ class GGUFFile:
         if header.dtype in BLOCK_TYPES:
             stored = values_of(header.dtype, stored.unflatten(1, (-1, BLOCK_TYPES[header.dtype][1])))
         return stored.float().view(header.shape)
+
+
+def _places(order: Order, cut: slice | None, size: int) -> Tensor:
+    """Places in the file of the hub's rows (or columns) in a slice."""
+    first, stop, _ = (cut or slice(None)).indices(size)
+    places: Tensor = order.places(torch.arange(first, stop))
+    return places
 
 
 def _bytes(header: TensorHeader) -> TensorHeader:

@@ -15,11 +15,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import Container, TensorInfo, parts_of, read_container
+from moe_engine.models.gguf.families import (
+    HALVES,
+    JOINED,
+    LAST,
+    LAYER,
+    OTHERS,
+    OUTPUT,
+    PERMUTED,
+    RATES,
+    REST,
+    SHAPES,
+    STATE,
+    WITHOUT_END,
+    Order,
+    expert_names,
+    orders,
+)
+from moe_engine.models.gguf.keys import ROTARY
 from moe_engine.models.gguf.types import type_name
 from moe_engine.models.tensor_header import BLOCK_TYPES, ELEMENT_BYTES, TensorHeader, WeightFile
 
@@ -28,32 +48,14 @@ _WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
 _ROUTER = "ffn_gate_inp.weight"
 _ROUTER_BIAS = ("exp_probs_b.bias", "exp_probs_b")
-_EXPERTS = {"ffn_gate_exps.weight": 0, "ffn_up_exps.weight": 1, "ffn_down_exps.weight": 2}
+_EXPERTS = {
+    "ffn_gate_exps.weight": (0,), "ffn_up_exps.weight": (1,), "ffn_down_exps.weight": (2,),
+    "ffn_gate_up_exps.weight": (0, 1),
+}  # fmt: skip
+"""The matrices of each expert in a tensor."""
+_QKV = ".attn_qkv.weight"
 _KEYS, _VALUES, _JOINED = "attn_k_b.weight", "attn_v_b.weight", "self_attn.kv_b_proj.weight"
 _GATES, _UPS, _ALTERNATING = "ffn_gate_exps.bias", "ffn_up_exps.bias", "mlp.experts.gate_up_proj_bias"
 _SECONDS = {_KEYS: _VALUES, _GATES: _UPS}
@@ -64,14 +66,8 @@ _GPT_OSS = {
     "ffn_gate_inp.bias": "mlp.router.bias",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
-GEMMA3 = "gemma3"
-_GEMMA3 = {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-FREQUENCIES = "rope_freqs.weight"
-_UNREAD = (FREQUENCIES,)
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-_PERMUTED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
-_MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
-_MLP = ("mlp", "gate_proj", "up_proj", "down_proj")
+_PERMUTED = re.compile(r"blk\.(\d+)\.attn_([qk])\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -89,21 +85,29 @@ class GGUFWeights(WeightFile):
     """A GGUF file.
 
     Attributes:
-        heads: tensors whose rows are reordered within each head, with their number of heads.
+        orders, columns: orders of rows, and of columns, that differ from the hub's.
+        rates: A_log of layers with a state, stored as -exp(A_log).
         joined: tensors that are stored in two parts.
     """
 
-    heads: Mapping[str, int] = field(default_factory=dict)
-    joined: Mapping[str, JoinedHeader] = field(default_factory=dict)
+    orders: dict[str, Order] = field(default_factory=dict)
+    columns: dict[str, Order] = field(default_factory=dict)
+    rates: set[str] = field(default_factory=set)
+    joined: dict[str, JoinedHeader] = field(default_factory=dict)
+
+    def has_moved_blocks(self, name: str) -> bool:
+        """True for a matrix whose columns have another order, which splits its blocks."""
+        order, dtype = self.columns.get(name), self.tensors[name].dtype
+        return order is not None and dtype in BLOCK_TYPES and order.each % BLOCK_TYPES[dtype][0] != 0
 
 
-def read_gguf(path: Path) -> dict[str, WeightFile]:
+def read_gguf(path: Path) -> dict[str, GGUFWeights]:
     """Tensor name -> its file, as `read_checkpoint`.
 
     Raises:
         CheckpointError: a damaged or missing file, or a tensor of a type that is not served.
     """
-    files: dict[str, WeightFile] = {}
+    files: dict[str, GGUFWeights] = {}
     parts = [read_container(part) for part in parts_of(path)]
     metadata = parts[0].metadata
     for part in parts:
@@ -121,49 +125,57 @@ class _Names:
         metadata: metadata of the model's first file.
     """
 
-    def __init__(self, part: Container, metadata: Mapping[str, object]) -> None:
-        self._part = part
-        architecture = metadata.get("general.architecture")
-        self._heads = {}
-        if architecture == "llama":
-            queries = metadata.get("llama.attention.head_count")
-            self._heads = {"q": queries, "k": metadata.get("llama.attention.head_count_kv", queries)}
-        self._is_gpt_oss = architecture == "gpt-oss"
-        self._layer = _LAYER | (_GEMMA3 if architecture == GEMMA3 else {})
-        mixture = architecture == "llama" and metadata.get("llama.expert_count")
-        self._experts = _MIXTRAL if mixture else _MLP
+    def __init__(self, part: Container, metadata: Mapping[str, Any]) -> None:
+        self._part, self._metadata = part, metadata
+        self._architecture = str(metadata.get("general.architecture"))
+        self._modules = LAYER | OTHERS.get(self._architecture, {})
+        self._block, self._router, *self._experts = expert_names(self._architecture, metadata)
+        self._orders = orders(self._architecture, partial(self._number, 0))
 
     def file(self) -> GGUFWeights:
-        tensors: dict[str, TensorHeader] = {}
-        heads: dict[str, int] = {}
         by_name = {info.name: info for info in self._part.tensors}
         if len(by_name) < len(self._part.tensors):
             raise CheckpointError(f"{self._part.path}: has several tensors of the same name; download it again")
-        joined = {}
+        file = GGUFWeights(self._part.path, {})
         for info in by_name.values():
             part = info.name.split(".", 2)[-1]
-            if info.name in _UNREAD or part in _SECONDS.values():
+            if info.name in ROTARY or part in _SECONDS.values():
                 continue
             if part in _SECONDS:
-                name, header, parts = self._join(info, by_name)
-                tensors[name], joined[name] = header, parts
+                name, file.tensors[name], file.joined[name] = self._join(info, by_name)
                 continue
             for name, header in self._headers(info):
-                tensors[name] = header
-                if match := _PERMUTED.fullmatch(info.name):
-                    count = self._heads.get(match[1])
-                    if isinstance(count, int):
-                        heads[name] = self._of_heads(info, count)
-        return GGUFWeights(self._part.path, tensors, heads=heads, joined=joined)
+                file.tensors[name] = header
+                self._add_orders(file, info, name)
+        return file
 
-    def _of_heads(self, info: TensorInfo, count: int) -> int:
-        """The number of heads, whose rows must be pairs."""
+    def _number(self, layer: int, key: str) -> int:
+        """A number of the metadata, or 0; of a list the layer's."""
+        found = self._metadata.get(f"{self._architecture}.{key}", 0)
+        if isinstance(found, tuple):
+            found = found[layer] if layer < len(found) else 0
+        return found if isinstance(found, int) else 0
+
+    def _add_orders(self, file: GGUFWeights, info: TensorInfo, name: str) -> None:
+        if (match := _PERMUTED.fullmatch(info.name)) and self._architecture in PERMUTED:
+            file.orders[name] = self._of_heads(info, int(match[1]), match[2])
+        kind = name.rpartition(f".{STATE}.")[2]
+        if kind in self._orders:
+            (file.columns if kind == OUTPUT else file.orders)[name] = self._orders[kind]
+        if kind == RATES:
+            file.rates.add(name)
+
+    def _of_heads(self, info: TensorInfo, layer: int, part: str) -> Order:
+        """The order in a head, whose rows must be pairs."""
+        count = self._number(layer, "attention.head_count")
+        if part == "k":
+            count = self._number(layer, "attention.head_count_kv") or count
         if count < 1 or info.shape[0] % (2 * count):
             raise CheckpointError(
                 f"{self._part.path}: {info.name} {list(info.shape)} has no pairs of rows for each of {count} heads "
-                "(llama.attention.head_count); download it again"
+                f"({self._architecture}.attention.head_count); download it again"
             )
-        return count
+        return Order(info.shape[0] // count // 2, 2)
 
     def _headers(self, info: TensorInfo) -> Iterator[tuple[str, TensorHeader]]:
         """The hub's names of a tensor; unknown names are kept, and the header check refuses them."""
@@ -172,23 +184,54 @@ class _Names:
             yield _WHOLE.get(info.name, info.name), whole
             return
         prefix, part = f"model.layers.{match[1]}", match[2]
-        block = self._experts[0]
         if part in _EXPERTS and len(info.shape) == 3:
-            size = whole.num_bytes // max(1, info.shape[0])
-            projection = self._experts[1 + _EXPERTS[part]]
-            for expert in range(info.shape[0]):
-                start = whole.start + expert * size
-                header = TensorHeader(whole.dtype, info.shape[1:], start, start + size)
-                yield f"{prefix}.{block}.experts.{expert}.{projection}.weight", header
-        elif self._is_gpt_oss and part in _GPT_OSS:
+            names = [self._experts[i] for i in _EXPERTS[part]]
+            experts = (f"{expert}.{name}" for expert in range(info.shape[0]) for name in names)
+            each = TensorHeader(whole.dtype, (prod(info.shape[:2]), info.shape[2]), whole.start, whole.stop)
+            for name, header in _parts(each, [(name, info.shape[1] // len(names)) for name in experts]):
+                yield f"{prefix}.{self._block}.experts.{name}.weight", header
+        elif self._architecture == "gpt-oss" and part in _GPT_OSS:
             yield f"{prefix}.{_GPT_OSS[part]}", whole
         elif part == _ROUTER:
-            yield f"{prefix}.{block}.gate.weight", whole
+            yield f"{prefix}.{self._block}.{self._router}.weight", whole
         elif part in _ROUTER_BIAS:
-            yield f"{prefix}.{block}.gate.e_score_correction_bias", whole
+            yield f"{prefix}.{self._block}.gate.e_score_correction_bias", whole
+        elif part in JOINED.get(self._architecture, ()) and len(info.shape) == 2:
+            for name, header in _parts(whole, self._joined_rows(info, int(match[1]))):
+                yield f"{prefix}.{name}.weight", header
+        elif part in HALVES:
+            for name in HALVES[part]:
+                yield f"{prefix}.{name}", whole._replace(shape=(info.shape[0] // 2, *info.shape[1:]))
         else:
-            module, _, kind = part.rpartition(".")
-            yield f"{prefix}.{self._layer[module]}.{kind}" if module in self._layer else info.name, whole
+            yield self._one(info, prefix, part, whole)
+
+    def _one(self, info: TensorInfo, prefix: str, part: str, whole: TensorHeader) -> tuple[str, TensorHeader]:
+        module, _, kind = part.rpartition(".")
+        if part not in WITHOUT_END and module not in self._modules:
+            return info.name, whole
+        name = WITHOUT_END.get(part) or f"{self._modules[module]}.{kind}"
+        if name in SHAPES:
+            rows = prod(info.shape) // (info.shape[-1] if LAST in SHAPES[name] else 1)
+            sizes = {LAST: info.shape[-1], REST: rows}
+            whole = whole._replace(shape=tuple(sizes.get(size, size) for size in SHAPES[name]))
+        if whole.dtype in BLOCK_TYPES and len(whole.shape) != 2:
+            raise CheckpointError(f"{self._part.path}: {info.name} is no matrix, and has the type {whole.dtype}")
+        return f"{prefix}.{name}", whole
+
+    def _joined_rows(self, info: TensorInfo, layer: int) -> list[tuple[str, int]]:
+        """The rows of each matrix in a joined one."""
+        rows = info.shape[0]
+        if not info.name.endswith(_QKV):
+            return [("mlp.gate_proj", rows // 2), ("mlp.up_proj", rows - rows // 2)]
+        heads, groups = (self._number(layer, f"attention.head_count{end}") for end in ("", "_kv"))
+        width = rows // max(1, heads + 2 * groups)
+        counts = {"q": heads * width, "k": groups * width, "v": groups * width}
+        if sum(counts.values()) != rows:
+            raise CheckpointError(
+                f"{self._part.path}: {info.name} {list(info.shape)} has no rows of {heads} and twice {groups} heads "
+                f"({self._architecture}.attention.head_count and head_count_kv); download it again"
+            )
+        return [(f"self_attn.{part}_proj", count) for part, count in counts.items()]
 
     def _join(self, first: TensorInfo, by_name: Mapping[str, TensorInfo]) -> tuple[str, TensorHeader, JoinedHeader]:
         match = _BLOCK.fullmatch(first.name)
@@ -221,6 +264,14 @@ class _Names:
                 "it again"
             )
         return TensorHeader(dtype, info.shape, info.start, stop)
+
+
+def _parts(whole: TensorHeader, counts: list[tuple[str, int]]) -> Iterator[tuple[str, TensorHeader]]:
+    """Matrices whose rows are one after the other in a tensor, with the number of rows of each."""
+    size, start = whole.num_bytes // whole.shape[0], whole.start
+    for name, rows in counts:
+        yield name, TensorHeader(whole.dtype, (rows, whole.shape[1]), start, start + rows * size)
+        start += rows * size
 
 
 def _differ(first: tuple[int, ...], second: tuple[int, ...]) -> bool:

@@ -1,7 +1,7 @@
 """The tokenizer in the metadata of a GGUF file.
 
 Byte-level vocabularies (``tokenizer.ggml.model`` gpt2) are built with the `tokenizers` library; SentencePiece
-vocabularies (llama), whose merges follow from the scores, by transformers. transformers' conversion of byte-level
+vocabularies (llama, gemma4), whose merges may follow from the scores, by transformers. Its conversion of byte-level
 vocabularies is not used: it adds GPT-2's end of text as a further id, and encodes tokens such as DeepSeek's, whose
 characters are outside the byte alphabet, as plain text. A file names its pre-tokenizer (``tokenizer.ggml.pre``);
 unknown names are refused, because another split would silently give other tokens.
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from moe_engine.errors import ConfigError
 from moe_engine.gguf_container import read_container
 
-_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", ("llama", "gemma4")
 _CONTROL, _USER_DEFINED = 3, 4
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -26,6 +26,12 @@ _QWEN_2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+",
 )
+_QWEN_35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+)
+_DIGITS = (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+"""Single digits, then GPT-2's."""
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -46,7 +52,8 @@ _DEEPSEEK_V3 = (
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "default": (), "gpt-2": (), "llama-bpe": _LLAMA_3, "llama3": _LLAMA_3, "llama-v3": _LLAMA_3, "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2, "tekken": _TEKKEN, "gpt-4o": _GPT_4O, "deepseek-v3": _DEEPSEEK_V3,
-    "deepseek-r1": _DEEPSEEK_V3,
+    "deepseek-r1": _DEEPSEEK_V3, "qwen35": _QWEN_35, "refact": _DIGITS,
+    **dict.fromkeys(("dbrx", "smaug-bpe", "pixtral", "glm4", "chatglm-bpe"), _LLAMA_3),
 }  # fmt: skip
 """`tokenizer.ggml.pre` -> regular expressions, applied one after the other; (): GPT-2's. From the published
 tokenizer.json of the models."""
@@ -70,14 +77,14 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, dict[str, Any]]:
     metadata = read_container(path).metadata
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     kind, tokens = own.get("model"), own.get("tokens")
-    if kind not in (_BYTE_LEVEL, _SENTENCEPIECE) or not isinstance(tokens, tuple) or not tokens:
-        _refuse(path, f"tokenizer.ggml.model {kind!r:.40} is not supported; supported are gpt2 and llama")
-    name = "gemma3" if metadata.get("general.architecture") == "gemma3" else "llama"
+    if kind not in (_BYTE_LEVEL, *_SENTENCEPIECE) or not isinstance(tokens, tuple) or not tokens:
+        _refuse(path, f"tokenizer.ggml.model {kind!r:.40} is not supported; supported are gpt2, llama and gemma4")
+    name = str(metadata.get("general.architecture"))
     made = _byte_level(path, own) if kind == _BYTE_LEVEL else _sentencepiece(path, own, name)
     if made.get_vocab_size() != len(tokens):
         _refuse(path, f"its vocabulary of {len(tokens)} tokens cannot be kept ({made.get_vocab_size()} found)")
     config: dict[str, Any] = {
-        "add_bos_token": bool(own.get("add_bos_token", kind == _SENTENCEPIECE)),
+        "add_bos_token": bool(own.get("add_bos_token", kind in _SENTENCEPIECE)),
         "add_eos_token": bool(own.get("add_eos_token", False)),
     }
     for name, key in _SPECIAL.items():
@@ -115,7 +122,8 @@ def _byte_level(path: Path, own: Mapping[str, Any]) -> Any:
 
 
 def _sentencepiece(path: Path, own: Mapping[str, Any], name: str) -> Any:
-    """name: transformers' converter; Gemma's merges follow from the order of the tokens."""
+    """name: the architecture. Gemma 3's merges follow from the order of the tokens; Phi-3 puts its space before a text
+    otherwise."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
     except ImportError:

@@ -61,7 +61,7 @@ def test_splits_are_those_of_transformers() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["default", "qwen2", "deepseek-v3", "gpt-4o"])
+@pytest.mark.parametrize("name", ["default", "qwen2", "deepseek-v3", "gpt-4o", "qwen35", "refact", "glm4"])
 def test_ids_and_texts_are_those_of_the_original(tmp_path: Path, name: str) -> None:
     original = load_tokenizer(trained(tmp_path, SPLITS[name]))
     found = load_tokenizer(written(tmp_path, tokenizer_metadata(tmp_path, name)))
