@@ -40,7 +40,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto", num_layers: int 
     """
     gguf = find_gguf(directory)
     if gguf is not None and load_format not in ("safetensors", "pt"):
-        return read_gguf(gguf)
+        return dict(read_gguf(gguf))
     if gguf is not None or load_format == "gguf":
         found = "is a GGUF file" if gguf is not None else "names no GGUF file"
         raise CheckpointError(

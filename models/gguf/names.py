@@ -101,7 +101,7 @@ class GGUFWeights(WeightFile):
         return order is not None and dtype in BLOCK_TYPES and order.each % BLOCK_TYPES[dtype][0] != 0
 
 
-def read_gguf(path: Path) -> dict[str, GGUFWeights]:
+def read_gguf(path: Path) -> Mapping[str, GGUFWeights]:
     """Tensor name -> its file, as `read_checkpoint`.
 
     Raises:
