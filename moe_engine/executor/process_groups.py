@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.executor.options import RankGroupOptions, RankPlace
-from moe_engine.processes.addresses import INTERFACE_VARIABLE, LOOPBACK, interface_towards
+from moe_engine.processes.addresses import INTERFACE_VARIABLE, LOOPBACK, NO_PORT, interface_towards
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -40,13 +41,18 @@ def open_store(options: RankGroupOptions, host: str) -> Any:
     torch would listen on every address of the machine, so it gets an already bound socket.
 
     Raises:
-        ConfigError: as of `check_reachable`: the loopback interface of this machine is down.
+        ConfigError: no port is free, or as of `check_reachable`: the loopback interface of this machine is down.
     """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=options.limits.start)
     with socket.socket() as bound:
-        bound.bind((host, 0))
+        try:
+            bound.bind((host, 0))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ConfigError(f"the store of rank 0 cannot listen at {host}: {NO_PORT}") from None
         bound.listen(STORE_BACKLOG)
         port = bound.getsockname()[1]
         check_reachable(host, port)  # torch connects to it too
@@ -127,4 +133,6 @@ class RankWorld:
             yield
         except RuntimeError as error:  # base of torch's store and backend errors
             reason = str(error).strip().partition("\n")[0]
+            if os.strerror(errno.EADDRINUSE) in reason:  # gloo's, whose socket takes any port
+                reason = NO_PORT
             raise PeerLost(f"joining the other ranks at {self._host}:{self._port}: {reason}") from error

@@ -30,6 +30,12 @@ RETRY_SECONDS = 1.0
 NAMES_OF_UNKNOWN = ("EAI_NONAME", "EAI_AGAIN", "EAI_NODATA")  # systems without the last one report the first
 UNKNOWN = tuple(getattr(socket, name) for name in NAMES_OF_UNKNOWN if hasattr(socket, name))
 
+NO_PORT = (
+    "no port of net.ipv4.ip_local_port_range is free: end programs that hold its ports, or widen it "
+    "(sysctl -w net.ipv4.ip_local_port_range='1024 65535')"
+)
+"""What "Address already in use" means where any port would do."""
+
 Found = TypeVar("Found")
 
 

@@ -15,6 +15,7 @@ import pytest
 from moe_engine.errors import ConfigError
 from moe_engine.executor import process_groups
 from moe_engine.executor.options import RankGroupOptions
+from moe_engine.parallel.collectives import PeerLost
 from moe_engine.processes import addresses as rank_addresses
 from tests.distributed.ranks.hosts import ADDRESSES, two_hosts, why_not
 
@@ -196,3 +197,34 @@ def test_a_leader_that_does_not_reach_its_own_store_says_so(monkeypatch: pytest.
     monkeypatch.setattr(socket, "create_connection", fail)
     with pytest.raises(ConfigError, match=r"Network is unreachable.*bring its loopback interface up"):
         process_groups.open_store(RankGroupOptions(2, lambda: None), "127.0.0.1")
+
+
+HOLD_ALL_PORTS = """
+import socket
+from moe_engine.errors import ConfigError
+from moe_engine.executor import process_groups
+from moe_engine.executor.options import RankGroupOptions
+held = [socket.create_server(("127.0.0.1", port)) for port in range(40000, 40004)]
+try:
+    process_groups.open_store(RankGroupOptions(2, print), "127.0.0.1")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_machine_without_a_free_port_says_so() -> None:
+    """Programs with many connections can hold the whole range: "Address already in use" names no port to change."""
+    if reason := why_not():
+        pytest.skip(reason)
+    inside = f"echo 40000 40003 > /proc/sys/net/ipv4/ip_local_port_range && exec {sys.executable} -c '{HOLD_ALL_PORTS}'"
+    command = ["unshare", "--net", "sh", "-c", f"ip link set lo up && {inside}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("the store of rank 0 cannot listen at 127.0.0.1: no port of net.ipv4.ip_local"), done
+
+
+def test_a_group_without_a_free_port_says_so() -> None:
+    """The error is gloo's, of two ranks of `serve --tp 2` with a range of four ports."""
+    seen = "[enforce fail at gloo/transport/tcp/socket.cc:95] rv != -1. -1 vs -1. bind: Address already in use"
+    world = process_groups.RankWorld(options(), options().places[1], "127.0.0.1", 40001)
+    with pytest.raises(PeerLost, match=r"at 127\.0\.0\.1:40001: no port .* is free: "), world._rendezvous_errors():
+        raise RuntimeError(seen)
