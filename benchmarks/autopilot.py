@@ -122,7 +122,7 @@ LOADS = {
 def run(load: Load, settings: dict[str, Any], costs: CostFile, seconds: float, seed: int, autopilot: bool) -> Fleet:
     """Simulates `seconds` of a load."""
     config = replace(CONFIG, autopilot=autopilot, ttft_slo=load.ttft, itl_slo=load.itl)
-    spec = FleetSpec(ReplicaSpec(config, MeasuredCosts(costs), **costs.delays))
+    spec = FleetSpec(ReplicaSpec(config, MeasuredCosts(costs), **costs.disturbances))
     rng = random.Random(seed)
     workload: Workload = Fixed(load.arrivals(rng, seconds), 0)
     if load.clients:

@@ -268,7 +268,7 @@ def source_of(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig
             print(
                 f"note: the steps of {own.cost_file} were measured with {other}; calibrate this launch", file=sys.stderr
             )
-        replica = file.delays | {"idle_seconds": file.idle_seconds}
+        replica = file.disturbances | {"idle_seconds": file.idle_seconds}
         given = MeasuredCosts(file), file.delivery_seconds, file.acceptance
         return config, _Source(*given, replica, file.frontend_times, file.reply_seconds)
     cluster = parse_cluster(own.hardware, own.interconnect)

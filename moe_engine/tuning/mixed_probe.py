@@ -77,12 +77,14 @@ class Part:
 @dataclass(frozen=True)
 class Effects:
     """Seconds that an arrival and an end add to the steps that run meanwhile; for each part, the slowness of steps that
-    decode and of steps with prompts, against their costs. 0: unknown."""
+    decode and of steps with prompts, against their costs. 0: unknown. `spread`: relative standard deviation of a step
+    from what it takes by all this."""
 
     arrival: float
     end: float
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
+    spread: float = 0.0
 
     def of(self, places: Sequence[int]) -> Effects:
         """In some of the parts."""
@@ -188,9 +190,11 @@ def effects(
         begin = rows.stop
     if not matrix[:, -2].any():
         return None
-    found = _robust(matrix, taken, np.repeat(np.arange(len(parts)), [len(seconds) for seconds in alone]))
+    part_of = np.repeat(np.arange(len(parts)), [len(seconds) for seconds in alone])
+    found = _robust(matrix, taken, part_of)
     decode, prefill = found[:-EVENTS:2], found[1:-EVENTS:2]
-    return Effects(found[-2], found[-1], tuple(decode), tuple(prefill))
+    spread = spread_of_steps(taken, matrix @ np.array(found), part_of)
+    return Effects(found[-2], found[-1], tuple(decode), tuple(prefill), spread)
 
 
 def _joint_costs_of(steps: Sequence[Step], costs: StepCostModel, drafts: int) -> npt.NDArray[np.float64]:
@@ -253,6 +257,26 @@ def _spreads(
     chosen = [residuals[calm & (part_of == part)] for part in range(int(part_of.max()) + 1)]
     found = np.array([float(np.median(values)) if len(values) >= LEAST_STEPS else whole for values in chosen])
     return np.maximum(found, float(np.median(found)) / 2 + 1e-12)
+
+
+def spread_of_steps(
+    taken: npt.NDArray[np.float64], expected: npt.NDArray[np.float64], part_of: npt.NDArray[np.int64]
+) -> float:
+    """Relative standard deviation of a step from what is expected, by sums of two steps of a part: one that ends late,
+    because its result is read late, makes the next one shorter. Robust; long steps count more."""
+    same = part_of[1:] == part_of[:-1]
+    if not same.any():
+        return 0.0
+    beyond = taken - expected
+    relative = ((beyond[1:] + beyond[:-1]) / np.maximum(np.hypot(expected[1:], expected[:-1]), 1e-9))[same]
+    weights = (expected[1:] + expected[:-1])[same]
+    return 1.4826 * _weighted_median(np.abs(relative - _weighted_median(relative, weights)), weights)
+
+
+def _weighted_median(values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> float:
+    order = np.argsort(values)
+    sums = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(sums, sums[-1] / 2)])
 
 
 def _robust(

@@ -32,4 +32,4 @@ def cost_file(points: MeasuredPoints, measured: Sequence[mixed_probe.Part]) -> C
         prefill = found.slowness([part.machine for part in parts])[1]
         file = file.slower(mixed_probe.slowness_by_rows(parts, found), prefill)
     # prompts of a single scheduler were measured while others decode, with the work for their arrival, as under load
-    return replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival))
+    return replace(file, arrival_seconds=arrival, end_seconds=min(found.end, most - arrival), step_spread=found.spread)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import simulation_phases
@@ -145,6 +147,22 @@ def test_time_that_requests_add_to_the_steps_beside_them():
     known, unknown = (mixed_probe.effects(parts, COSTS, 0, sent_seconds=seconds) for seconds in (sent, 0.0))
     assert median(known.decode) == pytest.approx(1.0, abs=0.2) and median(unknown.decode) > median(known.decode)
     assert mixed_probe.effects([mixed_probe.Part([], [], [])], COSTS, 0) is None
+
+
+def test_the_spread_of_steps_leaves_out_late_results():
+    """Steps of log-normal seconds, of which one that ends late makes the next one shorter, and some are interrupted."""
+    rng, spread = np.random.default_rng(random.getrandbits(32)), random.uniform(0.05, 0.5)
+    expected = rng.choice([1.0, 1.3], 20_000)
+    variance = math.log1p(spread**2)
+    taken = expected * rng.lognormal(-variance / 2, math.sqrt(variance), len(expected))
+    late = rng.random(len(expected) + 1) * 0.4
+    taken += late[1:] - late[:-1] + (rng.random(len(expected)) < 0.01) * 20
+    part_of = np.arange(len(expected)) // 5000
+    seen = mixed_probe.spread_of_steps(taken, expected, part_of)
+    by_single_steps = float(np.std(late[1:] - late[:-1]))
+    # half the variance of two late results is left in a sum of two steps; the core of a log-normal sum is narrower
+    assert 0.85 * spread < seen < 1.1 * math.hypot(spread, by_single_steps / math.sqrt(2))
+    assert mixed_probe.spread_of_steps(taken[:1], expected[:1], part_of[:1]) == 0.0
 
 
 def test_a_part_beside_other_programs_counts_less():
@@ -293,7 +311,9 @@ def test_cost_file_of_a_machine_whose_speed_differs_between_the_rounds():
         prefill = effects.slowness([part.machine for part in known])[1]
         work = work.slower(mixed_probe.slowness_by_rows(known, effects), prefill)
         assert work.prefill != FILE.prefill
-    assert file == replace(work, arrival_seconds=effects.arrival, end_seconds=effects.end)
+    assert effects.spread > 0 and file == replace(
+        work, arrival_seconds=effects.arrival, end_seconds=effects.end, step_spread=effects.spread
+    )
     replicas = under_load.cost_file(points, [])
     assert replicas == replace(FILE, request_seconds=1.0)
 

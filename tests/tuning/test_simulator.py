@@ -24,6 +24,7 @@ from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec, Outcome
 from moe_engine.tuning.simulator.load_table import TableRouter
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
+from moe_engine.tuning.simulator.step_noise import StepNoise
 from moe_engine.tuning.simulator.workload import DRAWN, Arrival, Fixed, Limited, Numbers, Workload, random_prompt
 from moe_engine.types import SpeculationConfig, StepPlan
 from moe_engine.types.prefill_delay import DelayerSettings
@@ -127,7 +128,7 @@ def test_runs_equal_single_steps(example):
     num_groups = rng.choice([2, 5, 16]) if small else rng.choice([1, 1, 2, 5, 16])
     spec = ReplicaSpec(limits, Linear(), num_groups, overlap=small or rng.random() < 0.8, experts=experts)
     beside = {name: rng.choice([0.0, 0.003]) for name in ("arrival_seconds", "end_seconds", "sent_seconds")}
-    spec = replace(spec, **beside, idle_seconds=rng.choice([0.0, 0.002]))
+    spec = replace(spec, **beside, idle_seconds=rng.choice([0.0, 0.002]), step_spread=rng.choice([0.0, 0.0, 0.4]))
     num_replicas, seed = rng.choice([1, 2]), rng.getrandbits(32)
     faults = ()
     if spec.num_groups > 1 and rng.random() < 0.2:
@@ -299,22 +300,37 @@ def test_discarded_caches_have_no_tokens():
     assert not any(tree.roots or tree.heap or tree.num_evictable for tree in trees)
 
 
-def test_waiting_times_of_a_single_server_are_those_of_queueing_theory():
-    """One request at a time, of constant service: an M/D/1 queue. Each wait follows from the previous one (Lindley's
-    recursion), without sampling error. The mean wait is rho s / (2 (1 - rho)); the mean of this number has a standard
-    deviation of 5.4 % (2,000 runs of the recursion), and the tolerance is more than 5 of them."""
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_waiting_times_of_a_single_server_are_those_of_queueing_theory(spread):
+    """One request at a time, of constant or log-normal service: an M/D/1 or M/G/1 queue. Each wait follows from the
+    previous one (Lindley's recursion), without sampling error. The mean wait is rho s (1 + spread^2) / (2 (1 - rho));
+    the mean of this number has a standard deviation of 5.4 % and 6.5 % (2,000 runs of the recursion), and the tolerance
+    is about 5 of them."""
     rng, service, load, count = random.Random(random.getrandbits(32)), 0.02, 0.7, 10_000
     times = list(islice(arrival_times("poisson", load / service, rng), count))
     arrivals = [Arrival(seconds, [number + 1], 1) for number, seconds in enumerate(times)]
-    spec = FleetSpec(ReplicaSpec(config(max_rows=1), Linear(fixed=service, row=0, token=0), overlap=False))
-    outcome = simulate(spec, Fixed(arrivals, count))[1]
-    waits = [0.0]
-    for before, after in pairwise(times):
-        waits.append(max(0.0, waits[-1] + service - (after - before)))
-    found = [answer.latency - service for answer in outcome.recorder.answers]
+    replica = ReplicaSpec(config(max_rows=1), Linear(fixed=service, row=0, token=0), overlap=False, step_spread=spread)
+    outcome = simulate(FleetSpec(replica), Fixed(arrivals, count))[1]
+    noise, waits = StepNoise(spread, 0), [0.0]
+    services = [noise.seconds(service) for _ in times]
+    for taken, (before, after) in zip(services, pairwise(times)):
+        waits.append(max(0.0, waits[-1] + taken - (after - before)))
+    found = [answer.latency - taken for answer, taken in zip(outcome.recorder.answers, services, strict=True)]
     assert [answer.started for answer in outcome.recorder.answers] == times
     assert found == pytest.approx(waits, abs=1e-5)
-    assert sum(found) / count == pytest.approx(load * service / (2 * (1 - load)), rel=0.3)
+    assert sum(found) / count == pytest.approx(load * service * (1 + spread**2) / (2 * (1 - load)), rel=0.3)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.05, 1.0])
+def test_random_steps_have_their_mean_and_spread(spread):
+    noise, mean, count = StepNoise(spread, random.getrandbits(32)), random.uniform(0.001, 1.0), 20_000
+    found = [noise.seconds(mean) / mean for _ in range(count)]
+    middle = sum(found) / count
+    assert middle == pytest.approx(1.0, abs=1e-9 + 6 * spread / count**0.5)
+    logs = [math.log(value) for value in found]
+    center = sum(logs) / count
+    variance = sum((value - center) ** 2 for value in logs) / count
+    assert variance == pytest.approx(math.log1p(spread**2), rel=6 * (2 / count) ** 0.5, abs=1e-12)
 
 
 def test_a_single_request_takes_its_steps():

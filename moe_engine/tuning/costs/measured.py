@@ -66,6 +66,7 @@ class CostFile:
         arrival_seconds, end_seconds, sent_seconds: time that the arrival of a request, its end, and its tokens of the
         step before add to the steps that run meanwhile: the part of the work outside the steps that takes cores from
         them, and planning. `decode` and `prefill` are without it.
+        step_spread: relative standard deviation of a step under load from what equal steps take.
         idle_seconds: additional time of an answer to a request that finds the engine idle.
         busy_seconds: additional time until a request is read while steps take the cores of the frontend.
         acceptance: chance that a draft at each position is accepted if those before it are.
@@ -88,6 +89,7 @@ class CostFile:
     arrival_seconds: float = 0.0
     end_seconds: float = 0.0
     sent_seconds: float = 0.0
+    step_spread: float = 0.0
     request_seconds: float = 0.0
     results_seconds: float = 0.0
     token_seconds: float = 0.0
@@ -105,9 +107,9 @@ class CostFile:
         return str(self.conditions.get("disturbed", ""))
 
     @property
-    def delays(self) -> dict[str, Any]:
-        """Delays of steps by requests that arrive and end meanwhile, as arguments of the simulator's `ReplicaSpec`."""
-        names = ("arrival_seconds", "end_seconds", "sent_seconds")
+    def disturbances(self) -> dict[str, Any]:
+        """How steps under load differ from their costs, as arguments of the simulator's `ReplicaSpec`."""
+        names = ("arrival_seconds", "end_seconds", "sent_seconds", "step_spread")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -23,6 +23,7 @@ from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.run_counts import Flight, RunCounts
 from moe_engine.tuning.simulator.runs import Runs, RunStep
+from moe_engine.tuning.simulator.step_noise import StepNoise
 from moe_engine.types import StepPlan
 
 MAX_JUMP = 64
@@ -53,6 +54,7 @@ class Replica:
         self.spec, self.now, self._logs = spec, 0.0, logs
         self._front = front
         self._recorder, self._ended, self._seed = recorder, ended, seed
+        self._noise = StepNoise(spec.step_spread, seed)
         self.groups = [self._new_group(i) for i in range(spec.num_groups)]
         self.lost: set[int] = set()
         self.balancer = Balancer(spec.experts) if spec.experts is not None else None
@@ -169,8 +171,7 @@ class Replica:
             return
         flight = self._launch(planned, of_runs)
         if planned.loaded:  # the copies of the ranks, during the step
-            loaded_at = flight.end - flight.cost.seconds + planned.loaded * self.spec.load_seconds
-            flight.end = max(flight.end, loaded_at)
+            flight.end = max(flight.end, flight.began + planned.loaded * self.spec.load_seconds)
         flight.hold, flight.launched, flight.relaunched, flight.drained = hold, launched, self.now, planned.drained
         self._collect(flight)
 
@@ -241,8 +242,9 @@ class Replica:
         if self.balancer is not None:
             self.balancer.passed(1)
         begin = self.now if self._flight is None else max(self.now, self._flight.end)
+        seconds = self._noise.seconds(cost.seconds)
         self.num_steps += 1
-        self.busy_seconds += cost.seconds
+        self.busy_seconds += seconds
         rows, tokens, most_rows = planned.rows, planned.tokens, planned.most_rows
         chunks: set[int] = set()
         if of_runs is not None:
@@ -251,7 +253,7 @@ class Replica:
             most_rows = max(most_rows, *[shape.decode_rows for shape in run_shapes])
             chunks |= self._runs.chunking if run_tokens else chunks
         is_graph = not tokens and self.spec.graphs.size_for(most_rows) is not None
-        return Flight(cost, begin + cost.seconds, planned.groups, rows, tokens, begin, chunks=chunks, is_graph=is_graph)
+        return Flight(cost, begin + seconds, planned.groups, rows, tokens, begin, chunks=chunks, is_graph=is_graph)
 
     @property
     def _skew(self) -> float:
@@ -262,15 +264,11 @@ class Replica:
         shape = self._runs.shape(ahead)
         return self.spec.costs.step(busiest([shape], shape.global_tokens, self._skew))
 
-    def _sent(self, rows: int) -> float:
-        """Delay of a step while the tokens of `rows` requests are sent, the results of the step before."""
-        return rows * self.spec.sent_seconds
-
     def _collect(self, behind: Flight | None) -> None:
         """Applies the step in flight; then `behind` is in flight."""
         sent = 0.0
         if self._flight is not None:
-            sent = self._sent(self._flight.rows)
+            sent = self._flight.rows * self.spec.sent_seconds  # the results of the step before are sent meanwhile
             self.now = max(self.now, self._flight.end)
             self._record(self._flight)
             previous, self._collected = self._collected, self.now
@@ -415,9 +413,9 @@ class Replica:
         """Takes several decode steps together, if all groups are in a run and no prompt waits for its turn."""
         flight, runs = self._flight, self._runs
         waits = self._awake or self._held or runs.holding or runs.chunking
-        if flight is None or flight.end >= until or waits or not runs.members:
+        if flight is None or flight.end >= until or waits or not runs.members or self.spec.step_spread:
             return False
-        room, sent = until - flight.end, self._sent(runs.total_rows)
+        room, sent = until - flight.end, runs.total_rows * self.spec.sent_seconds
         first = self._decode_cost().seconds + sent
         most = MAX_JUMP if self.balancer is None else self.balancer.left  # steps of an equal skew
         steps = min(runs.next_end - runs.step, MAX_JUMP, most, 1 + int(min(room / first, MAX_JUMP)))

@@ -17,8 +17,9 @@ class ReplicaSpec:
     `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
     every step, even if nothing can change. `arrival_seconds`, `end_seconds`: delays of the running step by a request
     that arrives or has ended, if the frontend shares the step's cores. `sent_seconds`: delay of a step by each request
-    with tokens from the step before, which are sent meanwhile. `idle_seconds`: additional time of the first step after
-    an idle time. `load_seconds`: of a token from the host-RAM tier, copied while its step runs.
+    with tokens from the step before, which are sent meanwhile. `step_spread`: standard deviation of the seconds of
+    equal steps over their mean. `idle_seconds`: additional time of the first step after an idle time. `load_seconds`:
+    of a token from the host-RAM tier, copied while its step runs.
     """
 
     scheduler: SchedulerConfig
@@ -35,5 +36,6 @@ class ReplicaSpec:
     arrival_seconds: float = 0.0
     end_seconds: float = 0.0
     sent_seconds: float = 0.0
+    step_spread: float = 0.0
     idle_seconds: float = 0.0
     load_seconds: float = 0.0
