@@ -65,13 +65,14 @@ def test_image_tokens_of_runs_are_found_by_place() -> None:
     for _ in range(examples(40)):
         images = RowImages(4, vision, has_axes=rng.random() < 0.5, keeps=True)
         content: dict[int, list[tuple[bytes, int] | None]] = {}
-        for row in range(rng.randint(1, 3)):
+        num_rows = rng.randint(1, 3)
+        for entry, row in enumerate((*range(num_rows), *range(rng.randint(0, num_rows)))):  # some rows are used again
             tokens: list[tuple[bytes, int] | None] = []
             made = []
             for i in range(rng.randint(0, 3)):
                 tokens += [None] * rng.randint(0, 3)
                 grid = (1, 2 * rng.randint(1, 3), 2 * rng.randint(1, 2))
-                count, key = grid[1] * grid[2] // 4, bytes([row, i])
+                count, key = grid[1] * grid[2] // 4, bytes([entry, i])
                 made.append(ImageTokens(len(tokens), count, key, grid, b"p" if rng.random() < 0.7 else b""))
                 tokens += [(key, j) for j in range(count)]
             tokens += [None] * rng.randint(1, 3)
