@@ -19,7 +19,8 @@ _STATE = {".mamba.": ".linear_attn."}
 
 
 def has_experts(names: Collection[str]) -> bool:
-    return any(".block_sparse_moe.input_linear." in name for name in names)
+    parts = (".block_sparse_moe.input_linear.", ".block_sparse_moe.router.layer.")
+    return any(part in name for name in names for part in parts)
 
 
 def with_experts(name: str) -> str:

@@ -14,11 +14,6 @@ from collections.abc import Mapping
 
 from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
 
-JOINED = (
-    "Phi3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM",
-    "GraniteMoeHybridForCausalLM", "BailingMoeV2ForCausalLM", "MiMoV2ForCausalLM",
-)  # fmt: skip
-"""Architectures with such files; Granite's experts are joined in common tensors."""
 ROWS_FIRST = ("compressed-tensors", "fp8", "fbgemm_fp8", "w8a8_fp8", "w8a8_int8", "modelopt", "mxfp8")
 """Formats (`quant_method`) whose tensors have rows first."""
 COLUMNS_FIRST = ("awq", "gptq", "auto-round")

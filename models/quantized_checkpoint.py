@@ -13,9 +13,10 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,7 +30,6 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.table import format_in_headers
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.joined_rows import JOINED
 from moe_engine.models.mistral_native import native_file
 from moe_engine.models.quantization_section import quantization_config
 from moe_engine.models.quantization_target import Target, select
@@ -109,8 +109,6 @@ def _check_source(source: Path, config: ModelConfig, target: Target) -> None:
         raise ConfigError(f"{source}: is quantized already ({format.name}); use an unquantized checkpoint")
     if not is_built_in(config.architecture):
         raise ConfigError(f"{source}: the projections of {config.architecture} are not known")
-    if config.architecture in JOINED:
-        raise ConfigError(f"{source}: matrices are joined by rows in these files; serve them with --quantization")
     is_gpt_oss = isinstance(format, FusedExpertsFormat) and format.alternating
     if is_gpt_oss and target.format != "mxfp4":
         raise ConfigError(f"{source}: use --format mxfp4: other engines read the experts of gpt-oss in no other form")
@@ -165,7 +163,23 @@ def _save(part: Path, tensors: dict[str, Tensor]) -> None:
 
 def _converted(file: WeightFile, conversion: Conversion, advance: Callable[[int], None]) -> dict[str, Tensor]:
     opened, out = SafetensorsFile(file), dict[str, Tensor]()
-    for name, header in file.tensors.items():
-        out.update(conversion.tensors(name, file.stored_name(name), opened.read(name)))
-        advance(header.num_bytes)
+    for names in _stored_together(file):
+        parts = [opened.read(name) for name in names]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out.update(conversion.tensors(names[0], file.stored_name(names[0]), whole))
+        advance(sum(file.tensors[name].num_bytes for name in names))
     return out
+
+
+def _stored_together(file: WeightFile) -> Iterator[list[str]]:
+    """The tensors of the file; the parts of one whose rows are joined (`joined_rows`) together, in the file's order."""
+    found: list[str] = []
+    for name, header in file.tensors.items():
+        if found:
+            last = file.tensors[found[-1]]
+            if file.stored_name(found[-1]) != file.stored_name(name) or last.stop != header.start:
+                yield found
+                found = []
+        found.append(name)
+    if found:
+        yield found

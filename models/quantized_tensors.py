@@ -43,7 +43,7 @@ class Conversion:
         if self.experts is not None and name.endswith((_GATE_UP, _DOWN)):
             quantized = self._single(name)[0] in self.quantized
             if not self.common:
-                yield from self._apart(stored, tensor, quantized)
+                yield from self._apart(stored if stored.endswith((_GATE_UP, _DOWN)) else name, tensor, quantized)
             elif quantized:
                 yield from self._together(stored, tensor)
             else:

@@ -340,7 +340,7 @@ def test_gpt_oss_gets_the_form_in_which_it_is_published(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     find_spec("compressed_tensors") is None, reason="pip install compressed-tensors: transformers reads it with it"
 )
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5", "phi3", "glm4"])
 @pytest.mark.parametrize("target", [Target("int8"), Target("int4", 32)])
 def test_transformers_reads_the_copy(tmp_path: Path, kind: str, target: Target) -> None:
     from transformers import AutoModelForCausalLM
