@@ -31,6 +31,7 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cohere_command4", ("<|START_ACTION|>", "<|START_TEXT|>")),
     ("cohere_command3", ("<|START_ACTION|>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("nemotron_json", ("<TOOLCALL>",)),
     ("phi4_mini_json", ("<|tool_call|>", "<|/tool_call|>")),
     ("phi4_mini_json", ("functools[",)),
     ("granite", ("<|tool_call|>",)),

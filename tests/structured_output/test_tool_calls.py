@@ -40,6 +40,7 @@ SYNTAX: dict[str, CallSyntax] = {
         "granite",
         "cohere_command4",
         "phi4_mini_json",
+        "nemotron_json",
     )
 }  # type: ignore[misc]
 

@@ -96,6 +96,11 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
         "cohere_command4",
         "cohere_command4",
     ),
+    "Nemotron Nano 2": (
+        "<AVAILABLE_TOOLS><TOOLCALL>[]</TOOLCALL>" + BACK + ASK + "<think>",
+        "deepseek-r1",
+        "nemotron_json",
+    ),
     "Phi-4-mini": ("functools[{{ calls }}]", None, "phi4_mini_json"),
     "OLMo 3": ("<function_calls>\n{{ calls }}</function_calls>" + ASK, None, "olmo3"),
     "OLMo 3 Think": ("<function_calls>{{ calls }}" + BACK + ASK + "<think>", "deepseek-r1", "olmo3"),

@@ -200,6 +200,9 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("phi4_mini_json", f'functools[{FUNCTION_CALL},{{"name": "g", "parameters": {{}}}}]', "",
      [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
     ("phi4_mini_json", '<|tool_call|>{"name": "g", "arguments": {}}<|/tool_call|>b', "b", [("g", {})]),
+    ("nemotron_json", f'a\n<TOOLCALL>[{FUNCTION_CALL}, {{"name": "g", "arguments": {{}}}}]</TOOLCALL> b', "a\n b",
+     [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
+    ("nemotron_json", '<TOOLCALL>[{"name": "g", "arguments": {}}', "", [("g", {})]),
     ("phi4_mini_json", "import functools as f", "import functools as f", []),
     ("gemma4", gemma("call:f{s:12,n:5,o:{k:[1"), "", [("f", {"s": "12", "n": 5, "o": {"k": [1]}})]),
 ]  # fmt: skip
@@ -343,6 +346,7 @@ NO_CALLS = [
     ("gpt-oss", "<|channel|>final<|message|>Hello<|return|>"),
     ("olmo3", "<function_calls>\nf(x)\n</function_calls>"),
     ("granite", "<|tool_call|>[5] <tool_call>a"),
+    ("nemotron_json", "<TOOLCALL>[5]</TOOLCALL>"),
     ("phi4_mini_json", "functools [x] functools.reduce"),
     ("cohere_command4", '<|START_ACTION|>[{"name": "f", "parameters": {}}]<|END_ACTION|>'),
     ("cohere_command4", "a <|START_ACTION|>[5]"),

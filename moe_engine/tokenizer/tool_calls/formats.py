@@ -37,6 +37,8 @@ from moe_engine.tokenizer.tool_calls.objects import (
     MISTRAL_ARGUMENTS,
     MISTRAL_BEGIN,
     MISTRAL_ID,
+    NEMOTRON_BEGIN,
+    NEMOTRON_END,
     PHI_BEGIN,
     PHI_END,
     QWEN_BEGIN,
@@ -46,6 +48,7 @@ from moe_engine.tokenizer.tool_calls.objects import (
     parse_llama,
     parse_minimax_m1,
     parse_mistral,
+    parse_nemotron,
     parse_qwen,
 )
 from moe_engine.tokenizer.tool_calls.pythonic import BEGIN as PYTHON_BEGIN
@@ -386,6 +389,11 @@ TOOL_FORMATS = {
     "olmo3": _OLMO3,
     "granite": ToolFormat(
         parse_granite, (LIST_BEGIN, *QWEN_MARKERS), _object_syntax(LIST_BEGIN, "[", "]", ", ", "arguments")
+    ),
+    "nemotron_json": ToolFormat(
+        parse_nemotron,
+        (NEMOTRON_BEGIN, NEMOTRON_END),
+        _object_syntax(NEMOTRON_BEGIN, "[", f"]{NEMOTRON_END}", ", ", "arguments"),
     ),
     "phi4_mini_json": ToolFormat(
         parse_granite, (LIST_BEGIN, PHI_END), _object_syntax(f"{PHI_BEGIN}[", "", "]", ", ", "arguments")

@@ -1,5 +1,5 @@
 """Formats that write a call as one JSON object: Qwen 2.5 and Hermes, Llama 3, Mistral, MiniMax-M1, Granite 3,
-Phi-4-mini, Cohere 2."""
+Phi-4-mini, Cohere 2, Nemotron Nano 2."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_
 LLAMA_BEGIN = "<|python_tag|>"
 MINIMAX_BEGIN, MINIMAX_END = "<tool_calls>", "</tool_calls>"
 ACTION_BEGIN, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
+NEMOTRON_BEGIN, NEMOTRON_END = "<TOOLCALL>", "</TOOLCALL>"
 LIST_BEGIN, PHI_BEGIN, PHI_END = "<|tool_call|>", "functools", "<|/tool_call|>"
 
 
@@ -67,6 +68,11 @@ def parse_cohere(reader: CallReader) -> Wait[None]:
     """``<|START_ACTION|>[{"tool_call_id": ..., "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>``. The ids
     are places in the conversation, which the template writes itself."""
     yield from _lists(reader, (ACTION_BEGIN,), (ACTION_END,), "tool_name")
+
+
+def parse_nemotron(reader: CallReader) -> Wait[None]:
+    """``<TOOLCALL>[{...}, {...}]</TOOLCALL>``."""
+    yield from _lists(reader, (NEMOTRON_BEGIN,), (NEMOTRON_END,), "name")
 
 
 def _lists(reader: CallReader, begins: tuple[str, ...], ends: tuple[str, ...], name: str) -> Wait[None]:
