@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from io import TextIOWrapper
 from logging.handlers import TimedRotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,16 @@ class _HourFiles(_Dropping, TimedRotatingFileHandler):
         name = super().rotation_filename(default_name)
         names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
         return next(name for name in names if not os.path.exists(name))
+
+    def _open(self) -> TextIOWrapper:
+        """Ends the last line if a full disk or a kill has cut it: the next one would be its continuation."""
+        stream = super()._open()
+        if os.path.isfile(self.baseFilename) and (size := os.path.getsize(self.baseFilename)):
+            with suppress(OSError), open(self.baseFilename, "rb") as file:
+                file.seek(size - 1)
+                if file.read(1) != b"\n":
+                    stream.write("\n")
+        return stream
 
     def handleError(self, record: logging.LogRecord) -> None:
         super().handleError(record)

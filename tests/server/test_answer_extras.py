@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,28 @@ def test_a_request_log_on_a_full_disk(
     first, last = caplog.messages
     assert "cannot be written (No space left on device)" in first and "written again, 4 lines" in last
     assert "Traceback" not in capsys.readouterr().err
+
+
+CUT = """
+import logging, resource, sys
+from pathlib import Path
+from moe_engine.server.request_log import _HourFiles
+log = _HourFiles(sys.argv[1])
+for number in range(3):
+    log.emit(logging.makeLogRecord({"msg": f"line {number}"}))
+    size = Path(log.baseFilename).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, -1))  # as a disk with room for five more bytes
+    for _ in range(2):
+        log.emit(logging.makeLogRecord({"msg": "x" * 100}))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+log.close()
+"""
+
+
+def test_a_line_of_the_request_log_that_was_cut_spoils_no_other(tmp_path: Path):
+    subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], check=True, timeout=120)
+    (file,) = tmp_path.iterdir()
+    assert file.read_text().splitlines() == ["line 0", "xxxxx", "line 1", "xxxxx", "line 2", "xxxxx"]
 
 
 def test_priorities_are_refused_while_they_have_no_effect():
