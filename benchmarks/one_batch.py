@@ -119,11 +119,10 @@ def latency_test(own: argparse.Namespace, config: ResolvedConfig) -> Iterator[di
 
         limits = measure_limits(config.device).machine
     worker = create_worker(config)
-    step_tokens = config.max_prefill_tokens
 
     def run(batch: int, input_len: int, output_len: int, quiet: bool) -> dict[str, Any]:
         prompts = random_prompts(batch, input_len, config.model.vocab_size, own.seed)
-        driver = BatchDriver(worker, config, prompts, input_len + output_len, step_tokens)
+        driver = BatchDriver(worker, config, prompts, input_len + output_len)
         values = run_once(driver, batch, input_len, output_len, own.log_decode_step, quiet)
         driver.close()
         return values
@@ -150,7 +149,7 @@ def correctness_test(own: argparse.Namespace, config: ResolvedConfig) -> None:
     prompts = [vocabulary.encode(text) for text in CORRECTNESS_PROMPTS]
     worker = create_worker(config)
     longest = max(map(len, prompts)) + own.output_len[0]
-    driver = BatchDriver(worker, config, prompts, longest, config.max_prefill_tokens)
+    driver = BatchDriver(worker, config, prompts, longest)
     driver.prefill(min(own.cut_len, min(map(len, prompts)) - 1))
     driver.prefill()
     for _ in range(own.output_len[0] - 1):

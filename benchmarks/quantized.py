@@ -40,7 +40,7 @@ def measure(path: Path, formats: Sequence[str], batch: int, input_len: int, outp
     for turn in range(rounds + 1):  # the first one warms up
         for name, config, worker in sides:
             prompts = random_prompts(batch, input_len, config.model.vocab_size, turn)
-            driver = BatchDriver(worker, config, prompts, input_len + output_len, config.max_prefill_tokens)
+            driver = BatchDriver(worker, config, prompts, input_len + output_len)
             prefill = driver.prefill()
             decode = median([driver.decode() for _ in range(output_len - 1)])
             driver.close()

@@ -67,7 +67,7 @@ class Subject:
         return counter.calls
 
     def _begin(self) -> BatchDriver:
-        return BatchDriver(self.worker, self._config, self._prompts, self._length, self._config.max_prefill_tokens)
+        return BatchDriver(self.worker, self._config, self._prompts, self._length)
 
 
 class CallCounter:

@@ -41,24 +41,23 @@ def check_batch(config: ResolvedConfig, num_requests: int, max_len: int) -> None
 
 
 class BatchDriver:
-    """One batch, starting with its prompts. `tokens[i]`: tokens sampled so far for request i.
+    """One batch, starting with its prompts. `tokens[i]`: tokens sampled so far for request i. A step has at most the
+    prompt tokens of the scheduler's steps, for which memory is planned and kernels are compiled; a longer prompt has a
+    step of its own.
 
     Args:
         max_len: max tokens of a request; its KV slots are reserved up front.
-        step_tokens: max prompt tokens per step (a longer prompt has its own step).
 
     Raises:
         ValueError: the batch does not fit into the worker's rows, context or KV pool.
     """
 
-    def __init__(
-        self, worker: Worker, config: ResolvedConfig, prompts: Sequence[Sequence[int]], max_len: int, step_tokens: int
-    ) -> None:
+    def __init__(self, worker: Worker, config: ResolvedConfig, prompts: Sequence[Sequence[int]], max_len: int) -> None:
         check_batch(config, len(prompts), max_len)
         span = -(-max_len // config.page_size) * config.page_size
         self._worker = worker
         self._prompts = [list(prompt) for prompt in prompts]
-        self._step_tokens = step_tokens
+        self._step_tokens = min(config.max_prefill_tokens, config.limits.prompt_tokens)
         self._first_slot = [config.page_size + row * span for row in range(len(prompts))]  # page 0 is the pool's dummy
         self._computed = [0] * len(prompts)
         self._number = 0

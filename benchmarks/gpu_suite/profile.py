@@ -62,7 +62,7 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
     worker = create_worker(config)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, config.model.vocab_size) for _ in range(context)] for _ in range(batch)]
-    driver = BatchDriver(worker, config, prompts, context + STEPS + 8, config.max_prefill_tokens)
+    driver = BatchDriver(worker, config, prompts, context + STEPS + 8)
     driver.prefill()
     for _ in range(4):
         driver.decode()

@@ -17,6 +17,7 @@ from benchmarks.peers import Run, agreement
 from benchmarks.step_driver import BatchDriver
 from benchmarks.step_work import ModelWork
 from benchmarks.workloads import PEERS, WORKLOADS
+from moe_engine.planning.step_limits import StepLimits
 from moe_engine.tuning.datasets import Vocabulary
 from moe_engine.types import StepPlan, StepResult
 
@@ -142,11 +143,16 @@ class FakeWorker:
         return future
 
 
-def test_one_batch_plans():
+@pytest.mark.parametrize(("chunk", "max_prefill"), [(8, 100), (100, 8), (-1, 8)])
+def test_one_batch_plans(chunk, max_prefill):
+    """No step has more prompt tokens than the scheduler's."""
     worker = FakeWorker()
-    config = SimpleNamespace(page_size=4, max_running_requests=8, max_total_num_tokens=64, context_len=32)
+    config = SimpleNamespace(
+        page_size=4, max_running_requests=8, max_total_num_tokens=64, context_len=32, max_prefill_tokens=max_prefill,
+        limits=StepLimits(chunk, max_prefill, running=8, context_len=32),
+    )  # fmt: skip
     prompts = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
-    driver = BatchDriver(worker, config, prompts, max_len=9, step_tokens=8)
+    driver = BatchDriver(worker, config, prompts, max_len=9)
     driver.prefill(until=2)
     driver.prefill()
     driver.decode()
@@ -154,13 +160,13 @@ def test_one_batch_plans():
     first, second, third, decode, last = worker.plans
     assert first.rows == [0, 1, 2] and first.counts == [2, 2, 2] and first.samples == [False] * 3
     assert [new.token_ids for new in first.new_rows] == prompts
-    assert second.rows + third.rows == [0, 1, 2] and second.counts == [3, 3, 3][: len(second.rows)]
+    assert second.rows == [0, 1] and third.rows == [2] and second.counts == [3, 3] and third.counts == [3]
     assert decode.num_decodes == 3 and decode.starts == [5, 5, 5] and last.starts == [6, 6, 6]
     slots = [slot for plan in worker.plans for slot in plan.slots]
     assert len(set(slots)) == len(slots) == 3 * 7 and min(slots) == 4
     assert driver.tokens == [[0] * 3, [1] * 3, [2] * 3]
     with pytest.raises(ValueError, match="--max-total-tokens"):
-        BatchDriver(worker, config, prompts, max_len=30, step_tokens=10)
+        BatchDriver(worker, config, prompts, max_len=30)
 
 
 @pytest.mark.parametrize(
