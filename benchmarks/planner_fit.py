@@ -50,6 +50,7 @@ kernels: DeepGEMM reaches 0.5 to 0.7 of the peak in FP8."""
 
 MOST = {"hbm": 0.92, "experts_hbm": 0.92, "attention_hbm": 0.92, "flops": 0.85}
 KV = {"trtllm": "fp8"}
+PROMPTS_FIRST = {"sglang"}
 MEMORY = {"sglang": 0.82}  # of its scripts (--mem-fraction-static)
 SPREAD = 0.15
 """Relative error beyond which a point counts linearly."""
@@ -67,7 +68,10 @@ Residuals = np.ndarray  # [points, 2]: log(predicted / measured) of TPOT and TTF
 def share_of(engine: str, x: np.ndarray) -> Efficiency:
     """The constants from logarithms relative to the prior."""
     values: dict[str, Any] = {name: PRIOR[name][0] * math.exp(each) for name, each in zip(PRIOR, x)}
-    return Efficiency(engine, kv=KV.get(engine, "bf16"), memory=MEMORY.get(engine, Efficiency.memory), **values)
+    return Efficiency(
+        engine, kv=KV.get(engine, "bf16"), memory=MEMORY.get(engine, Efficiency.memory),
+        prompts_first=engine in PROMPTS_FIRST, **values,
+    )  # fmt: skip
 
 
 def keys_of(point: Point) -> tuple[str, ...]:
@@ -100,6 +104,7 @@ def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
     costs: dict[tuple[Any, ...], tuple[RooflineCost, float]] = {}
     states: dict[tuple[Any, ...], Steady] = {}  # runs of a setting are predicted once
     found = []
+    of_engine = {name: replace(share, prompts_first=name in PROMPTS_FIRST) for name in _engines(points)}
     for point in points:
         form, gpu, launch = point.form, point.gpu, point.launch
         if (setting := (point.setting, launch)) not in states:
@@ -114,8 +119,8 @@ def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
             load = Load(point.prompt, point.prompt, point.output, point.equal)
             running = min(point.concurrency, most_running(point))
             state = steady_state(
-                cost, form, load, running, share, launch.chunk, point.drafts, accepted_drafts(point.drafts),
-                turns=launch.turns, times=MeasuredTimes(prompt_deviation=late),
+                cost, form, load, running, of_engine[point.engine], launch.chunk, point.drafts,
+                accepted_drafts(point.drafts), turns=launch.turns, times=MeasuredTimes(prompt_deviation=late),
             )  # fmt: skip
             states[setting] = queued(state, load, point.concurrency / running)
         state = states[setting]
@@ -284,6 +289,7 @@ def toml_of(share: Efficiency, count: int) -> str:
         "",
         "[constants]",
         *(f"{name} = {getattr(share, name):.4g}" for name in PRIOR),
+        f"prompts_first = {str(share.prompts_first).lower()}",
         f"memory = {share.memory}",
         f'kv = "{share.kv}"',
     ]

@@ -94,6 +94,23 @@ def test_prompts_of_equal_requests_share_steps():
     assert groups.tpot_s < apart[0].tpot_s == apart[1].tpot_s  # a chunk of one prompt
 
 
+def test_equal_requests_of_an_engine_with_prompts_first_wait_for_all_prompts():
+    """All end together, and no request decodes before the last prompt: as in this engine's scheduler."""
+    share = replace(SHARE, prompts_first=True)
+    for prompt, rows in ((128, 64), (4000, 9)):
+        equal = Load(prompt, prompt, 500, equal=True)
+        state = steady_state(COST, Form(8), equal, rows, share)
+        shape = StepShape(rows, rows * (prompt + 250), 0, 0, 0, rows)
+        decode = COST.step(shape)
+        steps = PromptSteps(COST, prompt, 0, 8192, (shape, decode.seconds))
+        first = share.request_ms * 1e-3 + 0.5 * decode.seconds + steps.first_tokens(rows)
+        assert state.ttft_s == pytest.approx(first)
+        assert state.ttft_s > steady_state(COST, Form(8), equal, rows, SHARE).ttft_s
+        varied = replace(equal, equal=False)
+        apart = [steady_state(COST, Form(8), varied, rows, each) for each in (share, SHARE)]
+        assert apart[0] == apart[1]
+
+
 def test_requests_are_rate_times_time():
     """Little's law, for any form."""
     for _ in range(20):

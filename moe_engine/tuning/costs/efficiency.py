@@ -31,6 +31,8 @@ class Efficiency:
         prompt_weight: seconds that a decode loses for a second of other requests' prompts.
         queue: share of other requests' prompts for which a new prompt waits in a closed loop; None: as in this engine's
         scheduler.
+        prompts_first: whether all waiting prompts are computed before any request decodes, so that requests of equal
+        lengths stay in step.
         request_ms: time of a request outside steps.
         memory: share of a GPU's memory for weights and KV.
         kv: dtype of the KV cache unless the launch gives another.
@@ -53,6 +55,7 @@ class Efficiency:
     token_ns: float = 3.0
     prompt_weight: float = 1.0
     queue: float | None = None
+    prompts_first: bool = False
     request_ms: float = 10.0
     memory: float = 0.88
     kv: str = "bf16"

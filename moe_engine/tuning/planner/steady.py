@@ -124,7 +124,7 @@ def steady_state(
     prompt_s, num_steps = steps.added(1.0), load.output / (1 + accepted)
     others = Others(max(0.0, concurrency - 1), groups, num_steps, decode.seconds, times.beside_s, outside_s)
     if share.queue is not None:
-        waiting = _of_engine(share.queue, rows, others, steps, turns, load.equal)
+        waiting = _of_engine(share, share.queue, rows, others, steps, turns, load.equal)
     else:
         waiting = (of_equal_requests if load.equal else of_varied_requests)(steps, others)
     lost = share.prompt_weight * waiting.others / max(1.0, load.output)
@@ -155,13 +155,17 @@ def queued(state: Steady, load: Load, clients: float) -> Steady:
     return replace(state, ttft_s=state.ttft_s + (clients - 1) * answer)
 
 
-def _of_engine(queue: float, rows: int, others: Others, steps: PromptSteps, turns: PromptTurns, equal: bool) -> Waiting:
+def _of_engine(
+    share: Efficiency, queue: float, rows: int, others: Others, steps: PromptSteps, turns: PromptTurns, equal: bool
+) -> Waiting:
     """Waiting times of another engine, by its measured constants."""
     prompts = (rows - 1) * others.groups**turns.uneven if others.groups > 1 else others.count
     together = _together(rows, others, steps, equal)
     step_s = steps.added(together)
     each_s = step_s / together
-    first = turns.waits * others.decode_s + step_s + queue * (rows - 1) * each_s
+    in_step = equal and share.prompts_first
+    computed_s = steps.first_tokens(rows) if in_step else step_s + queue * (rows - 1) * each_s
+    first = turns.waits * others.decode_s + computed_s
     return Waiting(first, prompts * (each_s + others.beside_s))
 
 
