@@ -26,6 +26,7 @@ from moe_engine.models.tensors import (
     ROUTERS,
     Kind,
     TensorSpec,
+    expert_names,
     is_delta,
     is_head,
     layer_index,
@@ -257,6 +258,13 @@ def _largest_part(config: ModelConfig, count: int, topology: Topology, format: W
     return count // ranks if cut is None else count // width * cut.stop
 
 
+def is_shared(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is of the shared experts, or of their gate."""
+    names = expert_names(config)
+    parts = (part for part in (names.shared, names.shared_gate.removesuffix(".weight")) if part)
+    return any(f".{part}." in name for part in parts)
+
+
 def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
     """Number of equal parts that a tensor is sharded into."""
     if name.startswith(VISION):
@@ -265,7 +273,7 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         return topology.attn_tp_size
     if is_head(name) or name == HEAD_BIAS:
         return topology.attn_tp_size if topology.enable_dp_lm_head else topology.tp_size
-    if ".shared_expert" in name:
+    if is_shared(config, name):
         if topology.travels or ".shared_expert_gate." in name:
             return 1
         moe = config.moe_of(layer_index(name))

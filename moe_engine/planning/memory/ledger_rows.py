@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
-from moe_engine.models import sizes, step_memory
+from moe_engine.models import registry, sizes, step_memory
 from moe_engine.planning.memory.attention import draft_workspace_rows, workspace_rows
 from moe_engine.planning.memory.dispatch import dispatch_rows, exchange_rows
 from moe_engine.planning.memory.drafts import count, draft_rows, step_bytes
@@ -38,8 +38,9 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     if redundant:
         detail += f", with {redundant} redundant experts"
     if given.checkpoint is not None:
-        extra = max(0, given.checkpoint.num_elements - sizes.num_parameters(model)) * given.dtype_bytes
-        weights += extra // topology.tp_size
+        if not registry.is_built_in(model.architecture):  # other tensors of a built-in one are not loaded
+            extra = max(0, given.checkpoint.num_elements - sizes.num_parameters(model)) * given.dtype_bytes
+            weights += extra // topology.tp_size
         files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
         detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
     if given.offload.layers:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.lora_adapter import linear_shapes
+from moe_engine.models.sizes import is_shared
 from moe_engine.models.tensors import layer_index
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.memory.ledger import LORA_HOST_ROW, LORA_ROW, LedgerRow
@@ -81,7 +82,7 @@ def _local_shape(
     """N and K of a module on one rank."""
     attention = model.attention_of(layer_index(name))
     if target in FEED_FORWARD:
-        whole = topology.travels if ".shared_expert" in name else not topology.cuts_dense
+        whole = topology.travels if is_shared(model, name) else not topology.cuts_dense
         ranks = 1 if whole else topology.tp_size
     elif target in ("q_a_proj", "kv_a_proj_with_mqa"):
         ranks = 1

@@ -13,20 +13,24 @@ from tests.models.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
-FORMS: dict[str, dict[str, Any]] = {
-    "one rank": {"speculative_algorithm": "NEXTN"},
-    "dp2 ep2": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "allgather"},
-    "redundant experts": {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2},
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one rank": ("deepseek_v3", {"speculative_algorithm": "NEXTN"}),
+    "dp2 ep2": ("deepseek_v3", {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "allgather"}),
+    "redundant experts": ("deepseek_v3", {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2}),
+    "whole shared experts": ("hy_v3", {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "allgather"}),
+    "zero experts in the files": ("longcat_flash", {}),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ledger_is_what_ranks_hold(form: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"vocab_size": 4000, "hidden_size": 256, "max_position_embeddings": 4096}
-    path = make_checkpoint("deepseek_v3", tmp_path, num_mtp_layers=int(form == "one rank"), **sizes)
-    with Engine(str(path), **FORMS[form], dtype="float32", max_total_tokens=3000, skip_tokenizer_init=True) as engine:
+    kind, flags = FORMS[form]
+    sizes |= {"num_shared_experts": 2, "moe_intermediate_size": 96} if kind == "hy_v3" else {}
+    path = make_checkpoint(kind, tmp_path, num_mtp_layers=int(form == "one rank"), **sizes)
+    with Engine(str(path), **flags, dtype="float32", max_total_tokens=3000, skip_tokenizer_init=True) as engine:
         ledger, ranks, info = engine.config.ledger, engine.get_memory_usage(), engine.info
-    assert len(ranks) == (1 if form == "one rank" else 2)
+    assert len(ranks) == flags.get("tp_size", 1)
     assert info.weight_bytes == pytest.approx(sum(map(ledger.bytes_of, WEIGHT_ROWS)), rel=0.02)
     for rank in ranks:
         assert rank["weights"] == pytest.approx(sum(map(ledger.bytes_of, WEIGHT_ROWS)), rel=0.02)
