@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import MoeEngineError
+from moe_engine.processes.child import end_with_parent
 from moe_engine.processes.stop_signals import ignore_stop_signals
 from moe_engine.tuning.simulator.fleet import Fleet, Outcome
 from moe_engine.tuning.simulator.parts import (
@@ -147,6 +149,7 @@ class Parts:
     def _child(self, part: int, connection: Connection, others: Sequence[Connection], logs: str) -> None:
         """A part's process. It leaves without freeing the requests and caches one by one."""
         ignore_stop_signals()
+        end_with_parent(signal.SIGKILL)  # it may compute for hours before it writes to the pipe
         for other in others:  # else the end of this program would not be seen
             other.close()
         try:

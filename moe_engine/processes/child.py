@@ -91,10 +91,10 @@ def start_interpreter(module: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, process_group=0, cwd=folder)
 
 
-def end_with_parent() -> None:
-    """`preexec_fn` of a program without the pipe: on Linux it gets SIGTERM when its parent ends in any way."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """`preexec_fn` of a program without the pipe: on Linux it gets this signal when its parent ends in any way."""
     with contextlib.suppress(AttributeError):
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 def describe_exit(code: int) -> str:

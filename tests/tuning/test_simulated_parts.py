@@ -6,8 +6,13 @@ import json
 import os
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +28,8 @@ from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec, Outcome
 from moe_engine.tuning.simulator.parts import PartRun, Reply, Seams, merged, requests_from
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers
+from tests.models.published import V3
+from tests.tuning.plan_models import write
 from tests.tuning.test_simulator import Linear, config
 from tests.tuning.test_simulator_input import costs
 
@@ -280,3 +287,50 @@ def test_loads_that_have_no_parts_are_refused(tmp_path, capsys, flags, words):
     assert main(["simulate", "--cost-file", str(path), *given]) == 2
     message = capsys.readouterr().err
     assert words in message and "--processes" in message and "Traceback" not in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_a_command_that_was_killed(number, tmp_path):
+    """A part drew the lengths of all requests before its own, for minutes without a parent."""
+    words = [
+        "--hardware",
+        "8xH200",
+        "--tp",
+        "8",
+        "--num-prompts",
+        str(10**9),
+        "--processes",
+        "2",
+        "--request-rate",
+        "9",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_engine.cli.main",
+        "simulate",
+        "--model-path",
+        write(tmp_path / "m", V3),
+        *words,
+    ]
+    started = subprocess.Popen([*command, "--dataset-name", "random"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        file, end = Path(f"/proc/{started.pid}/task/{started.pid}/children"), time.monotonic() + 120
+        while len(parts_ := file.read_text().split()) < 2 and time.monotonic() < end:
+            assert started.poll() is None, started.stdout.read()
+            time.sleep(0.1)
+    finally:
+        started.send_signal(number)
+        started.wait(60)
+    assert len(parts_) == 2
+    end = time.monotonic() + 30
+    while alive := [part for part in parts_ if _runs(part)]:
+        assert time.monotonic() < end, alive
+        time.sleep(0.1)
+
+
+def _runs(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
