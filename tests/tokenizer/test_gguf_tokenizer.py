@@ -132,6 +132,49 @@ def test_vocabularies_of_gemma_3(tmp_path: Path) -> None:
     assert found.encode("ab")[0] == 2
 
 
+def test_vocabularies_of_gemma_4(tmp_path: Path) -> None:
+    """The file has merges; spaces in tokens are those of the hub; some marks are no control tokens. The original is
+    built as the published tokenizer.json."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>"]
+    marks = ["<|tool_call>", '<|"|>']
+    tokens = [*special, *marks, *(f"<0x{byte:02X}>" for byte in range(256)), "▁▁", "▁a", "ab", "▁ab", "bc", "▁abc"]
+    tokens += ["▁", "a", "b", "c", "é"]
+    number = {token: i for i, token in enumerate(tokens)}
+    merges = [("▁", "▁"), ("a", "b"), ("▁", "a"), ("▁a", "b"), ("b", "c"), ("▁ab", "c")]
+    original = Tokenizer(models.BPE(number, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    original.normalizer = normalizers.Replace(" ", "▁")  # type: ignore[assignment]
+    original.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")  # type: ignore[assignment]
+    original.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    original.add_tokens([AddedToken(token, normalized=False) for token in marks])
+    kinds = [3] * len(special) + [4] * len(marks) + [6] * 256 + [1] * (len(tokens) - len(special) - len(marks) - 256)
+    more: dict[str, Any] = {
+        "model": "gemma4", "tokens": tokens, "scores": [-1e3] * len(tokens), "token_type": kinds,
+        "merges": [" ".join(pair) for pair in merges], "bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3,
+        "padding_token_id": 0, "add_space_prefix": False, "add_bos_token": True,
+    }  # fmt: skip
+    found = load_tokenizer(written(tmp_path, {"general.architecture": "gemma4"}, **more))
+    for text in ("abc", " abc ab", "a   b    abcab\n", '<|turn>ab <|tool_call><|"|>é 東 abc<|"|>', "     ", "bcab" * 3):
+        assert found.encode(text, add_special_tokens=False) == original.encode(text, add_special_tokens=False).ids
+        assert found.decode(found.encode(text, add_special_tokens=False), False) == text
+    assert found.encode("ab")[0] == 2
+
+
+def test_vocabularies_of_phi_3(tmp_path: Path) -> None:
+    """One more space is put before each text, also before one that begins with a space; marks are control tokens."""
+    pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["▁▁", "▁a", "ab", "▁ab", "▁", "a", "b"]
+    tokens = [*pieces, *words, "<|user|>", "<|end|>"]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * len(words) + [3, 3]
+    scores = [0.0] * 259 + [-1.0, -2.0, -3.0, -4.0, -1e9, -1e9, -1e9, -1e3, -1e3]
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    more: dict[str, Any] = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds, **ids}
+    found = load_tokenizer(written(tmp_path, {"general.architecture": "phi3"}, **more, add_bos_token=False))
+    number = {token: i for i, token in enumerate(tokens)}
+    for text, want in (("ab", ["▁ab"]), (" ab", ["▁▁", "ab"]), ("<|user|>ab<|end|>", ["<|user|>", "▁ab", "<|end|>"])):
+        assert found.encode(text) == [number[token] for token in want], text
+    assert {number["<|user|>"], number["<|end|>"]} <= set(found.special_ids)
+
+
 def test_what_would_split_texts_in_another_way_is_refused(tmp_path: Path) -> None:
     metadata = tokenizer_metadata(trained(tmp_path, ()), "deepseek-llm")
     for more, message in (
