@@ -41,7 +41,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"n_shared_experts": 1}, "deepseek_v2_lite": {"n_shared_experts": 1},
     "dots1": {"n_shared_experts": 1}, "ernie4_5_moe": {"moe_num_shared_experts": 1},
-    "hunyuan_v1_moe": {"moe_intermediate_size": None},
+    "hunyuan_v1_moe": {"moe_intermediate_size": None}, "cohere2_moe": {"num_shared_experts": 1},
     "llama4": {"moe_intermediate_size": None, "intermediate_size_mlp": 128},
     "longcat_flash": dict.fromkeys(("intermediate_size", "moe_intermediate_size"))
     | dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), 128),
