@@ -210,7 +210,7 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "Mamba2, GQA", ("gqa", "delta"), ""
     if "config_hybrid" in parser:
         return "gated delta nets, GQA", ("gqa", "delta"), ""
-    if "parse_gpt_oss" in parser or "config_mimo" in parser:
+    if any(name in parser for name in ("parse_gpt_oss", "config_mimo", "parse_granite_swa")):
         return "GQA, windows, sinks", ("gqa",), SINKS
     if "parse_gemma2" in parser:
         return "GQA, windows, bounded scores", ("gqa",), CAPPED

@@ -129,12 +129,15 @@ class OtherLayers:
 
 class ResultNorms(NamedTuple):
     """Names of a layer's norms, if results of attention and feed-forward are normed before they are added to the
-    residual (the defaults: Trinity). An empty one of `before_*`: the part reads the residual itself (OLMo 2)."""
+    residual (the defaults: Trinity). An empty one of `before_*`: the part reads the residual itself (OLMo 2); an empty
+    one of `of_*`: its result is added as it is. `of_experts_only`: so are results of layers without experts (A.X K1).
+    """
 
     before_attention: str = "input_layernorm"
     of_attention: str = "post_attention_layernorm"
     before_feed_forward: str = "pre_mlp_layernorm"
     of_feed_forward: str = "post_mlp_layernorm"
+    of_experts_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -345,7 +348,12 @@ class ModelConfig:
         """Names of a layer's norms of D channels; the first of a layer without a norm of results is its input's."""
         if self.parallel:
             return ("input_layernorm",)
-        return ("input_layernorm", "post_attention_layernorm") if self.result_norms is None else self.result_norms
+        return ("input_layernorm", "post_attention_layernorm") if self.result_norms is None else self.result_norms[:4]
+
+    def norms_result(self, layer: int) -> bool:
+        """Whether the result of the layer's feed-forward is normed."""
+        own = self.result_norms
+        return own is not None and (self.moe_layers[layer] or not own.of_experts_only)
 
     @property
     def has_dense(self) -> bool:

@@ -34,15 +34,15 @@ _VISUAL: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 _POSITIONS: Mapping[int, str] = {
     2048: "llama deepseek_v2 dots1 exaone4 exaone_moe granite granitemoe granitemoehybrid granitemoeshared "
-    "hunyuan_v1_dense hunyuan_v1_moe olmo2 olmo3",
+    "granitemoe_swa hunyuan_v1_dense hunyuan_v1_moe olmo2 olmo3",
     4096: "deepseek_v3 nemotron_h phi3 olmoe flex_olmo",
     32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
-    "smollm3",
+    "smollm3 axk1",
     128000: "qwen3_vl_text qwen3_vl_moe_text",
     131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2 mimo_v2_flash solar_open ernie4_5 "
     "ernie4_5_moe hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum youtu",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3 flint",
-    8192: "cohere2 cohere2_moe gemma2",
+    8192: "cohere2 cohere2_moe gemma2 granite_swa",
     524288: "seed_oss", 1048576: "mistral4 mistral_large4_text glm5_next_text deepseek_v4",
 }  # fmt: skip
 """`max_position_embeddings` by default, and the values of `model_type`."""
@@ -53,6 +53,7 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     },
     "cohere2": _COHERE2,
     "cohere2_moe": {**_COHERE2, "head_dim": 128, "num_experts_per_tok": 2, "num_experts": 8},
+    "axk1": {**_DEEPSEEK_V3, "first_k_dense_replace": 1},
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": {**_DEEPSEEK_V3, "index_topk": 2048},
     "dots1": {"sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},
@@ -78,6 +79,8 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
     "glm5_next_text": _INDEXED,
     "glm_moe_dsa": {**_INDEXED, "first_k_dense_replace": 3},
     **{f"granitemoe{part}": {"num_experts_per_tok": 2, "num_local_experts": 8} for part in ("", "shared", "hybrid")},
+    "granite_swa": {**_EPS, "tie_word_embeddings": True, "num_key_value_heads": 4, "sliding_window": 128},
+    "granitemoe_swa": {"num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window": 128},
     "gpt_oss": {
         **_EPS, "sliding_window": 128, "rope_theta": 150000.0, "num_experts_per_tok": 4,
         "rope_scaling": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},

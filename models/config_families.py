@@ -46,6 +46,12 @@ def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
     )
 
 
+def parse_axk1(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """A.X K1: DeepSeek V3 with a norm of the experts' result, shared experts included."""
+    norms = ResultNorms(of_attention="", before_feed_forward="post_attention_layernorm", of_experts_only=True)
+    return dataclasses.replace(parse_deepseek(fields, generation), result_norms=norms, num_nextn_predict_layers=0)
+
+
 def parse_sparse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """DeepSeek V3.2 and GLM-5: DeepSeek V3 with an indexer."""
     config = parse_deepseek(fields, generation)

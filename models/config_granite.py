@@ -1,4 +1,5 @@
-"""config.json of Granite 3 (dense, with experts) and Granite 4 (with Mamba2) -> ModelConfig. Imports no torch."""
+"""config.json of Granite 3 (dense, with experts), of Granite with windows and sinks, and of Granite 4 (with Mamba2)
+-> ModelConfig. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, ModelConfig
-from moe_engine.models.config_families import parse_gqa, plain_experts
+from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
+from moe_engine.models.config_families import FULL, WINDOWED, parse_gqa, plain_experts
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_nemotron_h import mamba_config
 from moe_engine.models.formats.fused_blocks import common_experts
 
-_STATE, _FULL = "linear_attention", "full_attention"
-_KINDS = {"mamba": _STATE, "attention": _FULL, _STATE: _STATE, _FULL: _FULL}
+_STATE = "linear_attention"
+_KINDS = {"mamba": _STATE, "attention": FULL, _STATE: _STATE, FULL: FULL}
 """Kinds of layers in published files, and in those that transformers saves."""
 
 
@@ -31,13 +32,47 @@ def parse_granite_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelCon
     return with_factors(fields, replace(config, weight_format=format))
 
 
+def parse_granite_swa(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Granite 3, dense or with experts, with sinks, windows in three of four layers, and a rotary base for each layer,
+    of which two may differ; 0: no positions."""
+    parse = parse_granite_moe if fields.has("num_local_experts") else parse_granite
+    config = parse(granite_swa_fields(fields), generation)
+    attention, rope = config.attention, config.rope
+    assert isinstance(attention, GQAConfig)
+    attention = replace(attention, sinks=True)
+    config = replace(config, attention=attention, raw=fields.raw)
+    thetas = fields.items("layer_rope_theta", *[rope.theta] * config.num_layers)
+    bases = sorted(set(thetas), key=lambda base: (thetas.count(base), base))
+    if len(thetas) != config.num_layers or not all(isinstance(base, int | float) and base >= 0 for base in bases):
+        fields.fail("layer_rope_theta", f"needs {config.num_layers} numbers of at least 0, found {thetas!r}")
+    if len(bases) > 2:
+        fields.fail("layer_rope_theta", f"has {len(bases)} bases; more than two are not supported")
+    ropes = [
+        replace(rope, theta=float(base)) if base
+        else replace(rope.still(attention.head_dim), softmax_factor=rope.softmax_factor)
+        for base in bases
+    ]  # fmt: skip
+    if len(bases) == 1:
+        return replace(config, rope=ropes[0])
+    layers = tuple(i for i, base in enumerate(thetas) if base == bases[0])
+    return replace(config, rope=ropes[1], other_layers=OtherLayers(layers, attention, ropes[0]))
+
+
+def granite_swa_fields(fields: Fields) -> Fields:
+    """The fields under the names of other families, with the kind of each layer."""
+    layers, read = fields.integer("num_hidden_layers"), granite_facts(fields)
+    kinds = fields.by_layer("layer_types", layers, (FULL, WINDOWED))
+    kinds = kinds or [WINDOWED if i % 4 else FULL for i in range(layers)]
+    return Fields({**read.raw, "layer_types": kinds, "use_sliding_window": True}, fields.source)
+
+
 def parse_granite_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Granite 4: Mamba2 in most layers or in none, attention without positions or with them, experts with a shared one
     or a dense MLP."""
     fields.check_served({"mamba_n_groups": 1, "mamba_proj_bias": False, "normalization_function": "rmsnorm"})
     read = granite_facts(fields)
     kinds, layers = read.raw["layer_types"], fields.integer("num_hidden_layers")
-    if _FULL not in kinds:
+    if FULL not in kinds:
         fields.fail("layer_types", "has no layer of attention; a model without KV is not supported")
     width = fields.integer("shared_intermediate_size", 1024)
     if fields.integer("num_local_experts", 0, minimum=0):

@@ -13,14 +13,17 @@ _EXPERTS = {
     ".shared_mlp.output_linear.": ".block_sparse_moe.shared_mlp.down_proj.",
 }
 """Parts of published names, and of those in the model. Gate and up of the shared expert are joined by rows."""
+_OF_EXPERTS = (
+    ".block_sparse_moe.input_linear.", ".block_sparse_moe.router.layer.", ".block_sparse_moe.experts.gate_up_proj",
+)  # fmt: skip
+"""Of published files, of GGUF files, and of Granite with windows and sinks."""
 _DENSE = {".shared_mlp.input_linear.": ".mlp.gate_up_proj.", ".shared_mlp.output_linear.": ".mlp.down_proj."}
 """The same of a model without experts."""
 _STATE = {".mamba.": ".linear_attn."}
 
 
 def has_experts(names: Collection[str]) -> bool:
-    parts = (".block_sparse_moe.input_linear.", ".block_sparse_moe.router.layer.")
-    return any(part in name for name in names for part in parts)
+    return any(part in name for name in names for part in _OF_EXPERTS)
 
 
 def with_experts(name: str) -> str:

@@ -43,7 +43,7 @@ MINIMAX_TEXT = ("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForC
 QWEN3_5_MOE = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 QWEN4_EXP = ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM")
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", *QWEN3_5_MOE)
-GRANITE_MOE = tuple(f"GraniteMoe{kind}ForCausalLM" for kind in ("", "Shared", "Hybrid"))
+GRANITE_MOE = tuple(f"GraniteMoe{kind}ForCausalLM" for kind in ("", "Shared", "Hybrid", "SWA"))
 GEMMA4 = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM")
 EXAONE_MOE = ("ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
 MIMO_V2 = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
@@ -194,6 +194,8 @@ def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -
     """Tensors of one decoder layer, with names relative to the layer. layer: its index; None: of an MTP layer."""
     streams = config.draft_streams if layer is None else config.streams
     first, *others = filter(None, config.norm_names)
+    if config.result_norms is not None and config.result_norms.of_experts_only and not is_moe:
+        others.remove(config.result_norms.of_feed_forward)
     yield from _input_norm(config, first, streams)
     if layer is not None and config.lone_feed_forwards is not None:
         has_attention = config.has_attention(layer)

@@ -156,8 +156,8 @@ class Decoder:
 
     def make_norm(self, reader: WeightSource, prefix: str) -> Any:
         config, ops = self.config, self.backends.ops
-        if config.result_norms is not None:
-            return ResultNorm(ops, reader, norm_names(prefix, config), config)
+        if config.result_norms is not None and (names := norm_names(prefix, config)) != ("", prefix, ""):
+            return ResultNorm(ops, reader, names, config)
         if config.layer_norm:
             return LayerNorm(ops, reader, prefix, config.hidden_size, config.norm_eps, config.norm_bias)
         return RMSNorm(ops, reader, prefix, config.hidden_size, config.norm_eps, config.norm_plus)

@@ -1,4 +1,5 @@
-"""Norms of the residual that also norm what is added to it (Trinity, GLM-4), or that norm only what is added (OLMo 2).
+"""Norms of the residual that also norm what is added to it (Trinity, GLM-4; in some layers: A.X K1), or that norm only
+what is added (OLMo 2).
 
 Legend: T tokens, D hidden.
 """
@@ -23,15 +24,17 @@ _OF_ATTENTION = "post_attention_layernorm"
 
 def norm_names(prefix: str, config: ModelConfig) -> tuple[str, str, str]:
     """Prefixes of the norm of a result and of the norm of the residual, by `Decoder`'s prefix, and of the residual's
-    factor. The first one is empty in front of the first layer, where nothing is added, the second one where the next
-    part reads the residual, the third one without a factor."""
+    factor. The first one is empty in front of the first layer, where nothing is added, and where results are added as
+    they are, the second one where the next part reads the residual, the third one without a factor."""
     own, layer = config.result_norms, layer_index(prefix)
     assert own is not None
     if prefix.endswith(_OF_ATTENTION):
         names = own.of_attention, own.before_feed_forward
-        return f"model.layers.{layer}.{names[0]}", f"model.layers.{layer}.{names[1]}" if names[1] else "", ""
+        result, residual = (f"model.layers.{layer}.{name}" if name else "" for name in names)
+        return result, residual, ""
     before = config.num_layers - 1 if layer < 0 else layer - 1
-    result = f"model.layers.{before}.{own.of_feed_forward}" if before >= 0 else ""
+    normed = before >= 0 and config.norms_result(before)
+    result = f"model.layers.{before}.{own.of_feed_forward}" if normed else ""
     factor = f"model.layers.{before}.{LAYER_FACTOR}" if before >= 0 and config.layer_factors else ""
     return result, prefix if own.before_attention or layer < 0 else "", factor
 

@@ -51,6 +51,7 @@ KINDS = (
     LONGCAT,
 )
 MORE_KINDS = (
+    "axk1",
     "cohere2",
     "cohere2_moe",
     "dots1",
@@ -62,8 +63,10 @@ MORE_KINDS = (
     "flint",
     "granite",
     "granitemoe",
+    "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
+    "granite_swa",
     "glm",
     "glm4",
     "hunyuan_v1_dense",
@@ -172,6 +175,10 @@ _GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.11,
     "logits_scaling": 8.0,
 }
+_SWA: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 20,
+    "layer_rope_theta": [0, 10000.0, 10000.0],
+}  # fmt: skip
 _GRANITE_MOE = {**_GQA, **_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
 _DEEPSEEK_MOE: dict[str, Any] = {
     "n_routed_experts": 16,
@@ -469,6 +476,11 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "axk1": (
+        "AXK1",
+        {**_MLA, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": True},
+    ),
     "cohere2": (
         "Cohere2",
         {**_GQA, "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 0.5, "sliding_window": 20}
@@ -490,6 +502,8 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 20, "mamba_d_conv": 4, "mamba_chunk_size": 32},
     ),
+    "granite_swa": ("GraniteSWA", {**_GQA, **_GRANITE, **_SWA}),
+    "granitemoe_swa": ("GraniteMoeSWA", {**_GRANITE_MOE, **_SWA, "shared_intermediate_size": 48}),
     "granitemoeshared": ("GraniteMoeShared", {**_GRANITE_MOE, "shared_intermediate_size": 48}),
     "glm": ("Glm", {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4": ("Glm4", {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True}),

@@ -68,10 +68,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "exaone_moe": {},
     "flint": {},
     "mellum": {},
+    "axk1": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "cohere2": {},
     "cohere2_moe": {},
     "granite": {},
     "granitemoe": {},
+    "granite_swa": {},
+    "granitemoe_swa": {},
     "granitemoehybrid": {},
     "granitemoeshared": {},
     "glm": {},
@@ -135,6 +138,7 @@ IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
     "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma2", "gemma3", "cohere2",
+    "granite_swa",
     "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo", "youtu",
     "pixtral",
 )  # fmt: skip

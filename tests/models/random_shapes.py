@@ -29,6 +29,7 @@ LENGTH = 60
 TOLERANCE = 2e-4
 """Of the norm of a token's logits."""
 EXPERTS = {
+    "axk1": "n_routed_experts",
     "deepseek_v2": "n_routed_experts", "deepseek_v2_lite": "n_routed_experts", "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts", "glm4_moe_lite": "n_routed_experts", "mistral4": "n_routed_experts",
     "dots1": "n_routed_experts", "solar_open": "n_routed_experts", "qwen3_moe": "num_experts", "hy_v3": "num_experts",
@@ -40,14 +41,14 @@ EXPERTS = {
     "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts", "afmoe": "num_experts",
     "llama4": "num_local_experts", "phimoe": "num_local_experts", "granitemoe": "num_local_experts",
     "granitemoeshared": "num_local_experts", "granitemoehybrid": "num_local_experts",
-    "minimax": "num_local_experts",
+    "granitemoe_swa": "num_local_experts", "minimax": "num_local_experts",
     "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {
     "ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "kimi_linear": "num_experts_per_token",
     "step3p7": "moe_top_k", "longcat_flash": "moe_topk", "gemma4": "top_k_experts",
 }  # fmt: skip
-GRANITE_MOE = ("granitemoe", "granitemoehybrid", "granitemoeshared")
+GRANITE_MOE = ("granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa")
 WIDTHS = dict.fromkeys(
     ("hunyuan_v1_moe", "mixtral", "minimax_m2", "gpt_oss", "llama4", "phimoe", "minimax", "olmoe", "flex_olmo")
     + ("cohere2_moe",)
@@ -57,7 +58,7 @@ WIDTHS = dict.fromkeys(
 WIDTHS |= {"longcat_flash": "expert_ffn_hidden_size"}
 MLA = (
     "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "bailing_hybrid",
-    "longcat_flash", "youtu",
+    "longcat_flash", "youtu", "axk1",
 )  # fmt: skip
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 GROUPED = (
@@ -72,6 +73,7 @@ GROUPED = (
     "bailing_hybrid",
     "nemotron_h",
     "exaone_moe",
+    "axk1",
 )
 """Routers that choose groups of experts."""
 NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "afmoe", "nemotron_h",
@@ -80,7 +82,7 @@ FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
 OF_THREE_LAYERS = ("glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mimo_v2_flash")
 NO_HEAD_DIM = ("olmoe", "qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
-NO_HEAD_DIM += ("cohere2", "flex_olmo", "granite", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
+NO_HEAD_DIM += ("cohere2", "flex_olmo", "granite", "granite_swa", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
     "kimi_linear", "gpt_oss", "mimo_v2_flash", "ministral3", "mistral4", "hunyuan_v1_moe", "hunyuan_v1_dense",
@@ -154,7 +156,7 @@ def draw(kind: str, rng: random.Random) -> Shape:
         _draw_phi3(rng, fields)
     if kind == "phimoe":
         _draw_phimoe(rng, fields)
-    if kind in ("olmo3", "exaone4", "smollm3", "granite", "exaone_moe", "flint", "mellum", *GRANITE_MOE):
+    if kind in ("olmo3", "exaone4", "smollm3", "granite", "granite_swa", "exaone_moe", "flint", "mellum", *GRANITE_MOE):
         _draw_dense(kind, rng, fields)
     if kind.startswith("cohere2"):
         _draw_cohere(kind, rng, fields)
@@ -196,6 +198,9 @@ def draw(kind: str, rng: random.Random) -> Shape:
             "head_dim": rng.choice((8, 12, 20, 40)), "short_conv_kernel_size": rng.choice((2, 3, 4)),
             "kda_safe_gate": rng.random() < 0.7, "kda_lower_bound": rng.choice((-5.0, -2.5)), "q_lora_rank": None,
         }  # fmt: skip
+    if kind == "axk1":
+        fields |= {"q_lora_rank": rng.choice((8, 10, 24))}
+        fields |= {"mlp_layer_types": [rng.choice(("dense", "sparse")) for _ in range(layers)]}
     if kind == "longcat_flash":
         fields |= {
             "num_hidden_layers": layers + layers % 2, "ffn_hidden_size": rng.choice((20, 37, 66, 96)),
@@ -210,7 +215,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
-    if fields.get("tie_word_embeddings", False) != kind.startswith(("cohere", "ernie", "gemma", "smollm3", "youtu")):
+    tied = ("cohere", "ernie", "gemma", "granite_swa", "smollm3", "youtu")
+    if fields.get("tie_word_embeddings", False) != kind.startswith(tied):
         shaping.append("tie_word_embeddings")
     if kind == "flint":
         shaping.append("mlp_only_layers")
@@ -331,6 +337,14 @@ def _draw_dense(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
         width = fields["hidden_size"] // fields["num_attention_heads"]
         fields["attention_multiplier"] = rng.choice((0.3, 0.7, 1.1)) * width**-0.5  # scores magnify rounding
         fields |= {"shared_intermediate_size": rng.choice((0, 12, 33))} if kind == "granitemoeshared" else {}
+        if kind.endswith("_swa"):
+            kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+            bases = rng.choice(((0, 1e4), (1e4, 5e5)))
+            fields |= {
+                "sliding_window": rng.choice((7, 20)), "layer_types": rng.choice((None, kinds)),
+                "layer_rope_theta": rng.choice((None, [rng.choice(bases) for _ in range(layers)])),
+            }  # fmt: skip
+            fields |= {"shared_intermediate_size": rng.choice((0, 12))} if kind in GRANITE_MOE else {}
         if kind == "granitemoehybrid":
             kinds = [rng.choice(("linear_attention", "full_attention")) for _ in range(layers)]
             heads = rng.choice([heads for heads in (1, 2, 4, 8) if 2 * fields["hidden_size"] % heads == 0])

@@ -502,6 +502,18 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         7.62e9, 6.99e9,
     ),
     (
+        {"architectures": ["AXK1ForCausalLM"], "model_type": "axk1", "hidden_size": 7168, "intermediate_size": 18432}
+        | {"moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 64, "n_routed_experts": 192}
+        | {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
+        | {"vocab_size": 163840},
+        519e9, 33e9,
+    ),
+    (
+        {"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa", "hidden_size": 2560}
+        | {"intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 20, "vocab_size": 100352},
+        2.15e9, 2.15e9,
+    ),
+    (
         {"architectures": ["YoutuForCausalLM"], "model_type": "youtu", "hidden_size": 2048, "intermediate_size": 6144}
         | {"num_hidden_layers": 32, "num_attention_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512}
         | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 128256},

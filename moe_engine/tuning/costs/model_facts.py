@@ -21,7 +21,7 @@ from moe_engine.models.config_families import qwen_moe_layers
 from moe_engine.models.config_fields import Fields, text_fields
 from moe_engine.models.config_gemma import gemma2_fields, gemma4_fields, gemma_fields
 from moe_engine.models.config_glm5_next import glm5_next_fields
-from moe_engine.models.config_granite import granite_facts
+from moe_engine.models.config_granite import granite_facts, granite_swa_fields
 from moe_engine.models.config_hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_kimi_linear import kimi_linear_fields
 from moe_engine.models.config_laguna import laguna_fields
@@ -71,6 +71,7 @@ _COMPLETED = {
     **dict.fromkeys(("cohere2", "cohere2_moe"), cohere2_fields),
     "flint": flint_fields, "mellum": mellum_fields,
     **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), granite_facts),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), granite_swa_fields),
     **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), minimax_text_fields),
     "ernie4_5_moe": ernie_moe_fields, "hunyuan_v1_moe": hunyuan_moe_fields,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"), minimax_m3_mixture),

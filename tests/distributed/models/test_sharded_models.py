@@ -120,8 +120,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "seed_oss": {"num_hidden_layers": 2},  # a bias of o_proj, which counts once
     "glm4": {"num_hidden_layers": 2},  # norms of results, gate and up joined in the files
     "gemma4": {},  # norms of experts and MLP, values that are keys, other heads in layers with a window
+    "axk1": {"mlp_layer_types": ["dense", "sparse", "sparse"]},  # norms of results of layers with experts alone
     "cohere2": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},  # parts in parallel
     "cohere2_moe": {},  # a mean with shared experts
+    "granite_swa": {},  # sinks in layers without positions and in those with a window
+    "granitemoe_swa": {},
     "gemma2": {"num_hidden_layers": 2},  # bounded scores
     "gemma3": {},  # norms of results, GELU, windows with a rotary embedding of their own
     "olmo2": {"num_hidden_layers": 2},  # norms of results alone, norms over the heads of all ranks

@@ -197,6 +197,8 @@ def test_the_tables_know_which_rows_have_windows() -> None:
     assert {row.name for row in tables.GQA if registry.CHUNKED in row.supports} == {"torch", "cpu", "triton"}
     with pytest.raises(ValueError, match="no chunked attention"):
         select("attention", tables.GQA, "fa3", Device("cuda", "H100", (9, 0)), Need("bfloat16", chunked=True))
+    with pytest.raises(ValueError, match="no bounded scores"):
+        select("attention", tables.GQA, "fa3", Device("cuda", "H100", (9, 0)), Need("bfloat16", capped=True))
     for row in ("torch", "cpu", "flashinfer", "fa3"):
         assert make(row).capabilities.windows
     with pytest.raises(ValueError, match="no sliding windows"):
