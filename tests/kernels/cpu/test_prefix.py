@@ -47,10 +47,13 @@ def test_grouped_queries(
     k, v = (normal(size, groups, each, dtype=dtype) for each in (width, value))
     with threads(random.choice((1, 2, 5))):
         found = gqa.paged(q, k, v, queries, 0.1, None)
+        bounded = gqa.paged(q, k, v, queries, 0.1, None, None, 0.7)  # as Gemma 2 bounds scores
     close_each(found, grouped_attention(q, k, v, queries, 0.1), queries, 2)
+    assert not torch.equal(bounded, found)
     for request, mine in enumerate(q.split(queries.query_lens)):
-        alone = gqa.paged(mine, k, v, only(queries, request), 0.1, None)
-        assert torch.equal(alone, found.split(queries.query_lens)[request]), request
+        for cap, whole in ((0.0, found), (0.7, bounded)):
+            alone = gqa.paged(mine, k, v, only(queries, request), 0.1, None, None, cap)
+            assert torch.equal(alone, whole.split(queries.query_lens)[request]), (request, cap)
 
 
 def test_latents(any_library: Library, dtype: torch.dtype) -> None:
