@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.gate_form import SILU, GatedActivation
@@ -24,6 +24,7 @@ from moe_engine.models.mla_config import MLAConfig as MLAConfig
 from moe_engine.models.moe_config import MoEConfig
 from moe_engine.models.mtp_config import DEEPSEEK, MTPForm
 from moe_engine.models.pooling_config import PoolingConfig
+from moe_engine.models.residual_config import ResidualScales, ResultNorms
 from moe_engine.models.rope_config import RopeConfig
 from moe_engine.models.state_config import DeltaConfig, StateGroup
 from moe_engine.models.vision_config import VisionConfig
@@ -125,29 +126,6 @@ class OtherLayers:
     layers: tuple[int, ...]
     attention: GQAConfig | CompressedConfig
     rope: RopeConfig
-
-
-class ResultNorms(NamedTuple):
-    """Names of a layer's norms, if results of attention and feed-forward are normed before they are added to the
-    residual (the defaults: Trinity). An empty one of `before_*`: the part reads the residual itself (OLMo 2); an empty
-    one of `of_*`: its result is added as it is. `of_experts_only`: so are results of layers without experts (A.X K1).
-    """
-
-    before_attention: str = "input_layernorm"
-    of_attention: str = "post_attention_layernorm"
-    before_feed_forward: str = "pre_mlp_layernorm"
-    of_feed_forward: str = "post_mlp_layernorm"
-    of_experts_only: bool = False
-
-
-@dataclass(frozen=True)
-class ResidualScales:
-    """The result of each norm is the residual too, and the next norm reads alpha * residual + beta * x, with x the
-    result of the part between them (MiniMax-Text-01): (alpha, beta) of attention, layers with a state, experts."""
-
-    attention: tuple[float, float]
-    state: tuple[float, float]
-    experts: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -343,12 +321,12 @@ class ModelConfig:
         layers = (i for i in range(self.num_layers) if self.has_attention(i))
         return tuple((i, self.feed_forward_of(i)) for i in layers)
 
-    @property
-    def norm_names(self) -> tuple[str, ...]:
+    def norm_names(self, is_moe: bool) -> tuple[str, ...]:
         """Names of a layer's norms of D channels; the first of a layer without a norm of results is its input's."""
-        if self.parallel:
-            return ("input_layernorm",)
-        return ("input_layernorm", "post_attention_layernorm") if self.result_norms is None else self.result_norms[:4]
+        if self.result_norms is None:
+            return ("input_layernorm",) if self.parallel else ("input_layernorm", "post_attention_layernorm")
+        *names, of_feed_forward, of_experts_only = self.result_norms
+        return tuple(filter(None, (*names, of_feed_forward if is_moe or not of_experts_only else "")))
 
     def norms_result(self, layer: int) -> bool:
         """Whether the result of the layer's feed-forward is normed."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers, ResultNorms
+from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_families import deepseek_moe_layers, parse_deepseek_moe, parse_gqa, with_window_layers
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.residual_config import ResultNorms
 
 _SERVED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
 

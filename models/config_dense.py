@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers, ResultNorms
+from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_families import FULL, WINDOWED, parse_gqa, with_other_windows, with_window_layers
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.residual_config import ResultNorms
 
 AFTER = ResultNorms(before_attention="", before_feed_forward="", of_feed_forward="post_feedforward_layernorm")
 """Results are normed, and the residual is not."""

@@ -10,12 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, OtherLayers, ResultNorms
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_fields import Fields, parse_context_length, parse_eos, parse_rope, rope_section
 from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
 from moe_engine.models.joined_rows import COLUMNS_FIRST, ROWS_FIRST
 from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.residual_config import ResultNorms
 from moe_engine.models.rope_config import RopeConfig
 
 FULL, WINDOWED = "full_attention", "sliding_attention"

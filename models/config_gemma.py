@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.kernels.gate_form import GELU, GELU_LIMIT
-from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers, ResultNorms
+from moe_engine.models.config import GQAConfig, ModelConfig, OtherLayers
 from moe_engine.models.config_families import (
     FULL,
     WINDOWED,
@@ -19,6 +19,7 @@ from moe_engine.models.config_families import (
 from moe_engine.models.config_fields import Fields, parse_rope, rope_section
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.residual_config import ResultNorms
 from moe_engine.models.rope_config import RopeConfig
 
 _SERVED = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}

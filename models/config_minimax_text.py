@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config import ModelConfig, ResidualScales
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_mixtral
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.residual_config import ResidualScales
 from moe_engine.models.state_config import DeltaConfig
 
 _STATE, _FULL = "linear_attention", "full_attention"

@@ -193,9 +193,7 @@ def _score_head(config: ModelConfig) -> Iterator[TensorSpec]:
 def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
     """Tensors of one decoder layer, with names relative to the layer. layer: its index; None: of an MTP layer."""
     streams = config.draft_streams if layer is None else config.streams
-    first, *others = filter(None, config.norm_names)
-    if config.result_norms is not None and config.result_norms.of_experts_only and not is_moe:
-        others.remove(config.result_norms.of_feed_forward)
+    first, *others = config.norm_names(is_moe)
     yield from _input_norm(config, first, streams)
     if layer is not None and config.lone_feed_forwards is not None:
         has_attention = config.has_attention(layer)
