@@ -49,7 +49,7 @@ class GGUFFile:
         if name in file.columns:
             return self._with_columns(name, cut)
         if name in file.rates:
-            return (-self._with_rows(name, cut)).log()
+            return (-self._with_rows(name, cut).float()).log()
         if name in file.orders and entry.shape:
             return self._with_rows(name, cut)
         return self._read(name, cut)
