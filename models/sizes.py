@@ -259,9 +259,11 @@ def _largest_part(config: ModelConfig, count: int, topology: Topology, format: W
 
 
 def is_shared(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor is of the shared experts, or of their gate."""
+    """Whether a tensor is of the shared experts, or of their gate. Gemma 4's are a layer's MLP beside its experts."""
     names = expert_names(config)
-    parts = (part for part in (names.shared, names.shared_gate.removesuffix(".weight")) if part)
+    if not names.shared and config.moe is not None:
+        return f".{names.block}." in name and ".experts." not in name
+    parts = filter(None, (names.shared, names.shared_gate.removesuffix(".weight")))
     return any(f".{part}." in name for part in parts)
 
 

@@ -18,6 +18,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2 ep2": ("deepseek_v3", {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "allgather"}),
     "redundant experts": ("deepseek_v3", {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2}),
     "whole shared experts": ("hy_v3", {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "allgather"}),
+    "a whole MLP beside experts": ("gemma4", {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "allgather"}),
     "zero experts in the files": ("longcat_flash", {}),
 }
 
