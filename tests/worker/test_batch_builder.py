@@ -186,6 +186,21 @@ def test_contradictory_plans_are_refused(change: dict) -> None:
     assert torch.equal(rows.slot_table, table)
 
 
+@pytest.mark.parametrize("behind", [-1, 0, 5])
+def test_slots_beyond_the_width_of_a_row_are_refused(behind: int) -> None:
+    """torch writes a single value into an empty slice without a word."""
+    rows = _rows()
+    start = rows.width + behind
+    table = rows.slot_table.clone()
+    count = max(1, 1 - behind)
+    with pytest.raises(ValueError, match=f"row 2: tokens up to {start + count} exceed the row's width {rows.width}"):
+        rows.apply([], [], [RowWrite(2, start, [7] * count)])
+    new = NewRow(2, "r2", [1] * (start + 9), 1, [7] * (start + count), SamplingParams(), 0, frozenset())
+    with pytest.raises(ValueError, match=f"row 2: tokens up to {start + count} exceed the row's width {rows.width}"):
+        rows.apply([], [new], [])
+    assert torch.equal(rows.slot_table, table)
+
+
 def test_pure_decode_that_contradicts_itself_is_refused() -> None:
     builder = BatchBuilder(_rows(), 1, MLAFormPolicy(), STREAM)
     with pytest.raises(ValueError, match="plan 1"):
