@@ -42,8 +42,8 @@ def check_batch(config: ResolvedConfig, num_requests: int, max_len: int) -> None
 
 class BatchDriver:
     """One batch, starting with its prompts. `tokens[i]`: tokens sampled so far for request i. A step has at most the
-    prompt tokens of the scheduler's steps, for which memory is planned and kernels are compiled; a longer prompt has a
-    step of its own.
+    prompt tokens of the scheduler's steps, for which memory is planned and kernels are compiled; only a longer prompt
+    is divided.
 
     Args:
         max_len: max tokens of a request; its KV slots are reserved up front.
@@ -67,16 +67,19 @@ class BatchDriver:
         """Computes every prompt up to token `until` (None: to its end, sampling a token). Returns seconds."""
         ends = [len(prompt) if until is None else min(until, len(prompt)) for prompt in self._prompts]
         began = time.perf_counter()
-        group: list[int] = []
-        size = 0
+        step: dict[int, int] = {}
+        room = self._step_tokens
         for row, end in enumerate(ends):
-            count = end - self._computed[row]
-            if group and size + count > self._step_tokens:
-                self._prefill_step(group, ends)
-                group, size = [], 0
-            group.append(row)
-            size += count
-        self._prefill_step(group, ends)
+            start = self._computed[row]
+            while start < end:
+                if end - start > room and step:
+                    self._prefill_step(step)
+                    step, room = {}, self._step_tokens
+                step[row] = min(end, start + room)
+                room -= step[row] - start
+                start = step[row]
+        if step:
+            self._prefill_step(step)
         return time.perf_counter() - began
 
     def decode(self) -> float:
@@ -103,7 +106,9 @@ class BatchDriver:
         plan = StepPlan(number=self._next_number(), finished_rows=list(range(len(self._prompts))))
         self._worker.execute(plan).result()
 
-    def _prefill_step(self, group: list[int], ends: list[int]) -> None:
+    def _prefill_step(self, ends: dict[int, int]) -> None:
+        """Computes rows up to their ends."""
+        group = list(ends)
         starts = [self._computed[row] for row in group]
         plan = StepPlan(
             number=self._next_number(),

@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import sys
 from argparse import Namespace
 from concurrent.futures import Future
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -167,6 +169,30 @@ def test_one_batch_plans(chunk, max_prefill):
     assert driver.tokens == [[0] * 3, [1] * 3, [2] * 3]
     with pytest.raises(ValueError, match="--max-total-tokens"):
         BatchDriver(worker, config, prompts, max_len=30)
+
+
+def test_one_batch_divides_long_prompts():
+    """A prompt longer than a step was one step, for which no memory is planned."""
+    worker, size, length = FakeWorker(), random.randint(3, 9), random.randint(10, 40)
+    config = SimpleNamespace(
+        page_size=4, max_running_requests=8, max_total_num_tokens=400, context_len=64, max_prefill_tokens=99,
+        limits=StepLimits(size, 99, running=8, context_len=64),
+    )  # fmt: skip
+    prompts = [[100 * row + i for i in range(count)] for row, count in enumerate((2, length, 1, length))]
+    driver = BatchDriver(worker, config, prompts, max_len=length + 2)
+    driver.prefill()
+    computed, slots = [[] for _ in prompts], []
+    for plan in worker.plans:
+        assert sum(plan.counts) <= size and 0 not in plan.counts and len(set(plan.rows)) == len(plan.rows)
+        assert [new.row for new in plan.new_rows] == [row for row in plan.rows if not computed[row]]
+        assert plan.starts == [len(computed[row]) for row in plan.rows]
+        tokens = iter(plan.input_ids)
+        for row, count, samples in zip(plan.rows, plan.counts, plan.samples):
+            computed[row] += islice(tokens, count)
+            assert samples == (len(computed[row]) == len(prompts[row]))
+        slots += plan.slots
+    assert computed == prompts and driver.tokens == [[0], [1], [2], [3]]
+    assert len(set(slots)) == len(slots) == sum(map(len, prompts))
 
 
 @pytest.mark.parametrize(
