@@ -49,7 +49,15 @@ from moe_engine.tuning.simulator.rank_log import RankLog, messages_to
 from moe_engine.tuning.simulator.replica_spec import ReplicaSpec
 from moe_engine.tuning.simulator.sessions import Recorded
 from moe_engine.tuning.simulator.traces import read_trace
-from moe_engine.tuning.simulator.workload import DRAWN, Arrival, Fixed, Limited, Workload, random_prompt
+from moe_engine.tuning.simulator.workload import (
+    ANSWER_BYTES,
+    DRAWN,
+    Arrival,
+    Fixed,
+    Limited,
+    Workload,
+    random_prompt,
+)
 
 EPILOG = """\
 examples:
@@ -402,7 +410,11 @@ def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[fl
         if not 0 <= own.random_range_ratio <= 1:
             raise ValueError(f"--random-range-ratio is {own.random_range_ratio}; it must be in [0, 1]")
         if own.dataset_name.startswith("random") and not own.dataset_path:
+            if math.isinf(own.request_rate) and not own.max_concurrency:
+                datasets.check_memory(own)  # all prompts wait at the same time
+            datasets.check_fits("--num-prompts", own.num_prompts, ANSWER_BYTES)
             return Fixed(drawn(0), own.num_prompts, drawn)
+        datasets.check_memory(own)
         requests = datasets.make_dataset(own, vocabulary)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None

@@ -151,10 +151,15 @@ def check_memory(args: argparse.Namespace) -> None:
         mean = args.random_input_len * (1 + args.random_range_ratio) / 2
     else:
         return  # a file has the requests
-    each, available = REQUEST_BYTES + TOKEN_BYTES * mean, host_memory().available_bytes
+    check_fits(flag, count, REQUEST_BYTES + TOKEN_BYTES * mean)
+
+
+def check_fits(flag: str, count: int, each: float, what: str = "requests") -> None:
+    """Raises ConfigError: `count` requests of `each` bytes do not fit into memory."""
+    available = host_memory().available_bytes
     if count * each > available:
         raise ConfigError(
-            f"{flag} is {count}: these requests take {gb(count * each)} of memory, {gb(available)} are available; "
+            f"{flag} is {count}: these {what} take {gb(count * each)} of memory, {gb(available)} are available; "
             f"at most {int(available / each)} fit"
         )
 

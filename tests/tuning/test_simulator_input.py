@@ -8,6 +8,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,11 +34,14 @@ from moe_engine.tuning.measured_points import (
     MeasuredPoints,
     ascending,
 )
+from moe_engine.tuning.simulator import traces
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.traces import read_trace
-from moe_engine.tuning.simulator.workload import Numbers, answer_tokens
+from moe_engine.tuning.simulator.workload import OWN_TOKEN_BYTES, Numbers, answer_tokens
 from tests.models.published import V3
+
+AGENTS = ("--cost-file", "COSTS", "--dataset-name", "agentic")
 
 
 def take(times, count):
@@ -437,6 +441,23 @@ def test_answers_beyond_the_context_are_counted(tmp_path, capsys):
     [
         ([], "give either --cost-file FILE"),
         (["--cost-file", "COSTS", "--num-prompts", "-3"], "--num-prompts is -3"),
+        (["--cost-file", "COSTS", "--num-prompts", str(10**10)], "--num-prompts is 10000000000: these requests take"),
+        (
+            ["--cost-file", "COSTS", "--num-prompts", str(10**10), "--request-rate", "9"],
+            "--num-prompts is 10000000000: these requests take 5587.94 GB of memory",
+        ),
+        (
+            ["--cost-file", "COSTS", "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", str(10**9)],
+            "--gsp-num-groups x --gsp-prompts-per-group is 16000000000: these requests take",
+        ),
+        (
+            [*AGENTS, "--agent-sessions", "2000000", "--agent-turns", "9999"],
+            "--agent-sessions x requests of a session is 19998000000: these requests take",
+        ),
+        (
+            [*AGENTS, "--agent-sessions", "2000000", "--agent-groups", "99999", "--agent-system-len", "999999"],
+            "--agent-groups is 99999: these system prompts take",
+        ),
         (["--cost-file", "COSTS", "--request-rate", "0"], "--request-rate is 0"),
         (["--cost-file", "COSTS", "--request-rate", "nan"], "--request-rate is nan"),
         (["--cost-file", "COSTS", "--speculative-algorithm", "NEXTN", "--acceptance", "0.5,2"], "--acceptance 0.5,2"),
@@ -468,6 +489,18 @@ def test_simulate_refuses(tmp_path, capsys, flags, words):
     assert main(["simulate", *given]) == 2
     message = capsys.readouterr().err
     assert words in message and "Traceback" not in message
+
+
+def test_a_trace_that_memory_cannot_hold_is_one_line(tmp_path, capsys, monkeypatch):
+    path, trace = tmp_path / "costs.json", tmp_path / "trace.jsonl"
+    path.write_text(costs().to_json())
+    trace.write_text("".join(f'{{"arrival": {i}, "input_len": 500, "output_len": 2}}\n' for i in range(9)))
+    flags = ["--cost-file", str(path), "--dataset-name", "trace", "--dataset-path", str(trace)]
+    monkeypatch.setattr(traces, "host_memory", lambda: SimpleNamespace(available_bytes=1600 * OWN_TOKEN_BYTES))
+    assert main(["simulate", *flags]) == 2
+    problem = "the prompts of its first 4 requests have 2000 tokens, of which 1600 fit into memory"
+    assert capsys.readouterr().err.endswith(f"--dataset-path {trace}: {problem}; give a smaller --num-prompts\n")
+    assert main(["simulate", *flags, "--num-prompts", "2"]) == 0
 
 
 def test_simulated_texts_have_the_tokens_of_the_embedded_model(tmp_path, capsys):

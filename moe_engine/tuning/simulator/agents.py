@@ -14,7 +14,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields
 
 from moe_engine.errors import ConfigError
-from moe_engine.tuning.simulator.workload import Arrival, Numbers, answer_tokens
+from moe_engine.tuning.datasets import check_fits
+from moe_engine.tuning.simulator.workload import ANSWER_BYTES, OWN_TOKEN_BYTES, Arrival, Numbers, answer_tokens
 
 PAUSES = ("exponential", "lognormal", "constant")
 SESSION_NUMBERS = 1 << 28
@@ -101,6 +102,9 @@ def agents_of(options: argparse.Namespace, times: Iterator[float]) -> Agents:
         sessions = max(options.num_prompts // shape.requests, 1)
     if not 1 <= sessions <= MOST_SESSIONS:
         raise ConfigError(f"--agent-sessions is {sessions}; it must be from 1 to {MOST_SESSIONS}")
+    check_fits("--agent-sessions x requests of a session", sessions * shape.requests, ANSWER_BYTES)
+    groups = min(shape.groups, sessions)
+    check_fits("--agent-groups", groups, OWN_TOKEN_BYTES * shape.system_len, "system prompts")
     return Agents(shape, times, sessions, options.seed)
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from moe_engine.errors import ConfigError
-from moe_engine.tuning.simulator.workload import Arrival, Numbers
+from moe_engine.kernels.host_memory import host_memory
+from moe_engine.tuning.simulator.workload import OWN_TOKEN_BYTES, Arrival, Numbers
 
 MOONCAKE_BLOCK = 512
 """Tokens of a block with an entry of ``hash_ids`` (the published traces)."""
@@ -47,7 +48,7 @@ def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
         with _open(path) as file:
             is_table = path.lower().removesuffix(".gz").endswith(".csv")
             requests = _of_table(path, file) if is_table else _of_lines(path, file)
-            found = list(islice((arrival for arrival in requests if arrival.output_len), limit))
+            found = _fitting(path, islice((arrival for arrival in requests if arrival.output_len), limit))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not a text file"
         reason = "the compressed file is cut off" if isinstance(error, EOFError) else reason
@@ -57,6 +58,21 @@ def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
     first = min(arrival.seconds for arrival in found)
     for arrival in found:
         arrival.seconds -= first
+    return found
+
+
+def _fitting(path: str, requests: Iterator[Arrival]) -> list[Arrival]:
+    """The requests. Raises ConfigError: their prompts do not fit into memory."""
+    found: list[Arrival] = []
+    tokens, most = 0, host_memory().available_bytes // OWN_TOKEN_BYTES
+    for arrival in requests:
+        tokens += len(arrival.prompt_ids)
+        if tokens > most:
+            raise ConfigError(
+                f"--dataset-path {path}: the prompts of its first {len(found) + 1} requests have {tokens} tokens, of "
+                f"which {most} fit into memory; give a smaller --num-prompts"
+            )
+        found.append(arrival)
     return found
 
 

@@ -16,6 +16,10 @@ cache. Smaller tokens are those of a dataset."""
 
 DRAWN = 32
 """Tokens at the begin of a random prompt that are drawn: no two prompts are equal in so many."""
+ANSWER_BYTES = 600
+"""Memory of the record of a request that has ended."""
+OWN_TOKEN_BYTES = 40
+"""Memory of a token that no other prompt shares."""
 _COMMON: list[int] = []
 """By position: tokens of all answers and random prompts. They share the objects: a list of other numbers takes five
 times the memory, and one of random numbers several times as long, because each is in another part of it."""
