@@ -62,7 +62,7 @@ def parse_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     config = parse_gqa(gemma2_fields(fields), generation, None, (), score_cap=cap)
     return replace(
         _with_softmax_scale(config, fields.number("query_pre_attn_scalar", above=0)),
-        norm_plus=1.0,
+        norm_plus=fields.number("norm_plus", 1.0),  # of GGUF files: 0
         activation=GELU,
         result_norms=_NORMS,
         embed_scale=config.hidden_size**0.5,

@@ -13,7 +13,9 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.gguf_container import read_container
 from moe_engine.models.formats.gguf import matrix_types
-from moe_engine.models.gguf.config_gemma import gemma3_fields, gemma4_fields
+from moe_engine.models.gguf.config_dense import cohere2_fields, exaone4_fields, olmo2_fields
+from moe_engine.models.gguf.config_gemma import gemma2_fields, gemma3_fields, gemma4_fields
+from moe_engine.models.gguf.config_mixtures import ernie_moe_fields
 from moe_engine.models.gguf.config_states import delta_fields, granite_fields, nemotron_fields
 from moe_engine.models.gguf.families import DELTA, GEMMA3
 from moe_engine.models.gguf.keys import Keys, llama3, longrope, scaling
@@ -26,6 +28,7 @@ _ARCHITECTURES = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     GEMMA3: ("Gemma3ForCausalLM", "gemma3_text"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "granite": ("GraniteForCausalLM", "granite"),
@@ -40,10 +43,16 @@ _ARCHITECTURES = {
     "nemotron_h": ("NemotronHForCausalLM", "nemotron_h"),
     "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "exaone4": ("Exaone4ForCausalLM", "exaone4"),
+    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
+    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+    "dots1": ("Dots1ForCausalLM", "dots1"),
 }
 _PARTLY_ROTATED = ("phi3", "glm4", "glm4moe", *DELTA)
 """Architectures that may rotate a part of each head."""
-_MAY_HAVE_BIASES = ("llama", "granite", "granitemoe", "glm4", "glm4moe")
+_MAY_HAVE_BIASES = ("llama", "granite", "granitemoe", "glm4", "glm4moe", "dots1")
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 _DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")
 _SIGMOID = 2
@@ -103,7 +112,7 @@ def _common(keys: Keys, files: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": keys.most("feed_forward_length"),
         "num_attention_heads": keys.most("attention.head_count"),
         "num_key_value_heads": keys.most("attention.head_count_kv") if keys.has("attention.head_count_kv") else None,
-        "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.need(f"attention.layer_norm_{'' if keys.architecture == 'cohere2' else 'rms_'}epsilon"),
         "max_position_embeddings": keys.need("context_length"),
         "rope_theta": keys.get("rope.freq_base", 10000.0),
         "tie_word_embeddings": "lm_head.weight" not in files,
@@ -131,13 +140,13 @@ def _gqa(keys: Keys, common: Mapping[str, Any], names: Collection[str]) -> dict[
     elif experts and keys.architecture == "gpt-oss":
         found |= {"num_local_experts": experts, "sliding_window": keys.need("attention.sliding_window")}
         found["intermediate_size"] = keys.need("expert_feed_forward_length")
-    elif experts and keys.architecture == "glm4moe":
+    elif experts and keys.architecture in ("glm4moe", "dots1"):
         found |= _routed(keys, "noaux_tc")
         found["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in names
     elif experts and keys.architecture.startswith("granite"):
         found["num_local_experts"] = experts
         found["shared_intermediate_size"] = keys.get("expert_shared_feed_forward_length", 0)
-    elif experts and keys.architecture not in ("nemotron_h_moe", "gemma4"):
+    elif experts and keys.architecture not in ("nemotron_h_moe", "gemma4", "ernie4_5-moe"):
         found |= {"num_experts": experts, "norm_topk_prob": keys.architecture != "qwen2moe", "decoder_sparse_step": 1}
         found["shared_expert_intermediate_size"] = keys.get("expert_shared_feed_forward_length", 0)
         found["moe_intermediate_size"] = keys.need("expert_feed_forward_length")
@@ -203,7 +212,9 @@ def _routed(keys: Keys, method: str) -> dict[str, Any]:
 
 
 _MORE = {
-    GEMMA3: gemma3_fields, "gemma4": gemma4_fields, "nemotron_h": nemotron_fields, "nemotron_h_moe": nemotron_fields,
+    "gemma2": gemma2_fields, GEMMA3: gemma3_fields, "gemma4": gemma4_fields, "olmo2": olmo2_fields,
+    "exaone4": exaone4_fields, "cohere2": cohere2_fields, "ernie4_5-moe": ernie_moe_fields,
+    "nemotron_h": nemotron_fields, "nemotron_h_moe": nemotron_fields,
     **dict.fromkeys(("granite", "granitemoe", "granitehybrid"), granite_fields), **dict.fromkeys(DELTA, delta_fields),
 }  # fmt: skip
 """Further fields of an architecture."""

@@ -6,28 +6,30 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.models.gguf.families import GEMMA3
-from moe_engine.models.gguf.keys import FREQUENCIES, Keys, factors_of
+from moe_engine.models.gguf.keys import FREQUENCIES, Keys, factors_of, windows
 
 _PATTERN = "attention.sliding_window_pattern"
-_GEMMA3_27B = 62
-"""Layers of the Gemma 3 whose scores are divided by the root of hidden size / heads; of others by that of a head's
+_GEMMA2_27B, _GEMMA3_27B = 46, 62
+"""Layers of the models whose scores are divided by the root of hidden size / heads; of others by that of a head's
 width. The metadata do not contain it; llama.cpp decides so, too."""
+
+
+def gemma2_fields(keys: Keys, common: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    heads, layers = common["num_attention_heads"], common["num_hidden_layers"]
+    return windows(keys, layers, 2) | {
+        "sliding_window": keys.get("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": common["hidden_size"] // heads if layers == _GEMMA2_27B else common["head_dim"],
+        "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0),
+        "norm_plus": 0.0,  # the converter has added 1 to the norms
+    }
 
 
 def gemma3_fields(keys: Keys, common: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     heads, layers = common["num_attention_heads"], common["num_hidden_layers"]
     width = common["head_dim"] or common["hidden_size"] // heads
-    window = keys.get("attention.sliding_window") or None
-    pattern = keys.metadata.get(f"{GEMMA3}.attention.sliding_window_pattern", 6)
-    if not isinstance(pattern, int | tuple) or not pattern:
-        name = f"{GEMMA3}.attention.sliding_window_pattern"
-        raise ConfigError(f"{keys.path}: {name} {pattern!r:.60} is no period of layers and no list of them")
-    windowed = pattern if isinstance(pattern, tuple) else [(i + 1) % pattern != 0 for i in range(layers)]
-    return {
+    return windows(keys, layers, 6) | {
         "query_pre_attn_scalar": common["hidden_size"] // heads if layers == _GEMMA3_27B else width,
-        "sliding_window": window,
-        "layer_types": ["sliding_attention" if own and window else "full_attention" for own in windowed],
         "rope_local_base_freq": keys.get("rope.freq_base_swa", 10000.0),
         "final_logit_softcapping": keys.get("final_logit_softcapping"),
         "norm_plus": 0.0,  # the converter has added 1 to the norms

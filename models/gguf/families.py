@@ -41,6 +41,7 @@ LAYER = {
 _QWEN_MOE = {part: name.replace("experts", "expert") for part, name in _SHARED.items()} | {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
 }
+_AFTER = {"post_ffw_norm": "post_feedforward_layernorm"}
 _GRANITE_SHARED = "block_sparse_moe.shared_mlp"
 _GRANITE_MOE = {part: name.replace("mlp.shared_experts", _GRANITE_SHARED) for part, name in _SHARED.items()}
 _MAMBA = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
@@ -50,7 +51,8 @@ _DELTA = _MAMBA | {
 _STATES, _NETS = ({part: f"linear_attn.{name}" for part, name in names.items()} for names in (_MAMBA, _DELTA))
 _NEMOTRON = _STATES | {"ffn_latent_down": "mlp.routed_expert_down_proj", "ffn_latent_up": "mlp.routed_expert_up_proj"}
 OTHERS: dict[str, dict[str, str]] = {
-    GEMMA3: {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    **dict.fromkeys(("gemma2", GEMMA3), _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}),
+    **dict.fromkeys(("olmo2", "exaone4"), _AFTER),
     "gemma4": {
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
@@ -82,16 +84,21 @@ JOINED = {"phi3": ("attn_qkv.weight", "ffn_up.weight"), "glm4": ("ffn_up.weight"
 STATE = "linear_attn"
 RATES, OUTPUT = "A_log", "out_proj.weight"
 """Of a layer with a state: the rates of decay, and the projection of its results."""
+_BIAS = "e_score_correction_bias"
 WITHOUT_END = {
     "ssm_a": f"{STATE}.{RATES}", "ssm_d": f"{STATE}.D", "ssm_dt.bias": f"{STATE}.dt_bias",
+    **dict.fromkeys(("exp_probs_b.bias", "exp_probs_b"), f"mlp.gate.{_BIAS}"),
     "ffn_gate_inp.scale": "mlp.router_norm.weight", "ffn_down_exps.scale": "mlp.per_expert_scale",
 }  # fmt: skip
 """Tensors whose name is no module's with an end."""
+ERNIE = {"exp_probs_b.bias": f"mlp.moe_statics.{_BIAS}"}
+"""Of ERNIE 4.5's."""
 HALVES = {"ssm_ba.weight": (f"{STATE}.in_proj_b.weight", f"{STATE}.in_proj_a.weight")}
 """Tensors with the rows of two."""
 LAST, REST = -1, 0
 SHAPES = {
-    "mlp.shared_expert_gate.weight": (1, LAST), f"{STATE}.conv1d.weight": (REST, 1, LAST),
+    "mlp.shared_expert_gate.weight": (1, LAST), **dict.fromkeys(ERNIE.values(), (1, LAST)),
+    f"{STATE}.conv1d.weight": (REST, 1, LAST),
     **{f"{STATE}.{name}": (REST,) for name in ("norm.weight", RATES, "D", "dt_bias")},
 }  # fmt: skip
 """Shapes in the hub of tensors with others in a file; LAST: its last dimension, REST: all others."""

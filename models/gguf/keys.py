@@ -57,6 +57,17 @@ class Keys:
         return found
 
 
+def windows(keys: Keys, layers: int, every: int) -> dict[str, Any]:
+    """`sliding_window` and `layer_types`: of a list or a period in the file, else every n-th layer has no window."""
+    name, window = f"{keys.architecture}.attention.sliding_window_pattern", keys.get("attention.sliding_window") or None
+    pattern = keys.metadata.get(name, every)
+    if not isinstance(pattern, int | tuple) or not pattern:
+        raise ConfigError(f"{keys.path}: {name} {pattern!r:.60} is no period of layers and no list of them")
+    windowed = pattern if isinstance(pattern, tuple) else [(i + 1) % pattern != 0 for i in range(layers)]
+    kinds = ["sliding_attention" if own and window else "full_attention" for own in windowed]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
 def scaling(keys: Keys) -> dict[str, Any] | None:
     """`rope_scaling` from the metadata."""
     kind, factor = keys.get("rope.scaling.type"), keys.get("rope.scaling.factor")
@@ -68,8 +79,9 @@ def scaling(keys: Keys) -> dict[str, Any] | None:
     if kind == "linear":
         return found
     found["original_max_position_embeddings"] = keys.need("rope.scaling.original_context_length")
-    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        if (value := keys.get(f"rope.scaling.{theirs}")) is not None:
+    kinds = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+    for ours, theirs in kinds.items():
+        if (value := keys.get(f"rope.scaling.yarn_{theirs}")) is not None:
             found[ours] = value
     if multiplier := keys.get("rope.scaling.yarn_log_multiplier"):
         found["mscale"] = found["mscale_all_dim"] = round(10 * multiplier, 6)

@@ -23,6 +23,7 @@ from typing import Any
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import Container, TensorInfo, parts_of, read_container
 from moe_engine.models.gguf.families import (
+    ERNIE,
     HALVES,
     JOINED,
     LAST,
@@ -49,7 +50,6 @@ _WHOLE = {
     "output.weight": "lm_head.weight",
 }
 _ROUTER = "ffn_gate_inp.weight"
-_ROUTER_BIAS = ("exp_probs_b.bias", "exp_probs_b")
 _EXPERTS = {
     "ffn_gate_exps.weight": (0,), "ffn_up_exps.weight": (1,), "ffn_down_exps.weight": (2,),
     "ffn_gate_up_exps.weight": (0, 1),
@@ -129,6 +129,7 @@ class _Names:
         self._part, self._metadata = part, metadata
         self._architecture = str(metadata.get("general.architecture"))
         self._modules = LAYER | OTHERS.get(self._architecture, {})
+        self._without_end = WITHOUT_END | (ERNIE if self._architecture == "ernie4_5-moe" else {})
         self._block, self._router, *self._experts = expert_names(self._architecture, metadata)
         self._orders = orders(self._architecture, partial(self._number, 0))
 
@@ -194,8 +195,6 @@ class _Names:
             yield f"{prefix}.{_GPT_OSS[part]}", whole
         elif part == _ROUTER:
             yield f"{prefix}.{self._block}.{self._router}.weight", whole
-        elif part in _ROUTER_BIAS:
-            yield f"{prefix}.{self._block}.gate.e_score_correction_bias", whole
         elif part in JOINED.get(self._architecture, ()) and len(info.shape) == 2:
             for name, header in _parts(whole, self._joined_rows(info, int(match[1]))):
                 yield f"{prefix}.{name}.weight", header
@@ -207,9 +206,9 @@ class _Names:
 
     def _one(self, info: TensorInfo, prefix: str, part: str, whole: TensorHeader) -> tuple[str, TensorHeader]:
         module, _, kind = part.rpartition(".")
-        if part not in WITHOUT_END and module not in self._modules:
+        if part not in self._without_end and module not in self._modules:
             return info.name, whole
-        name = WITHOUT_END.get(part) or f"{self._modules[module]}.{kind}"
+        name = self._without_end.get(part) or f"{self._modules[module]}.{kind}"
         if name in SHAPES:
             rows = prod(info.shape) // (info.shape[-1] if LAST in SHAPES[name] else 1)
             sizes = {LAST: info.shape[-1], REST: rows}

@@ -52,7 +52,7 @@ _DEEPSEEK_V3 = (
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "default": (), "gpt-2": (), "llama-bpe": _LLAMA_3, "llama3": _LLAMA_3, "llama-v3": _LLAMA_3, "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2, "tekken": _TEKKEN, "gpt-4o": _GPT_4O, "deepseek-v3": _DEEPSEEK_V3,
-    "deepseek-r1": _DEEPSEEK_V3, "qwen35": _QWEN_35, "refact": _DIGITS,
+    "deepseek-r1": _DEEPSEEK_V3, "qwen35": _QWEN_35, "refact": _DIGITS, "command-r": _DIGITS, "exaone4": (),
     **dict.fromkeys(("dbrx", "smaug-bpe", "pixtral", "glm4", "chatglm-bpe"), _LLAMA_3),
 }  # fmt: skip
 """`tokenizer.ggml.pre` -> regular expressions, applied one after the other; (): GPT-2's. From the published

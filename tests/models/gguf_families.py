@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.gguf_export import reorder, tokenizer_metadata, write_container
-from tests.models.gguf import store
+from tests.models.gguf import rope_factors, store
 
 ARCHITECTURES = {
     "phi3": "phi3", "granite": "granite", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
     "granitemoehybrid": "granitehybrid", "glm4": "glm4", "glm4_moe": "glm4moe", "qwen2_moe": "qwen2moe",
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "gemma4_text": "gemma4",
-    "nemotron_h": "nemotron_h_moe",
+    "nemotron_h": "nemotron_h_moe", "gemma2": "gemma2", "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4",
+    "cohere2": "cohere2", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "dots1": "dots1",
 }  # fmt: skip
 """By `model_type`."""
 NETS = ("qwen3next", "qwen35", "qwen35moe")
@@ -34,6 +35,7 @@ _PARTS = {
     "input_layernorm.weight": "attn_norm.weight", "norm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight", "self_attn.qkv_proj.weight": "attn_qkv.weight",
     "mlp.gate_up_proj.weight": "ffn_up.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight", "mlp.gate.weight": "ffn_gate_inp.weight",
     "router.proj.weight": "ffn_gate_inp.weight", "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale", "layer_scalar": "layer_output_scale.weight",
@@ -57,19 +59,27 @@ _PARTS = {
         ("conv1d.bias", "ssm_conv1d.bias"), ("A_log", "ssm_a"), ("D", "ssm_d"), ("dt_bias", "ssm_dt.bias"),
         ("norm.weight", "ssm_norm.weight"), ("out_proj.weight", "ssm_out.weight"))},
 }  # fmt: skip
+_RESULTS = {"post_attention_layernorm.weight": "post_attention_norm.weight"} | {
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight"
+}
 _OTHERS = {
+    **dict.fromkeys(("olmo2", "exaone4"), _RESULTS),
+    "gemma2": _RESULTS | {"pre_feedforward_layernorm.weight": "ffn_norm.weight"},
     "glm4": {
         "post_self_attn_layernorm.weight": "post_attention_norm.weight",
         "post_mlp_layernorm.weight": "post_ffw_norm.weight",
     },
-    "gemma4": {
-        "post_attention_layernorm.weight": "post_attention_norm.weight",
-        "pre_feedforward_layernorm.weight": "ffn_norm.weight", "post_feedforward_layernorm.weight":
-        "post_ffw_norm.weight", "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "gemma4": _RESULTS | {
+        "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+        "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
         "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
         "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
     },
     **{key: {"post_attention_layernorm.weight": "post_attention_norm.weight"} for key in ("glm4moe", *NETS)},
+}  # fmt: skip
+_YARN = {
+    "factor": "factor", "original_context_length": "original_max_position_embeddings",
+    **{f"yarn_{key}": key for key in ("beta_fast", "beta_slow")}, "yarn_attn_factor": "attention_factor",
 }  # fmt: skip
 _LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -112,7 +122,11 @@ def _shift(name: str, architecture: str) -> tuple[Callable[[Tensor], Tensor], Ca
     """What the converter does to values, and its inverse."""
     if name.endswith(".A_log"):
         return lambda x: -x.exp(), lambda x: (-x).log()
-    if architecture in NETS and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+    if (
+        architecture in (*NETS, "gemma2")
+        and name.endswith("norm.weight")
+        and not name.endswith("linear_attn.norm.weight")
+    ):
         return lambda x: x.float() + 1, lambda x: x - 1
     return lambda x: x, lambda x: x
 
@@ -151,6 +165,8 @@ def _ordered(part: str, tensor: Tensor, fields: dict[str, Any]) -> Tensor:
         return reorder(tensor, fields["num_attention_heads" if module == "q_proj" else "num_key_value_heads"])
     if part.endswith("conv1d.weight"):
         tensor = tensor.squeeze(1)
+    if part.endswith("moe_statics.e_score_correction_bias"):
+        return tensor.squeeze(0)
     if architecture in ("qwen35", "qwen35moe") and part.startswith("linear_attn.") and "norm" not in part:
         keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
         if part.endswith("out_proj.weight"):
@@ -175,7 +191,15 @@ def _rotary(fields: dict[str, Any]) -> dict[str, Any]:
         turned = int(fields["rope_parameters"]["full_attention"]["partial_rotary_factor"] * pairs)
         found["rope_freqs.weight"] = [1.0] * turned + [1e30] * (pairs - turned)
     made = {name: torch.tensor(factors).numpy() for name, factors in found.items() if factors}
+    if (llama := rope_factors(fields)) is not None:
+        made["rope_freqs.weight"] = llama
     return {name: ("F32", factors.shape, factors.tobytes()) for name, factors in made.items()}
+
+
+def _norms(fields: dict[str, Any]) -> dict[str, Any]:
+    if "layer_norm_eps" in fields:
+        return {"attention.layer_norm_epsilon": fields["layer_norm_eps"]}
+    return {"attention.layer_norm_rms_epsilon": fields.get("layer_norm_epsilon", fields.get("rms_norm_eps"))}
 
 
 def _metadata(fields: dict[str, Any]) -> dict[str, Any]:
@@ -188,14 +212,14 @@ def _metadata(fields: dict[str, Any]) -> dict[str, Any]:
         "embedding_length": fields["hidden_size"], "feed_forward_length": fields["intermediate_size"],
         "attention.head_count": fields["num_attention_heads"],
         "attention.head_count_kv": fields["num_key_value_heads"], "rope.freq_base": fields.get("rope_theta", 1e4),
-        "attention.layer_norm_rms_epsilon": fields.get("layer_norm_epsilon", fields["rms_norm_eps"]),
+        **_norms(fields),
         "rope.dimension_count": int(width * fields.get("partial_rotary_factor", 1.0)),
     }  # fmt: skip
     if "head_dim" in fields:
         found |= {"attention.key_length": width, "attention.value_length": width}
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if experts := next((fields[each] for each in names if each in fields), 0):
-        used = fields.get("num_experts_per_tok", fields.get("top_k_experts"))
+        used = fields.get("num_experts_per_tok", fields.get("top_k_experts", fields.get("moe_k")))
         found |= {"expert_count": experts, "expert_used_count": used}
     for key, own in (
         ("moe_intermediate_size", "expert_feed_forward_length"), ("n_shared_experts", "expert_shared_count"),
@@ -212,7 +236,9 @@ def _metadata(fields: dict[str, Any]) -> dict[str, Any]:
         ("mamba_n_groups", "ssm.group_count"), ("mamba_n_heads", "ssm.time_step_rank"),
         ("conv_kernel", "ssm.conv_kernel"), ("ssm_state_size", "ssm.state_size"),
         ("n_groups", "ssm.group_count"), ("mamba_num_heads", "ssm.time_step_rank"),
-        ("final_logit_softcapping", "final_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"), ("logit_scale", "logit_scale"),
+        ("attn_logit_softcapping", "attn_logit_softcapping"), ("moe_num_shared_experts", "expert_shared_count"),
+        ("moe_layer_start_index", "leading_dense_block_count"), ("moe_layer_interval", "interleave_moe_layer_step"),
     ):  # fmt: skip
         if fields.get(key) is not None:
             found[own] = fields[key]
@@ -224,6 +250,16 @@ def _metadata(fields: dict[str, Any]) -> dict[str, Any]:
         found["ssm.inner_size"] = heads * state
     if kind == "glm4_moe":
         found |= {"expert_gating_func": 2, "expert_weights_norm": fields["norm_topk_prob"]}
+    if kind in ("gemma2", "olmo3", "exaone4", "cohere2") and fields["sliding_window"]:
+        found["attention.sliding_window"] = fields["sliding_window"]
+    if kind in ("olmo3", "exaone4") and fields["sliding_window"]:
+        found["attention.sliding_window_pattern"] = [int(one == "sliding_attention") for one in fields["layer_types"]]
+    if kind == "olmo3":
+        scaling = fields["rope_parameters"]["full_attention"]
+        found |= {f"rope.scaling.{key}": scaling[own] for key, own in _YARN.items()} | {"rope.scaling.type": "yarn"}
+        found["rope.freq_base"] = scaling["rope_theta"]
+    if kind == "dots1":
+        found["expert_weights_norm"] = fields["norm_topk_prob"]
     if kind == "granitemoehybrid":
         found["rope.scaling.finetuned"] = False
     if kind == "phi3" and "rope_scaling" in fields:

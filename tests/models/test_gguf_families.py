@@ -30,6 +30,8 @@ _LONG = {
 }  # fmt: skip
 """transformers chooses a list by the length of a text."""
 _WIDE = {"hidden_size": 256, "intermediate_size": 256}
+_SHORT = _WIDE | {"sliding_window": 5}
+"""A window shorter than the prompt."""
 _NET = {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "moe_intermediate_size": 256}
 FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": _WIDE | {"rope_scaling": _LONG, "original_max_position_embeddings": 32},
@@ -46,6 +48,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": _WIDE | {"hybrid_override_pattern": "ME*MEM", "n_group": 1, "topk_group": 1, "mamba_head_dim": 32}
     | {"moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256, "n_routed_experts": 8},
     "gemma4": _WIDE | {"moe_intermediate_size": 256},
+    "gemma2": _SHORT | {"head_dim": 64, "query_pre_attn_scalar": 64},
+    "olmo2": _WIDE,
+    "olmo3": _SHORT,
+    "exaone4": _SHORT | {"head_dim": 64},
+    "cohere2": _SHORT | {"attention_bias": False, "num_hidden_layers": 4, "layer_types": None},
+    "ernie4_5": _WIDE | {"head_dim": 64},
+    "ernie4_5_moe": _WIDE | {"moe_intermediate_size": 256},
+    "dots1": _WIDE | {"moe_intermediate_size": 256, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
 }  # fmt: skip
 
 
