@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from moe_engine.core.kv_transfer import wire
 from moe_engine.core.kv_transfer.decode_agent import CLOSED
 from moe_engine.core.kv_transfer.open import with_transfers
 from moe_engine.errors import EngineDeadError
 from moe_engine.processes.dist_secret import DistSecret
 from moe_engine.scheduler.tiers.transfer_link import TransferLink
-from tests.disaggregation.agents import AgentPair, nothing_is_held
+from tests.disaggregation.agents import SCHEMA, AgentPair, nothing_is_held
 from tests.disaggregation.transport_names import each_transport
 from tests.waiting import until
 
@@ -126,6 +127,38 @@ def test_ends_of_either_side_are_messages() -> None:
                 pair.decode.link.command("cancel", room)
                 assert pair.decode.wait(room, "failed")[2] == "the request ended"
             pair.prefill.wait(room, "ended")
+        nothing_is_held(pair)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("killed", "its connection is closed"), ("silent", "no message for 2 s"), ("refused", "")]
+)
+def test_the_prefill_server_names_a_lost_decode_rank(
+    how: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the transfers that end; not one that it refuses, which connects again for each request."""
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 2.0)
+    schemas = (SCHEMA, {"cache": "other"} if how == "refused" else SCHEMA)
+    with AgentPair(cabled=True, schemas=schemas) as pair:
+        for room in (1, 2):
+            pair.want(room, 0, 10, list(range(10)))
+            pair.prefill.link.command("offer", room, b"d")
+        if how == "refused":
+            assert "cache" in pair.decode.wait(1, "failed")[2]
+            pair.kill_decode()
+            until(lambda: not pair.sender._peers)
+            assert "is lost" not in caplog.text
+            return
+        for room in (1, 2):
+            pair.prefill.wait(room, "granted")
+        if how == "killed":
+            pair.kill_decode()
+        else:
+            pair.cable.stop()
+        assert [pair.prefill.wait(room, "ended")[2] for room in (1, 2)] == [reason] * 2
+        line = f"rank 0 of the decode server at 127.0.0.1 is lost: {reason}; transfers ended: 2"
+        assert caplog.text.count(line) == caplog.text.count("is lost") == 1, caplog.text
+        pair.cable.go_on()
         nothing_is_held(pair)
 
 

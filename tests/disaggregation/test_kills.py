@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import pytest
 
 from tests.disaggregation.faulty import Cable
 from tests.disaggregation.pair import Pair
-from tests.e2e.server_process import ServerProcess
+from tests.disaggregation.test_ranks import DP
+from tests.e2e.server_process import ServerProcess, runs
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
@@ -29,6 +32,7 @@ NEW = 24
 MANY = 100
 """Tokens of an answer with a fault at its first one: on a busy machine the fault comes later, and before the end."""
 DEADLINE = 60.0
+HELD = ("num_running", "num_waiting", "num_used")
 
 
 def body(ids: list[int], new: int = NEW) -> dict[str, Any]:
@@ -101,6 +105,12 @@ def is_transferred(pair: Pair) -> bool:
     got = pair.post("/generate", body(prompt())).json()
     assert len(got["output_ids"]) == NEW
     return got["meta_info"]["cached_tokens"] >= TOKENS - 2
+
+
+def states(server: ServerProcess) -> list[dict[str, Any]]:
+    """Of all schedulers."""
+    found: list[dict[str, Any]] = httpx.get(server.url + "/server_info", timeout=DEADLINE).json()["internal_states"]
+    return found
 
 
 def is_free(server: ServerProcess) -> None:
@@ -184,6 +194,44 @@ def stop(fault: str, pair: Pair, cable: Cable) -> None:
         process.send_signal(signal.SIGSTOP)
     go_on = lambda: [process.send_signal(signal.SIGCONT) for process in stopped]  # noqa: E731
     threading.Timer(seconds, go_on).start()
+
+
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_a_lost_rank_of_a_server_with_several(victim: str, strike: signal.Signals, tmp_path: Path) -> None:
+    """While ten requests are transferred. The server that loses a rank ends and names it, also to its clients; the
+    other server names its peer and has nothing in use."""
+    with Pair(tmp_path, prefill=("--tp-size", "2"), decode=DP) as pair, closing(Cable(pair.port)) as cable:
+        assert is_transferred(pair)
+        lost, left = (pair.prefill, pair.decode) if victim == "prefill" else (pair.decode, pair.prefill)
+        (rank,) = [child for child in lost.children() if runs(child, "rank_main")]
+        trials = [Trial(pair, cable, 1 << 60) for _ in range(10)]
+        threads = [threading.Thread(target=trial.run, args=("none", lambda: None)) for trial in trials]
+        begin = cable.num_bytes + TOKENS
+        for thread in threads:
+            thread.start()
+        until(lambda: cable.num_bytes > begin)
+        rank.send_signal(strike)
+        for thread in threads:
+            thread.join(DEADLINE)
+        assert not any(thread.is_alive() for thread in threads), "a request has no end"
+        assert lost.process.wait(DEADLINE) == 1
+        name = f"TP1 (pid {rank.pid})"
+        assert name in lost.log
+        answers = [trial.prefill for trial in trials]
+        if victim == "prefill":
+            assert all(trial.is_answered for trial in trials)
+            ends = [
+                answer.text for answer in answers if isinstance(answer, httpx.Response) and answer.status_code != 200
+            ]
+            assert "its prompt is computed here" in left.log
+        else:
+            assert all(isinstance(answer, httpx.Response) and answer.status_code == 200 for answer in answers)
+            ends = ["".join(trial.lines) for trial in trials if not trial.is_answered and trial.lines]
+            until(lambda: "of the decode server at 127.0.0.1 is lost: its connection is closed" in left.log)
+        assert ends and all(name in end for end in ends)
+        until(lambda: not any(state[name] for state in states(left) for name in HELD), "nothing is in use")
+        assert httpx.get(left.url + "/health", timeout=DEADLINE).status_code == 200
 
 
 @pytest.mark.timeout(600)

@@ -69,7 +69,8 @@ class PrefillAgent(TransferAgent):
 
     def _receive(self) -> None:
         while self._socket.poll(0):
-            self._read_message(*self._socket.recv_multipart())
+            peer, header, *_ = self._socket.recv_multipart(copy=False)
+            self._read_message(peer.bytes, header)
 
     def _advance(self) -> None:
         for number, room in list(self._rooms.items()):
@@ -83,15 +84,15 @@ class PrefillAgent(TransferAgent):
 
     # -- messages
 
-    def _read_message(self, peer: bytes, *frames: bytes) -> None:
+    def _read_message(self, peer: bytes, header: zmq.Frame) -> None:
         try:
-            name, *values = wire.decode(frames[0])
+            name, *values = wire.decode(header.bytes)
             if name == "register":
                 self._directory.register(*values)
                 self._welcome_waiting()
                 return
             if name == "hello":
-                self._peers[peer] = Consumer(0.0)
+                self._peers[peer] = Consumer(0.0, str(header.get("Peer-Address")))
             consumer = self._peers.get(peer)
             if consumer is None:  # it was regarded as lost, and its transfers have ended here
                 self._send_to(peer, ["refused", "the connection was silent for too long"])
@@ -303,20 +304,23 @@ class PrefillAgent(TransferAgent):
         try:
             self._socket.send_multipart([peer, *frames], copy=False)
         except zmq.ZMQError:
-            self._lose(peer, "the decode server is gone")
+            self._lose(peer, "its connection is closed")
 
     def _beat(self, now: float) -> None:
         for peer, consumer in list(self._peers.items()):
             if now - consumer.heard > wire.SILENCE_SECONDS:
-                self._lose(peer, f"no message of the decode server for {wire.SILENCE_SECONDS:g} s")
+                self._lose(peer, f"no message for {wire.SILENCE_SECONDS:g} s")
             else:
                 self._send_to(peer, ["beat"])
 
     def _lose(self, peer: bytes, reason: str) -> None:
         consumer = self._peers.get(peer)
-        for room in self._rooms.values():
-            if (leg := room.legs.get(peer)) is not None:
-                leg.state.lost(reason)
+        legs = [room.legs[peer] for room in self._rooms.values() if peer in room.legs]
+        if consumer is not None and consumer.window is not None:
+            name = f"rank {consumer.rank} of the decode server at {consumer.host}"
+            logger.warning("KV transfers: %s is lost: %s; transfers ended: %d", name, reason, len(legs))
+        for leg in legs:
+            leg.state.lost(reason)
         if consumer is not None:
             del self._peers[peer]
             self._transport.forget(peer)

@@ -15,10 +15,11 @@ from moe_engine.scheduler.tiers.transfer_state import WINDOW, Sending
 
 @dataclass
 class Consumer:
-    """A decode rank's connection. `rank` of `layout`. `waits`: for the answer to its first message. `window`: None
-    until its memory is known."""
+    """A decode rank's connection. `host`: its address. `rank` of `layout`. `waits`: for the answer to its first
+    message. `window`: None until its memory is known."""
 
     heard: float
+    host: str
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     part: RowPart = field(default_factory=RowPart)
