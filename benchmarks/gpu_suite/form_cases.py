@@ -247,7 +247,7 @@ ROUTERS = {
     "phi-3.5": RouterSpec(16, 2, "sparsemixer", jitter=0.1),
 }
 """With the shared experts that follow the routed ones."""
-AHEAD = "v2", "glm-4.6", "qwen3-next"
+AHEAD = "v2", "v3", "glm-4.6", "qwen3-next", "flint"
 """The launch also requests a weight that is read soon."""
 GIVEN = ("v4",)
 """The ids are those of a table by token (the first layers of DeepSeek V4)."""

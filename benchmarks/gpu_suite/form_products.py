@@ -108,7 +108,9 @@ PAGED = {
     "fp8.window.sinks": Paged(64, True, fp8=True),
     "wide.fp8": Paged(wide=True, fp8=True), "wide.fp8.window": Paged(ChunkWindow(64), wide=True, fp8=True),
     "wide.fp8.sinks": Paged(sinks=True, wide=True, fp8=True), "capped": Paged(cap=50.0),
-    "capped.window": Paged(64, cap=50.0), "wide.capped.window": Paged(64, wide=True, cap=50.0),
+    "capped.window": Paged(64, cap=50.0), "wide.capped": Paged(wide=True, cap=50.0),
+    "wide.capped.window": Paged(64, wide=True, cap=50.0), "wide.fp8.capped": Paged(wide=True, fp8=True, cap=50.0),
+    "wide.fp8.capped.window": Paged(64, wide=True, fp8=True, cap=50.0),
 }  # fmt: skip
 """Of Llama 4, gpt-oss, K-EXAONE and Gemma 2, and of every model with a large cache."""
 

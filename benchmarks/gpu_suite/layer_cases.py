@@ -126,16 +126,16 @@ def zero_experts(ops: Any, device: str, tokens: int, width: int, top_k: int) -> 
     return lambda: found(x, weights, ids, add)
 
 
-@kernel_case("ops", "layer_norm.{width}{unbiased:.unbiased}.t{tokens}")
-def layer_norm(ops: Any, device: str, tokens: int, width: int, unbiased: bool = False) -> Call:
-    """A residual with an addend."""
+@kernel_case("ops", "layer_norm.{width}{unbiased:.unbiased}{first:.first}.t{tokens}")
+def layer_norm(ops: Any, device: str, tokens: int, width: int, unbiased: bool = False, first: bool = False) -> Call:
+    """A residual with an addend; first: without."""
     x, residual = normal(tokens, width, device=device), normal(tokens, width, device=device)
     weight, bias = torch.rand(width, device=device), None if unbiased else torch.rand(width, device=device)
     run = ops.capabilities.layer_norm or add_layer_norm
 
     def both() -> tuple[Tensor, Tensor]:
         summed = residual.clone()
-        return run(x, summed, weight, bias, 1e-5), summed
+        return run(None if first else x, summed, weight, bias, 1e-5), summed
 
     return both
 
@@ -304,6 +304,8 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
         zero_experts(tokens, hidden, 12),
         layer_norm(tokens, hidden),
         layer_norm(tokens, hidden, unbiased=True),
+        layer_norm(tokens, hidden, first=True),
+        layer_norm(tokens, hidden, unbiased=True, first=True),
         grouped_rows(tokens, heads, groups, width),
         write_kv(tokens, groups, width, fp8=False),
         write_kv(tokens, groups, width, fp8=True),

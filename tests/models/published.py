@@ -54,6 +54,38 @@ FLINT: dict[str, Any] = {
     "num_hidden_layers": 49, "num_attention_heads": 32, "moe_intermediate_size": 512, "vocab_size": 150144,
     "max_position_embeddings": 262144, "eos_token_id": 2, "torch_dtype": "bfloat16",
 }  # fmt: skip
+AXK1: dict[str, Any] = {
+    "architectures": ["AXK1ForCausalLM"], "model_type": "axk1", "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_routed_experts": 192, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "vocab_size": 163840, "eos_token_id": 163691,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""Sizes of transformers' class, which are those of the published model."""
+COMMAND_A_PLUS: dict[str, Any] = {
+    "architectures": ["Cohere2VisionForConditionalGeneration"], "model_type": "cohere2_vision", "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "cohere2_moe", "hidden_size": 4096, "intermediate_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_shared_experts": 4, "expert_selection_fn": "sigmoid", "first_k_dense_replace": 0, "vocab_size": 262144,
+        "rope_theta": 50000, "logit_scale": 1.0, "max_position_embeddings": 200000,
+        "position_embedding_type": "rope_gptj", "rotary_pct": 1.0,
+    },
+}  # fmt: skip
+GEMMA_2_9B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000,
+    "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256, "max_position_embeddings": 8192, "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+GRANITE_SWA: dict[str, Any] = {
+    "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa", "hidden_size": 2560,
+    "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 20, "vocab_size": 100352,
+    "max_position_embeddings": 8192, "eos_token_id": 100257, "torch_dtype": "bfloat16",
+}  # fmt: skip
 LING_MINI: dict[str, Any] = {
     "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "hidden_size": 2048, "head_dim": 128,
     "intermediate_size": 5120, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,

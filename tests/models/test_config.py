@@ -28,7 +28,11 @@ from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models.checkpoints import KINDS, MORE_KINDS, SPARSE_KINDS, hub_fields, make_checkpoint
 from tests.models.parameters import num_active_parameters
 from tests.models.published import (
+    AXK1,
+    COMMAND_A_PLUS,
     FLINT,
+    GEMMA_2_9B,
+    GRANITE_SWA,
     K_EXAONE,
     KIMI_LINEAR,
     LING_FLASH,
@@ -501,18 +505,8 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         | {"vocab_size": 151680, "num_nextn_predict_layers": 1, "use_sliding_window": False, "rope_theta": 640000},
         7.62e9, 6.99e9,
     ),
-    (
-        {"architectures": ["AXK1ForCausalLM"], "model_type": "axk1", "hidden_size": 7168, "intermediate_size": 18432}
-        | {"moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 64, "n_routed_experts": 192}
-        | {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
-        | {"vocab_size": 163840},
-        519e9, 33e9,
-    ),
-    (
-        {"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa", "hidden_size": 2560}
-        | {"intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 20, "vocab_size": 100352},
-        2.15e9, 2.15e9,
-    ),
+    (AXK1, 519e9, 33e9),
+    (GRANITE_SWA, 2.15e9, 2.15e9),
     (
         {"architectures": ["YoutuForCausalLM"], "model_type": "youtu", "hidden_size": 2048, "intermediate_size": 6144}
         | {"num_hidden_layers": 32, "num_attention_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512}
@@ -525,13 +519,7 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         | {"vocab_size": 155136, "rope_theta": 10000000.0, "attention_bias": True},
         36.2e9, 35.4e9,
     ),
-    (
-        {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh"}
-        | {"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336}
-        | {"num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
-        | {"vocab_size": 256000, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256},
-        9.24e9, 9.24e9,
-    ),
+    (GEMMA_2_9B, 9.24e9, 9.24e9),
     (
         {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152}
         | {"intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1}
@@ -579,17 +567,7 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         | {"vocab_size": 256000, "rope_theta": 50000, "max_position_embeddings": 131072, "logit_scale": 0.25},
         111e9, 111e9,
     ),
-    (
-        {"architectures": ["Cohere2VisionForConditionalGeneration"], "model_type": "cohere2_vision"}
-        | {
-            "text_config": {"model_type": "cohere2_moe", "hidden_size": 4096, "intermediate_size": 4096}
-            | {"num_hidden_layers": 32, "num_attention_heads": 128, "num_key_value_heads": 8, "num_experts": 128}
-            | {"num_experts_per_tok": 8, "num_shared_experts": 4, "expert_selection_fn": "sigmoid"}
-            | {"first_k_dense_replace": 0, "vocab_size": 262144, "rope_theta": 50000, "logit_scale": 1.0}
-            | {"max_position_embeddings": 200000, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0}
-        },
-        218e9, 25e9,
-    ),
+    (COMMAND_A_PLUS, 218e9, 25e9),
     (
         {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "hidden_size": 4096, "intermediate_size": 6400}
         | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32064}

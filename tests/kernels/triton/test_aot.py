@@ -74,7 +74,7 @@ MODELS = (
     "v2-lite", "v3", "gpt-oss-120b", "qwen3-next", "kimi-k2", "v3.2", "v4-flash", "v4-pro", "v41-flash", "glm-4.6",
     "minimax-m3", "llama-8b-awq", "llama-8b-row-fp8", "v3-row-fp8", "glm-5.3-flash", "glm-5.2", "qwen3.8",
     "kimi-linear", "nemotron-3", "ling-flash", "longcat-flash", "qwen-3.8-flash-next", "kimi-k3",
-    "llama-4-scout", "k-exaone", "flint",
+    "llama-4-scout", "k-exaone", "flint", "axk1", "command-a-plus", "gemma-2", "granite-swa",
 )  # fmt: skip
 """Of `served_models`, which imports Triton."""
 LAUNCHED = {
