@@ -153,7 +153,7 @@ class TokenTexts(dict[int, str | None]):
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Contents of `tokenizer.json` and of the files beside it."""
+    """Contents of `tokenizer.json`, also one made of a GGUF file, and of the files beside it."""
 
     file: Path
     tokenizer_json: bytes
@@ -185,8 +185,8 @@ class TokenizerSource:
     files: TokenizerFiles | None = None
 
     def read(self) -> TokenizerSource:
-        """The same source with its files, if it has a `tokenizer.json`: it can be loaded when the folder was replaced
-        or is gone.
+        """The same source with its files, if it has a `tokenizer.json` or is a GGUF file: it can be loaded when the
+        folder was replaced or is gone.
 
         Raises:
             ConfigError: names the file at fault.
@@ -195,7 +195,11 @@ class TokenizerSource:
         if (gguf := find_gguf(file)) is not None:
             file = gguf.parent
         file = file if file.is_file() else file / "tokenizer.json"
-        return self if self.mode != "auto" or not file.is_file() else replace(self, files=_read_files(file))
+        if self.mode != "auto":
+            return self
+        if file.is_file():
+            return replace(self, files=_read_files(file))
+        return self if gguf is None else replace(self, files=_read_gguf(gguf))
 
     def load(self) -> Tokenizer:
         """Raises as `load_tokenizer`."""
@@ -208,11 +212,6 @@ class TokenizerSource:
                 source=self,
             )
         gguf = find_gguf(self.path)
-        if gguf is not None and self.mode == "auto":
-            made, config = load_gguf_tokenizer(gguf)
-            template = _own_template(gguf.parent, config)
-            byte_level = _is_byte_level(made.to_str().encode())
-            return Tokenizer(FastBackend(made), config, byte_level=byte_level, chat_template=template, source=self)
         slow = TransformersBackend(
             self.path if gguf is None else str(gguf.parent),
             use_fast=self.mode != "slow",
@@ -418,6 +417,11 @@ def _read_files(file: Path) -> TokenizerFiles:
         config.setdefault(name, value)
     template = _own_template(folder, config)
     return TokenizerFiles(file, file.read_bytes(), config, template)
+
+
+def _read_gguf(path: Path) -> TokenizerFiles:
+    made, config = load_gguf_tokenizer(path)
+    return TokenizerFiles(path, made.to_str().encode(), config, _own_template(path.parent, config))
 
 
 def _own_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:

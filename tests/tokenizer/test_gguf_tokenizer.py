@@ -72,6 +72,8 @@ def test_ids_and_texts_are_those_of_the_original(tmp_path: Path, name: str) -> N
         assert found.encode(text) == ids
         assert found.decode(ids) == original.decode(ids) and found.decode(ids, False) == text
         assert [found.token_bytes(i) for i in ids] == [original.token_bytes(i) for i in ids]
+    for file in tmp_path.rglob("*.gguf"):
+        file.unlink()
     assert found.source is not None and found.source.load().encode(TEXTS[0]) == original.encode(TEXTS[0])
 
 
