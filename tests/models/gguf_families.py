@@ -105,7 +105,7 @@ def write_family(source: Path, path: Path, type_of: Callable[[str], str]) -> dic
         whole = torch.stack([part for _, part, _ in parts]) if is_expert else parts[0][1]
         assert is_expert or len(parts) == 1, own
         forward, back = _shift(parts[0][0], ARCHITECTURES[fields["model_type"]])
-        plain = "_norm" in own or "ssm_conv1d" in own
+        plain = any(part in own for part in ("_norm", "ssm_conv1d", "exp_probs_b"))
         kept = back(store(stored, own, forward(whole).contiguous(), (lambda _: "F32") if plain else type_of))
         for (name, _, origin), value in zip(parts, kept if is_expert else [kept]):
             values[name][origin.flatten()] = value.flatten()
@@ -165,8 +165,6 @@ def _ordered(part: str, tensor: Tensor, fields: dict[str, Any]) -> Tensor:
         return reorder(tensor, fields["num_attention_heads" if module == "q_proj" else "num_key_value_heads"])
     if part.endswith("conv1d.weight"):
         tensor = tensor.squeeze(1)
-    if part.endswith("moe_statics.e_score_correction_bias"):
-        return tensor.squeeze(0)
     if architecture in ("qwen35", "qwen35moe") and part.startswith("linear_attn.") and "norm" not in part:
         keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
         if part.endswith("out_proj.weight"):
