@@ -92,7 +92,7 @@ WITHOUT_END = {
 }  # fmt: skip
 """Tensors whose name is no module's with an end."""
 ERNIE = {"exp_probs_b.bias": f"mlp.moe_statics.{_BIAS}"}
-"""Of ERNIE 4.5's."""
+"""ERNIE 4.5 has another name for one of them."""
 HALVES = {"ssm_ba.weight": (f"{STATE}.in_proj_b.weight", f"{STATE}.in_proj_a.weight")}
 """Tensors with the rows of two."""
 LAST, REST = -1, 0

@@ -138,6 +138,18 @@ def test_metadata_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
             {"blk.0.attn_qkv.weight": (512, 8)},
             "has no rows of 4 and twice 3 heads",
         ),
+        (
+            "olmo2",
+            {"olmo2.attention.sliding_window": 5, "olmo2.rope.freq_base_swa": 5.0},
+            {},
+            r"olmo2\.rope\.freq_base_swa is not the base of layers without a window",
+        ),
+        (
+            "ernie4_5-moe",
+            {"ernie4_5-moe.expert_count": 8, "ernie4_5-moe.expert_used_count": 2},
+            {},
+            "no layer has a router",
+        ),
         ("gemma4", {}, {}, r"rope_freqs\.weight has no factors of Gemma 4"),
         ("mamba", {}, {}, "general.architecture 'mamba' is not served from GGUF files; served are llama"),
     ):
@@ -145,7 +157,7 @@ def test_metadata_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
         own |= {
             "general.architecture": name,
             **changed,
-            "gemma4.rope.dimension_count": 64,
+            f"{name}.rope.dimension_count": 64,
             "gemma4.attention.sliding_window_pattern": [1, 0, 0],
         }
         made = {"token_embd.weight": (8, 64)} | tensors
