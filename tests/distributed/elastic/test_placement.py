@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -73,7 +75,7 @@ def test_redundancy_survives_a_death_without_loss():
 
 def test_groups_stay_on_a_node_while_they_fit_the_nodes() -> None:
     """Four groups on four nodes of two ranks: two nodes have two groups each, three nodes no equal shares."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(32))
     layout = ExpertLayout(16, 8, 16, num_nodes=4, num_groups=4)
     counts = rng.integers(1, 100, (2, 16))
     previous = plan_placement(counts, layout, "deepseek_hierarchical")

@@ -154,12 +154,14 @@ def test_tensors_with_other_names_than_the_model(tmp_path: Path, kind: str) -> N
     assert not any(name.endswith("_proj.weight") for name in some)
     mixed = shutil.copytree(old, tmp_path / "mixed")
     save_file(before | {name: after[name] for name in some}, mixed / "model.safetensors")
+    # codes are dequantized where no row multiplies them; others cannot be replaced by name
+    rows = {"linear_backend": "torch", "moe_runner_backend": "torch"} if kind == "int4" else {}
     right = {}
     for path in (mixed, new):
-        with open_engine(path) as engine:
+        with open_engine(path, **rows) as engine:
             right[path] = tokens(engine)
     assert right[mixed] != right[new]
-    with open_engine(old) as engine:
+    with open_engine(old, **rows) as engine:
         done, why = engine.update_weights_from_tensor([(some[0], after[some[0]][:1])])
         assert not done and some[0] in why
         for path, names in ((mixed, some), (new, after)):
