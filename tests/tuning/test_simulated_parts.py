@@ -292,18 +292,7 @@ def test_loads_that_have_no_parts_are_refused(tmp_path, capsys, flags, words):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_processes_end_with_a_command_that_was_killed(number, tmp_path):
     """A part drew the lengths of all requests before its own, for minutes without a parent."""
-    words = [
-        "--hardware",
-        "8xH200",
-        "--tp",
-        "8",
-        "--num-prompts",
-        str(10**9),
-        "--processes",
-        "2",
-        "--request-rate",
-        "9",
-    ]
+    words = ["--hardware", "8xH200", "--tp", "8", "--num-prompts", "1000000", "--processes", "2", "--request-rate", "9"]
     command = [
         sys.executable,
         "-m",
