@@ -400,3 +400,17 @@ def test_prompts_behind_cached_prefixes():
         assert seconds(file, tail, 0) == pytest.approx(prefill.at(tail))
     beyond = truth[tails[-1]] - prefill.at(tails[-1])
     assert seconds(file, 900, 300) == pytest.approx(prefill.at(900) + beyond + 300 * (token + pair * 900))
+
+
+def test_a_curve_beyond_its_last_point():
+    """A last point that is too high by a tenth raises three times as many requests by five tenths of it, not by more
+    than a whole one, as the line through its neighbor would."""
+    counts = (1, 2, 4, 8, 16, 32, 48, 56, 64)
+    base, slope = random.uniform(1e-4, 1e-3), random.uniform(1e-5, 1e-3)
+    truth = [base + slope * count for count in counts]
+    for count in (1.5, 3, 52, 64, 65, 128, 512):
+        assert Curve(counts, tuple(truth)).at(count) == pytest.approx(base + slope * count)
+    high = Curve(counts, (*truth[:-1], truth[-1] * 1.1))
+    assert high.at(192) / (base + slope * 192) == pytest.approx(1 + 0.5 * truth[-1] / (base + slope * 192))
+    assert Curve((4.0,), (0.5,)).at(9) == 0.5
+    assert Curve((5, 6), (0.5, 0.6)).at(9) == pytest.approx(0.9)

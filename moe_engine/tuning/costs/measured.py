@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
@@ -29,7 +29,8 @@ LONE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds at measured counts, ascending; linear in between, and beyond the last two."""
+    """Seconds at measured counts, ascending; linear in between. Beyond the last count on the line through it and the
+    last one of at most its half: adjacent ones may be so close that their noise would grow with the distance."""
 
     counts: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -39,7 +40,8 @@ class Curve:
         if len(counts) == 1 or count <= counts[0]:
             return seconds[0]
         above = min(max(bisect_left(counts, count), 1), len(counts) - 1)
-        x0, x1, y0, y1 = counts[above - 1], counts[above], seconds[above - 1], seconds[above]
+        below = above - 1 if count <= counts[-1] else max(bisect_right(counts, counts[-1] / 2) - 1, 0)
+        x0, x1, y0, y1 = counts[below], counts[above], seconds[below], seconds[above]
         return max(y0 + (count - x0) * (y1 - y0) / (x1 - x0), 0.0)
 
 
