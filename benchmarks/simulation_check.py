@@ -211,11 +211,7 @@ def _measured(costs: Path) -> dict[str, Any]:
 
 def _explanation(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
     phases = [[phases for values in side for phases in values["phases"]] for side in (found, ours)]
-    # mean numbers of steps: as many repeats of one side as of the other
-    steps = [
-        [step for _ in range(len(other)) for values in side for step in values["step_times"]]
-        for side, other in ((found, ours), (ours, found))
-    ]
+    steps = [[step for values in side for step in values["step_times"]] for side in (found, ours)]
     return f"{simulation_phases.phase_table(*phases)}\n{simulation_phases.step_table(*steps)}\n"
 
 

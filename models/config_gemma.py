@@ -42,33 +42,27 @@ def parse_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     config = parse_gqa(read, generation, None, (), qk_norm="head")
     if config.windows:
         config = with_other_windows(config, read, windowed)
-    return replace(
-        _with_softmax_scale(config, fields.number("query_pre_attn_scalar", above=0)),
+    return _as_gemma(
+        config,
+        fields,
+        fields.number("query_pre_attn_scalar", above=0),
         max_position_embeddings=fields.integer("max_position_embeddings"),  # with the factor of the rotary scaling
         norm_plus=fields.number("norm_plus", 1.0),  # of GGUF files: 0
-        activation=GELU,
         result_norms=_NORMS,
-        embed_scale=config.hidden_size**0.5,
-        rounds_scale=True,
-        logit_cap=fields.number("final_logit_softcapping", 0.0, above=0),
-        raw=fields.raw,
     )
 
 
 def parse_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Gemma 2: bounded scores, windows in every second layer, norms of results, GELU."""
-    fields.check_served({"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False})
+    fields.check_served(_SERVED)
     cap = fields.number(_CAP, 0.0, above=0)
     config = parse_gqa(gemma2_fields(fields), generation, None, (), score_cap=cap)
-    return replace(
-        _with_softmax_scale(config, fields.number("query_pre_attn_scalar", above=0)),
+    return _as_gemma(
+        config,
+        fields,
+        fields.number("query_pre_attn_scalar", above=0),
         norm_plus=fields.number("norm_plus", 1.0),  # of GGUF files: 0
-        activation=GELU,
         result_norms=_NORMS,
-        embed_scale=config.hidden_size**0.5,
-        rounds_scale=True,
-        logit_cap=fields.number("final_logit_softcapping", 0.0, above=0),
-        raw=fields.raw,
     )
 
 
@@ -116,17 +110,14 @@ def parse_gemma4(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     if moe is not None:
         fused = FusedExpertsFormat(moe.num_experts, alternating=False, transposed=False, optional=True)
         format = with_fused_experts(format, moe.num_experts, transposed=False) if format.name else fused
-    return replace(
-        _with_softmax_scale(config, 1.0),
+    return _as_gemma(
+        config,
+        fields,
+        1.0,
         max_position_embeddings=fields.integer("max_position_embeddings"),
         weight_format=format,
-        activation=GELU,
         result_norms=_NORMS if moe is None else _NORMS._replace(before_feed_forward=""),
         layer_factors=True,
-        embed_scale=config.hidden_size**0.5,
-        rounds_scale=True,
-        logit_cap=fields.number("final_logit_softcapping", 0.0, above=0),
-        raw=fields.raw,
     )
 
 
@@ -163,6 +154,23 @@ def _ropes(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     full, windowed = (found.get(FULL) or {}, found.get(WINDOWED) or {}) if by_kind else (found, {})
     theta = fields.number("rope_theta", 1e6, above=0), fields.number("rope_local_base_freq", 1e4, above=0)
     return {"rope_theta": theta[0], **full}, {"rope_theta": theta[1], **windowed}
+
+
+def _as_gemma(config: ModelConfig, fields: Fields, scale: float, **own: Any) -> ModelConfig:
+    """With what all generations share, and a generation's own fields.
+
+    Args:
+        scale: scores are divided by its root.
+    """
+    return replace(
+        _with_softmax_scale(config, scale),
+        activation=GELU,
+        embed_scale=config.hidden_size**0.5,
+        rounds_scale=True,
+        logit_cap=fields.number("final_logit_softcapping", 0.0, above=0),
+        raw=fields.raw,
+        **own,
+    )
 
 
 def _with_softmax_scale(config: ModelConfig, scalar: float) -> ModelConfig:

@@ -1,6 +1,6 @@
 """Checkpoints of more families as GGUF files, with the names, orders and metadata of llama.cpp's converter.
 
-Orders of rows are applied to the positions of the numbers too, which tells the hub's values of a file.
+The same reordering of rows runs over the index of each value: it maps the values of a file back to the hub's order.
 """
 
 from __future__ import annotations
